@@ -1,0 +1,199 @@
+"""The configuration of a run: one frozen dataclass, one row a flag, validated before MPI starts.
+
+The flags of the command line, their help and their defaults are read off these fields, so there is
+one place to add one. Values arrive as text and are typed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpissd.errors import ConfigError, unknown
+
+Parse = Callable[[str, str], Any]
+
+
+def integer(minimum: int) -> Parse:
+    """Parses a whole number of at least `minimum`."""
+
+    def parse(name: str, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise ConfigError(f"{name}={text}: allowed: a whole number >= {minimum}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Parse:
+    """Parses a finite number in [low, high]."""
+
+    def parse(name: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and math.isfinite(value)):
+            limit = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
+            raise ConfigError(f"{name}={text}: allowed: a number {limit}")
+        return value
+
+    return parse
+
+
+def choice(*allowed: str) -> Parse:
+    """Parses one of a few names."""
+
+    def parse(name: str, text: str) -> str:
+        if text not in allowed:
+            raise unknown(name, text, allowed)
+        return text
+
+    return parse
+
+
+def switch(name: str, text: str) -> bool:
+    """Parses --flag, --flag=true, --noflag, --flag=false."""
+    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+    if text.lower() not in values:
+        raise ConfigError(f"{name}={text}: allowed: true, false")
+    return values[text.lower()]
+
+
+def words(name: str, text: str) -> str:
+    """Takes text as it is; a flag without a value is refused."""
+    if text in ("", "True"):
+        raise ConfigError(f"{name}: needs a value")
+    return text
+
+
+def flag(default: Any, parse: Parse, text: str) -> Any:
+    """A dataclass field that is a flag."""
+    return field(default=default, metadata={"parse": parse, "help": text})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the user asked for; None is "not said" and resolved when the machine is known."""
+
+    mode: str = flag("ssd", choice("ar", "sd", "ssd"), "ar, sd or ssd")
+    num_drafts: int | None = flag(
+        None, integer(0), "draft ranks D; T = world size - D (default 0 for ar, else 1)"
+    )
+    pair: str | None = flag(
+        None, words, "toy, 8b/1b, 70b/1b, TARGET/DRAFT (default: what the machine can hold)"
+    )
+    target: str | None = flag(None, words, "preset, config.json, or gen:layers=…,hidden=…,ffn=…")
+    draft: str | None = flag(None, words, "likewise")
+    backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
+    device: str = flag("h100", words, "emulated device: a profile's name or file")
+    workload: str = flag("gemm", choice("gemm"), "what is decoded")
+    lookahead: int = flag(4, integer(0), "K, draft tokens a round")
+    fan_out: str = flag("uniform:3", words, "uniform:F, geometric:B or list:F0,…,FK (ssd)")
+    alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
+    acceptance: str | None = flag(
+        None, words, "alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE (default alpha:0.8)"
+    )
+    acceptance_fast: str = flag("alpha:0.3", words, "acceptance of --backup=fast tokens")
+    p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence (ssd)")
+    hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r (ssd)")
+    hit_r: float | None = flag(None, number(0), "r of the hit law")
+    batch_size: int = flag(1, integer(1), "sequences b")
+    rounds: int | None = flag(None, integer(1), "measured rounds (default 200 without num_tokens)")
+    num_tokens: int | None = flag(
+        None, integer(1), "tokens a sequence; with rounds, whichever is reached first"
+    )
+    seed: int = flag(0, integer(0), "of every draw")
+    out: str = flag("out", words, "folder of runs.jsonl and rounds/")
+    temperature: float = flag(0.0, number(0), "0: the gemm workload is greedy")
+    all_reduce: str = flag(
+        "auto", choice("auto", "nccl", "mpi", "staged"), "how target ranks add up"
+    )
+    cuda_aware_mpi: bool = flag(False, switch, "let MPI read GPU memory (tried in a child first)")
+    fuse: bool = flag(False, switch, "issue q,k,v as one product, and gate,up as one")
+    lm_head: bool = flag(False, switch, "add the vocabulary product with top-k")
+    context: int = flag(0, integer(0), "tokens of KV cache that attention would read")
+    num_layers: int | None = flag(None, integer(1), "depth-scaled target (labelled)")
+    graph: bool = flag(True, switch, "replay forwards as CUDA graphs (cupy)")
+    on_late: str = flag("finish", choice("finish", "serve"), "a hit not fully grown yet (ssd)")
+    backup: str = flag("jit", choice("jit", "fast"), "what drafts a miss")
+    backup_lookahead: int | None = flag(None, integer(1), "K_b, tokens that a backup drafts")
+    warmup_rounds: int = flag(10, integer(1), "rounds on throw-away sequences")
+    deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")
+    progress: str = flag("auto", choice("auto", "on", "off"), "progress bar on stderr")
+    dry_run: bool = flag(False, switch, "validate and stop, without MPI")
+    world_size: int | None = flag(None, integer(1), "ranks to validate for, with dry_run")
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and self.acceptance is not None:
+            raise ConfigError("alpha and acceptance say the same thing: give one")
+        if self.mode != "ar" and self.lookahead < 1:
+            raise ConfigError(f"lookahead=0 with mode={self.mode}: allowed: a whole number >= 1")
+        if self.mode == "ssd" and self.num_drafts == 0:
+            raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)")
+        if self.num_drafts is not None and self.num_drafts > 1:
+            raise ConfigError(f"num_drafts={self.num_drafts}: allowed: 0, 1")
+        if self.mode == "ar" and self.num_drafts:
+            raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
+        if self.pair is not None and (self.target or self.draft):
+            raise ConfigError("pair and target/draft say the same thing: give one")
+        if (self.target is None) != (self.draft is None) and self.mode != "ar":
+            missing = "draft" if self.draft is None else "target"
+            raise ConfigError(f"{missing}: needed beside the other with mode={self.mode}")
+        if self.temperature > 0:
+            raise ConfigError(f"temperature={self.temperature:g} with workload=gemm: allowed: 0")
+        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
+            raise ConfigError(
+                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
+            )
+        if self.world_size is not None and not self.dry_run:
+            raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
+
+    @property
+    def drafts(self) -> int:
+        """D, with its default: 0 for ar, 1 for sd and ssd."""
+        if self.num_drafts is not None:
+            return self.num_drafts
+        return 0 if self.mode == "ar" else 1
+
+    @property
+    def acceptance_text(self) -> str:
+        """The acceptance law as text, with its default."""
+        if self.acceptance is not None:
+            return self.acceptance
+        return f"alpha:{0.8 if self.alpha is None else self.alpha:g}"
+
+    @property
+    def max_rounds(self) -> int | None:
+        """Measured rounds at most; None: until num_tokens are there."""
+        if self.rounds is None and self.num_tokens is None:
+            return 200
+        return self.rounds
+
+    @property
+    def digest(self) -> str:
+        """Names the configuration: equal for equal flags, whatever their order."""
+        skip = {"out", "progress", "dry_run", "world_size"}
+        told = {k: v for k, v in dataclasses.asdict(self).items() if k not in skip}
+        text = json.dumps(told, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def parse_flags(flags: Mapping[str, str]) -> RunConfig:
+    """Flags as text → a validated RunConfig; ConfigError with a did-you-mean for unknown names."""
+    fields = {f.name: f for f in dataclasses.fields(RunConfig)}
+    values = {}
+    for name, text in flags.items():
+        if name not in fields:
+            raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
+        values[name] = fields[name].metadata["parse"](name, str(text))
+    return RunConfig(**values)

@@ -1,0 +1,179 @@
+"""The nouns of a round: who drafted what, what was verified, and what came of it.
+
+All batched: b sequences, row i of every array is the same sequence. An Outcome and a Speculation
+are one int32 matrix each, columns with names, so that a message is one copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.errors import ProtocolError
+
+Ints = NDArray[np.int32]
+
+
+class Source(IntEnum):
+    """What produced a sequence's speculation."""
+
+    NONE = 0  # nothing was drafted (AR)
+    CACHE = 1  # pre-speculated while the target verified
+    JIT = 2  # drafted just in time, after the outcome was known
+    FAST = 3  # a backup that costs no draft step
+
+
+class Event(IntEnum):
+    """What a row of an outcome says of its sequence."""
+
+    COMMIT = 0  # a round ended: (num_accepted, bonus)
+    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, its first round is a forced miss
+    RELEASE = 2  # the sequence is finished: no speculation wanted
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode. Identity is (request_id, epoch), never a batch slot."""
+
+    request_id: int
+    first_token: int = 0
+    epoch: int = 0
+
+
+class Outcome:
+    """What round `round` decided, a row a sequence: v = (k, t*), or an admission or a release.
+
+    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*).
+    Rows that are not releases ask for the speculation of round + 1, in their order.
+    """
+
+    WIDTH = 5
+
+    def __init__(self, round_: int, rows: Ints) -> None:
+        self.round = round_
+        self.rows = rows
+        self.ids: Ints = rows[:, 0]
+        self.epochs: Ints = rows[:, 1]
+        self.events: Ints = rows[:, 2]
+        self.num_accepted: Ints = rows[:, 3]
+        self.bonus: Ints = rows[:, 4]
+
+    @classmethod
+    def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
+        """An outcome that only admits."""
+        rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
+        return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH))
+
+    @property
+    def num_live(self) -> int:
+        """Rows that ask for a speculation."""
+        return int(np.count_nonzero(self.events != Event.RELEASE))
+
+
+class Speculation:
+    """Draft tokens for round `round`; row i may be shorter than K (num_draft[i] <= K).
+
+    rows: int32 [b, 3 + K] = source, hit (the outcome was a key of the cache), num_draft, tokens;
+    tokens from column num_draft[i] on are not read.
+    """
+
+    HEAD = 3
+
+    def __init__(self, round_: int, rows: Ints) -> None:
+        self.round = round_
+        self.rows = rows
+        self.source: Ints = rows[:, 0]
+        self.hit: Ints = rows[:, 1]
+        self.num_draft: Ints = rows[:, 2]
+        self.tokens: Ints = rows[:, 3:]
+
+    @classmethod
+    def empty(cls, round_: int, batch: int, lookahead: int) -> Speculation:
+        """Nothing drafted: what AR verifies."""
+        return cls(round_, np.zeros((batch, cls.HEAD + lookahead), np.int32))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the target forward that verifies it, Σ(num_draft + 1)."""
+        return int(self.num_draft.sum()) + len(self.rows)
+
+
+class Batch:
+    """The live sequences in message order, and where each stands. Every rank keeps its own copy
+    by applying the same outcomes.
+
+    A slot is where a worker keeps a sequence's state; it is private to the rank.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.ids: Ints = np.zeros(0, np.int32)
+        self.epochs: Ints = np.zeros(0, np.int32)
+        self.slots = np.zeros(0, np.int64)
+        self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
+        self.last_tokens: Ints = np.zeros(0, np.int32)
+        self.fresh = np.zeros(0, np.bool_)  # admitted by the newest outcome
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
+        """Commits an outcome; returns the (slot, request) of each admission.
+
+        Raises ProtocolError where the outcome speaks of other sequences than this batch holds.
+        """
+        if outcome.events.any() or self.fresh.any():
+            return self._apply_changes(outcome)
+        if len(outcome.ids) != len(self.ids) or (outcome.ids != self.ids).any():
+            raise self._mismatch(outcome)
+        self.lengths += outcome.num_accepted
+        self.lengths += 1
+        self.last_tokens = outcome.bonus
+        return ()
+
+    def _apply_changes(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
+        known = len(self.ids)
+        old = outcome.rows[:known]
+        if len(old) < known or (old[:, 0] != self.ids).any() or (old[:, 1] != self.epochs).any():
+            raise self._mismatch(outcome)
+        stays = old[:, 2] == Event.COMMIT
+        new = outcome.rows[known:]
+        if (new[:, 2] != Event.ADMIT).any() or (old[:, 2] == Event.ADMIT).any():
+            raise self._mismatch(outcome)
+        free = sorted(set(range(self.capacity)) - set(self.slots[stays].tolist()))
+        if len(new) > len(free):
+            raise ProtocolError(
+                f"round {outcome.round}: {len(new)} admissions, room for {len(free)}"
+            )
+        slots = np.array(free[: len(new)], np.int64)
+        keep = old[stays]
+        rows = np.concatenate([keep, new])
+        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
+        self.lengths = np.concatenate(
+            [self.lengths[stays] + keep[:, 3] + 1, np.ones(len(new), np.int64)]
+        )
+        self.slots = np.concatenate([self.slots[stays], slots])
+        self.fresh = np.concatenate([np.zeros(len(keep), np.bool_), np.ones(len(new), np.bool_)])
+        requests = [Request(int(i), int(t), int(e)) for i, e, _, _, t in new]
+        return list(zip(slots.tolist(), requests, strict=True))
+
+    def _mismatch(self, outcome: Outcome) -> ProtocolError:
+        return ProtocolError(
+            f"round {outcome.round}: outcome rows {outcome.rows[:, :3].tolist()} do not fit the "
+            f"batch of ids {self.ids.tolist()}"
+        )
+
+
+def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:
+    """The tokens that the target verifies, flat [Σ(num_draft+1)]: t*, x_1 … x_k' a sequence."""
+    width = speculation.tokens.shape[1]
+    table = np.empty((len(last_tokens), width + 1), np.int32)
+    table[:, 0] = last_tokens
+    table[:, 1:] = speculation.tokens
+    if (speculation.num_draft == width).all():
+        return table.reshape(-1)
+    return table[np.arange(width + 1) <= speculation.num_draft[:, None]]
