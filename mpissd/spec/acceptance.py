@@ -1,0 +1,234 @@
+"""What the laws of a synthetic workload say: how many drafted tokens are accepted, and what hits.
+
+acceptance  alpha:0.8          every token with 0.8 (0.8 alone says the same)
+            rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
+            marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
+            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted
+hits        an imposed p_hit, or the power law miss(F) = min(1, A·F^{−r})
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.errors import ConfigError, unknown
+from mpissd.theory import accept_probabilities, power_law_miss
+
+Ints = NDArray[np.int32]
+
+NEVER = 2**31 - 1  # the rank of a bonus token that no fan-out reaches
+# F = 3 then hits .75: between the .68 (k < K) and .80 (k = K) of a table-model pair at T = 1. The
+# paper's A = 1 would make a fan-out of 1 worthless.
+DEFAULT_HIT_A = 0.75
+DEFAULT_HIT_R = 1.0
+
+
+@dataclass(frozen=True)
+class AcceptanceLaw:
+    """hazards a_1..a_K: P(x_i accepted | x_1..x_{i−1} accepted); ConfigError outside 0..1."""
+
+    hazards: tuple[float, ...]
+    label: str
+
+    def __post_init__(self) -> None:
+        for rate in self.hazards:
+            _probability(f"acceptance {self.label!r}", rate)
+
+    def probabilities(self) -> tuple[float, ...]:
+        """P(k accepted) for k = 0..K."""
+        return accept_probabilities(self.hazards)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Mean k, 0..K."""
+        return math.fsum(k * p for k, p in enumerate(self.probabilities()))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a round, bonus included."""
+        return 1.0 + self.mean_accepted
+
+
+def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
+    """The law that `text` names, for K = lookahead; its label is the text in its long form.
+
+    K = 0 drafts nothing and takes a list of any length. ConfigError names what is wrong.
+    """
+    kind, colon, values = text.strip().partition(":")
+    if not colon:
+        kind, values = ("alpha", kind) if _is_number(kind) else (kind, "")
+    label = f"{kind}:{values}"
+    if kind == "alpha":
+        alpha = _probability(f"acceptance {label!r}", _number(label, values))
+        return AcceptanceLaw((alpha,) * lookahead, f"alpha:{alpha}")
+    if kind == "rates":
+        return AcceptanceLaw(_rates(label, values, lookahead), label)
+    if kind == "marginal":
+        return AcceptanceLaw(_conditional(label, _rates(label, values, lookahead)), label)
+    if kind == "histogram":
+        counts = read_histogram(Path(values).expanduser())
+        return AcceptanceLaw(hazards_of_counts(counts, lookahead), label)
+    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram"))
+    raise ConfigError(f"{known}, as in 0.8, rates:.9,.8,.7 or histogram:FILE")
+
+
+def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
+    """a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k, i = 1..K; 0 beyond the counts' last k and after a 0.
+
+    Counts that reach beyond K are read as "at least K accepted": truncation loses nothing.
+    """
+    at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
+    pairs = pairwise(at_least[: lookahead + 1])
+    return tuple(reached / before if before else 0.0 for before, reached in pairs)
+
+
+def read_histogram(path: Path) -> list[int]:
+    """Counts of rounds with k = 0, 1, 2, … tokens accepted; ConfigError naming the file.
+
+    A JSON list, {"counts": […]}, a result row (its accept_histogram), one whole number a line, or
+    one line with commas.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
+    counts = _parse_counts(text)
+    if counts is None or min(counts, default=-1) < 0 or sum(counts) == 0:
+        raise ConfigError(
+            f"{str(path)!r}: allowed: counts of rounds with 0, 1, 2, … tokens accepted, not all 0: "
+            'a JSON list, {"counts": […]}, one whole number a line, or one line with commas'
+        )
+    return counts
+
+
+def _parse_counts(text: str) -> list[int] | None:
+    """The integers in the text, None where it holds anything else."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        lines = text.strip().splitlines()
+        parts = lines[0].split(",") if len(lines) == 1 else lines
+        data = [_integer(part.strip()) for part in parts]
+    if isinstance(data, dict):
+        data = data.get("counts", data.get("accept_histogram"))
+    data = [data] if type(data) is int else data
+    if isinstance(data, list) and all(type(count) is int for count in data):
+        return data
+    return None
+
+
+def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
+    """k per sequence: leading i with drafts[:, i] = stream[:, i], at most num_draft.
+
+    drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b]. Returns int32 [b].
+    """
+    lookahead = drafts.shape[1]
+    served = np.arange(lookahead) < num_draft[:, None]  # [b, K]
+    matches = served & (drafts == stream[:, :lookahead])
+    return np.asarray(np.logical_and.accumulate(matches, axis=1).sum(axis=1), np.int32)
+
+
+@dataclass(frozen=True)
+class HitLaw:
+    """The rank, from 1, of the true bonus token among the draft's candidates, from a uniform u.
+
+    Imposed: rank 1 with p_hit, else NEVER. Power law: P(rank ≤ F) = 1 − min(1, A·F^{−r}).
+    """
+
+    label: str
+    p_hit: float | None = None
+    hit_a: float = DEFAULT_HIT_A
+    hit_r: float = DEFAULT_HIT_R
+
+    def __post_init__(self) -> None:
+        if self.p_hit is not None:
+            _probability("p_hit", self.p_hit)
+        if not 0 <= self.hit_a < math.inf:
+            raise ConfigError(f"hit_a={self.hit_a}: allowed: at least 0 and finite")
+        if not 0 < self.hit_r < math.inf:
+            raise ConfigError(f"hit_r={self.hit_r}: allowed: above 0 and finite")
+
+    def rank(self, u: float) -> int:
+        """Rank for one u in [0, 1)."""
+        return int(self.ranks(np.array([u]))[0])
+
+    def ranks(self, u: NDArray[np.float64]) -> Ints:
+        """Ranks, of the shape of u; from 1 to NEVER."""
+        if self.p_hit is not None:
+            return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            ranks = np.ceil((self.hit_a / u) ** (1 / self.hit_r))
+        return np.where(u > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
+
+    def hit_probability(self, fan_out: float) -> float:
+        """P(the bonus token is among the first F candidates)."""
+        if self.p_hit is None:
+            return 1.0 - power_law_miss(fan_out, self.hit_a, self.hit_r)
+        return self.p_hit if fan_out >= 1 else 0.0
+
+    def check_fan_out(self, fan_out: tuple[int, ...]) -> None:
+        """ConfigError where a hit is imposed on an outcome that keeps no candidate."""
+        if self.p_hit and not all(fan_out):
+            raise ConfigError(
+                f"p_hit={self.p_hit} with fan_out {fan_out}: allowed: every F_k from 1"
+            )
+
+
+def resolve_hit_law(p_hit: float | None, hit_a: float | None, hit_r: float | None) -> HitLaw:
+    """Imposed hits, or the power law with its defaults where A or r is None; not both."""
+    if p_hit is None:
+        a = DEFAULT_HIT_A if hit_a is None else hit_a
+        r = DEFAULT_HIT_R if hit_r is None else hit_r
+        return HitLaw(f"power:A={a},r={r}", None, a, r)
+    if hit_a is not None or hit_r is not None:
+        raise ConfigError(f"p_hit={p_hit} with hit_a={hit_a}, hit_r={hit_r}: allowed: one law")
+    return HitLaw(f"p_hit:{p_hit}", p_hit)
+
+
+def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:
+    rates = tuple(_number(label, value) for value in values.split(","))
+    if lookahead and len(rates) != lookahead:
+        raise ConfigError(
+            f"acceptance {label!r} has {len(rates)} values: allowed: lookahead = {lookahead}"
+        )
+    return tuple(_probability(f"acceptance {label!r}", rate) for rate in rates)[:lookahead]
+
+
+def _conditional(label: str, marginal: tuple[float, ...]) -> tuple[float, ...]:
+    """Hazards a_i = m_i / m_{i−1}, m_0 = 1, and 0 after a 0."""
+    before = (1.0, *marginal[:-1]) if marginal else ()
+    if any(rate > previous for previous, rate in zip(before, marginal, strict=True)):
+        raise ConfigError(f"acceptance {label!r}: allowed: rates that never rise")
+    return tuple(m / p if p else 0.0 for p, m in zip(before, marginal, strict=True))
+
+
+def _number(label: str, value: str) -> float:
+    if not _is_number(value):
+        raise ConfigError(f"acceptance {label!r}: {value!r}: allowed: numbers from 0 to 1")
+    return float(value)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _integer(value: str) -> int | None:
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else None
+
+
+def _probability(what: str, value: float) -> float:
+    if not 0 <= value <= 1:  # refuses NaN as well
+        raise ConfigError(f"{what}: {value}: allowed: 0 to 1")
+    return value

@@ -1,0 +1,137 @@
+"""Fan-out: how many bonus candidates F_k the draft keeps for each outcome "k accepted", k = 0..K.
+
+uniform:F      F_k = F
+geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the power law; without
+               rounding it is the geometric series of SSD's theorem 12
+list:a,b,…     as given, K+1 of them
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.errors import ConfigError, unknown
+from mpissd.theory import accept_probabilities, power_law_miss
+
+MAX_BRANCHES = 4096  # ΣF_k a sequence: far above any use, and still 0.1 s of planning
+_TIE = 1e-12  # costs closer than this are equal, so that rounding never picks the plan
+
+
+def resolve_fan_out(
+    text: str,
+    lookahead: int,
+    alpha_rates: Sequence[float],
+    hit_a: float | Sequence[float],
+    hit_r: float,
+    *,
+    minimum: int = 0,
+) -> tuple[int, ...]:
+    """F_0..F_K, K+1 whole numbers, of `uniform:F`, `geometric:B` or `list:a,b,…`.
+
+    alpha_rates: K hazards of acceptance. hit_a, hit_r: miss_k(F) = min(1, A_k·F^{−r}), one A or
+    K+1 of them. minimum: what geometric gives every k at least (1 where F_k = 0 is not allowed).
+    ConfigError names the value and what is allowed.
+    """
+    assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
+    kind, _, values = text.strip().partition(":")
+    width = lookahead + 1
+    if kind == "list":
+        return _listed(text, values, width)
+    if kind == "uniform":
+        return (_count(text, values, MAX_BRANCHES // width),) * width
+    if kind == "geometric":
+        a = [hit_a] * width if isinstance(hit_a, (int, float)) else list(hit_a)
+        budget = _count(text, values, MAX_BRANCHES)
+        return _geometric(text, budget, accept_probabilities(alpha_rates), a, hit_r, minimum)
+    known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
+    raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
+
+
+def optimal_fan_out(
+    weights: Sequence[float],
+    budget: int,
+    hit_a: Sequence[float],
+    hit_r: float,
+    minimum: int = 0,
+) -> tuple[int, ...]:
+    """argmin Σ_k w_k·miss_k(F_k) over whole F_k ≥ minimum with ΣF_k ≤ B; of equals, the least ΣF_k.
+
+    Dynamic programming over k, O(K·B²). A greedy search fails: with A = 1 the first candidate at k
+    gains nothing, so it never buys the second (B = 24: [24, 0, …], hit .19 against .68).
+    """
+    assert len(weights) == len(hit_a) and hit_r > 0, (len(weights), len(hit_a), hit_r)
+    spare = budget - minimum * len(weights)
+    assert spare >= 0, (budget, minimum, len(weights))
+    best = np.zeros(spare + 1)  # [spare+1] least Σ over the k so far, by candidates spent
+    choices: list[NDArray[np.intp]] = []
+    for weight, a in zip(weights, hit_a, strict=True):
+        misses = [power_law_miss(minimum + extra, a, hit_r) for extra in range(spare + 1)]
+        best, chosen = _add_position(best, weight * np.array(misses))
+        choices.append(chosen)
+    left = int(np.flatnonzero(best <= best.min() + _TIE)[0])
+    fan_out = []
+    for chosen in reversed(choices):
+        fan_out.append(minimum + int(chosen[left]))
+        left -= int(chosen[left])
+    return tuple(reversed(fan_out))
+
+
+def _add_position(
+    best: NDArray[np.float64], cost: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """One more k: total[s] = min_e best[s−e] + cost[e] for s spent, and the e that attains it."""
+    total = best + cost[0]
+    chosen = np.zeros(len(best), np.intp)
+    for extra in range(1, len(best)):
+        candidate = best[:-extra] + cost[extra]
+        better = candidate < total[extra:] - _TIE
+        total[extra:][better] = candidate[better]
+        chosen[extra:][better] = extra
+    return total, chosen
+
+
+def _geometric(
+    text: str,
+    budget: int,
+    weights: Sequence[float],
+    hit_a: Sequence[float],
+    hit_r: float,
+    minimum: int,
+) -> tuple[int, ...]:
+    """The optimum, or a ConfigError where it keeps no candidate or the budget can't hold it."""
+    if budget < minimum * len(weights):
+        least = minimum * len(weights)
+        raise ConfigError(f"fan_out {text!r}: allowed with these hits: a budget of {least} or more")
+    fan_out = optimal_fan_out(weights, budget, hit_a, hit_r, minimum)
+    if not any(fan_out):
+        raise ConfigError(f"fan_out {text!r}: no candidate hits under this power law: allow more")
+    return fan_out
+
+
+def _listed(text: str, values: str, width: int) -> tuple[int, ...]:
+    fan_out = tuple(_whole(text, value) for value in values.split(","))
+    if len(fan_out) != width:
+        raise ConfigError(
+            f"fan_out {text!r} has {len(fan_out)} values: allowed: lookahead + 1 = {width}"
+        )
+    if not 1 <= sum(fan_out) <= MAX_BRANCHES:
+        raise ConfigError(f"fan_out {text!r}: allowed: a sum from 1 to {MAX_BRANCHES}")
+    return fan_out
+
+
+def _count(text: str, value: str, most: int) -> int:
+    """A whole number from 1 to `most`."""
+    count = _whole(text, value)
+    if not 1 <= count <= most:
+        raise ConfigError(f"fan_out {text!r}: {count}: allowed: 1 to {most}")
+    return count
+
+
+def _whole(text: str, value: str) -> int:
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+        raise ConfigError(f"fan_out {text!r}: {value!r}: allowed: whole numbers from 0")
+    return int(value)
