@@ -1,0 +1,158 @@
+"""Real products on the CPU in float32: the portable path, and the oracle of the other backends."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.backend import weights
+from mpissd.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
+
+Floats = NDArray[np.float32]
+
+
+class HostProgram(Program):
+    """Runs its body at launch; nothing is asynchronous on this backend."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self._body = body
+        self._elapsed_s = 0.0
+
+    def launch(self) -> None:
+        start = time.perf_counter()
+        self._body()
+        self._elapsed_s = time.perf_counter() - start
+
+    def done(self) -> bool:
+        return True
+
+    def elapsed_s(self) -> float:
+        return self._elapsed_s
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays; a weight is [in, out] in C order."""
+
+    name = "numpy"
+    itemsize = 4
+    dtype_name = "float32"
+
+    def __init__(self) -> None:
+        self.info = DeviceInfo(
+            name=cpu_name(),
+            kind="cpu",
+            memory_bytes=available_memory_bytes(),
+            cache_bytes=last_level_cache_bytes(),
+        )
+
+    def weight(self, parts: Sequence[WeightPart]) -> Floats:
+        return np.ascontiguousarray(np.concatenate([weights.part(p) for p in parts], axis=1))
+
+    def activation(self, rows: int, width: int) -> Floats:
+        return np.full((rows, width), np.nan, np.float32)
+
+    def view(self, array: Any, rows: int, start: int, stop: int) -> Any:
+        return array[:rows, start:stop]
+
+    def host_ints(self, count: int) -> NDArray[np.int32]:
+        return np.zeros(count, np.int32)
+
+    def table(self, entries: int, width: int, key: int) -> Floats:
+        return weights.element(key, np.arange(entries), np.arange(width))
+
+    def gather(self, table: Any, tokens: Any, out: Any) -> None:
+        np.take(table, tokens % len(table), axis=0, out=out)
+
+    def matmul(self, x: Any, weight: Any, out: Any) -> None:
+        np.matmul(x, weight, out=out)
+
+    def read(self, num_bytes: int) -> Callable[[], None]:
+        cache = np.ones(max(1, num_bytes // 4), np.float32)
+
+        def read_all() -> None:
+            cache.max()
+
+        return read_all
+
+    def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
+        if k == 1:
+            out_ids[:, 0] = np.argmax(values, axis=1)
+        else:
+            out_ids[...] = np.argsort(-values, axis=1, kind="stable")[:, :k]
+        out_values[...] = np.take_along_axis(values, out_ids, axis=1)
+
+    def top_buffers(self, rows: int, k: int) -> tuple[Any, Any]:
+        return np.full((rows, k), -1, np.int32), np.full((rows, k), np.nan, np.float32)
+
+    def read_out(self, ids: Any, host: Any) -> None:
+        host[: ids.size] = ids.reshape(-1)
+
+    def program(
+        self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
+    ) -> HostProgram:
+        return HostProgram(body)
+
+    def synchronize(self) -> None:
+        return None
+
+    def to_host(self, array: Any) -> Any:
+        return np.array(array)
+
+    def from_host(self, values: Any, out: Any) -> None:
+        out[...] = values
+
+    def read_bandwidth(self, num_bytes: int) -> float | None:
+        """Rereads a buffer of num_bytes (at most 4 GB), at least 0.5 GB in all; median.
+
+        The reader is max(): one vectorised load and compare an element, nothing written back.
+        """
+        count = max(1, min(num_bytes, 4 * 10**9) // 4)
+        buffer = np.ones(count, np.float32)
+        passes = max(3, -(-(5 * 10**8) // (count * 4)))
+        seconds = []
+        for _ in range(passes):
+            start = time.perf_counter()
+            buffer.max()
+            seconds.append(time.perf_counter() - start)
+        return float(count * 4 / np.median(seconds))
+
+    def close(self) -> None:
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's own name, or its architecture where the system doesn't tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can be taken without swapping; None where the system doesn't tell."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def last_level_cache_bytes() -> int | None:
+    """Size of the last-level cache; None where the system doesn't tell."""
+    try:
+        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (ValueError, OSError):
+        return None
+    return size if size > 0 else None

@@ -1,0 +1,193 @@
+"""The GEMM-only transformer: seven products a layer (six where the FFN is not gated).
+
+x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
+activation functions are left out: q stands in for the attention's output, gate for the FFN's inner
+vector. k, v and up are computed and read by nothing, as their bytes are what matters; tests check
+that they are written. Weight scales keep the variance, so 80 layers neither overflow nor vanish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpissd.backend.base import Backend, WeightPart
+from mpissd.comm.group import Group
+from mpissd.model.shard import ForwardOptions, Shard
+
+TABLE_ENTRIES = 1024
+_Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
+_MATRICES = 7
+_HEAD_KEY = 0x7FFF0000
+_TABLE_KEY = 0x7FFF0001
+
+
+@dataclass
+class Layer:
+    """Weights of one layer; with `fuse`, qkv and gate_up hold one weight each."""
+
+    qkv: list[Any]
+    o: Any
+    gate_up: list[Any]
+    down: Any
+
+
+@dataclass
+class Buffers:
+    """Device and host memory of a forward, for up to max_rows rows."""
+
+    tokens: Any  # host [max_rows] int32
+    hidden: Any  # [max_rows, hidden]
+    qkv: Any  # [max_rows, q + 2 kv]
+    middle: Any  # [max_rows, hidden], after o
+    gate_up: Any  # [max_rows, 2 ffn] (ffn where not gated)
+    logits: Any | None  # [max_rows, vocab / T]
+    top_ids: Any
+    top_values: Any
+    all_ids: Any
+    all_values: Any
+    result: Any  # host [T · max_rows · k] int32
+
+
+class GemmStack:
+    """One rank's weights and buffers; `body(rows)` is what a program runs."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        *,
+        max_rows: int,
+        max_sequences: int,
+        seed: int,
+    ) -> None:
+        self.backend, self.group, self.shard, self.options = backend, group, shard, options
+        self._seed = seed
+        self.layers = [self._layer(n) for n in range(shard.shape.num_layers)]
+        self.head = self._head() if options.lm_head else None
+        self.table = backend.table(TABLE_ENTRIES, shard.shape.hidden, self._key(_TABLE_KEY))
+        self.buffers = self._buffers(max_rows)
+        per_layer = shard.kv_bytes(options.context, max_sequences) // shard.shape.num_layers
+        self._kv_bytes_per_layer = per_layer
+        self._read_kv = backend.read(per_layer) if per_layer else None
+
+    def body(self, rows: int) -> Callable[[], None]:
+        """The operations of one forward of `rows` rows, in order."""
+        backend, view, memory = self.backend, self.backend.view, self.buffers
+        hidden = view(memory.hidden, rows, 0, self.shard.shape.hidden)
+        middle = view(memory.middle, rows, 0, self.shard.shape.hidden)
+
+        def forward() -> None:
+            backend.gather(self.table, memory.tokens[:rows], hidden)
+            for layer in self.layers:
+                self._attention(layer, rows, hidden, middle)
+                self._feed_forward(layer, rows, middle, hidden)
+            self._read_out(rows, hidden)
+
+        return forward
+
+    def _attention(self, layer: Layer, rows: int, hidden: Any, middle: Any) -> None:
+        start = 0
+        for weight, width in zip(layer.qkv, self._qkv_widths(), strict=True):
+            out = self.backend.view(self.buffers.qkv, rows, start, start + width)
+            self.backend.matmul(hidden, weight, out)
+            start += width
+        if self._read_kv is not None:
+            self._read_kv()
+        q = self.backend.view(self.buffers.qkv, rows, 0, self.shard.q_width)
+        self.backend.matmul(q, layer.o, middle)
+        self.group.all_reduce(middle)
+
+    def _feed_forward(self, layer: Layer, rows: int, middle: Any, hidden: Any) -> None:
+        start = 0
+        for weight, width in zip(layer.gate_up, self._ffn_widths(), strict=True):
+            out = self.backend.view(self.buffers.gate_up, rows, start, start + width)
+            self.backend.matmul(middle, weight, out)
+            start += width
+        inner = self.backend.view(self.buffers.gate_up, rows, 0, self.shard.ffn)
+        self.backend.matmul(inner, layer.down, hidden)
+        self.group.all_reduce(hidden)
+
+    def _read_out(self, rows: int, hidden: Any) -> None:
+        """Top-k of the logits (of the hidden vector where there is no LM head) to the host."""
+        view, memory, k = self.backend.view, self.buffers, self.options.top_k
+        scores = hidden
+        if self.head is not None:
+            scores = view(memory.logits, rows, 0, self.shard.vocab)
+            self.backend.matmul(hidden, self.head, scores)
+        ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
+        self.backend.top_k(scores, k, ids, values)
+        if self.head is not None and self.group.size > 1:
+            every = self.group.size * rows
+            ids, local = view(memory.all_ids, every, 0, k), ids
+            self.group.all_gather(local, ids)
+            self.group.all_gather(values, view(memory.all_values, every, 0, k))
+        self.backend.read_out(ids, memory.result)
+
+    def _qkv_widths(self) -> list[int]:
+        q, kv = self.shard.q_width, self.shard.kv_width
+        return [q + 2 * kv] if self.options.fuse else [q, kv, kv]
+
+    def _ffn_widths(self) -> list[int]:
+        count = 2 if self.shard.shape.gated else 1
+        ffn = self.shard.ffn
+        return [count * ffn] if self.options.fuse else [ffn] * count
+
+    def _key(self, which: int) -> int:
+        return (self._seed * 0x9E3779B9 + which * 0x85EBCA77) & 0xFFFFFFFF
+
+    def _columns(self, layer: int, which: int, width: int) -> WeightPart:
+        """A column shard: all of `hidden` in, `width` columns out."""
+        hidden, rank = self.shard.shape.hidden, self.shard.rank
+        key = self._key(layer * _MATRICES + which + 1)
+        return WeightPart(key, 0, hidden, rank * width, (rank + 1) * width, hidden**-0.5)
+
+    def _rows(self, layer: int, which: int, width: int) -> WeightPart:
+        """A row shard: `width` rows in, all of `hidden` out; the scale is the whole matrix's."""
+        hidden, rank = self.shard.shape.hidden, self.shard.rank
+        key = self._key(layer * _MATRICES + which + 1)
+        scale = (width * self.shard.tp) ** -0.5
+        return WeightPart(key, rank * width, (rank + 1) * width, 0, hidden, scale)
+
+    def _layer(self, n: int) -> Layer:
+        q, kv, ffn = self.shard.q_width, self.shard.kv_width, self.shard.ffn
+        qkv = [self._columns(n, _Q, q), self._columns(n, _K, kv), self._columns(n, _V, kv)]
+        up = [self._columns(n, _UP, ffn)] if self.shard.shape.gated else []
+        return Layer(
+            qkv=self._weights(qkv),
+            o=self.backend.weight([self._rows(n, _O, q)]),
+            gate_up=self._weights([self._columns(n, _GATE, ffn), *up]),
+            down=self.backend.weight([self._rows(n, _DOWN, ffn)]),
+        )
+
+    def _weights(self, parts: list[WeightPart]) -> list[Any]:
+        if self.options.fuse:
+            return [self.backend.weight(parts)]
+        return [self.backend.weight([part]) for part in parts]
+
+    def _head(self) -> Any:
+        hidden, rank, vocab = self.shard.shape.hidden, self.shard.rank, self.shard.vocab
+        columns = (rank * vocab, (rank + 1) * vocab)
+        part = WeightPart(self._key(_HEAD_KEY), 0, hidden, *columns, hidden**-0.5)
+        return self.backend.weight([part])
+
+    def _buffers(self, rows: int) -> Buffers:
+        backend, shard, k = self.backend, self.shard, self.options.top_k
+        ids, values = backend.top_buffers(rows, k)
+        all_ids, all_values = backend.top_buffers(rows * self.group.size, k)
+        return Buffers(
+            tokens=backend.host_ints(rows),
+            hidden=backend.activation(rows, shard.shape.hidden),
+            qkv=backend.activation(rows, shard.q_width + 2 * shard.kv_width),
+            middle=backend.activation(rows, shard.shape.hidden),
+            gate_up=backend.activation(rows, sum(self._ffn_widths())),
+            logits=backend.activation(rows, shard.vocab) if self.options.lm_head else None,
+            top_ids=ids,
+            top_values=values,
+            all_ids=all_ids,
+            all_values=all_values,
+            result=backend.host_ints(rows * k * self.group.size),
+        )

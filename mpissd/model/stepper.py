@@ -1,0 +1,88 @@
+"""Steps a model: row buckets, one compiled program a bucket, tokens in, ids out.
+
+A bucket's program is compiled once, before the first round: compiling is collective over the
+target ranks, so every rank prepares the same buckets in the same order.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+from mpissd.backend.base import Backend, Cost, Program
+from mpissd.comm.group import Group
+from mpissd.model.gemm_stack import GemmStack
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.rounds import Ints
+from mpissd.wait import Waiter
+
+
+class Stepper:
+    """One model on one rank. Launches are asynchronous; one is in flight at a time."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        *,
+        buckets: Iterable[int],
+        num_sequences: int,
+        seed: int,
+    ) -> None:
+        self.backend, self.shard, self.options = backend, shard, options
+        self._num_sequences = num_sequences
+        self._buckets = sorted(set(buckets))
+        self.stack = GemmStack(
+            backend,
+            group,
+            shard,
+            options,
+            max_rows=self._buckets[-1],
+            max_sequences=num_sequences,
+            seed=seed,
+        )
+        self._programs = {rows: self._compile(rows, group.capturable) for rows in self._buckets}
+        self._current: Program = self._programs[self._buckets[0]]
+
+    def _compile(self, rows: int, capturable: bool) -> Program:
+        body = self.stack.body(rows)
+        return self.backend.program(body, self.cost(rows), capturable=capturable)
+
+    def cost(self, rows: int) -> Cost:
+        """Cost of a forward of `rows` rows on this rank."""
+        return self.shard.cost(rows, self._num_sequences, self.backend.itemsize, self.options)
+
+    def bucket(self, rows: int) -> int:
+        """The smallest compiled row count that holds `rows`."""
+        assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
+        return self._buckets[bisect.bisect_left(self._buckets, rows)]
+
+    def launch(self, rows: int, tokens: Ints) -> None:
+        """Starts a forward of `rows` rows; `tokens` [<= rows] feed the first of them."""
+        self.stack.buffers.tokens[: len(tokens)] = tokens
+        self._current = self._programs[self.bucket(rows)]
+        self._current.launch()
+
+    def done(self) -> bool:
+        """Whether the last launched forward is over."""
+        return self._current.done()
+
+    def wait(self, waiter: Waiter) -> None:
+        """Returns when the last launched forward is over."""
+        self._current.wait(waiter)
+
+    def elapsed_s(self) -> float:
+        """Device time of the last finished forward."""
+        return self._current.elapsed_s()
+
+    @property
+    def result(self) -> Ints:
+        """Host ids that the last finished forward read out."""
+        result: Ints = self.stack.buffers.result
+        return result
+
+    def close(self) -> None:
+        """Destroys the programs: graphs go before the communicator they hold."""
+        self._programs.clear()
