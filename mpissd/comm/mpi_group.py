@@ -1,0 +1,50 @@
+"""Opens the group of the target ranks, and reduces host arrays by MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.backend.base import Backend
+from mpissd.comm.group import Group, SoloGroup
+from mpissd.wait import Waiter
+
+
+class MpiGroup(Group):
+    """Host arrays by nonblocking MPI, so that a wait can nap and has a deadline."""
+
+    name = "mpi"
+    capturable = False
+
+    def __init__(self, comm: MPI.Comm, waiter: Waiter) -> None:
+        super().__init__(comm.size, comm.rank)
+        self._comm = comm
+        self._waiter = waiter
+
+    def all_reduce(self, array: Any) -> None:
+        request = self._comm.Iallreduce(MPI.IN_PLACE, array, op=MPI.SUM)
+        self._waiter.until(request.Test, "all-reduce")
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        request = self._comm.Iallgather(np.ascontiguousarray(local), gathered)
+        self._waiter.until(request.Test, "all-gather")
+
+
+def open_group(
+    backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
+) -> Group:
+    """The group of `comm` (already split to the T target ranks).
+
+    Raises ConfigError: an all-reduce that this backend or these devices cannot do.
+    """
+    if backend.name == "emulated":
+        return SoloGroup(comm.size, comm.rank)
+    if comm.size == 1:
+        return SoloGroup()
+    if backend.name == "numpy":
+        return MpiGroup(comm, waiter)
+    from mpissd.comm.device_group import open_device_group
+
+    return open_device_group(backend, comm, choice, waiter, cuda_aware=cuda_aware)

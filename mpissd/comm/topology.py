@@ -1,0 +1,123 @@
+"""Who is who: T target ranks, then D draft ranks; lead = target rank 0; one device a local rank.
+
+`launcher_*` read what the launcher says of this process from its environment, before MPI starts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpissd.errors import ConfigError, MpissdError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# (size, rank) variables of Open MPI, of MPICH and its kin, and of srun.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+
+
+def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Processes that the launcher says it started; None outside a launcher."""
+    return _launcher(environ, 0)
+
+
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's number among them; 0 outside a launcher."""
+    return _launcher(environ, 1) or 0
+
+
+def _launcher(environ: Mapping[str, str], which: int) -> int | None:
+    for names in _LAUNCHERS:
+        if environ.get(names[0], "").isdigit():
+            value = environ.get(names[which], "")
+            return int(value) if value.isdigit() else None
+    return None
+
+
+def check_world(world_size: int, num_drafts: int) -> int:
+    """T = world size - D; ConfigError where that leaves no target rank."""
+    tp = world_size - num_drafts
+    if tp < 1:
+        raise ConfigError(
+            f"world of {world_size} rank{'s' * (world_size != 1)} is too small for "
+            f"num_drafts={num_drafts}: mpirun -np T+D needs at least {num_drafts + 1}"
+        )
+    return tp
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place. Ranks 0 … T-1 are targets, T … T+D-1 drafts."""
+
+    world: MPI.Comm
+    group: MPI.Comm  # the ranks of this role
+    tp: int
+    num_drafts: int
+    local_rank: int
+    hosts: tuple[str, ...]  # by world rank
+    spin: bool  # ranks on this host have cores of their own
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is target rank 0."""
+        return self.world.rank == 0
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether this rank drafts."""
+        return self.world.rank >= self.tp
+
+
+def open_topology(num_drafts: int) -> Topology:
+    """One Split of the world into targets and drafts. Starts MPI.
+
+    Raises ConfigError on every rank: a world too small, or a launcher that is not this MPI's.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    told = launcher_size()
+    if told is not None and told != world.size:
+        library = MPI.Get_library_version().split(",")[0].strip()
+        raise ConfigError(
+            f"launcher mismatch: it started {told} processes, but MPI sees {world.size}; use the "
+            f"mpirun that belongs to mpi4py's library ({library})"
+        )
+    tp = check_world(world.size, num_drafts)
+    group = world.Split(int(world.rank >= tp), world.rank)
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    cores: set[int] = set().union(*node.allgather(usable_cores()))
+    spin = bool(world.allreduce(int(len(cores) >= node.size), op=MPI.MIN))
+    hosts = tuple(world.allgather(socket.gethostname()))
+    return Topology(world, group, tp, num_drafts, node.rank, hosts, spin)
+
+
+def usable_cores() -> set[int]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+class Refused(MpissdError):
+    """Every rank agreed to stop; the message was printed by rank 0 alone."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def agree(world: MPI.Comm, error: MpissdError | None) -> None:
+    """Raises Refused on every rank if any rank has an error, before a collective can hang."""
+    errors = world.allgather(None if error is None else (str(error), error.exit_code))
+    found = next((e for e in errors if e is not None), None)
+    if found is not None:
+        raise Refused(*found)

@@ -1,0 +1,135 @@
+"""The bytes of a message: a header of six int32, then the rows of an outcome or a speculation.
+
+Header: version, kind, target-group id, round, count, flags. What arrives is checked against what
+was expected, and a difference is a ProtocolError that names both values.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from mpissd.errors import ProtocolError
+from mpissd.rounds import Event, Ints, Outcome, Speculation
+
+VERSION = 0x5D01
+HEADER = 6
+_FIELDS = ("version", "kind", "group", "round", "count", "flags")
+STOP = 1
+
+
+class Kind(IntEnum):
+    """What a message holds; also its MPI tag."""
+
+    OUTCOME = 1
+    SPECULATION = 2
+    PLAN = 3
+
+
+class Buffer:
+    """One preallocated message; holds at most `capacity` int32 behind its header."""
+
+    def __init__(self, kind: Kind, group: int, capacity: int) -> None:
+        self.kind = kind
+        self.array: Ints = np.zeros(HEADER + capacity, np.int32)
+        self.array[:3] = VERSION, kind, group
+        self.body = self.array[HEADER:]
+        self._expected = VERSION, int(kind), group
+
+    def write_header(self, round_: int, count: int, flags: int = 0) -> None:
+        """Stamps the round, the number of rows and the flags."""
+        self.array[3:HEADER] = round_, count, flags
+
+    def read_header(self, round_: int | None = None) -> tuple[int, int, int]:
+        """(round, count, flags) of what arrived.
+
+        Raises ProtocolError: another version, kind, group or round, or a count that can't be.
+        """
+        version, kind, group, got_round, count, flags = self.array[:HEADER].tolist()
+        if (version, kind, group) != self._expected or round_ not in (None, got_round):
+            raise self._refused(round_)
+        if not 0 <= count <= len(self.body) or flags not in (0, STOP):
+            raise self._refused(round_)
+        return got_round, count, flags
+
+    def _refused(self, round_: int | None) -> ProtocolError:
+        got = dict(zip(_FIELDS, self.array[:HEADER].tolist(), strict=True))
+        names = dict(zip(_FIELDS, (*self._expected, round_), strict=False))
+        wrong = {n: (got[n], want) for n, want in names.items() if want not in (None, got[n])}
+        detail = ", ".join(f"{n} is {a}, expected {b}" for n, (a, b) in wrong.items())
+        where = f"round {got['round']}: {self.kind.name} message refused: "
+        return ProtocolError(where + (detail or f"count {got['count']}, flags {got['flags']}"))
+
+
+def write_outcome(buffer: Buffer, outcome: Outcome, stop: bool = False) -> None:
+    """Packs an outcome (one copy)."""
+    count = len(outcome.rows)
+    buffer.write_header(outcome.round, count, STOP if stop else 0)
+    buffer.body[: count * Outcome.WIDTH] = outcome.rows.reshape(-1)
+
+
+def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bool]:
+    """The outcome that arrived, copied out of the buffer, and whether it says stop."""
+    got, count, flags = buffer.read_header(round_)
+    rows = _rows(buffer, 0, count, Outcome.WIDTH)
+    outcome = Outcome(got, rows)
+    if count and (
+        outcome.events.min() < 0
+        or outcome.events.max() > Event.RELEASE
+        or outcome.num_accepted.min() < 0
+    ):
+        raise ProtocolError(f"round {got}: malformed outcome rows {rows.tolist()}")
+    return outcome, flags == STOP
+
+
+def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
+    """Packs a speculation (one copy)."""
+    rows = speculation.rows
+    buffer.write_header(speculation.round, len(rows))
+    buffer.body[: rows.size] = rows.reshape(-1)
+
+
+def read_speculation(buffer: Buffer, round_: int, count: int, lookahead: int) -> Speculation:
+    """The speculation of round `round_` for `count` sequences, copied out of the buffer."""
+    _, got, _ = buffer.read_header(round_)
+    if got != count:
+        raise ProtocolError(f"round {round_}: SPECULATION of {got} sequences, expected {count}")
+    speculation = Speculation(round_, _rows(buffer, 0, count, Speculation.HEAD + lookahead))
+    _check_lengths(speculation, lookahead)
+    return speculation
+
+
+def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
+    """Packs what the followers need: the outcome to commit and the speculation to verify."""
+    write_outcome(buffer, outcome, stop)
+    start = outcome.rows.size
+    buffer.body[start : start + speculation.rows.size] = speculation.rows.reshape(-1)
+
+
+def read_plan(buffer: Buffer, round_: int, lookahead: int) -> tuple[Outcome, Speculation, bool]:
+    """The (outcome, speculation, stop) of a plan; the plan of round r carries outcome r-1."""
+    outcome, stop = read_outcome(buffer, round_ - 1)
+    width = Speculation.HEAD + lookahead
+    rows = _rows(buffer, outcome.rows.size, outcome.num_live, width)
+    speculation = Speculation(round_, rows)
+    _check_lengths(speculation, lookahead)
+    return outcome, speculation, stop
+
+
+def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
+    stop = start + count * width
+    if stop > len(buffer.body):
+        raise ProtocolError(
+            f"round {int(buffer.array[3])}: {buffer.kind.name} of {count} rows of {width}, "
+            f"the buffer holds {len(buffer.body)} numbers"
+        )
+    return buffer.body[start:stop].copy().reshape(count, width)
+
+
+def _check_lengths(speculation: Speculation, lookahead: int) -> None:
+    lengths = speculation.num_draft
+    if len(lengths) and (lengths.min() < 0 or lengths.max() > lookahead):
+        raise ProtocolError(
+            f"round {speculation.round}: num_draft {lengths.tolist()}, allowed 0..{lookahead}"
+        )
