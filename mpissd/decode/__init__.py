@@ -1,0 +1,1 @@
+"""The decoding loops: one target loop, one draft loop; a method is a choice of speculator."""

@@ -1,0 +1,117 @@
+"""The target loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mpissd.decode.speculator import Speculator
+from mpissd.rounds import Batch, Event, Ints, Outcome, Request, Speculation
+from mpissd.trace import LeadPhase, Ledger
+from mpissd.wait import Waiter
+from mpissd.workload.base import TargetWorker
+
+
+class Plans(Protocol):
+    """Lead → followers; a group of one has none."""
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        """Starts the plan towards every follower."""
+
+
+class PlanSource(Protocol):
+    """A follower's end of Plans."""
+
+    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
+        """Waits for the plan of a round: (outcome r-1, speculation r, stop)."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One verified round: what was drafted, what was decided, and the forward's device time."""
+
+    speculation: Speculation
+    outcome: Outcome
+    t_target_s: float
+
+
+class TargetLoop:
+    """The lead's loop. The caller owns "how long": it calls step() and says who comes and goes."""
+
+    def __init__(
+        self,
+        worker: TargetWorker,
+        speculator: Speculator,
+        plans: Plans,
+        capacity: int,
+        waiter: Waiter,
+    ) -> None:
+        self._worker, self._speculator, self._plans = worker, speculator, plans
+        self._waiter = waiter
+        self.batch = Batch(capacity)
+        self.round = 0
+        self._pending = Outcome.admission(-1, [])
+        self.ledger = Ledger(LeadPhase)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """These sequences join at the next round."""
+        rows = Outcome.admission(0, requests).rows
+        self._pending = Outcome(
+            self._pending.round, np.concatenate([self._pending.rows, rows])
+        )
+
+    def finish(self, request_ids: Sequence[int]) -> None:
+        """These sequences take no further part; what they emitted so far stands."""
+        gone = np.isin(self._pending.ids, request_ids)
+        self._pending.events[gone] = Event.RELEASE
+
+    def step(self) -> RoundResult:
+        """One round: speculation r for outcome r-1, verification, outcome r."""
+        mark, outcome = self.ledger.mark, self._pending
+        self._speculator.ask(outcome)
+        mark(LeadPhase.SEND)
+        self._worker.begin_round(self.batch, self.batch.apply(outcome))
+        mark(LeadPhase.COMMIT)
+        speculation = self._speculator.answer(self.round, len(self.batch))
+        mark(LeadPhase.DRAFT_WAIT)
+        self._plans.publish(outcome, speculation)
+        mark(LeadPhase.BROADCAST)
+        self._worker.launch(self.batch, speculation)
+        mark(LeadPhase.LAUNCH)
+        self._worker.wait(self._waiter)
+        mark(LeadPhase.DEVICE_WAIT)
+        accepted, bonus = self._worker.judge(self.batch, speculation)
+        self._pending = self._outcome(accepted, bonus)
+        mark(LeadPhase.SAMPLE)
+        self.round += 1
+        return RoundResult(speculation, self._pending, self._worker.elapsed_s())
+
+    def _outcome(self, accepted: Ints, bonus: Ints) -> Outcome:
+        rows = np.zeros((len(self.batch), Outcome.WIDTH), np.int32)
+        rows[:, 0], rows[:, 1] = self.batch.ids, self.batch.epochs
+        rows[:, 3], rows[:, 4] = accepted, bonus
+        return Outcome(self.round, rows)
+
+    def stop(self) -> None:
+        """Ends the loops of the followers and of the draft."""
+        self._pending.events[:] = Event.RELEASE
+        nothing = Speculation.empty(self.round, 0, 0)
+        self._speculator.stop(self._pending)
+        self._plans.publish(self._pending, nothing, stop=True)
+
+
+def follow(worker: TargetWorker, plans: PlanSource, capacity: int, waiter: Waiter) -> None:
+    """A follower's loop: the same forwards in the same order, until a plan says stop."""
+    batch = Batch(capacity)
+    round_ = 0
+    while True:
+        outcome, speculation, stop = plans.plan(round_)
+        if stop:
+            return
+        worker.begin_round(batch, batch.apply(outcome))
+        worker.launch(batch, speculation)
+        worker.wait(waiter)
+        round_ += 1
