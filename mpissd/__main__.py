@@ -1,0 +1,76 @@
+"""`python -m mpi4py -m mpissd COMMAND …` under mpirun, or `python -m mpissd COMMAND …` alone.
+
+Arguments are judged before MPI starts. Exit codes: 0 done, 2 a usage or configuration error, 3 a
+gate failed, anything else a fault.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before NumPy is imported: threads of one rank would fight with the other ranks.
+for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+from mpissd import cli  # noqa: E402
+from mpissd.comm.topology import (  # noqa: E402
+    Refused,
+    check_world,
+    launcher_rank,
+    launcher_size,
+)
+from mpissd.config import RunConfig  # noqa: E402
+from mpissd.errors import ConfigError, MpissdError  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns its exit code."""
+    try:
+        command = cli.parse(sys.argv[1:] if arguments is None else arguments)
+        if command is None:
+            return 0
+        check_before_mpi(command.config)
+    except ConfigError as error:
+        if launcher_rank() == 0:
+            print(f"mpissd: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0 if command.config.dry_run else launch(command.config)
+
+
+def check_before_mpi(config: RunConfig) -> None:
+    """Everything that can be known to be wrong without MPI and without opening a device."""
+    from mpissd.backend.profile import load_profile
+    from mpissd.bench.output import check_output
+    from mpissd.job import resolve
+
+    memory = None
+    if config.backend == "emulated":
+        memory = load_profile(config.device).memory_bytes
+    size = config.world_size or launcher_size() or 1 + config.drafts
+    tp = check_world(size, config.drafts)
+    resolve(config, tp, backend=config.backend, memory_bytes=memory)
+    check_output(config.out)
+
+
+def launch(config: RunConfig) -> int:
+    """Starts MPI and runs; one line from one rank where something stops it."""
+    from mpi4py import MPI
+
+    from mpissd.bench.run import execute
+
+    try:
+        return execute(config)
+    except Refused as refused:  # every rank is here: leave in good order
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"mpissd: {refused}", file=sys.stderr, flush=True)
+        MPI.Finalize()
+        return refused.exit_code
+    except MpissdError as error:
+        print(f"mpissd: rank {MPI.COMM_WORLD.rank}: {error}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(error.exit_code)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Whole measured jobs: set-up, warm-up, measured rounds, one row."""

@@ -1,0 +1,30 @@
+"""The output folder: judged before the run, written once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mpissd.errors import ConfigError
+
+
+def check_output(out: str) -> None:
+    """ConfigError where the folder can't be made or written; creates nothing."""
+    folder = Path(out).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"out={out!r}: {str(existing)!r} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"out={out!r}: {str(existing)!r} cannot be written")
+
+
+def make_output(out: str) -> None:
+    """Creates OUT and OUT/rounds; ConfigError where that fails."""
+    folder = Path(out)
+    try:
+        (folder / "rounds").mkdir(parents=True, exist_ok=True)
+        probe = folder / "rounds" / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error

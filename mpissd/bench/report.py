@@ -1,0 +1,111 @@
+"""What a person at the terminal sees: a static card, a progress bar, a table, the JSON line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from mpissd.bench.session import Session
+from mpissd.config import RunConfig
+
+
+def print_card(session: Session) -> None:
+    """Who runs what on which device, before anything is measured (stdout)."""
+    job, config, topology = session.job, session.job.config, session.topology
+    target_bytes, draft_bytes = job.rank_bytes(session.backend.itemsize)
+    lines = [
+        ("mode", _mode(session)),
+        ("target", f"{job.target.name}, T={job.tp}, {_bytes(target_bytes)} a rank"),
+    ]
+    if job.draft is not None:
+        where = "inline on the lead" if job.inline else f"{_bytes(draft_bytes)} on its own rank"
+        lines.append(("draft", f"{job.draft.name}, {where}"))
+    lines.append(("backend", f"{session.backend.name} ({session.backend.dtype_name})"))
+    if session.backend.info.kind == "emulated":
+        lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
+    for rank, (host, info) in enumerate(zip(topology.hosts, session.infos, strict=True)):
+        role = "draft" if rank >= job.tp else "lead" if rank == 0 else "target"
+        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+    lines.append(("law", _law(session)))
+    lines.append(("seed", f"{config.seed}, batch {config.batch_size}"))
+    print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
+
+
+def _mode(session: Session) -> str:
+    job = session.job
+    if job.config.mode == "ar":
+        return "AR (K=0)"
+    if not job.fan_out:
+        return f"SD, K={job.lookahead}"
+    fan_out = ",".join(str(f) for f in job.fan_out)
+    return f"SSD, K={job.lookahead}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
+
+
+def _law(session: Session) -> str:
+    job = session.job
+    if job.draft is None:
+        return "none: every round emits one token a sequence"
+    hits = f", hits {job.hit_law.label}" if job.fan_out else ""
+    return f"acceptance {job.config.acceptance_text}{hits}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+@contextmanager
+def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
+    """A bar on stderr that redraws twice a second; yields its advance(n)."""
+    shown = config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty())
+    if not shown:
+        yield lambda count: None
+        return
+    bar = tqdm(total=rounds, unit="round", mininterval=0.5, leave=False, file=sys.stderr)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+def print_summary(row: dict[str, Any]) -> None:
+    """The short table, then the JSON line, which is the last line on stdout."""
+    rounds = row["round_us"]
+    lines = [
+        ("tok/s", f"{row['tok_per_s']:.1f}   per GPU {row['tok_per_s_per_gpu']:.1f}"),
+        ("round", "   ".join(f"{p} {_us(rounds[p])}" for p in ("p50", "p90", "p99"))),
+        (
+            "tokens",
+            f"{row['num_tokens']} in {row['num_rounds']} rounds, "
+            f"{row['acceptance_length']:.2f} a round and sequence",
+        ),
+        ("target", _target(row)),
+    ]
+    if row["t_draft_s"] is not None:
+        ratio = "" if row["T_SD"] is None else f"   T_SD {row['T_SD']:.3f}"
+        lines.append(("draft", f"{_us(row['t_draft_s'] * 1e6)} for K={row['lookahead']}{ratio}"))
+    if row["hit_rate"] is not None:
+        lines.append(("hits", f"{row['hit_rate']:.3f} of the lookups"))
+    if row["stable"] is False:
+        lines.append(("", "unstable: the median round drifts between blocks"))
+    print("\n".join(f"{name:>8}  {text}" for name, text in lines))
+    print(json.dumps(row), flush=True)
+
+
+def _target(row: dict[str, Any]) -> str:
+    if row["t_target_s"] is None:
+        return "no full round was measured"
+    text = f"{_us(row['t_target_s'] * 1e6)} a forward"
+    if row["floor_fraction"] is not None:
+        text += f", {row['floor_fraction']:.0%} of the read floor ({_us(row['floor_us'])})"
+    return text
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value / 1e3:.2f} ms" if value >= 1e3 else f"{value:.1f} µs"
