@@ -20,24 +20,23 @@ class RoundRecords:
     """Raw rows of the measured rounds; the batch may shrink, so rows are (round, sequence)."""
 
     lookahead: int
-    round_s: list[float] = field(default_factory=list)
+    round_s: list[float] = field(default_factory=list)  # wall, appended by who owns the clock
     t_target_s: list[float] = field(default_factory=list)
     num_rows: list[int] = field(default_factory=list)
     _outcomes: list[Ints] = field(default_factory=list)
     _speculations: list[Ints] = field(default_factory=list)
 
     def add(
-        self, round_s: float, t_target_s: float, speculation: Speculation, outcome: Outcome
+        self, t_target_s: float, speculation: Speculation, outcome: Outcome
     ) -> None:
         """One round; keeps the arrays as they are and reads them when the run is over."""
-        self.round_s.append(round_s)
         self.t_target_s.append(t_target_s)
         self.num_rows.append(speculation.num_rows)
         self._speculations.append(speculation.rows)
         self._outcomes.append(outcome.rows)
 
     def __len__(self) -> int:
-        return len(self.round_s)
+        return len(self._outcomes)
 
     def sequences(self) -> NDArray[np.int64]:
         """[n, 8]: round, id, epoch, num_accepted, bonus, source, hit, num_draft."""

@@ -50,7 +50,9 @@ class Waiter:
             waited = time.perf_counter() - start
             if waited > self.deadline_s:
                 raise FaultError(f"{what}: nothing for {waited:.1f} s (--deadline_s)")
-            if not self.spin and waited > _SPIN_S:
+            if self.spin:
+                time.sleep(0)  # yields: another process may need this core more
+            elif waited > _SPIN_S:
                 time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     def sleep_until(self, end: float) -> None:

@@ -234,11 +234,12 @@ def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundR
             result = loop.step()
             if config.num_tokens is not None:
                 loop.finish(_finished(emitted, result.outcome, config.num_tokens))
-            now = perf_counter()
-            records.add(now - last, result.t_target_s, result.speculation, result.outcome)
-            last = now
-            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+            records.add(result.t_target_s, result.speculation, result.outcome)
             advance(1)
+            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+            now = perf_counter()  # a clock of its own: the ledger has to close against it
+            records.round_s.append(now - last)
+            last = now
     return records, last - start
 
 
