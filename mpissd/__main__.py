@@ -47,8 +47,8 @@ def check_before_mpi(config: RunConfig) -> None:
     memory = None
     if config.backend == "emulated":
         memory = load_profile(config.device).memory_bytes
-    size = config.world_size or launcher_size() or 1 + config.drafts
-    tp = check_world(size, config.drafts)
+    size = config.world_size or launcher_size()
+    tp = check_world(size, config.drafts) if size is not None else 1
     resolve(config, tp, backend=config.backend, memory_bytes=memory)
     check_output(config.out)
 
@@ -62,7 +62,7 @@ def launch(config: RunConfig) -> int:
     try:
         return execute(config)
     except Refused as refused:  # every rank is here: leave in good order
-        if MPI.COMM_WORLD.rank == 0:
+        if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
             print(f"mpissd: {refused}", file=sys.stderr, flush=True)
         MPI.Finalize()
         return refused.exit_code

@@ -59,5 +59,7 @@ def parse(arguments: list[str]) -> Command | None:
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise unknown("command", arguments[0], COMMANDS)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        arguments = [*arguments[:1], "--", "--help"] if arguments[:1] != ["--help"] else ["--help"]
     found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
     return found if isinstance(found, Command) else None

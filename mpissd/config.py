@@ -193,6 +193,8 @@ def parse_flags(flags: Mapping[str, str]) -> RunConfig:
     fields = {f.name: f for f in dataclasses.fields(RunConfig)}
     values = {}
     for name, text in flags.items():
+        short = [f for f in fields if len(name) == 1 and f.startswith(name)]
+        name = short[0] if len(short) == 1 else name  # -m=sd, as the help offers
         if name not in fields:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
         values[name] = fields[name].metadata["parse"](name, str(text))

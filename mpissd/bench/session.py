@@ -17,7 +17,7 @@ from mpissd.bench.output import make_output
 from mpissd.comm.group import Group, SoloGroup
 from mpissd.comm.link import LinkShape
 from mpissd.comm.mpi_group import open_group
-from mpissd.comm.topology import Topology, agree, open_topology
+from mpissd.comm.topology import Refused, Topology, agree, open_topology
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError, MpissdError
 from mpissd.job import Job, resolve
@@ -26,7 +26,7 @@ from mpissd.model.stepper import Stepper
 from mpissd.presets import ModelShape
 from mpissd.wait import Waiter
 from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
-from mpissd.workload.gemm_law import TokenStream
+from mpissd.workload.gemm_law import DraftStream, TokenStream
 
 
 @dataclass
@@ -51,16 +51,18 @@ class Session:
         job = self.job
         shard = Shard(job.target, job.tp, self.topology.world.rank)
         stepper = self._stepper(self.group, shard, job.options, job.target_buckets(), 0)
-        return GemmTargetWorker(stepper, self._stream(), job.lookahead)
+        batch, vocab = job.config.batch_size, job.target.vocab_size
+        stream = TokenStream(job.config.seed, vocab, batch, job.lookahead)
+        return GemmTargetWorker(stepper, stream)
 
     def draft_worker(self) -> GemmDraftWorker:
         """The whole draft model, on a draft rank or inline on the lead."""
         job = self.job
         shard = Shard(_some(job.draft))
         stepper = self._stepper(SoloGroup(), shard, job.draft_options, job.draft_buckets(), 1)
-        return GemmDraftWorker(
-            stepper, self._stream(), job.lookahead, job.acceptance, job.hit_law
-        )
+        batch, vocab = job.config.batch_size, job.target.vocab_size
+        stream = DraftStream(job.config.seed, vocab, batch, job.acceptance, job.hit_law)
+        return GemmDraftWorker(stepper, stream, job.fan_out)
 
     def _stepper(
         self, group: Group, shard: Shard, options: ForwardOptions, buckets: list[int], model: int
@@ -75,11 +77,6 @@ class Session:
             num_sequences=config.batch_size,
             seed=2 * config.seed + model,
         )
-
-    def _stream(self) -> TokenStream:
-        config = self.job.config
-        reach = 2 * self.job.lookahead + 4
-        return TokenStream(config.seed, self.job.target.vocab_size, config.batch_size, reach)
 
     def barrier(self) -> None:
         """All ranks of the world arrive; the wait naps and has a deadline."""
@@ -98,7 +95,10 @@ def _some(shape: ModelShape | None) -> ModelShape:
 
 def open_session(config: RunConfig) -> Session:
     """Opens a rank's part of the job; every rank leaves with Refused where one cannot."""
-    topology = open_topology(config.drafts)
+    try:
+        topology = open_topology(config.drafts)
+    except ConfigError as error:  # the same on every rank
+        raise Refused(str(error), error.exit_code) from error
     waiter = Waiter(config.deadline_s, topology.spin)
     resources = ExitStack()
     backend, error = _open_backend(config, topology)

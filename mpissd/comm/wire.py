@@ -124,7 +124,8 @@ def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
             f"round {int(buffer.array[3])}: {buffer.kind.name} of {count} rows of {width}, "
             f"the buffer holds {len(buffer.body)} numbers"
         )
-    return buffer.body[start:stop].copy().reshape(count, width)
+    rows: Ints = buffer.body[start:stop].copy().reshape(count, width)
+    return rows
 
 
 def _check_lengths(speculation: Speculation, lookahead: int) -> None:

@@ -81,11 +81,11 @@ class Drafter:
         batch, cache = self._batch, self._cache
         if not len(cache):
             return [None] * len(batch)
-        live = outcome.rows[outcome.events != Event.RELEASE]
         lookup, round_ = cache.lookup, outcome.round
         return [
             None if event else lookup((round_, seq, epoch, k, token))
-            for seq, epoch, event, k, token in live.tolist()
+            for seq, epoch, event, k, token in outcome.rows.tolist()
+            if event != Event.RELEASE
         ]
 
     def _winners(self, lanes: Sequence[int | None]) -> list[Rollout]:
@@ -150,7 +150,7 @@ class Drafter:
         self._worker.launch_glue(self._batch, speculation)
         self._worker.wait(self._waiter)
         self.ledger.mark(DraftPhase.GLUE)
-        k_of, growth = self._worker.branches(self._batch, speculation, self._policy.fan_out)
+        k_of, growth = self._worker.branches(self._batch, speculation)
         self._cache.fill(self._keys(speculation.round, k_of.tolist(), growth.first.tolist()))
         self._growth = growth
         self.ledger.mark(DraftPhase.KEYS)

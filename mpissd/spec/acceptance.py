@@ -130,10 +130,11 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
 
     drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b]. Returns int32 [b].
     """
-    lookahead = drafts.shape[1]
-    served = np.arange(lookahead) < num_draft[:, None]  # [b, K]
-    matches = served & (drafts == stream[:, :lookahead])
-    return np.asarray(np.logical_and.accumulate(matches, axis=1).sum(axis=1), np.int32)
+    batch, lookahead = drafts.shape
+    ends = np.empty((batch, lookahead + 1), np.bool_)  # where the run of matches is over
+    np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
+    ends[np.arange(batch), num_draft] = True
+    return np.asarray(ends.argmax(axis=1), np.int32)
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,7 @@ class DraftWorker(Worker):
         """Starts the (K+1)-row forward a sequence that scores the trunk just served."""
 
     @abstractmethod
-    def branches(
-        self, batch: Batch, speculation: Speculation, fan_out: Sequence[int]
-    ) -> tuple[Ints, Rollout]:
+    def branches(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Rollout]:
         """After the glue: a lane for each bonus candidate, sequence by sequence, row by row.
 
         Returns (k [ΣF], the accepted count each of a sequence's lanes stands for, and the rollout

@@ -1,83 +1,130 @@
 """The synthetic laws of the `gemm` workload: which tokens exist, are accepted, are predicted.
 
 Every draw is keyed by (seed, purpose, sequence, absolute position), so AR, SD and SSD with any K,
-hit law or timing emit the same tokens for one seed. Draws are tabulated a window of positions at a
-time: the hot path only gathers.
+hit law or timing emit the same tokens for one seed. What follows from the draws is tabulated a
+window of positions at a time: the hot path only gathers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.rng import Purpose, uniforms
-from mpissd.rounds import Batch, Ints
+from mpissd.rounds import Batch, Ints, Source
+from mpissd.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.workload.base import Admissions
 
-WINDOW = 8192  # positions a slot's table holds; a refill costs about a millisecond
+WINDOW = 4096  # positions a slot's tables hold; a refill costs about a millisecond
 _MARGIN = 4
+Index = NDArray[np.int64]
 
 
 class TokenStream:
-    """Y(s,p), the wrong token, U(accept) and U(rank), by slot and position."""
+    """Y(s,p) = floor(V·U(token,s,p)), by slot and position: what the target emits.
 
-    def __init__(self, seed: int, vocab: int, capacity: int, reach: int) -> None:
-        """reach: positions past the newest committed token that a round may ask for."""
-        self._seed, self.vocab, self._reach = seed, vocab, reach
-        self.window = max(WINDOW, 4 * reach)
-        self._base = np.zeros(capacity, np.int64)  # absolute position of column 0
+    Offsets are relative to each sequence's newest committed length n: offset 0 is position n.
+    """
+
+    def __init__(self, seed: int, vocab: int, capacity: int, lookahead: int) -> None:
+        self._seed, self.vocab, self.lookahead = seed, vocab, lookahead
+        self._reach = 2 * lookahead + 4  # positions past n that a round may ask for
+        self._window = max(WINDOW, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
-        self._flat_base = np.zeros(capacity, np.int64)  # slot · window - base
+        self._base = np.zeros(capacity, np.int64)  # slot · window - position of its first column
         self._limit = np.zeros(capacity, np.int64)  # lengths from here on need a refill
-        shape = (capacity, self.window)
-        self._true = np.zeros(shape, np.int32)
-        self._wrong = np.zeros(shape, np.int32)
-        self._accept = np.zeros(shape, np.float64)
-        self._rank = np.zeros(shape, np.float64)
+        self._true = np.zeros((capacity, self._window), np.int32)
+        self._safe_rounds = 0  # for so many rounds no sequence can reach its limit
+        self._origin: Index = np.zeros(0, np.int64)  # [b] flat index of position n
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         """Makes every position that this round may ask for available."""
         for slot, request in admissions:
             self._request[slot] = request.request_id
             self._fill(slot, 0)
-        late = batch.lengths >= self._limit[batch.slots]
-        if late.any():
-            for row in np.flatnonzero(late):
-                start = max(0, int(batch.lengths[row]) - _MARGIN)
-                self._fill(int(batch.slots[row]), start)
+        self._safe_rounds -= 1
+        if admissions or self._safe_rounds < 0:
+            self._refill(batch)
+        self._origin = self._base[batch.slots]
+        self._origin += batch.lengths
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Y at n + offsets, [b, …] (of batch rows `rows` alone, if given)."""
+        return self._true.ravel().take(self._index(offsets, rows))
+
+    def _index(self, offsets: Index, rows: Index | None = None) -> Index:
+        origin = self._origin if rows is None else self._origin[rows]
+        return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
+
+    def _refill(self, batch: Batch) -> None:
+        for row in np.flatnonzero(batch.lengths >= self._limit[batch.slots]):
+            self._fill(int(batch.slots[row]), max(0, int(batch.lengths[row]) - _MARGIN))
+        if len(batch):
+            room = self._limit[batch.slots] - batch.lengths
+            self._safe_rounds = max(0, int(room.min()) // (self.lookahead + 1) - 1)
 
     def _fill(self, slot: int, start: int) -> None:
-        sequence, count = int(self._request[slot]), self.window
+        """Tabulates positions start … start + window - 1 of the sequence in `slot`."""
+        self._true[slot] = (self._draw(Purpose.TOKEN, slot, start) * self.vocab).astype(np.int32)
+        self._base[slot] = slot * self._window - start
+        self._limit[slot] = start + self._window - self._reach
 
-        def draw(purpose: Purpose) -> NDArray[np.float64]:
-            return uniforms(self._seed, purpose, sequence, start, count)
+    def _draw(self, purpose: Purpose, slot: int, start: int) -> NDArray[np.float64]:
+        return uniforms(self._seed, purpose, int(self._request[slot]), start, self._window)
 
-        true = (draw(Purpose.TOKEN) * self.vocab).astype(np.int32)
-        other = (draw(Purpose.WRONG) * (self.vocab - 1)).astype(np.int32)
-        self._true[slot] = true
-        self._wrong[slot] = other + (other >= true)
-        self._accept[slot] = draw(Purpose.ACCEPT)
-        self._rank[slot] = draw(Purpose.RANK)
-        self._base[slot] = start
-        self._flat_base[slot] = slot * self.window - start
-        self._limit[slot] = start + self.window - self._reach
 
-    def index(
-        self, slots: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Flat indices of absolute positions [b, …] of slots [b]."""
-        base = self._flat_base[slots]
-        return positions + base.reshape(base.shape + (1,) * (positions.ndim - 1))
+class DraftStream(TokenStream):
+    """What the draft proposes and predicts: x(s,p,i,src), and the rank of the true bonus token."""
 
-    def true(self, index: NDArray[np.int64]) -> Ints:
-        """Y: the token that the target emits at each index."""
-        return self._true.ravel().take(index)
+    def __init__(
+        self,
+        seed: int,
+        vocab: int,
+        capacity: int,
+        acceptance: Mapping[Source, AcceptanceLaw],
+        hit_law: HitLaw,
+    ) -> None:
+        lookahead = len(acceptance[Source.JIT].hazards)
+        super().__init__(seed, vocab, capacity, lookahead)
+        self._hit_law = hit_law
+        plane = capacity * self._window
+        self._rank = np.zeros((capacity, self._window), np.int32)
+        # x of each law and place i of a round; sources with equal laws share a table.
+        laws = {law.hazards for law in acceptance.values()}
+        self._drafts = {
+            law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
+        }
+        self._table = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
+        place = np.arange(lookahead, dtype=np.int64)
+        self.places: Index = place * (plane + 1)  # flat step from (i = 0, p) to (i, p + i)
 
-    def drafts(self, index: NDArray[np.int64], rates: NDArray[np.float64]) -> Ints:
-        """x = Y where U(accept) < a[i], else another token; rates broadcast along the last axis."""
-        accepted = self._accept.ravel().take(index) < rates
-        return np.where(accepted, self._true.ravel().take(index), self._wrong.ravel().take(index))
+    def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
+        """The K tokens x_1 … x_K drafted from position n + offsets on, [b, …, K]."""
+        index = self._index(offsets[..., None] + self.places, rows)
+        return self._table[source].ravel().take(index)
 
-    def rank(self, index: NDArray[np.int64]) -> NDArray[np.float64]:
-        """U(rank) in [0, 1)."""
-        return self._rank.ravel().take(index)
+    def rank(self, offsets: Ints) -> Ints:
+        """Rank of Y among the candidates at n + offsets [b]; NEVER where no fan-out reaches it."""
+        return self._rank.ravel().take(self._origin + offsets)
+
+    def _fill(self, slot: int, start: int) -> None:
+        super()._fill(slot, start)
+        true = self._true[slot]
+        other = (self._draw(Purpose.WRONG, slot, start) * (self.vocab - 1)).astype(np.int32)
+        wrong = other + (other >= true)
+        coin = self._draw(Purpose.ACCEPT, slot, start)
+        for hazards, table in self._drafts.items():
+            for place, rate in enumerate(hazards):
+                table[place, slot] = np.where(coin < rate, true, wrong)
+        self._rank[slot] = self._hit_law.ranks(self._draw(Purpose.RANK, slot, start))
+
+
+def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints, Index]:
+    """(k of each lane, its place within k's candidates, first lane of each k) of F_0 … F_K."""
+    counts = np.asarray(fan_out, np.int64)
+    starts = np.cumsum(counts) - counts
+    k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
+    place = (np.arange(len(k_of)) - starts[k_of]).astype(np.int32)
+    return k_of, place, starts
