@@ -1,7 +1,8 @@
 """The target ranks' collectives, as operations inside a forward.
 
 `solo` is one rank; `mpi` reduces host arrays (see mpi_group); `staged` copies a device array
-through the host; `nccl` and `device` (device-aware MPI, opt-in) reduce on the device (see device_group).
+through the host; `nccl` and `device` (device-aware MPI, opt-in) reduce on the device (see
+device_group).
 """
 
 from __future__ import annotations

@@ -1,0 +1,243 @@
+"""launch/setup.sh against a private PATH: fake nvidia-smi, fake Python, nothing is downloaded."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
+
+# "-c" runs the real Python, "-m venv DIR" makes a copy of this script, "-m pip" is logged and ends
+# with what $FAKE_PIP says.
+FAKE_PYTHON = f"""#!/bin/bash
+case "$1 $2" in
+    "-c "*) exec {sys.executable} "$@" ;;
+    "-m venv") mkdir -p $3/bin && cp "$0" $3/bin/python ;;
+    "-m pip") echo "${{@: -1}}" >> pip.log; eval "$FAKE_PIP" ;;
+esac
+"""
+
+
+class Machine:
+    """A copy of the set-up files, and a PATH that holds only what the test puts there."""
+
+    def __init__(self, path: Path) -> None:
+        self.home = path / "check out"  # a space, since home directories have them
+        self.bin = path / "bin"
+        self.bin.mkdir()
+        for tool in TOOLS:
+            if found := shutil.which(tool):
+                (self.bin / tool).symlink_to(found)
+        shutil.copytree(ROOT / "launch", self.home / "launch")
+        for name in ("setup.cfg", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.home)
+        self.stamp = self.home / ".venv" / ".mpissd"
+
+    def program(self, name: str, script: str) -> Path:
+        path = self.bin / name
+        path.unlink(missing_ok=True)
+        path.write_text(script)
+        path.chmod(0o755)
+        return path
+
+    def gpus(self, listing: str) -> None:
+        self.program("nvidia-smi", f"#!/bin/bash\necho '{listing}'\n")
+        if self.stamp.exists():  # as on a node with other GPUs: /proc is the same for both fakes
+            key, extras, _, cuda = self.stamp.read_text().splitlines()
+            self.stamp.write_text(f"{key}\n{extras}\nanother node\n{cuda}\n")
+
+    def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.home / "launch" / "setup.sh", *args],
+            env={"PATH": str(self.bin), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def setup(self, *args: str, code: int = 0, **env: str) -> tuple[str, str]:
+        process = self.start(*args, **env)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        return out.strip(), err.strip()
+
+    def installed(self) -> list[str]:
+        """What each pip call installed: ".[mpi,cuda12]"."""
+        log = self.home / "pip.log"
+        return log.read_text().split("\n")[:-1] if log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = Machine(tmp_path)
+    machine.program("python3", FAKE_PYTHON)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("listing", "extra"),
+    [
+        ("450.80.02, 7.0", ""),
+        ("520.61.05, 8.0", ""),
+        ("525.60.13, 8.0", "cuda12"),
+        ("535.104.05, 7.0", "cuda12"),
+        ("580.65.06, 7.0", "cuda12"),  # V100: CUDA 13 dropped Volta
+        ("580.65.06, 7.5", "cuda13"),
+        ("580.95.05, 9.0\n580.95.05, 9.0", "cuda13"),
+        ("580.95.05, 9.0\n580.95.05, 7.0", "cuda12"),  # the oldest GPU decides
+        ("600.10, 12.1", "cuda13"),
+        ("No devices were found", ""),
+        ("580.95.05, [N/A]", ""),
+        ("580.95.05, 9.0\nsomething odd", ""),
+        ("", ""),
+    ],
+)
+def test_cuda_extra(machine: Machine, listing: str, extra: str) -> None:
+    machine.gpus(listing)
+    assert machine.setup("--extras", MPIRUN="given") == (extra, "")
+
+
+def test_no_driver(machine: Machine) -> None:
+    assert machine.setup("--extras", MPIRUN="given") == ("", "")
+
+
+@pytest.mark.parametrize("script", ["exit 9", "sleep 60", "kill -SEGV $$"])
+def test_nvidia_smi_fails(machine: Machine, script: str) -> None:
+    machine.program("nvidia-smi", f"#!/bin/bash\n{script}\n")
+    began = time.monotonic()
+    assert machine.setup("--extras", MPIRUN="given", NVIDIA_SMI_TIMEOUT_S="0.3") == ("", "")
+    assert time.monotonic() - began < 10
+
+
+def test_mpi_extra_only_without_mpirun(machine: Machine) -> None:
+    assert machine.setup("--extras")[0] == "mpi"
+    assert machine.setup("--extras", MPIRUN="srun")[0] == ""
+    machine.program("mpirun", "#!/bin/bash\n")
+    assert machine.setup("--extras")[0] == ""
+
+
+def test_second_call_installs_nothing(machine: Machine) -> None:
+    out, err = machine.setup()
+    assert out == "" and "installing mpissd[mpi]" in err
+    assert machine.setup() == ("", "")
+    assert machine.installed() == [".[mpi]"]
+
+
+def test_installs_again_when_something_changed(machine: Machine) -> None:
+    machine.setup()
+    machine.setup("test")
+    machine.setup()  # the test tools may stay
+    with (machine.home / "setup.cfg").open("a") as file:
+        file.write("# changed\n")
+    machine.setup()
+    assert machine.installed() == [".[mpi]", ".[mpi,test]", ".[mpi,test]"]
+    shutil.rmtree(machine.home / ".venv" / "bin")  # its Python went away
+    machine.setup()
+    assert machine.installed()[3:] == [".[mpi,test]"]
+
+
+def test_without_extras(machine: Machine) -> None:
+    machine.setup(MPIRUN="given")
+    assert machine.installed() == ["."]
+
+
+def test_nodes_that_share_a_venv(machine: Machine) -> None:
+    machine.setup()
+    machine.gpus("580.95.05, 9.0")
+    machine.setup()
+    machine.gpus("580.95.05, 7.0")  # cuda13 cannot serve it, and never both
+    (machine.home / ".venv" / "left over").touch()
+    machine.setup()
+    assert not (machine.home / ".venv" / "left over").exists()
+    machine.gpus("580.95.05, 9.0")  # cuda12 serves it
+    assert machine.setup() == ("", "")
+    assert machine.installed() == [".[mpi]", ".[mpi,cuda13]", ".[mpi,cuda12]"]
+
+
+def test_nvidia_smi_is_asked_once(machine: Machine) -> None:
+    machine.program("nvidia-smi", "#!/bin/bash\necho >> asked; echo 580.95.05, 9.0\n")
+    for _ in range(3):
+        machine.setup()
+    assert (machine.home / "asked").read_text() == "\n"
+
+
+def test_silent_driver_is_asked_again(machine: Machine) -> None:
+    machine.program("nvidia-smi", "#!/bin/bash\nexit 9\n")
+    assert "no CuPy" in machine.setup()[1]
+    machine.program("nvidia-smi", "#!/bin/bash\necho 580.95.05, 9.0\n")
+    machine.setup()
+    assert machine.installed() == [".[mpi]", ".[mpi,cuda13]"]
+
+
+def test_failed_installation(machine: Machine) -> None:
+    _, err = machine.setup(code=1, FAKE_PIP="echo the cause; exit 1")
+    assert "the cause" in err and ".venv/install.log" in err
+    machine.setup()
+    assert machine.installed() == [".[mpi]", ".[mpi]"]
+
+
+def test_interrupted_installation_starts_over(machine: Machine) -> None:
+    process = machine.start(FAKE_PIP="echo > half.done; sleep 60")
+    wait_for(machine.home / "half.done")
+    (machine.home / ".venv" / "half").touch()
+    os.killpg(process.pid, signal.SIGTERM)
+    assert "interrupted" in process.communicate(timeout=10)[1]
+    assert process.returncode != 0
+    machine.setup()
+    assert not (machine.home / ".venv" / "half").exists()
+    assert machine.installed() == [".[mpi]", ".[mpi]"]
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="no flock on this machine")
+def test_two_at_once_install_once(machine: Machine) -> None:
+    both = [machine.start(FAKE_PIP="sleep 0.5") for _ in range(2)]
+    for process in both:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert machine.installed() == [".[mpi]"]
+
+
+def test_leaves_a_foreign_venv_alone(machine: Machine) -> None:
+    mine = machine.home / ".venv" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    _, err = machine.setup(code=1)
+    assert "PYTHON=.venv/bin/python" in err.splitlines()[-1]
+    assert mine.exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("exit 127", "no Python >= 3.10 on PATH: install one"),  # a shim without its Python
+        ("echo 3.6", "no Python >= 3.10 on PATH, only python3 3.6: install one"),
+        ("echo 3.11; exit 1", "python3 cannot make virtual environments"),
+    ],
+)
+def test_no_usable_python(machine: Machine, answer: str, message: str) -> None:
+    machine.program("python3", f"#!/bin/bash\n{answer}\n")
+    _, err = machine.setup(code=1)
+    assert message in err
+    assert not (machine.home / ".venv").exists()
+
+
+def test_takes_a_later_python(machine: Machine) -> None:
+    machine.program("python3", "#!/bin/bash\necho 3.9\n")
+    machine.program("python3.12", FAKE_PYTHON)
+    machine.setup()
+    assert machine.installed() == [".[mpi]"]
+
+
+def wait_for(path: Path, limit_s: float = 20) -> None:
+    end = time.monotonic() + limit_s
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path} after {limit_s} s"
+        time.sleep(0.01)
