@@ -57,9 +57,12 @@ def parse(arguments: list[str]) -> Command | None:
 
     Raises ConfigError: an unknown command or flag, a value of the wrong type.
     """
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise unknown("command", arguments[0], COMMANDS)
+    command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
+    if command and command[0] not in COMMANDS:
+        raise unknown("command", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
-        arguments = [*arguments[:1], "--", "--help"] if arguments[:1] != ["--help"] else ["--help"]
+        arguments = [*command, "--", "--help"]
+    elif stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+        raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
     return found if isinstance(found, Command) else None

@@ -19,16 +19,17 @@ from mpissd.errors import ConfigError, unknown
 Parse = Callable[[str, str], Any]
 
 
-def integer(minimum: int) -> Parse:
-    """Parses a whole number of at least `minimum`."""
+def integer(minimum: int, maximum: float = math.inf) -> Parse:
+    """Parses a whole number in [minimum, maximum]."""
 
     def parse(name: str, text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if value < minimum:
-            raise ConfigError(f"{name}={text}: allowed: a whole number >= {minimum}")
+        if not minimum <= value <= maximum:
+            limit = f">= {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
+            raise ConfigError(f"{name}={text}: allowed: a whole number {limit}")
         return value
 
     return parse
@@ -112,7 +113,7 @@ class RunConfig:
     num_tokens: int | None = flag(
         None, integer(1), "tokens a sequence; with rounds, whichever is reached first"
     )
-    seed: int = flag(0, integer(0), "of every draw")
+    seed: int = flag(0, integer(0, 2**64 - 1), "of every draw")
     out: str = flag("out", words, "folder of runs.jsonl and rounds/")
     temperature: float = flag(0.0, number(0), "0: the gemm workload is greedy")
     all_reduce: str = flag(
@@ -170,7 +171,7 @@ class RunConfig:
         """The acceptance law as text, with its default."""
         if self.acceptance is not None:
             return self.acceptance
-        return f"alpha:{0.8 if self.alpha is None else self.alpha:g}"
+        return f"alpha:{0.8 if self.alpha is None else self.alpha}"
 
     @property
     def max_rounds(self) -> int | None:

@@ -11,7 +11,10 @@ from mpissd.errors import ConfigError
 def check_output(out: str) -> None:
     """ConfigError where the folder can't be made or written; creates nothing."""
     folder = Path(out).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name too long, a parent that may not be searched
+        raise ConfigError(f"out={out!r}: {error.strerror}") from error
     if not existing.is_dir():
         raise ConfigError(f"out={out!r}: {str(existing)!r} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -97,8 +97,8 @@ def open_session(config: RunConfig) -> Session:
     """Opens a rank's part of the job; every rank leaves with Refused where one cannot."""
     try:
         topology = open_topology(config.drafts)
-    except ConfigError as error:  # the same on every rank
-        raise Refused(str(error), error.exit_code) from error
+    except ConfigError as small:  # the same on every rank
+        raise Refused(str(small), small.exit_code) from small
     waiter = Waiter(config.deadline_s, topology.spin)
     resources = ExitStack()
     backend, error = _open_backend(config, topology)
