@@ -22,7 +22,6 @@ class RoundRecords:
     lookahead: int
     round_s: list[float] = field(default_factory=list)  # wall, appended by who owns the clock
     t_target_s: list[float] = field(default_factory=list)
-    num_rows: list[int] = field(default_factory=list)
     _outcomes: list[Ints] = field(default_factory=list)
     _speculations: list[Ints] = field(default_factory=list)
 
@@ -31,7 +30,6 @@ class RoundRecords:
     ) -> None:
         """One round; keeps the arrays as they are and reads them when the run is over."""
         self.t_target_s.append(t_target_s)
-        self.num_rows.append(speculation.num_rows)
         self._speculations.append(speculation.rows)
         self._outcomes.append(outcome.rows)
 
@@ -49,6 +47,10 @@ class RoundRecords:
 
     def _pairs(self) -> list[tuple[Ints, Ints]]:
         return list(zip(self._outcomes, self._speculations, strict=True))
+
+    def num_rows(self) -> NDArray[np.int64]:
+        """Rows of each round's target forward, Σ(num_draft + 1)."""
+        return np.array([int(s[:, 2].sum()) + len(s) for s in self._speculations], np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
         """Emitted tokens by request id, in order: the accepted drafts, then the bonus."""

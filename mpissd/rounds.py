@@ -116,7 +116,8 @@ class Batch:
         self.slots = np.zeros(0, np.int64)
         self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
         self.last_tokens: Ints = np.zeros(0, np.int32)
-        self._steady = b""  # (id, epoch, COMMIT) of every sequence: nobody comes or goes
+        self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
+        self._steady = b""  # of its first three columns: an outcome in which nobody comes or goes
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -155,7 +156,9 @@ class Batch:
             [self.lengths[stays] + keep[:, 3] + 1, np.ones(len(new), np.int64)]
         )
         self.slots = np.concatenate([self.slots[stays], slots])
-        self._steady = np.column_stack([rows[:, :2], np.zeros(len(rows), np.int32)]).tobytes()
+        self.identity = np.zeros_like(rows)
+        self.identity[:, :2] = rows[:, :2]
+        self._steady = self.identity[:, :3].tobytes()
         requests = [Request(int(i), int(t), int(e)) for i, e, _, _, t in new]
         return list(zip(slots.tolist(), requests, strict=True))
 

@@ -158,7 +158,7 @@ def _speculation(session: Session, sequences: NDArray[np.int64]) -> dict[str, An
 
 def _times(session: Session, measured: Measured) -> dict[str, Any]:
     job, records = session.job, measured.records
-    full = np.asarray(records.num_rows) == job.verify_rows
+    full = records.num_rows() == job.verify_rows
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = _t_draft(measured)
     t_growth = None

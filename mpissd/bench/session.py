@@ -61,8 +61,9 @@ class Session:
         shard = Shard(_some(job.draft))
         stepper = self._stepper(SoloGroup(), shard, job.draft_options, job.draft_buckets(), 1)
         batch, vocab = job.config.batch_size, job.target.vocab_size
-        stream = DraftStream(job.config.seed, vocab, batch, job.acceptance, job.hit_law)
-        return GemmDraftWorker(stepper, stream, job.fan_out)
+        laws = job.acceptance, job.hit_law, job.fan_out
+        stream = DraftStream(job.config.seed, vocab, batch, *laws)
+        return GemmDraftWorker(stepper, stream)
 
     def _stepper(
         self, group: Group, shard: Shard, options: ForwardOptions, buckets: list[int], model: int

@@ -17,6 +17,8 @@ VERSION = 0x5D01
 HEADER = 6
 _FIELDS = ("version", "kind", "group", "round", "count", "flags")
 STOP = 1
+# of (event, num_accepted)
+_OUTCOME_LIMITS = np.array([Event.RELEASE, np.iinfo(np.int32).max], np.uint32)
 
 
 class Kind(IntEnum):
@@ -73,14 +75,9 @@ def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bo
     """The outcome that arrived, copied out of the buffer, and whether it says stop."""
     got, count, flags = buffer.read_header(round_)
     rows = _rows(buffer, 0, count, Outcome.WIDTH)
-    outcome = Outcome(got, rows)
-    if count and (
-        outcome.events.min() < 0
-        or outcome.events.max() > Event.RELEASE
-        or outcome.num_accepted.min() < 0
-    ):
+    if (rows[:, 2:4].view(np.uint32) > _OUTCOME_LIMITS).any():  # unsigned: negatives are huge
         raise ProtocolError(f"round {got}: malformed outcome rows {rows.tolist()}")
-    return outcome, flags == STOP
+    return Outcome(got, rows), flags == STOP
 
 
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
@@ -130,7 +127,7 @@ def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
 
 def _check_lengths(speculation: Speculation, lookahead: int) -> None:
     lengths = speculation.num_draft
-    if len(lengths) and (lengths.min() < 0 or lengths.max() > lookahead):
+    if (lengths.view(np.uint32) > lookahead).any():
         raise ProtocolError(
             f"round {speculation.round}: num_draft {lengths.tolist()}, allowed 0..{lookahead}"
         )

@@ -135,11 +135,11 @@ class Drafter:
     ) -> Speculation:
         speculation = Speculation.empty(round_, len(lanes), self._policy.lookahead)
         for rollout in rollouts:
-            won = rollout is self._growth
-            rows, head = rollout.rows, Speculation.HEAD
+            won, steps, head = rollout is self._growth, rollout.steps, Speculation.HEAD
+            rows = slice(None) if len(rollouts) == 1 else rollout.rows  # alone: all rows, in order
             source = Source.CACHE if won else self._policy.backup
-            speculation.rows[rows, :head] = source, int(won), rollout.steps
-            speculation.rows[rows, head : head + rollout.steps] = rollout.tokens[:, : rollout.steps]
+            speculation.rows[rows, :head] = source, int(won), steps
+            speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
         return speculation
 
     def begin_growth(self, speculation: Speculation) -> bool:

@@ -90,8 +90,7 @@ class TargetLoop:
         return RoundResult(speculation, self._pending, self._worker.elapsed_s())
 
     def _outcome(self, accepted: Ints, bonus: Ints) -> Outcome:
-        rows = np.zeros((len(self.batch), Outcome.WIDTH), np.int32)
-        rows[:, 0], rows[:, 1] = self.batch.ids, self.batch.epochs
+        rows = self.batch.identity.copy()
         rows[:, 3], rows[:, 4] = accepted, bonus
         return Outcome(self.round, rows)
 

@@ -77,9 +77,9 @@ class Rollout:
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Prunes to `lanes`: what the others grew is given up."""
-        chosen = np.asarray(lanes, np.int64)
-        self.rows, self.first = self.rows[chosen], self.first[chosen]
-        self.tokens = self.tokens[chosen]
+        chosen = np.array(lanes, np.int64)
+        self.rows, self.first = self.rows.take(chosen), self.first.take(chosen)
+        self.tokens = self.tokens.take(chosen, axis=0)
 
 
 class DraftWorker(Worker):

@@ -15,7 +15,7 @@ from mpissd.rounds import Batch, Ints, Source, Speculation, verify_rows
 from mpissd.spec.acceptance import count_accepted
 from mpissd.wait import Waiter
 from mpissd.workload.base import Admissions, DraftWorker, Rollout, TargetWorker
-from mpissd.workload.gemm_law import DraftStream, Index, TokenStream, lanes_of
+from mpissd.workload.gemm_law import DraftStream, Index, TokenStream
 
 
 class GemmTargetWorker(TargetWorker):
@@ -55,18 +55,16 @@ class GemmTargetWorker(TargetWorker):
 class GemmDraftWorker(DraftWorker):
     """Drafts with GEMMs; tokens and bonus candidates come from the laws."""
 
-    def __init__(self, stepper: Stepper, stream: DraftStream, fan_out: Sequence[int]) -> None:
+    def __init__(self, stepper: Stepper, stream: DraftStream) -> None:
         self._stepper, self._stream = stepper, stream
-        self._fan_out = np.asarray(fan_out, np.int64)
-        self._k_of, self._place, self._starts = lanes_of(fan_out)
-        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+        self._behind: Index = stream.k_of.astype(np.int64) + 1
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         tokens = verify_rows(batch.last_tokens, speculation)
-        self._stepper.launch(len(batch) * len(self._ahead), tokens)
+        self._stepper.launch(len(batch) * (self._stream.lookahead + 1), tokens)
 
     def done(self) -> bool:
         return self._stepper.done()
@@ -79,37 +77,11 @@ class GemmDraftWorker(DraftWorker):
 
     def branches(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Rollout]:
         """Lane (s, k, t*) grows from position n + k + 1, behind its bonus token."""
-        candidates = self._candidates(speculation).reshape(-1)
-        tokens = self._stream.drafts(Source.CACHE, self._k_of.astype(np.int64) + 1)
-        rows = np.arange(len(batch)).repeat(len(self._k_of))
-        return self._k_of, Rollout(rows, candidates, tokens.reshape(len(rows), -1))
-
-    def _candidates(self, speculation: Speculation) -> Ints:
-        """Bonus candidates [b, ΣF]: distinct a row, never the proposed token of a served column.
-
-        Row j's decoys count upwards from Y_j + 1, past the proposed token; where row j is the true
-        outcome, Y_j takes the place that its rank has, if it is within the fan-out.
-        """
-        vocab, k_of = self._stream.vocab, self._k_of
-        true = self._stream.true(self._ahead)  # [b, K+1]
-        gap = np.full(true.shape, vocab, np.int32)  # from Y_j + 1 up to the proposed token
-        np.subtract(speculation.tokens, true[:, :-1], out=gap[:, :-1])
-        gap[:, :-1] = (gap[:, :-1] - 1) % vocab
-        gap[self._ahead >= speculation.num_draft[:, None]] = vocab
-        decoys = self._place + (self._place >= gap[:, k_of])
-        decoys += true[:, k_of]
-        decoys += 1
-        decoys %= vocab
-        self._place_true(decoys, true, speculation)
-        return decoys.astype(np.int32, copy=False)
-
-    def _place_true(self, decoys: Ints, true: Ints, speculation: Speculation) -> None:
-        accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
-        rank = self._stream.rank(accepted)
-        hit = np.flatnonzero(rank <= self._fan_out[accepted])
-        if len(hit):
-            k = accepted[hit]
-            decoys[hit, self._starts[k] + rank[hit] - 1] = true[hit, k]
+        stream = self._stream
+        candidates = stream.candidates(speculation.source, speculation.num_draft).reshape(-1)
+        tokens = stream.drafts(Source.CACHE, self._behind)
+        rows = np.arange(len(batch)).repeat(len(stream.k_of))
+        return stream.k_of, Rollout(rows, candidates, tokens.reshape(len(rows), -1))
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         chosen = np.asarray(rows, np.int64)

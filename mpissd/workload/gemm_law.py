@@ -18,6 +18,7 @@ from mpissd.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.workload.base import Admissions
 
 WINDOW = 4096  # positions a slot's tables hold; a refill costs about a millisecond
+_CANDIDATES = 1 << 19  # a slot holds at most; a wide fan-out shortens the window
 _MARGIN = 4
 Index = NDArray[np.int64]
 
@@ -28,10 +29,12 @@ class TokenStream:
     Offsets are relative to each sequence's newest committed length n: offset 0 is position n.
     """
 
-    def __init__(self, seed: int, vocab: int, capacity: int, lookahead: int) -> None:
+    def __init__(
+        self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
+    ) -> None:
         self._seed, self.vocab, self.lookahead = seed, vocab, lookahead
         self._reach = 2 * lookahead + 4  # positions past n that a round may ask for
-        self._window = max(WINDOW, 4 * self._reach)
+        self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
         self._base = np.zeros(capacity, np.int64)  # slot · window - position of its first column
         self._limit = np.zeros(capacity, np.int64)  # lengths from here on need a refill
@@ -85,10 +88,14 @@ class DraftStream(TokenStream):
         capacity: int,
         acceptance: Mapping[Source, AcceptanceLaw],
         hit_law: HitLaw,
+        fan_out: Sequence[int] = (),
     ) -> None:
         lookahead = len(acceptance[Source.JIT].hazards)
-        super().__init__(seed, vocab, capacity, lookahead)
-        self._hit_law = hit_law
+        widest = max((*fan_out, 1))
+        window = min(WINDOW, _CANDIDATES // widest)
+        super().__init__(seed, vocab, capacity, lookahead, window)
+        self._hit_law, self._fan_out = hit_law, np.asarray(fan_out, np.int64)
+        self.k_of, place, self._starts = lanes_of(fan_out)
         plane = capacity * self._window
         self._rank = np.zeros((capacity, self._window), np.int32)
         # x of each law and place i of a round; sources with equal laws share a table.
@@ -97,17 +104,37 @@ class DraftStream(TokenStream):
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
         }
         self._table = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
-        place = np.arange(lookahead, dtype=np.int64)
-        self.places: Index = place * (plane + 1)  # flat step from (i = 0, p) to (i, p + i)
+        step = np.arange(lookahead, dtype=np.int64)
+        self._places: Index = step * (plane + 1)  # flat step from (i = 0, p) to (i, p + i)
+        # How many of the K tokens drafted from p on are accepted, by the source that drafted them.
+        self._run = np.zeros((len(Source), capacity, self._window), np.int32)
+        self._source_plane = plane
+        self._decoys = np.zeros((capacity, self._window, widest), np.int32)
+        self._widest = widest
+        self._lane_offset: Index = self.k_of * widest + place  # from (p = n, 0) to a lane's decoy
 
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
         """The K tokens x_1 … x_K drafted from position n + offsets on, [b, …, K]."""
-        index = self._index(offsets[..., None] + self.places, rows)
+        index = self._index(offsets[..., None] + self._places, rows)
         return self._table[source].ravel().take(index)
 
-    def rank(self, offsets: Ints) -> Ints:
-        """Rank of Y among the candidates at n + offsets [b]; NEVER where no fan-out reaches it."""
-        return self._rank.ravel().take(self._origin + offsets)
+    def candidates(self, source: Ints, num_draft: Ints) -> Ints:
+        """Bonus candidates [b, ΣF] behind trunks of `num_draft` [b] tokens from `source` [b].
+
+        Distinct a row, and never the proposed token. Decoys, except where row k is the true
+        outcome: there Y takes the place that its rank has, if it is within the fan-out.
+        """
+        index = (self._origin * self._widest)[:, None] + self._lane_offset
+        ids = self._decoys.ravel().take(index)
+        run = self._run.ravel().take(source * self._source_plane + self._origin)
+        accepted = np.minimum(run, num_draft)
+        position = self._origin + accepted
+        rank = self._rank.ravel().take(position)
+        hit = np.flatnonzero(rank <= self._fan_out.take(accepted))
+        if len(hit):
+            lane = self._starts[accepted[hit]] + rank[hit] - 1
+            ids[hit, lane] = self._true.ravel().take(position[hit])
+        return ids
 
     def _fill(self, slot: int, start: int) -> None:
         super()._fill(slot, start)
@@ -118,7 +145,26 @@ class DraftStream(TokenStream):
         for hazards, table in self._drafts.items():
             for place, rate in enumerate(hazards):
                 table[place, slot] = np.where(coin < rate, true, wrong)
+        for source, table in self._table.items():
+            self._run[source, slot] = leading(table[:, slot] == true)
         self._rank[slot] = self._hit_law.ranks(self._draw(Purpose.RANK, slot, start))
+        # Upwards from Y + 1, past the wrong token; the proposed token is one of Y and wrong.
+        step = np.arange(self._widest)
+        gap = (wrong - true - 1) % self.vocab
+        shift = step + (step >= gap[:, None])
+        self._decoys[slot] = (true[:, None] + 1 + shift) % self.vocab
+
+
+def leading(matches: NDArray[np.bool_]) -> Ints:
+    """[K, W] → [W]: at each p, the leading i with matches[i, p + i] (what lies beyond is False)."""
+    lookahead, window = matches.shape
+    run = np.zeros(window + lookahead, np.int32)
+    alive = np.ones(window, np.bool_)
+    for place in range(lookahead):
+        alive[: window - place] &= matches[place, place:]
+        alive[window - place :] = False
+        run[:window] += alive
+    return run[:window]
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints, Index]:
