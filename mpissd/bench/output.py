@@ -22,12 +22,15 @@ def check_output(out: str) -> None:
 
 
 def make_output(out: str) -> None:
-    """Creates OUT and OUT/rounds; ConfigError where that fails."""
+    """Creates OUT, OUT/rounds and OUT/profiles; ConfigError where that fails."""
     folder = Path(out)
     try:
-        (folder / "rounds").mkdir(parents=True, exist_ok=True)
+        for name in ("rounds", "profiles"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
         probe = folder / "rounds" / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
+        if (folder / "runs.jsonl").exists():  # better now than when the rounds are measured
+            (folder / "runs.jsonl").open("a").close()
     except OSError as error:
         raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error

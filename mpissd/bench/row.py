@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.bench.calibrate import JobProfile
 from mpissd.bench.provenance import provenance
 from mpissd.bench.session import Session
 from mpissd.decode.draft import Drafter
+from mpissd.job import Job
 from mpissd.model.shard import Shard
 from mpissd.records import (
     SCHEMA,
@@ -40,8 +42,7 @@ class Measured:
     draft_rounds: NDArray[Any] | None  # Drafter.COLUMNS
     draft_ledger: NDArray[np.int64] | None
     draft_phases: list[str]
-    t_draft_s: list[float]
-    read_bandwidth: float | None
+    profile: JobProfile
     messages_per_round: float
     bytes_per_round: float
 
@@ -160,11 +161,12 @@ def _times(session: Session, measured: Measured) -> dict[str, Any]:
     job, records = session.job, measured.records
     full = records.num_rows() == job.verify_rows
     t_target = median(np.asarray(records.t_target_s)[full])
-    t_draft = _t_draft(measured)
+    t_draft = _t_draft(job, measured)
     t_growth = None
     if measured.draft_rounds is not None and job.fan_out:
         t_growth = median(measured.draft_rounds[:, Drafter.COLUMNS.index("t_growth_s")])
-    floor_s = _floor_s(session, measured.read_bandwidth)
+    read_bytes_per_s = measured.profile.read_bytes_per_s
+    floor_s = _floor_s(session, read_bytes_per_s)
     timed = t_target is not None and t_target > 0
     return {
         "t_target_s": t_target,
@@ -173,18 +175,21 @@ def _times(session: Session, measured: Measured) -> dict[str, Any]:
         "T_SD": t_draft / t_target if timed and t_draft is not None and t_target else None,
         "floor_us": None if floor_s is None else round(floor_s * 1e6, 3),
         "floor_fraction": round(floor_s / t_target, 4) if timed and floor_s and t_target else None,
-        "read_bytes_per_s": measured.read_bandwidth,
+        "read_bytes_per_s": read_bytes_per_s,
         "t_target_full_depth_s": _full_depth(session, t_target),
     }
 
 
-def _t_draft(measured: Measured) -> float | None:
-    """p50 of K sequential steps: of the measured full misses, else of the calibration."""
+def _t_draft(job: Job, measured: Measured) -> float | None:
+    """p50 of K sequential steps: of the measured full misses, else of the calibrated forward."""
     if measured.draft_rounds is not None:
         times = measured.draft_rounds[:, Drafter.COLUMNS.index("t_draft_s")]
         if np.isfinite(times).sum() >= 10:
             return median(times)
-    return median(measured.t_draft_s)
+    if job.draft is None:
+        return None
+    step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
+    return float(job.lookahead * step)
 
 
 def _floor_s(session: Session, read_bandwidth: float | None) -> float | None:
@@ -229,7 +234,8 @@ def _mpi_library() -> str:
 
 
 def write_row(session: Session, row: dict[str, Any], measured: Measured) -> None:
-    """Raw rounds to OUT/rounds/RUN_ID.npz, then the row to OUT/runs.jsonl; neither by halves."""
+    """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
+    row to OUT/runs.jsonl; none by halves."""
     out = Path(session.job.config.out)
     arrays: dict[str, NDArray[Any]] = {
         "round_s": np.asarray(measured.records.round_s),
@@ -243,11 +249,12 @@ def write_row(session: Session, row: dict[str, Any], measured: Measured) -> None
         arrays["draft_columns"] = np.asarray(Drafter.COLUMNS)
         arrays["draft_ledger_ns"] = measured.draft_ledger
         arrays["draft_phases"] = np.asarray(measured.draft_phases)
-        arrays["t_draft_s"] = np.asarray(measured.t_draft_s)
     path = out / "rounds" / f"{row['run_id']}.npz"
     half = path.with_suffix(".part")
     with half.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     half.rename(path)
+    profile = out / "profiles" / f"{row['run_id']}.json"
+    profile.write_text(json.dumps(measured.profile.to_dict(), indent=1) + "\n")
     with (out / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")

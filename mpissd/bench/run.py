@@ -1,60 +1,52 @@
 """The command `run`: one configuration from launch to JSON line.
 
-Rank 0 leads: it prints, decides how long, and writes. Followers and drafts serve until told to
-stop, then everybody's raw rows are gathered and rank 0 makes the result row of them.
+Rank 0 leads: it prints, decides how long, and writes. Every rank runs the same passes; then the raw
+rows are gathered and rank 0 makes the result row of them.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.bench.calibrate import WARM_ID, JobProfile, calibrate, requests
+from mpissd.bench.rank import Rank
 from mpissd.bench.report import print_card, print_summary, progress_bar
 from mpissd.bench.row import Measured, make_row, write_row
-from mpissd.bench.session import Session, open_session
-from mpissd.comm import mpi_link
+from mpissd.bench.session import open_session
 from mpissd.config import RunConfig
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
-from mpissd.decode.speculator import (
-    InlineSpeculator,
-    NoSpeculator,
-    RemoteSpeculator,
-    Speculator,
-)
-from mpissd.decode.target import TargetLoop, follow
+from mpissd.decode.draft import Drafter
+from mpissd.decode.target import TargetLoop
 from mpissd.records import RoundRecords
-from mpissd.rounds import Outcome, Request, Source
+from mpissd.rounds import Outcome
 from mpissd.trace import LeadPhase
 from mpissd.wait import sharpen_sleep
 
-_WARM_ID = 1 << 30  # request ids of throw-away sequences begin here
-_CALIBRATIONS = 9
+
+@dataclass
+class LeadReport:
+    """What the lead measured in the pass that counts."""
+
+    records: RoundRecords
+    first_round: int
+    last_round: int
+    wall_s: float
+    ledger: NDArray[np.int64]
+    phases: list[str]
+    messages: tuple[float, float]  # and bytes, a round
 
 
 @dataclass
 class DraftReport:
-    """What a draft rank (or the inline draft) hands to rank 0 when all is over."""
+    """What a draft (on its rank, or inline) measured in the same pass."""
 
-    t_draft_s: list[float]  # of K sequential steps, calibrated alone
     rounds: NDArray[Any]  # Drafter.COLUMNS
     ledger: NDArray[np.int64]
     phases: list[str]
-
-
-@dataclass
-class RankReport:
-    """What every rank hands to rank 0."""
-
-    draft: DraftReport | None = None
-    read_bandwidth: float | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def execute(config: RunConfig) -> int:
@@ -63,169 +55,77 @@ def execute(config: RunConfig) -> int:
     session = open_session(config)
     with session.resources:
         if session.topology.is_lead:
-            _lead(session)
-        elif session.topology.is_draft:
-            _draft(session)
-        else:
-            _follower(session)
+            print_card(session)
+        rank = Rank(session)
+        profile = calibrate(rank)
+        drafter = None if rank.draft is None else rank.drafter(rank.draft)
+        lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
+        rounds = session.topology.world.bcast((lead.first_round, lead.last_round) if lead else None)
+        reports = session.topology.world.gather(_draft_report(drafter, *rounds))
+        rank.close()
+        if lead is not None and profile is not None:
+            draft = next((report for report in reports or () if report is not None), None)
+            _conclude(rank, profile, lead, draft)
     return 0
 
 
-def _lead(session: Session) -> None:
-    world, job = session.topology.world, session.job
-    print_card(session)
-    worker = session.target_worker()
-    session.resources.callback(worker.close)
-    drafter = _drafter(session) if job.inline else None
-    plans = mpi_link.PlanSender(session.topology.group.Dup(), session.link_shape, session.waiter)
-    speculator, link = _speculator(session, drafter)
-    loop = TargetLoop(worker, speculator, plans, job.config.batch_size, session.waiter)
-    report = RankReport()
-    calibrated = _calibrate(session, drafter)
-    report.read_bandwidth = _read_bandwidth(session)
-    records, first, wall_s = _measure(loop, session)
-    ends = [plans] + ([link] if link is not None else [])
-    messages = sum(end.num_messages for end in ends) / max(1, loop.round)
-    num_bytes = sum(end.num_bytes for end in ends) / max(1, loop.round)
-    loop.stop()
-    if drafter is not None:
-        report.draft = _draft_report(drafter, calibrated, first, loop.round)
-    world.bcast((first, loop.round))
-    reports = world.gather(report)
-    for end in ends:
-        end.close()
-    assert reports is not None
-    draft = next((r.draft for r in reports if r.draft is not None), None)
+def _conclude(
+    rank: Rank, profile: JobProfile, lead: LeadReport, draft: DraftReport | None
+) -> None:
+    """Rank 0, when all is measured: row, files, table, JSON line."""
     measured = Measured(
-        records=records,
-        wall_s=wall_s,
-        ledger=loop.ledger.table(first, loop.round),
-        phases=loop.ledger.names,
+        records=lead.records,
+        wall_s=lead.wall_s,
+        ledger=lead.ledger,
+        phases=lead.phases,
         draft_rounds=None if draft is None else draft.rounds,
         draft_ledger=None if draft is None else draft.ledger,
         draft_phases=[] if draft is None else draft.phases,
-        t_draft_s=[] if draft is None else draft.t_draft_s,
-        read_bandwidth=reports[0].read_bandwidth,
-        messages_per_round=messages,
-        bytes_per_round=num_bytes,
+        profile=profile,
+        messages_per_round=lead.messages[0],
+        bytes_per_round=lead.messages[1],
     )
-    row = make_row(session, measured)
-    write_row(session, row, measured)
+    row = make_row(rank.session, measured)
+    write_row(rank.session, row, measured)
     print_summary(row)
 
 
-def _speculator(
-    session: Session, drafter: Drafter | None
-) -> tuple[Speculator, Any]:
-    """The speculator of this job, and its link where it has one."""
-    if session.job.draft is None:
-        return NoSpeculator(), None
-    if drafter is not None:
-        return InlineSpeculator(drafter), None
-    world = session.topology.world.Dup()
-    link = mpi_link.lead_end(world, session.job.tp, session.link_shape, session.waiter)
-    return RemoteSpeculator(link), link
-
-
-def _draft(session: Session) -> None:
-    world = session.topology.world
-    drafter = _drafter(session)
-    link = mpi_link.draft_end(world.Dup(), 0, session.link_shape, session.waiter)
-    calibrated = _calibrate(session, drafter)
-    _read_bandwidth(session)
-    with undisturbed():
-        serve(link, drafter)
-    first, last = world.bcast(None)
-    world.gather(RankReport(_draft_report(drafter, calibrated, first, last)))
-    link.close()
-
-
-def _follower(session: Session) -> None:
-    world, job = session.topology.world, session.job
-    worker = session.target_worker()
-    session.resources.callback(worker.close)
-    plans = mpi_link.PlanReceiver(
-        session.topology.group.Dup(), session.link_shape, session.waiter
-    )
-    if job.draft is not None and not job.inline:
-        world.Dup()  # the link's communicator: creating it is collective
-    _calibrate(session, None)
-    _read_bandwidth(session)
-    with undisturbed():
-        follow(worker, plans, job.config.batch_size, session.waiter)
-    world.bcast(None)
-    world.gather(RankReport())
-    plans.close()
-
-
-def _drafter(session: Session) -> Drafter:
-    job = session.job
-    worker = session.draft_worker()
-    session.resources.callback(worker.close)
-    policy = DraftPolicy(
-        lookahead=job.lookahead,
-        fan_out=job.fan_out,
-        backup=Source[job.config.backup.upper()],
-        backup_lookahead=job.backup_lookahead,
-        on_late=job.config.on_late,
-    )
-    return Drafter(worker, policy, job.config.batch_size, session.waiter)
-
-
-def _draft_report(
-    drafter: Drafter, calibrated: list[float], first: int, last: int
-) -> DraftReport:
+def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport | None:
+    if drafter is None:
+        return None
     ledger = drafter.ledger
-    return DraftReport(
-        calibrated, drafter.table(first, last), ledger.table(first, last), ledger.names
-    )
+    return DraftReport(drafter.table(first, last), ledger.table(first, last), ledger.names)
 
 
-def _calibrate(session: Session, drafter: Drafter | None) -> list[float]:
-    """Times K sequential draft steps while the other ranks wait: nobody competes for the host."""
-    session.barrier()
-    times: list[float] = []
-    if drafter is not None:
-        requests = _requests(_WARM_ID, session.job.config.batch_size)
-        times = drafter.calibrate(requests, _CALIBRATIONS)
-    session.barrier()
-    return times
-
-
-def _read_bandwidth(session: Session) -> float | None:
-    """The read rate over a buffer of this rank's weights, while the other ranks wait."""
-    rate = None
-    if session.topology.is_lead:
-        weights, _ = session.job.rank_bytes(session.backend.itemsize)
-        rate = session.backend.read_bandwidth(weights)
-    session.barrier()
-    return rate
-
-
-def _requests(first_id: int, count: int) -> list[Request]:
-    return [Request(first_id + n, first_token=n) for n in range(count)]
-
-
-def _measure(loop: TargetLoop, session: Session) -> tuple[RoundRecords, int, float]:
-    """Warm-up on throw-away sequences, then the measured rounds: (records, first round, wall)."""
-    config = session.job.config
-    warm = _requests(_WARM_ID, config.batch_size)
+def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
+    """Warm-up on throw-away sequences, then the measured rounds."""
+    config = rank.session.job.config
+    warm = requests(WARM_ID, config.batch_size)
     loop.admit(warm)
-    with undisturbed():
-        loop.ledger.restart()
-        for _ in range(config.warmup_rounds):
-            loop.step()
-            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-        loop.finish([request.request_id for request in warm])
-        loop.admit(_requests(0, config.batch_size))
-        first = loop.round
-        records, wall_s = _rounds(loop, config, session.job.lookahead)
-    return records, first, wall_s
+    loop.ledger.restart()
+    for _ in range(config.warmup_rounds):
+        loop.step()
+        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+    loop.finish([request.request_id for request in warm])
+    loop.admit(requests(0, config.batch_size))
+    first, before = loop.round, rank.messages
+    records, wall_s = _rounds(loop, config, rank.session.job.lookahead)
+    count = max(1, loop.round - first)
+    messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
+    return LeadReport(
+        records=records,
+        first_round=first,
+        last_round=loop.round,
+        wall_s=wall_s,
+        ledger=loop.ledger.table(first, loop.round),
+        phases=loop.ledger.names,
+        messages=(messages / count, sent / count),
+    )
 
 
 def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundRecords, float]:
     records = RoundRecords(lookahead)
-    emitted: dict[int, int] = dict.fromkeys(range(config.batch_size), 0)
+    emitted: dict[int, int] = {n: 0 for n in range(config.batch_size)}
     limit = config.max_rounds
     loop.ledger.restart()
     start = last = perf_counter()
@@ -253,16 +153,3 @@ def _finished(emitted: dict[int, int], outcome: Outcome, enough: int) -> list[in
     for request_id in gone:
         del emitted[request_id]
     return gone
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage collection: a full one costs a round some milliseconds."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

@@ -123,10 +123,11 @@ class PlanReceiver:
         """Waits for the plan of round `round_`: (outcome r-1, speculation r, stop)."""
         self._waiter.until(self._receive.Test, "lead: plan")
         found = wire.read_plan(self._buffer, round_, self._lookahead)
-        if not found[2]:
-            self._receive.Start()
+        self._receive.Start()
         return found
 
     def close(self) -> None:
-        """Frees the request; only after the plan that said stop."""
+        """Takes the posted receive back; only after the plan that said stop."""
+        self._receive.Cancel()
+        self._receive.Wait()
         self._receive.Free()

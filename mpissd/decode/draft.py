@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.comm.link import DraftEnd
-from mpissd.rounds import Batch, Event, Outcome, Request, Source, Speculation
+from mpissd.rounds import Batch, Event, Outcome, Source, Speculation
 from mpissd.spec.cache import SpeculationCache
 from mpissd.trace import DraftPhase, Ledger, select
 from mpissd.wait import Waiter
@@ -198,23 +198,6 @@ class Drafter:
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Rows of COLUMNS for rounds first … last-1."""
         return select(self._rows, len(self.COLUMNS), first_round, last_round)
-
-    def calibrate(self, requests: Sequence[Request], count: int) -> list[float]:
-        """Seconds of K sequential steps over these sequences, `count` times: a full miss alone.
-
-        The sequences are throw-away: the slots they used are taken anew by the next admission.
-        """
-        batch = Batch(len(requests))
-        admissions = batch.apply(Outcome.admission(-1, requests))
-        self._worker.begin_round(batch, admissions)
-        times = []
-        for _ in range(count + 1):
-            start = perf_counter()
-            rollout = self._worker.restart(batch, range(len(batch)), Source.JIT)
-            while rollout.steps < self._policy.lookahead:
-                self._step([rollout])
-            times.append(perf_counter() - start)
-        return times[1:]  # the first one warms up
 
 
 def serve(link: DraftEnd, drafter: Drafter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from typing import Protocol
 
 from mpissd.backend.base import Backend, Cost, Program
 from mpissd.comm.group import Group
@@ -15,6 +16,25 @@ from mpissd.model.gemm_stack import GemmStack
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.rounds import Ints
 from mpissd.wait import Waiter
+
+
+class Forwards(Protocol):
+    """What a worker needs of a model: forwards, launched and waited for."""
+
+    def launch(self, rows: int, tokens: Ints) -> None:
+        """Starts a forward of `rows` rows; `tokens` [<= rows] feed the first of them."""
+
+    def done(self) -> bool:
+        """Whether the last launched forward is over."""
+
+    def wait(self, waiter: Waiter) -> None:
+        """Returns when the last launched forward is over."""
+
+    def elapsed_s(self) -> float:
+        """Device time of the last finished forward."""
+
+    def close(self) -> None:
+        """Frees the forwards."""
 
 
 class Stepper:
@@ -49,6 +69,11 @@ class Stepper:
     def _compile(self, rows: int, capturable: bool) -> Program:
         body = self.stack.body(rows)
         return self.backend.program(body, self.cost(rows), capturable=capturable)
+
+    @property
+    def buckets(self) -> list[int]:
+        """The compiled row counts, rising."""
+        return list(self._buckets)
 
     def cost(self, rows: int) -> Cost:
         """Cost of a forward of `rows` rows on this rank."""

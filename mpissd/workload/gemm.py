@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.model.stepper import Stepper
+from mpissd.model.stepper import Forwards
 from mpissd.rounds import Batch, Ints, Source, Speculation, verify_rows
 from mpissd.spec.acceptance import count_accepted
 from mpissd.wait import Waiter
@@ -21,25 +21,29 @@ from mpissd.workload.gemm_law import DraftStream, Index, TokenStream
 class GemmTargetWorker(TargetWorker):
     """Verifies with GEMMs; accepts by comparing with the stream Y."""
 
-    def __init__(self, stepper: Stepper, stream: TokenStream) -> None:
-        self._stepper, self._stream = stepper, stream
+    def __init__(self, stepper: Forwards, stream: TokenStream) -> None:
+        self.stepper, self._stream = stepper, stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+
+    def twin(self, stepper: Forwards) -> GemmTargetWorker:
+        """The same laws over other forwards (calibration)."""
+        return GemmTargetWorker(stepper, self._stream)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
 
     def launch(self, batch: Batch, speculation: Speculation) -> None:
         tokens = verify_rows(batch.last_tokens, speculation)
-        self._stepper.launch(len(tokens), tokens)
+        self.stepper.launch(len(tokens), tokens)
 
     def done(self) -> bool:
-        return self._stepper.done()
+        return self.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
-        self._stepper.wait(waiter)
+        self.stepper.wait(waiter)
 
     def elapsed_s(self) -> float:
-        return self._stepper.elapsed_s()
+        return self.stepper.elapsed_s()
 
     def judge(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Ints]:
         """Row j of the forward scores position n + j, n the committed length."""
@@ -49,31 +53,35 @@ class GemmTargetWorker(TargetWorker):
         return accepted, bonus
 
     def close(self) -> None:
-        self._stepper.close()
+        self.stepper.close()
 
 
 class GemmDraftWorker(DraftWorker):
     """Drafts with GEMMs; tokens and bonus candidates come from the laws."""
 
-    def __init__(self, stepper: Stepper, stream: DraftStream) -> None:
-        self._stepper, self._stream = stepper, stream
+    def __init__(self, stepper: Forwards, stream: DraftStream) -> None:
+        self.stepper, self._stream = stepper, stream
         self._behind: Index = stream.k_of.astype(np.int64) + 1
+
+    def twin(self, stepper: Forwards) -> GemmDraftWorker:
+        """The same laws over other forwards (calibration)."""
+        return GemmDraftWorker(stepper, self._stream)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         tokens = verify_rows(batch.last_tokens, speculation)
-        self._stepper.launch(len(batch) * (self._stream.lookahead + 1), tokens)
+        self.stepper.launch(len(batch) * (self._stream.lookahead + 1), tokens)
 
     def done(self) -> bool:
-        return self._stepper.done()
+        return self.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
-        self._stepper.wait(waiter)
+        self.stepper.wait(waiter)
 
     def elapsed_s(self) -> float:
-        return self._stepper.elapsed_s()
+        return self.stepper.elapsed_s()
 
     def branches(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Rollout]:
         """Lane (s, k, t*) grows from position n + k + 1, behind its bonus token."""
@@ -91,11 +99,11 @@ class GemmDraftWorker(DraftWorker):
     def launch_step(self, rollouts: Sequence[Rollout]) -> None:
         inputs = [rollout.inputs for rollout in rollouts]
         tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
-        self._stepper.launch(len(tokens), tokens)
+        self.stepper.launch(len(tokens), tokens)
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             rollout.steps += 1
 
     def close(self) -> None:
-        self._stepper.close()
+        self.stepper.close()
