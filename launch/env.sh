@@ -49,6 +49,8 @@ default OMPI_MCA_hwloc_base_binding_policy none
 default PRTE_MCA_rmaps_default_mapping_policy :oversubscribe # Open MPI 5
 default PRTE_MCA_hwloc_default_binding_policy none
 
+# Open MPI 4 gives up where it finds no ssh, even on one node.
+command -v ssh >/dev/null || command -v rsh >/dev/null || default OMPI_MCA_plm_rsh_agent ''
 # On one node Open MPI need not look at the network: it starts in 0.2 s, not 1.2. "vader" is the
 # name of shared memory that both Open MPI 4 and 5 know.
 if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] && [ -z "${PBS_NODEFILE:-}${LSB_HOSTS:-}" ] &&

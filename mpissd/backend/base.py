@@ -80,6 +80,9 @@ class Program(ABC):
     def elapsed_s(self) -> float:
         """Device time of the last finished launch, in seconds."""
 
+    def close(self) -> None:  # noqa: B027  (most programs hold nothing)
+        """Frees what the device keeps of it (a graph); before the group's communicator."""
+
 
 class Backend(ABC):
     """Few methods; everything between `begin` and the end of a program body is enqueued."""

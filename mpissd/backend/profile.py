@@ -108,6 +108,10 @@ def _profile(data: dict[str, Any]) -> Profile:
     sources = {key: str(entry["from"]) for key, entry in numbers.items()}
     reduce = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
     sources["all_reduce"] = str(reduce["from"])
+    latencies = {int(n): float(s) for n, s in reduce["latency_s"].items()}
+    rates = {int(n): _positive(s) for n, s in reduce["bytes_per_s"].items()}
+    if latencies.keys() != rates.keys():
+        raise ValueError(f"all_reduce: latency_s of {[*latencies]}, bytes_per_s of {[*rates]}")
     memory = values["memory_bytes"]
     return Profile(
         name=str(data["name"]),
@@ -117,15 +121,17 @@ def _profile(data: dict[str, Any]) -> Profile:
         product_overhead_s=float(values["product_overhead_s"]),
         launch_s=float(values["launch_s"]),
         memory_bytes=None if memory is None else int(memory),
-        all_reduce_latency_s={int(n): float(s) for n, s in reduce["latency_s"].items()},
-        all_reduce_bytes_per_s={int(n): float(s) for n, s in reduce["bytes_per_s"].items()},
+        all_reduce_latency_s=latencies,
+        all_reduce_bytes_per_s=rates,
         sources=sources,
     )
 
 
 def _rate(value: Any) -> float | None:
-    if value is None:
-        return None
+    return None if value is None else _positive(value)
+
+
+def _positive(value: Any) -> float:
     if not float(value) > 0:
         raise ValueError(f"rate {value!r}, must be positive")
     return float(value)

@@ -20,7 +20,10 @@ def choose(name: str) -> str:
         return "numpy"
     import cupy
 
-    return "cupy" if cupy.is_available() else "numpy"
+    try:
+        return "cupy" if cupy.is_available() else "numpy"
+    except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13, no driver
+        return "numpy"
 
 
 def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:

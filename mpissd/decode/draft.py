@@ -5,8 +5,9 @@ SD is the same loop with nothing grown: its cache is always empty, every outcome
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpissd.comm.link import DraftEnd
 from mpissd.rounds import Batch, Event, Outcome, Source, Speculation
-from mpissd.spec.cache import SpeculationCache
+from mpissd.spec.cache import Key, SpeculationCache
 from mpissd.trace import DraftPhase, Ledger, select
 from mpissd.wait import Waiter
 from mpissd.workload.base import DraftWorker, Rollout
@@ -92,8 +93,7 @@ class Drafter:
         rows = [row for row, lane in enumerate(lanes) if lane is not None]
         if not rows or self._growth is None:
             return []
-        self._growth.keep([lane for lane in lanes if lane is not None])
-        self._growth.rows = np.asarray(rows, np.int64)
+        self._growth.keep([lane for lane in lanes if lane is not None], rows)
         self._steps_ready = self._growth.steps
         return [self._growth]
 
@@ -156,16 +156,14 @@ class Drafter:
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
-    def _keys(
-        self, round_: int, k_of: list[int], candidates: list[int]
-    ) -> list[tuple[int, int, int, int, int]]:
+    def _keys(self, round_: int, k_of: list[int], candidates: list[int]) -> Iterator[Key]:
         """(round, id, epoch, k, t*) of every lane, in lane order."""
-        names = zip(self._batch.ids.tolist(), self._batch.epochs.tolist(), strict=True)
-        lanes = [(seq, epoch, k) for seq, epoch in names for k in k_of]
-        return [
-            (round_, seq, epoch, k, token)
-            for (seq, epoch, k), token in zip(lanes, candidates, strict=True)
-        ]
+        rows = self._batch.identity[:, :2].tolist()
+        tokens = iter(candidates)
+        return chain.from_iterable(
+            zip(repeat(round_), repeat(seq), repeat(epoch), k_of, islice(tokens, len(k_of)))
+            for seq, epoch in rows
+        )
 
     @property
     def growing(self) -> bool:

@@ -66,7 +66,10 @@ class TargetLoop:
     def finish(self, request_ids: Sequence[int]) -> None:
         """These sequences take no further part; what they emitted so far stands."""
         gone = np.isin(self._pending.ids, request_ids)
+        unborn = gone & (self._pending.events == Event.ADMIT)
         self._pending.events[gone] = Event.RELEASE
+        if unborn.any():  # called off before they began: nobody heard of them
+            self._pending = Outcome(self._pending.round, self._pending.rows[~unborn])
 
     def step(self) -> RoundResult:
         """One round: speculation r for outcome r-1, verification, outcome r."""

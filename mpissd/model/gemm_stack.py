@@ -71,8 +71,9 @@ class GemmStack:
         self.table = backend.table(TABLE_ENTRIES, shard.shape.hidden, self._key(_TABLE_KEY))
         self.buffers = self._buffers(max_rows)
         per_layer = shard.kv_bytes(options.context, max_sequences) // shard.shape.num_layers
-        self._kv_bytes_per_layer = per_layer
-        self._read_kv = backend.read(per_layer) if per_layer else None
+        # A buffer for each layer: one that is reread would be read from the cache.
+        count = shard.shape.num_layers if per_layer else 0
+        self._read_kv = [backend.read(per_layer) for _ in range(count)]
 
     def body(self, rows: int) -> Callable[[], None]:
         """The operations of one forward of `rows` rows, in order."""
@@ -82,21 +83,21 @@ class GemmStack:
 
         def forward() -> None:
             backend.gather(self.table, memory.tokens[:rows], hidden)
-            for layer in self.layers:
-                self._attention(layer, rows, hidden, middle)
+            for number, layer in enumerate(self.layers):
+                self._attention(number, layer, rows, hidden, middle)
                 self._feed_forward(layer, rows, middle, hidden)
             self._read_out(rows, hidden)
 
         return forward
 
-    def _attention(self, layer: Layer, rows: int, hidden: Any, middle: Any) -> None:
+    def _attention(self, number: int, layer: Layer, rows: int, hidden: Any, middle: Any) -> None:
         start = 0
         for weight, width in zip(layer.qkv, self._qkv_widths(), strict=True):
             out = self.backend.view(self.buffers.qkv, rows, start, start + width)
             self.backend.matmul(hidden, weight, out)
             start += width
-        if self._read_kv is not None:
-            self._read_kv()
+        if self._read_kv:
+            self._read_kv[number]()
         q = self.backend.view(self.buffers.qkv, rows, 0, self.shard.q_width)
         self.backend.matmul(q, layer.o, middle)
         self.group.all_reduce(middle)

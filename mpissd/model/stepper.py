@@ -109,5 +109,6 @@ class Stepper:
         return result
 
     def close(self) -> None:
-        """Destroys the programs: graphs go before the communicator they hold."""
-        self._programs.clear()
+        """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
+        for program in self._programs.values():
+            program.close()

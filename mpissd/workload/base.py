@@ -58,7 +58,8 @@ class TargetWorker(Worker):
 class Rollout:
     """Lanes that a draft grows together, one token a lane a step.
 
-    tokens: int32 [lanes, K], columns up to `steps` are grown. rows: the batch row of each lane.
+    tokens: int32 [lanes, K], columns up to `steps` are grown. rows: the batch row of each lane;
+    empty while several lanes grow for one sequence and nobody knows which will win.
     """
 
     def __init__(self, rows: NDArray[np.int64], first: Ints, tokens: Ints) -> None:
@@ -68,18 +69,18 @@ class Rollout:
         self.steps = 0
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.first)
 
     @property
     def inputs(self) -> Ints:
         """The token that each lane's next step reads."""
         return self.tokens[:, self.steps - 1] if self.steps else self.first
 
-    def keep(self, lanes: Sequence[int]) -> None:
-        """Prunes to `lanes`: what the others grew is given up."""
+    def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
+        """Prunes to `lanes`, which won for batch rows `rows`; what the others grew is given up."""
         chosen = np.array(lanes, np.int64)
-        self.rows, self.first = self.rows.take(chosen), self.first.take(chosen)
-        self.tokens = self.tokens.take(chosen, axis=0)
+        self.rows = np.array(rows, np.int64)
+        self.first, self.tokens = self.first.take(chosen), self.tokens.take(chosen, axis=0)
 
 
 class DraftWorker(Worker):

@@ -88,8 +88,8 @@ class GemmDraftWorker(DraftWorker):
         stream = self._stream
         candidates = stream.candidates(speculation.source, speculation.num_draft).reshape(-1)
         tokens = stream.drafts(Source.CACHE, self._behind)
-        rows = np.arange(len(batch)).repeat(len(stream.k_of))
-        return stream.k_of, Rollout(rows, candidates, tokens.reshape(len(rows), -1))
+        nobody = np.zeros(0, np.int64)
+        return stream.k_of, Rollout(nobody, candidates, tokens.reshape(len(candidates), -1))
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         chosen = np.asarray(rows, np.int64)

@@ -1,0 +1,276 @@
+"""Float16 on one NVIDIA GPU: cuBLAS products, a few small kernels, forwards as CUDA graphs.
+
+Everything is enqueued on one stream. A program is captured once and replayed; what differs between
+launches (token ids) lies in page-locked buffers that its kernels read, never in captured values.
+Without nvmath-python the products are CuPy's own, which cannot be captured: programs then run
+eagerly, the same numbers at more host time. Use it from the thread that opened it.
+
+Closing order: programs (their graphs) → the group's NCCL communicator → cuBLAS → memory; `close`
+destroys whatever graphs its owner has left before anything else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from numpy.typing import NDArray
+
+from mpissd.backend import kernels
+from mpissd.backend.base import Backend, Cost, WeightPart
+from mpissd.backend.cublas import WORKSPACE_BYTES, open_gemm
+from mpissd.backend.cupy_device import (
+    ceil_div,
+    check_devices,
+    device_empty,
+    device_info,
+    reached,
+    step,
+)
+from mpissd.backend.cupy_program import CupyProgram
+
+HALF = np.dtype(np.float16)
+MAX_TOP_K = 64
+_CHUNK_COLUMNS = 4096  # of top_k: 16 warps of 32 lanes, 8 columns each
+_FILL_COLUMNS = 4096  # row length of a buffer that is only read
+_READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
+_MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9  # of one timed sample; of its buffer
+_READ_SAMPLES, _WARM_UP_S = 7, 0.05
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight in the layout its products want: row-major [in, out], neither operand transposed."""
+
+    values: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(in, out), whatever the layout."""
+        rows, columns = self.values.shape
+        return rows, columns
+
+
+class CupyBackend(Backend):
+    """One GPU, one stream. Raises ConfigError: no GPU, or fewer than local_rank + 1."""
+
+    name = "cupy"
+    itemsize = 2
+    dtype_name = "float16"
+
+    def __init__(self, local_rank: int, *, graph: bool = True) -> None:
+        check_devices(local_rank)
+        self.device_id = local_rank
+        cupy.cuda.Device(local_rank).use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        module = cupy.RawModule(code=kernels.source(), options=("--std=c++14",))
+        self._kernels = {name: module.get_function(name) for name in kernels.ENTRIES}
+        self._workspace = device_empty((WORKSPACE_BYTES,), np.uint8)
+        self._gemm, self.no_capture_reason = open_gemm(self.stream.ptr, self._workspace.data.ptr)
+        self._graph = graph
+        self._properties = runtime.getDeviceProperties(local_rank)
+        self._read_blocks = _READ_BLOCKS_PER_SM * int(self._properties["multiProcessorCount"])
+        self._sums = device_empty((self._read_blocks,), np.uint32)
+        self._scratches: dict[int, Any] = {}
+        self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
+        self.info = device_info(local_rank, self._properties)
+
+    @property
+    def capture(self) -> bool:
+        return self._graph and self._gemm is not None
+
+    def weight(self, parts: Sequence[WeightPart]) -> Weight:
+        rows = parts[0].in_stop - parts[0].in_start
+        values = device_empty((rows, sum(p.out_stop - p.out_start for p in parts)), HALF)
+        column = 0
+        for part in parts:
+            width = part.out_stop - part.out_start
+            self._fill(values[:, column : column + width], part)
+            column += width
+        return Weight(values)
+
+    def activation(self, rows: int, width: int) -> Any:
+        return self._filled((rows, width), HALF, np.nan)
+
+    def view(self, array: Any, rows: int, start: int, stop: int) -> Any:
+        return array[:rows, start:stop]
+
+    def host_ints(self, count: int) -> NDArray[np.int32]:
+        memory = cupy.cuda.alloc_pinned_memory(max(1, count) * 4)
+        host = np.frombuffer(memory, np.int32, count)
+        host[...] = 0
+        return host
+
+    def table(self, entries: int, width: int, key: int) -> Any:
+        values = device_empty((entries, width), HALF)
+        self._fill(values, WeightPart(key, 0, entries, 0, width, 1.0))
+        return values
+
+    def gather(self, table: Any, tokens: Any, out: Any) -> None:
+        """The kernel reads the ids from page-locked host memory, at every launch anew.
+
+        On an H200 2.4-3.9 us (1-64 rows); a copy to the device first makes it 4.3-5.3.
+        """
+        entries, width = table.shape
+        host = np.uintp(tokens.ctypes.data)
+        sizes = (np.int32(entries), np.int32(width))
+        args = (table, *sizes, host, out, np.int64(step(out)))
+        self._launch("gather", (len(out),), (256,), args)
+
+    def matmul(self, x: Any, weight: Weight, out: Any) -> None:
+        (m, k), (w_in, n), w = x.shape, weight.shape, weight.values
+        assert w_in == k and out.shape == (m, n), f"{x.shape} @ {weight.shape} -> {out.shape}"
+        if self._gemm is None:
+            with self.stream:
+                cupy.matmul(x, w, out=out)
+            return
+        operands = [(a.data.ptr, step(a)) for a in (x, w, out)]
+        self._gemm.multiply(m, n, k, *operands)
+
+    def read(self, num_bytes: int) -> Callable[[], None]:
+        buffer = self._random(num_bytes)
+        return lambda: self._read(buffer, num_bytes, 1)
+
+    def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
+        rows, width = values.shape
+        assert 1 <= k <= min(width, MAX_TOP_K), f"k={k} of {width}, at most {MAX_TOP_K}"
+        assert out_ids.shape == (rows, k) == out_values.shape, f"{out_ids.shape} for {rows}x{k}"
+        assert out_ids.flags.c_contiguous and out_values.flags.c_contiguous
+        chunk = _CHUNK_COLUMNS * ceil_div(width, 32 * _CHUNK_COLUMNS)
+        chunks, warps = ceil_div(width, chunk), min(16, ceil_div(width, 256))
+        merged = self._scratch(rows * chunks * k)
+        sizes = (np.int64(step(values)), np.int32(width), np.int32(chunk), np.int32(k))
+        args = (values, *sizes, merged, out_ids, out_values)
+        self._launch("top_k", (chunks, rows), (32 * warps,), args, shared_mem=4 * warps * k)
+        if chunks > 1:
+            cut = (np.int32(chunks), np.int32(chunk), np.int32(k))
+            lists = (merged, *cut, out_ids, out_values)
+            self._launch("top_k_merge", (rows,), (32,), lists, shared_mem=4 * chunks * k)
+
+    def top_buffers(self, rows: int, k: int) -> tuple[Any, Any]:
+        shape = (rows, k)
+        return self._filled(shape, np.int32, -1), self._filled(shape, np.float32, np.nan)
+
+    def read_out(self, ids: Any, host: Any) -> None:
+        """A kernel writes the ids to page-locked host memory; there when the program is done.
+
+        A device-to-host copy as a graph's last node ends up to 60 us later (H200: 74 us from launch
+        to done, 15 with the kernel).
+        """
+        assert ids.flags.c_contiguous and ids.size <= host.size, f"{ids.shape} to {host.size}"
+        at = np.uintp(host.ctypes.data)
+        args = (at, ids, np.int32(ids.size))
+        self._launch("copy_ints", (ceil_div(ids.size, 256),), (256,), args)
+
+    def program(
+        self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
+    ) -> CupyProgram:
+        program = CupyProgram(self.stream, body, capturable and self.capture)
+        self._programs.add(program)
+        return program
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def to_host(self, array: Any) -> Any:
+        values = array.values if isinstance(array, Weight) else array
+        host = cupy.asnumpy(values, stream=self.stream)
+        return host.astype(np.float32) if host.dtype == HALF else host
+
+    def from_host(self, values: Any, out: Any) -> None:
+        target = out.values if isinstance(out, Weight) else out
+        with self.stream:
+            target[...] = cupy.asarray(np.ascontiguousarray(values, dtype=target.dtype))
+        self.synchronize()
+
+    def read_bandwidth(self, num_bytes: int) -> float | None:
+        """Reads a buffer of num_bytes (at most 4 GB, or half of what is free) again and again.
+
+        Seven samples of at least 4 GiB each, timed by events; bytes over the median. Warmed up for
+        50 ms: after memory was allocated or freed an H200 read at 3.9 TB/s for some milliseconds,
+        and at 4.5 from then on.
+        """
+        room = min(_MAX_READ_BYTES, runtime.memGetInfo()[0] // 2)
+        size = max(16, min(num_bytes, room) // 16 * 16)
+        passes = ceil_div(_MIN_SAMPLE_BYTES, size)
+        buffer = self._random(size)
+        program = CupyProgram(self.stream, lambda: self._read(buffer, size, passes), capture=True)
+        warm_s = 0.0
+        while warm_s < _WARM_UP_S:
+            warm_s += self._timed(program)
+        median = np.median([self._timed(program) for _ in range(_READ_SAMPLES)])
+        return float(size * passes / median)
+
+    def copy_out(self, array: Any, host: Any) -> None:
+        """Starts a copy of a contiguous device array to page-locked `host` (same bytes)."""
+        self._copy(host.ctypes.data, array.data.ptr, array, runtime.memcpyDeviceToHost)
+
+    def copy_in(self, host: Any, array: Any) -> None:
+        """Starts a copy of page-locked `host` to a contiguous device array (same bytes)."""
+        self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
+
+    def fence(self) -> Callable[[], bool]:
+        """A test that is true once everything enqueued so far is over."""
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return lambda: reached(event)
+
+    def destroy_graphs(self) -> None:
+        """Of all programs; a later launch would run its body eagerly."""
+        for program in list(self._programs):
+            program.close()
+
+    def close(self) -> None:
+        self.destroy_graphs()
+        if self._gemm is not None:
+            self._gemm.close()
+            self._gemm = None
+        self._workspace = self._sums = None
+        self._scratches.clear()
+
+    def _fill(self, out: Any, part: WeightPart) -> None:
+        rows, columns = out.shape
+        grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
+        first = (np.uint32(part.in_start), np.uint32(part.out_start))
+        sizes = (np.int32(rows), np.int32(columns))
+        key = np.uint32(part.key & 0xFFFFFFFF)
+        args = (out, np.int64(step(out)), key, *first, *sizes, np.float32(part.scale))
+        self._launch("fill", grid, (32, 8), args)
+
+    def _scratch(self, count: int) -> Any:
+        """Words between two kernels; made by the first call, kept as a graph may hold them."""
+        if count not in self._scratches:
+            self._scratches[count] = device_empty((count,), np.uint32)
+        return self._scratches[count]
+
+    def _random(self, num_bytes: int) -> Any:
+        """A buffer of at least num_bytes with nothing in it that could be read for free."""
+        return self.table(ceil_div(max(num_bytes, 16), 2 * _FILL_COLUMNS), _FILL_COLUMNS, 1)
+
+    def _read(self, buffer: Any, num_bytes: int, passes: int) -> None:
+        args = (buffer, np.int64(ceil_div(num_bytes, 16)), np.int32(passes), self._sums)
+        self._launch("read_words", (self._read_blocks,), (_READ_THREADS,), args)
+
+    def _timed(self, program: CupyProgram) -> float:
+        program.launch()
+        self.synchronize()
+        return program.elapsed_s()
+
+    def _filled(self, shape: tuple[int, int], dtype: Any, value: float) -> Any:
+        array = device_empty(shape, dtype)
+        with self.stream:
+            array.fill(value)
+        return array
+
+    def _copy(self, to: int, source: int, array: Any, kind: int) -> None:
+        assert array.flags.c_contiguous, f"{array.shape} has gaps"
+        runtime.memcpyAsync(to, source, array.nbytes, kind, self.stream.ptr)
+
+    def _launch(self, name: str, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+        with self.stream:
+            self._kernels[name](grid, block, args, shared_mem=shared_mem)

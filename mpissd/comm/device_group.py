@@ -1,0 +1,253 @@
+"""All-reduces of device arrays: NCCL inside the graph, or staged through the host over MPI.
+
+    choice    what it opens
+    auto      nccl where CuPy has NCCL and no two ranks share a GPU, else staged
+    nccl      NCCL; ConfigError where it cannot be
+    staged    device → page-locked host → MPI in float32 → device: any MPI, but no graphs
+    device    MPI on device pointers (see device_mpi), opt-in by --cuda_aware_mpi
+    mpi       the same as device: there is no other MPI for device arrays but staged
+
+Closing order: graphs (they hold NCCL's operations; the other way round hangs) → NCCL → the MPI
+communicator. NcclGroup.close keeps it, and aborts NCCL where the device still waits for a peer; the
+owner then leaves by MPI.Abort. Device memory is freed last: freeing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.backend.base import Backend, DeviceInfo
+from mpissd.comm.group import ALL_REDUCES, Group
+from mpissd.errors import ConfigError, FaultError, unknown
+from mpissd.wait import Waiter
+
+_SEAT_BYTES = 256  # what a rank tells of itself: one line
+_UNIQUE_ID_BYTES = 128
+_CLOSE_S = 1.0  # how long a close waits for what is still enqueued
+
+
+class Device(Protocol):
+    """What a group needs of a backend: its stream, page-locked memory, copies, a fence."""
+
+    info: DeviceInfo
+    stream: Any
+
+    def host_ints(self, count: int) -> Any: ...
+    def copy_out(self, array: Any, host: Any) -> None: ...
+    def copy_in(self, host: Any, array: Any) -> None: ...
+    def fence(self) -> Callable[[], bool]: ...
+    def destroy_graphs(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits, and whether CuPy has NCCL there."""
+
+    host: str
+    bus_id: str
+    nccl: bool
+
+    @classmethod
+    def parse(cls, line: str) -> Seat:
+        host, bus_id, nccl = line.split("\t")
+        return cls(host, bus_id, nccl == "1")
+
+    def __str__(self) -> str:
+        return f"{self.host}\t{self.bus_id}\t{int(self.nccl)}"
+
+
+def shared_gpu(seats: Sequence[Seat]) -> str | None:
+    """'ranks 0 and 2 share GPU … of host …', or None where every rank has its own."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, seat in enumerate(seats):
+        other = first.setdefault((seat.host, seat.bus_id), rank)
+        if other != rank:
+            return f"ranks {other} and {rank} share GPU {seat.bus_id} of {seat.host}"
+    return None
+
+
+def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool) -> str:
+    """nccl, staged or device; the same on every rank, since all see the same seats.
+
+    Raises ConfigError: an unknown choice, or one that these ranks or this MPI cannot do.
+    """
+    if choice not in ALL_REDUCES:
+        raise unknown("all-reduce", choice, ALL_REDUCES)
+    shared = shared_gpu(seats)
+    without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
+    if choice == "auto":
+        return "staged" if shared or without else "nccl"
+    if choice == "nccl" and shared:
+        raise ConfigError(f"all-reduce 'nccl': {shared}; allowed: staged, auto, one rank a GPU")
+    if choice == "nccl" and without:
+        raise ConfigError(f"all-reduce 'nccl': CuPy has no NCCL on rank {without[0]}; "
+                          "allowed: staged, auto")  # fmt: skip
+    if choice in ("mpi", "device"):
+        if not cuda_aware:
+            raise ConfigError(f"all-reduce {choice!r} hands device pointers to MPI: only with "
+                              "--cuda_aware_mpi; allowed: nccl, staged, auto")  # fmt: skip
+        return "device"
+    return choice
+
+
+def open_device_group(
+    backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
+) -> Group:
+    """The group of `comm`'s ranks, each with a device; collective. ConfigError as `choose` says."""
+    device = cast(Device, backend)
+    name = choose(choice, gather_seats(device, comm, waiter), cuda_aware=cuda_aware)
+    if name == "nccl":
+        return NcclGroup(device, comm, waiter)
+    if name == "staged":
+        return StagedGroup(device, comm, waiter)
+    from mpissd.comm.device_mpi import open_device_mpi
+
+    return open_device_mpi(device, comm, waiter)
+
+
+def gather_seats(device: Device, comm: MPI.Comm, waiter: Waiter) -> list[Seat]:
+    """Every rank's seat, in rank order."""
+    seat = Seat(MPI.Get_processor_name()[:128], device.info.bus_id or "?", has_nccl())
+    mine = np.frombuffer(str(seat).encode().ljust(_SEAT_BYTES), np.uint8)
+    lines = np.empty((comm.size, _SEAT_BYTES), np.uint8)
+    waiter.until(comm.Iallgather(mine, lines).Test, "the target ranks' devices")
+    return [Seat.parse(bytes(line).decode().rstrip()) for line in lines]
+
+
+def has_nccl() -> bool:
+    """Whether CuPy finds an NCCL library."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return False
+    return bool(nccl.available)
+
+
+def unique_id(identity: Any, cupy_version: str) -> Any:
+    """NCCL's id as NcclCommunicator takes it: bytes from CuPy 14 on, before that C's signed chars.
+
+    identity: uint8 [128].
+    """
+    if int(cupy_version.split(".")[0]) >= 14:
+        return identity.tobytes()
+    return tuple(int(char) for char in identity.view(np.int8))
+
+
+class NcclGroup(Group):
+    """NCCL on the backend's stream; its operations may be captured."""
+
+    name = "nccl"
+
+    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
+        super().__init__(comm.size, comm.rank)
+        self._device, self._stream = device, device.stream.ptr
+        self._half, self._word, self._sum = nccl.NCCL_FLOAT16, nccl.NCCL_INT32, nccl.NCCL_SUM
+        self._error = nccl.NcclError
+        identity = np.zeros(_UNIQUE_ID_BYTES, np.uint8)
+        if comm.rank == 0:
+            identity[:] = [char & 0xFF for char in nccl.get_unique_id()]
+        waiter.until(comm.Ibcast(identity).Test, "the NCCL id")
+        id_ = unique_id(identity, cupy.__version__)
+        self._nccl: Any = nccl.NcclCommunicator(comm.size, id_, comm.rank)
+        self._connect(waiter)
+
+    def all_reduce(self, array: Any) -> None:
+        assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
+        at = array.data.ptr
+        self._nccl.allReduce(at, at, array.size, self._half, self._sum, self._stream)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        assert local.itemsize == 4 and gathered.size == self.size * local.size
+        source, to = local.data.ptr, gathered.data.ptr
+        self._nccl.allGather(source, to, local.size, self._word, self._stream)
+
+    def check(self) -> None:
+        """FaultError where NCCL has met an error since; for a wait that takes long."""
+        if self._nccl is None:
+            return
+        try:
+            self._nccl.check_async_error()
+        except self._error as error:
+            raise FaultError(f"NCCL on rank {self.rank}: {error}") from error
+
+    def abort(self) -> None:
+        """Ends NCCL's kernels that wait for a dead peer; the group is then closed."""
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+
+    def close(self) -> None:
+        """Destroys the device's graphs, then NCCL's communicator; never waits for a dead peer."""
+        if self._nccl is None:
+            return
+        self._device.destroy_graphs()
+        try:
+            Waiter(_CLOSE_S, spin=False).until(self._device.fence(), "NCCL to end")
+        except FaultError:
+            self.abort()
+            return
+        self._nccl.destroy()
+        self._nccl = None
+
+    def _connect(self, waiter: Waiter) -> None:
+        """One all-reduce and one all-gather: peers connect lazily, which no capture may do."""
+        import cupy
+
+        with self._device.stream:
+            halves = cupy.zeros((1, 1024), np.float16)
+            local, gathered = (cupy.zeros(n * 256, np.int32) for n in (1, self.size))
+        self.all_reduce(halves)
+        self.all_gather(local, gathered)
+        over = self._device.fence()
+
+        def connected() -> bool:
+            self.check()
+            return over()
+
+        waiter.until(connected, "NCCL's first all-reduce")
+
+
+class StagedGroup(Group):
+    """Through page-locked host memory, summed by MPI in float32, rounded once."""
+
+    name = "staged"
+    capturable = False
+
+    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+        super().__init__(comm.size, comm.rank)
+        self._device, self._comm, self._waiter = device, comm, waiter
+        self._staging: dict[int, Any] = {}  # page-locked int32 buffers by length
+
+    def all_reduce(self, array: Any) -> None:
+        halves = self._host((array.size + 1) // 2).view(np.float16)[: array.size]
+        self._fetch(array, halves)
+        total = halves.astype(np.float32)
+        request = self._comm.Iallreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+        self._waiter.until(request.Test, "staged all-reduce")
+        halves[...] = total
+        self._device.copy_in(halves, array)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        every = self._host(gathered.size)
+        mine = every[self.rank * local.size :][: local.size]
+        self._fetch(local, mine)
+        request = self._comm.Iallgather(MPI.IN_PLACE, every)
+        self._waiter.until(request.Test, "staged all-gather")
+        self._device.copy_in(every, gathered)
+
+    def _fetch(self, array: Any, host: Any) -> None:
+        self._device.copy_out(array, host)
+        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
+
+    def _host(self, count: int) -> Any:
+        if count not in self._staging:
+            self._staging[count] = self._device.host_ints(count)
+        return self._staging[count]

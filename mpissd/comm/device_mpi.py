@@ -1,0 +1,202 @@
+"""MPI on device pointers: opt-in, and tried before it is trusted, as a wrong guess is a segfault.
+
+Three gates, in this order, before a device pointer meets this job's MPI:
+1. the user asked for it (--cuda_aware_mpi);
+2. the library says so itself: MPIX_Query_cuda_support (Open MPI, MPICH), MPIX_GPU_query_support
+   (MPICH 4), or Cray MPICH's MPICH_GPU_SUPPORT_ENABLED=1, of which the others know nothing;
+3. two ranks of a job of their own, on this host, exchange a device buffer and check what arrived:
+       python -m mpissd.comm.device_mpi        (what the job's ranks run; wants mpirun -np 2)
+   That job is a child of the lead's process, started by `mpirun` with an environment from which
+   everything this job's launcher set is removed, so that it is a job and not a part of this one. It
+   must end with exit code 0 within a minute (or half of --deadline_s); a segfault costs one line.
+
+What is used is the narrowest part of device-aware MPI: nonblocking sends and receives of bytes. A
+rank sends its array to all others and sums what came in rank order, so the ranks agree to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.comm.group import Group
+from mpissd.errors import ConfigError
+from mpissd.wait import Waiter
+
+if TYPE_CHECKING:
+    from mpissd.comm.device_group import Device
+
+TRIAL_DEADLINE_S = 60.0
+_LAUNCHER = tuple(
+    "OMPI_ PMIX_ PMI_ PRTE_ MPI_LOCAL HYDRA_ HYDI_ PALS_ MPIEXEC_ SLURM_ PBS_ FLUX_".split()
+)
+_FRAMEWORKS = "accelerator btl coll mtl opal plm pml rmaps".split()
+_USER = (  # settings of a user or a site among them: the trial job needs them as this one does
+    "OMPI_ALLOW_RUN_AS_ROOT",
+    "PMIX_MCA_",
+    "PRTE_MCA_",
+    *(f"OMPI_MCA_{framework}" for framework in _FRAMEWORKS),
+)
+_TRIAL = ("-m", "mpi4py", "-m", __name__)
+_TERM_S = 10.0
+_REASON_BYTES = 512
+_ALTERNATIVES = "allowed: nccl, staged, auto"
+
+
+class DeviceMpiGroup(Group):
+    """Exchanges device arrays by point-to-point MPI and sums them on the device in float32."""
+
+    name = "device"
+    capturable = False
+
+    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+        super().__init__(comm.size, comm.rank)
+        self._device, self._comm, self._waiter = device, comm, waiter
+        self._slots: dict[tuple[int, ...], Any] = {}
+
+    def all_reduce(self, array: Any) -> None:
+        slots = self._slots_for(array)
+        with self._device.stream:
+            slots[self.rank] = array
+            self._exchange(slots)
+            array[...] = slots.sum(axis=0, dtype=np.float32)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        slots = gathered.reshape(self.size, *local.shape)
+        with self._device.stream:
+            slots[self.rank] = local
+            self._exchange(slots)
+
+    def _exchange(self, slots: Any) -> None:
+        """Sends slots[rank] to all others and receives theirs; MPI knows nothing of the stream."""
+        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
+        requests += [self._comm.Isend([slots[self.rank], MPI.BYTE], peer) for peer in peers]
+        self._waiter.until(lambda: MPI.Request.Testall(requests), "device all-reduce")
+
+    def _slots_for(self, array: Any) -> Any:
+        if array.shape not in self._slots:
+            empty = array[np.newaxis].repeat(self.size, axis=0)
+            self._slots[array.shape] = empty
+        return self._slots[array.shape]
+
+
+def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpiGroup:
+    """The group, once the lead's gates are passed; ConfigError on every rank where one is not."""
+    deadline_s = min(TRIAL_DEADLINE_S, waiter.deadline_s / 2)  # the others wait for the verdict
+    reason = refusal(deadline_s) if comm.rank == 0 else None
+    line = np.zeros(_REASON_BYTES, np.uint8)
+    text = (reason or "").encode()[:_REASON_BYTES]
+    line[: len(text)] = np.frombuffer(text, np.uint8)
+    waiter.until(comm.Ibcast(line).Test, "the trial of device-aware MPI")
+    if line.any():
+        raise ConfigError(bytes(line).rstrip(b"\0").decode(errors="replace"))
+    return DeviceMpiGroup(device, comm, waiter)
+
+
+def refusal(deadline_s: float) -> str | None:
+    """Why MPI must not be given device pointers, or None; starts the trial job."""
+    if not claims_cuda():
+        return f"--cuda_aware_mpi: {vendor()} says it is not; {_ALTERNATIVES}"
+    if why := trial(deadline_s):
+        return f"--cuda_aware_mpi: {vendor()} says it is, but {why}; {_ALTERNATIVES}"
+    return None
+
+
+def vendor() -> str:
+    """'Open MPI 4.1.6', say."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
+    """What the loaded MPI library says of itself; False where it doesn't say."""
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        return True
+    for path in loaded_mpi_libraries():
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return bool(library.MPIX_Query_cuda_support())
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int(0)
+            library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0: MPIX_GPU_SUPPORT_CUDA
+            return bool(supported.value)
+    return False
+
+
+def loaded_mpi_libraries() -> list[str]:
+    """Paths of the MPI libraries mapped into this process (Linux)."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if ".so" in line}
+    except OSError:
+        return []
+    names = ("libmpi.so", "libmpich.so", "libmpi_", "libmpi-")
+    return sorted(path for path in paths if os.path.basename(path).startswith(names))
+
+
+def trial(deadline_s: float, program: Sequence[str] = _TRIAL) -> str | None:
+    """Runs the trial job (`program` are Python's arguments); why it failed, or None."""
+    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    if launcher is None:
+        return "there is no mpirun to try it with"
+    command = [launcher, "-np", "2", sys.executable, *program]
+    quiet = subprocess.DEVNULL
+    job = subprocess.Popen(
+        command, env=scrubbed(os.environ), stdin=quiet, stdout=quiet, stderr=quiet
+    )
+    try:
+        code = job.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return f"an exchange between two ranks took over {deadline_s:.0f} s"
+    finally:
+        stop(job)
+    return f"an exchange between two ranks ended {code}" if code else None
+
+
+def stop(job: subprocess.Popen[bytes]) -> None:
+    """Ends a job that may be over already; asked first, mpirun ends its ranks too."""
+    job.terminate()
+    try:
+        job.wait(_TERM_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a launcher gives its ranks; the user's own settings stay."""
+    return {
+        key: value
+        for key, value in environ.items()
+        if key.startswith(_USER) or not key.startswith(_LAUNCHER)
+    }
+
+
+def exchange() -> int:
+    """What a rank of the trial job does: exchanges a device buffer; the exit code."""
+    import cupy
+
+    comm = MPI.COMM_WORLD
+    if comm.size != 2:
+        return 1
+    cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    mine = cupy.full(1 << 16, comm.rank + 1, np.float16)
+    theirs = cupy.zeros_like(mine)
+    cupy.cuda.Device().synchronize()
+    peer = 1 - comm.rank
+    comm.Sendrecv([mine, MPI.BYTE], peer, 0, [theirs, MPI.BYTE], peer, 0)
+    return 0 if bool((theirs == peer + 1).all()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(exchange())

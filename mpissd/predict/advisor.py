@@ -1,0 +1,281 @@
+"""Which mode, T, D, K, fan-out and backup to run on given GPUs, and what an extra GPU brings.
+
+`plan` searches the closed model coarsely, then finely around the best few; `best_of` with FULL is
+the exhaustive search that it is held against. Everything comes from costs and laws alone:
+
+    profile = load_profile("h100")
+    advice = plan(config, HostCosts(), placements(config, profile, gpus=4), gpus=4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mpissd.backend.profile import Profile
+from mpissd.config import RunConfig
+from mpissd.errors import ConfigError
+from mpissd.job import Job, resolve
+from mpissd.model.shard import Shard
+from mpissd.predict.breakeven import break_even_alpha, break_even_p_hit
+from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, forwards
+from mpissd.predict.search import (
+    COARSE,
+    FULL,
+    MOST_LOOKAHEAD,
+    Choice,
+    Group,
+    Laws,
+    Placement,
+    Space,
+    ar_choice,
+    sd_groups,
+    ssd_groups,
+)
+
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
+_REFINED = 2  # coarse SSD choices that are searched finely around
+
+
+@dataclass(frozen=True)
+class ExtraGpu:
+    """What the GPU that SSD's draft takes would do elsewhere; tokens a second.
+
+    ssd on N = T + D GPUs; without: the best of the others on at most N − 1; otherwise: the best of
+    the others on at most N (a larger T, or SD's draft on it); replicas: `without`, or whatever
+    others fill N GPUs best with copies that each serve a batch of their own.
+    """
+
+    ssd: Choice
+    without: Choice | None
+    otherwise: Choice | None
+    replicas_tok_per_s: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """ssd / without: raw, one GPU more."""
+        return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
+
+    @property
+    def gain_per_gpu(self) -> float | None:
+        """The same in tokens a second and GPU."""
+        if self.without is None:
+            return None
+        return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
+
+    @property
+    def gain_at_equal_gpus(self) -> float | None:
+        """ssd / otherwise: one batch, as fast as possible, on as many GPUs."""
+        return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
+
+    @property
+    def gain_over_replicas(self) -> float | None:
+        """ssd / replicas: the same GPUs, more batches instead of a faster one."""
+        rival = self.replicas_tok_per_s
+        return None if rival is None else self.ssd.tok_per_s / rival
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to run.
+
+    best: most tokens a second on at most the GPUs given. by_method: the best of AR, SD inline, SD
+    and SSD. rival: the best of the other modes on no more GPUs than best. break_even_alpha: the
+    acceptance rate where the best drafting choice and its rivals, each tuned anew, tie (None: no
+    such rate); break_even_p_hit: the hit rate where SSD and the best rival tie.
+    """
+
+    best: Choice
+    by_method: tuple[Choice, ...]
+    rival: Choice | None
+    break_even_alpha: float | None
+    break_even_p_hit: float | None
+    extra_gpu: ExtraGpu | None
+    num_evaluated: int
+
+    @property
+    def gain(self) -> float | None:
+        """best / rival in tokens a second."""
+        return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
+
+
+def plan(
+    config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: int
+) -> Advice:
+    """The advice for one batch of config.batch_size on at most `gpus` GPUs.
+
+    Of `config` the laws and the batch size count; mode, K, fan-out and backup are what is sought.
+    """
+    if gpus < 1 or not places:
+        raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
+    laws = Laws.of(config)
+    search = _Search(laws, config.batch_size, host, gpus)
+    choices = search.run(places, COARSE)
+    leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
+    for leader in leaders:
+        place = next(p for p in places if p.tp == leader.tp)
+        choices += search.ssd(place, _around(leader.lookahead))
+    return _advice(_ranked(choices), laws, host, places, search.num_evaluated)
+
+
+def _advice(
+    choices: Sequence[Choice],
+    laws: Laws,
+    host: HostCosts,
+    places: Sequence[Placement],
+    num_evaluated: int,
+) -> Advice:
+    """The advice that ranked choices amount to."""
+    best = choices[0]
+    rivals = _others(choices, best.mode, best.gpus)
+    drafting = next((c for c in choices if c.mode != "ar"), None)
+    ssd = next((c for c in choices if c.mode == "ssd"), None)
+    alpha = p_hit = None
+    if drafting is not None:
+        others = _others(choices, drafting.mode, drafting.gpus)
+        alpha = break_even_alpha(drafting, others, laws, host, places)
+    if ssd is not None:
+        others = _others(choices, "ssd", ssd.gpus)
+        p_hit = break_even_p_hit(ssd, others[0] if others else None, laws, host, places)
+    return Advice(
+        best=best,
+        by_method=tuple(_best_by_method(choices)),
+        rival=rivals[0] if rivals else None,
+        break_even_alpha=alpha,
+        break_even_p_hit=p_hit,
+        extra_gpu=None if ssd is None else _extra_gpu(ssd, choices),
+        num_evaluated=num_evaluated,
+    )
+
+
+def best_of(
+    config: RunConfig,
+    host: HostCosts,
+    places: Sequence[Placement],
+    gpus: int,
+    space: Space = FULL,
+) -> Choice:
+    """The best choice of a whole space: exhaustive, seconds for large batches."""
+    return _ranked(_Search(Laws.of(config), config.batch_size, host, gpus).run(places, space))[0]
+
+
+def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
+    """Every T whose shards divide and fit the profile's memory; ConfigError where none does."""
+    found: list[Placement] = []
+    reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
+    for tp in range(1, gpus + 1):
+        try:
+            _resolved(config, "ar", tp, 0, profile)
+        except ConfigError as error:
+            reason = error
+            continue
+        drafts = tuple(d for d in (0, 1) if tp + d <= gpus and _fits(config, tp, d, profile))
+        found.append(Placement(tp, device_costs(config, profile, tp), drafts))
+    if not found:
+        raise reason
+    return found
+
+
+def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
+    """The profile's forwards at every row count that a search may ask for."""
+    batch = config.batch_size
+    job = _resolved(config, "sd", tp, 1, replace(profile, memory_bytes=None))
+    assert job.draft is not None, "a pair without a draft"
+    target, draft = Shard(job.target, tp), Shard(job.draft)
+    verify = forwards(profile, target, _row_counts(batch, MOST_LOOKAHEAD + 1), batch, job.options)
+    rows = _row_counts(batch, _MOST_BRANCHES)
+    options = job.draft_options
+    return DeviceCosts(verify, forwards(profile, draft, rows, batch, options, EMULATED_ITEMSIZE))
+
+
+def _row_counts(batch: int, most: int) -> list[int]:
+    """Every multiple of b up to `most`, and the powers of two below."""
+    top = batch * most
+    return sorted({batch * n for n in range(1, most + 1)} | {1 << n for n in range(top.bit_length())})
+
+
+def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile) -> Job:
+    """The pair of `config` under another mode; its laws don't matter here."""
+    if config.pair is None and (config.target is None or config.draft is None):
+        raise ConfigError("plan: needs a pair, or a target and a draft")
+    wanted = replace(
+        config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None, alpha=0.5,
+        acceptance=None, acceptance_fast="alpha:0.3",
+    )  # fmt: skip
+    return resolve(wanted, tp, backend="emulated", memory_bytes=profile.memory_bytes)
+
+
+def _fits(config: RunConfig, tp: int, drafts: int, profile: Profile) -> bool:
+    try:
+        _resolved(config, "sd", tp, drafts, profile)
+    except ConfigError:
+        return False
+    return True
+
+
+@dataclass
+class _Search:
+    laws: Laws
+    batch: int
+    host: HostCosts
+    gpus: int
+    num_evaluated: int = 0
+
+    def run(self, places: Iterable[Placement], space: Space) -> list[Choice]:
+        """The best of every group of a space on every placement; AR always has one."""
+        choices = []
+        for place in places:
+            if place.tp > self.gpus:
+                continue
+            choices.append(ar_choice(place, self.batch, self.host))
+            lookaheads = range(1, MOST_LOOKAHEAD + 1)
+            choices += self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
+            choices += self.ssd(place, space)
+        return choices
+
+    def ssd(self, place: Placement, space: Space) -> list[Choice]:
+        """The best SSD of every K of a space."""
+        return self._bests(ssd_groups(place, self.laws, self.batch, space))
+
+    def _bests(self, groups: Iterator[Group]) -> list[Choice]:
+        choices = []
+        for group in groups:
+            if group.place.tp + group.method[1] <= self.gpus:
+                found = group.expect(self.host)
+                self.num_evaluated += len(group.cells)
+                choices.append(group.choice(int(found.tok_per_s.argmax()), found))
+        return choices
+
+
+def _around(lookahead: int) -> Space:
+    near = (lookahead - 1, lookahead, lookahead + 1)
+    return replace(FULL, lookaheads=tuple(k for k in near if k in FULL.lookaheads))
+
+
+def _ranked(choices: Iterable[Choice]) -> list[Choice]:
+    """Fastest first; of equals the fewer GPUs, then the shorter K."""
+    return sorted(choices, key=lambda c: (-c.tok_per_s, c.gpus, c.lookahead))
+
+
+def _others(choices: Iterable[Choice], mode: str, gpus: int) -> list[Choice]:
+    """Choices of other modes on at most so many GPUs, fastest first."""
+    return _ranked(c for c in choices if c.mode != mode and c.gpus <= gpus)
+
+
+def _best_by_method(choices: Iterable[Choice]) -> list[Choice]:
+    best: dict[tuple[str, int], Choice] = {}
+    for choice in _ranked(choices):
+        best.setdefault(choice.method, choice)
+    return list(best.values())
+
+
+def _extra_gpu(ssd: Choice, choices: Sequence[Choice]) -> ExtraGpu:
+    count = ssd.gpus
+    without, otherwise = _others(choices, "ssd", count - 1), _others(choices, "ssd", count)
+    copies = [(count // c.gpus) * c.tok_per_s for c in otherwise]
+    return ExtraGpu(
+        ssd=ssd,
+        without=without[0] if without else None,
+        otherwise=otherwise[0] if otherwise else None,
+        replicas_tok_per_s=max(copies) if copies else None,
+    )

@@ -1,0 +1,252 @@
+"""The recurrence's expectation without sampling, for many configurations at once.
+
+A renewal process over rounds. What a round leaves behind is the row count of its verification:
+n of b sequences verified m cached tokens each, the others K_b of the backup's. That fixes how long
+the draft may grow, hence the steps j taken when the outcome is seen, hence the next round's answer:
+
+    P(n | m)   = Binomial(b, h_m), h_m the mean hit probability of the rounds that led to m
+    j(n, m)    = steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows
+    tok/s      = E[tokens] / E[round]                    (renewal reward)
+
+m is what is served: j itself with on_late=serve, K with finish (then m only tells rounds apart).
+Exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
+hit in the last round and sequences that missed have different chances, of which h_m is the mean.
+With T_p ≤ r and no host cost it is THEORY's closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.job import Job, buckets
+from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.predict.timing import Ints, Timing, answer_s, in_buckets, steps_seen
+from mpissd.rounds import Source
+
+_TOLERANCE = 1e-6
+_MOST_ITERATIONS = 400
+
+
+@dataclass(frozen=True)
+class Cells:
+    """G configurations with one draft model that share K ≥ 1, b and where the draft sits.
+
+    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted). hazards: of cached and just-in-time tokens.
+    """
+
+    lookahead: int
+    batch_size: int
+    inline: bool
+    hazards: Floats  # [G, K]
+    hazards_fast: Floats  # [G, K]
+    p_hits: Floats  # [G, K+1]
+    branches: Ints  # [G]
+    backup_lookahead: Ints  # [G]
+    fast: NDArray[np.bool_]  # [G]
+    serve: NDArray[np.bool_]  # [G]
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    @classmethod
+    def of(cls, job: Job) -> Cells:
+        """The one configuration of a job that drafts."""
+        fan_out = job.fan_out or (0,) * (job.lookahead + 1)
+        return cls(
+            lookahead=job.lookahead,
+            batch_size=job.config.batch_size,
+            inline=job.inline,
+            hazards=np.array([job.acceptance[Source.CACHE].hazards]),
+            hazards_fast=np.array([job.acceptance[Source.FAST].hazards]),
+            p_hits=np.array([[job.hit_law.hit_probability(f) for f in fan_out]]),
+            branches=np.array([sum(job.fan_out)]),
+            backup_lookahead=np.array([job.backup_lookahead]),
+            fast=np.array([job.config.backup == "fast"]),
+            serve=np.array([job.config.on_late == "serve"]),
+        )
+
+    def take(self, chosen: Ints) -> Cells:
+        """The configurations `chosen`, in that order."""
+        kept = {"lookahead", "batch_size", "inline"}
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in kept}
+        return Cells(self.lookahead, self.batch_size, self.inline, **arrays)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Stationary means, [G]: of all b sequences together (tokens), or a sequence (hit_rate)."""
+
+    tok_per_s: Floats
+    round_s: Floats
+    tokens: Floats  # a round
+    hit_rate: Floats
+    wait_s: Floats  # what the lead waits for its speculation
+
+
+def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
+    """The expectation of one job, AR included ([1])."""
+    if job.lookahead == 0:
+        timing = Timing.of(job, device, host)
+        round_s = host.lead_send + host.lead_commit + timing.lead_s + timing.verify_s[-1:]
+        tokens, none = np.full(1, float(job.config.batch_size)), np.zeros(1)
+        return Expected(tokens / round_s, round_s, tokens, none, none)
+    return expect(Cells.of(job), device, host)
+
+
+def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
+    """The expectation of every cell."""
+    model = _Model(cells, device, host)
+    state = _stationary(model)
+    return _means(model, state)
+
+
+class _Model:
+    """Tables of a round over (served m, hits n): [G, D, b+1], D the distinct step counts j.
+
+    j lies between `first` and `first` + D − 1 in each cell; index d stands for j = first + d.
+    """
+
+    def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts) -> None:
+        self.cells = cells
+        lookahead, batch = cells.lookahead, cells.batch_size
+        full, live = batch * (lookahead + 1), np.arange(batch + 1)
+        held = buckets(batch, full)
+        rows = in_buckets(held, np.arange(full + 1))
+        self.verify_s = device.verify_s(rows)
+        lanes_s = device.draft_s(in_buckets(held, live)) + host.step
+        glue_s = float(device.draft_s(full)) + host.glue + host.keys
+        step_s = device.draft_s(np.maximum(cells.branches * batch, 1)) + host.step
+        self.timing = Timing(host, lookahead, self.verify_s, lanes_s, live * 0.0, live * 0.0)
+        self.keys_s, self.step_s = np.full(len(cells), glue_s), step_s
+        self.p_hit_cached, self.tokens_cached = _laws(cells.hazards, cells.p_hits)
+        backup = np.where(cells.fast[:, None], cells.hazards_fast, cells.hazards)
+        p_hit, tokens = _laws(backup, cells.p_hits)
+        self.p_hit_miss = _at(p_hit, cells.backup_lookahead)
+        self.tokens_miss = _at(tokens, cells.backup_lookahead)
+        self._span()
+
+    def _span(self) -> None:
+        """Finds the step counts that can occur, so that few of them are carried along.
+
+        More rows take no less time, so m between two bounds leads to j between their steps; the
+        rows are most or least where all sequences hit or none does.
+        """
+        lookahead, serve = self.cells.lookahead, self.cells.serve
+        ends, hits = np.array([[0, lookahead]]), np.array([0, self.cells.batch_size])
+        bounds = np.where(serve[:, None], ends, lookahead)  # [G, 2] of what is served
+        for _ in range(3):
+            steps = self._steps(bounds, hits)[1]
+            found = np.stack([steps.min(axis=(1, 2)), steps.max(axis=(1, 2))], axis=1)
+            bounds = np.where(serve[:, None], found, lookahead)
+        self.first = found[:, 0]
+        self.depth = int((found[:, 1] - self.first).max()) + 1
+        self.grown = np.minimum(self.first[:, None] + np.arange(self.depth), lookahead)
+        self.served = np.where(serve[:, None], self.grown, lookahead)  # [G, D]
+        live = np.arange(self.cells.batch_size + 1)
+        self.verified_s, steps_of, self.late_s = self._steps(self.served, live)
+        self.next = np.clip(steps_of - self.first[:, None, None], 0, self.depth - 1)
+        self.p_hit = np.take_along_axis(self.p_hit_cached, self.served, axis=1)  # [G, D]
+        self.tokens = np.take_along_axis(self.tokens_cached, self.served, axis=1)
+
+    def _steps(self, served: Ints, hits: Ints) -> tuple[Floats, Ints, Floats]:
+        """(verification, steps taken when its outcome is seen, how late it is seen), [G, D, n]."""
+        cells, timing, host = self.cells, self.timing, self.timing.host
+        misses = cells.batch_size - hits
+        drafted = cells.backup_lookahead[:, None, None]
+        rows = hits * (served[:, :, None] + 1) + misses * (drafted + 1)
+        verified = self.verify_s[rows]
+        asked = 2 * host.link + timing.lead_s + host.lead_send + verified
+        grows = (cells.branches > 0)[:, None, None]
+        step_s, keys = self.step_s[:, None, None], np.where(grows, self.keys_s[:, None, None], 0.0)
+        steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
+        free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
+        return verified, steps, np.maximum(free - asked, 0.0)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Stationary law: P(m) and h_m, [G, D]; P(m, n), [G, D, b+1]."""
+
+    weight: Floats
+    hit: Floats
+    joint: Floats
+
+
+def _stationary(model: _Model) -> _State:
+    """Iterates P(m), h_m from a forced miss until they stand still, cell by cell."""
+    batch, (cells, depth) = model.cells.batch_size, model.p_hit.shape
+    hits = np.arange(batch + 1)
+    chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
+    chance = chance / batch  # [G, D, n] mean P(hit next)
+    weight, hit = np.zeros((cells, depth)), np.zeros((cells, depth))
+    weight[:, -1] = 1.0
+    left = np.arange(cells)  # cells that still move
+    for _ in range(_MOST_ITERATIONS):
+        joint = weight[left, :, None] * _binomial(batch, hit[left])
+        onto = model.next[left] + depth * np.arange(len(left))[:, None, None]
+        reached, gained = (
+            np.bincount(onto.ravel(), part.ravel(), len(left) * depth).reshape(-1, depth)
+            for part in (joint, joint * chance[left])
+        )
+        chances = gained / np.where(reached > 0, reached, 1.0)
+        change = np.abs(reached - weight[left]) + np.abs(chances - hit[left]) * reached
+        weight[left], hit[left] = reached, chances
+        left = left[change.max(axis=1) > _TOLERANCE]
+        if not len(left):
+            break
+    return _State(weight, hit, weight[:, :, None] * _binomial(batch, hit))
+
+
+def _means(model: _Model, state: _State) -> Expected:
+    """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
+    cells, timing, host = model.cells, model.timing, model.timing.host
+    batch = cells.batch_size
+    hits = np.arange(batch + 1)
+    verified = (state.joint * model.verified_s).sum(axis=(1, 2))
+    late = np.stack(  # mean lateness of the outcomes that j steps answer, [G, D]
+        [(state.joint * (model.next == d) * model.late_s).sum(axis=(1, 2))
+         for d in range(model.depth)], axis=1
+    )  # fmt: skip
+    late = late / np.where(state.weight > 0, state.weight, 1.0)
+    left = np.where(cells.serve[:, None], 0, cells.lookahead - model.grown)[:, :, None]
+    backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
+    drafting = answer_s(timing.lanes_s, hits, left, batch - hits, backup)  # [G, D, n]
+    ready = host.lead_send + host.lead_commit
+    if cells.inline:
+        answered = ready + drafting + timing.inline_s + host.draft_record
+    else:
+        travel = host.lead_send + 2 * host.link + timing.reply_s
+        answered = np.maximum(ready, travel + late[:, :, None] + drafting)
+    wait = (state.joint * answered).sum(axis=(1, 2))
+    tokens = hits * model.tokens[:, :, None] + (batch - hits) * model.tokens_miss[:, None, None]
+    emitted = (state.joint * tokens).sum(axis=(1, 2))
+    hit_rate = (state.joint * hits).sum(axis=(1, 2)) / batch
+    round_s = wait + timing.lead_s + verified
+    return Expected(emitted / round_s, round_s, emitted, hit_rate, wait - ready)
+
+
+def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
+    """(P(next outcome hits), mean tokens) of a round that verifies m = 0 … K tokens, [G, K+1]."""
+    width = p_hits.shape[1]
+    reached = np.cumprod(np.column_stack([np.ones(len(hazards)), hazards]), axis=1)  # P(k >= i)
+    ended = reached[:, :-1] * (1 - hazards) * p_hits[:, :-1]  # P(k = i < m, hit)
+    before = np.column_stack([np.zeros(len(hazards)), np.cumsum(ended, axis=1)])
+    hit = before[:, :width] + reached * p_hits  # k = m: the bonus after m accepted
+    return hit, np.cumsum(reached, axis=1)
+
+
+def _at(table: Floats, column: Ints) -> Floats:
+    """table[g, column[g]]."""
+    return np.asarray(np.take_along_axis(table, column[:, None], axis=1)[:, 0])
+
+
+def _binomial(count: int, chance: Floats) -> Floats:
+    """P(n of `count`), n = 0 … count, along a new last axis."""
+    n = np.arange(count + 1)
+    ways = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in n]
+    p = np.clip(chance, 1e-15, 1 - 1e-15)[..., None]
+    return np.asarray(np.exp(np.array(ways) + n * np.log(p) + (count - n) * np.log1p(-p)))

@@ -1,0 +1,214 @@
+"""What a round is made of, in seconds: the host's share by phase, the forwards by row count.
+
+HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trace.DraftPhase):
+
+    LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast · LAUNCH lead_launch
+                  SAMPLE lead_sample · RECORD lead_record
+                  DRAFT_WAIT  2·link + what the draft does from `draft_read` to `draft_send`
+                              − lead_commit (+ what growth delays: not a cost, the recurrence's)
+                  DEVICE_WAIT verify_s + wake (and `follower` − lead_launch, if that is more)
+    DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
+                  SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
+                  GLUE        draft_s + glue                 KEYS   keys
+                  GROW        Σ over the steps of (draft_s + step)
+                  WAIT        draft_read, beyond what is idle
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mpissd.backend.profile import Profile
+from mpissd.errors import ConfigError, unknown
+from mpissd.job import Job
+from mpissd.model.shard import ForwardOptions, Shard
+
+Floats = NDArray[np.float64]
+
+EMULATED_ITEMSIZE = 2  # bytes of a weight on the emulated backend
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Seconds (medians) of host work and of the link; see the module for the phase of each.
+
+    link: one way, polling and wake-up included (draft → lead: reading the message, too).
+    draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting.
+    follower: plan published → launched on the slowest follower (0 at T = 1, and where ranks don't
+    wait for each other, as on the emulated backend). glue, step: the host's part of a glue forward
+    and of one draft step (launch, how late the wait ends, collect). wake: how late a wait on the
+    target's forward ends.
+    """
+
+    lead_send: float = 0.0
+    lead_commit: float = 0.0
+    lead_broadcast: float = 0.0
+    lead_launch: float = 0.0
+    lead_sample: float = 0.0
+    lead_record: float = 0.0
+    link: float = 0.0
+    follower: float = 0.0
+    draft_read: float = 0.0
+    draft_commit: float = 0.0
+    draft_lookup: float = 0.0
+    draft_assemble: float = 0.0
+    draft_send: float = 0.0
+    draft_record: float = 0.0
+    glue: float = 0.0
+    keys: float = 0.0
+    step: float = 0.0
+    wake: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in self.to_dict().items():
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"host cost {name}={value}: allowed: seconds, at least 0")
+
+    def to_dict(self) -> dict[str, float]:
+        """{field: seconds}, for a profile's JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
+        """What to_dict made; ConfigError for a field that is missing or unknown."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                raise unknown("host cost", name, names)
+        if missing := [name for name in names if name not in values]:
+            raise ConfigError(f"host costs: missing {', '.join(missing)}")
+        return cls(**{name: _number(f"host cost {name}", values[name]) for name in names})
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Seconds of a forward by its row count: measured points, straight lines between them.
+
+    Fewer rows than the first point cost what it costs (a forward is memory-bound there); more than
+    the last go on with the slope of the last two points, if it rises.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows or len(self.rows) != len(self.seconds):
+            raise ConfigError(f"row table of {len(self.rows)} rows, {len(self.seconds)} times")
+        if self.rows[0] < 1 or list(self.rows) != sorted(set(self.rows)):
+            raise ConfigError(f"row table {self.rows}: allowed: rising row counts from 1")
+        if not all(0 <= s < math.inf for s in self.seconds):
+            raise ConfigError(f"row table {self.seconds}: allowed: seconds, at least 0")
+
+    @classmethod
+    def of(cls, points: Mapping[int, float]) -> RowTable:
+        """A table of {rows: seconds}."""
+        rows = sorted(points)
+        return cls(tuple(rows), tuple(float(points[n]) for n in rows))
+
+    def __call__(self, rows: ArrayLike) -> Floats:
+        """Seconds for row counts of any shape."""
+        wanted = np.asarray(rows, np.float64)
+        times = np.interp(wanted, self.rows, self.seconds)
+        if len(self.rows) > 1:
+            run = self.rows[-1] - self.rows[-2]
+            slope = max(0.0, self.seconds[-1] - self.seconds[-2]) / run
+            times = times + slope * np.maximum(wanted - self.rows[-1], 0)
+        return np.asarray(times, np.float64)
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Seconds of one forward, all-reduces included, by the row count it was compiled for."""
+
+    verify: RowTable
+    draft: RowTable | None = None  # None: there is no draft (AR)
+
+    def verify_s(self, rows: ArrayLike) -> Floats:
+        """A target forward of so many rows."""
+        return self.verify(rows)
+
+    def draft_s(self, rows: ArrayLike) -> Floats:
+        """A draft forward of so many rows: one growth or backup step, or the glue."""
+        if self.draft is None:
+            raise ConfigError("these device costs have no draft: allowed: mode=ar")
+        return self.draft(rows)
+
+    @classmethod
+    def from_points(
+        cls, verify: Mapping[int, float], draft: Mapping[int, float] | None = None
+    ) -> DeviceCosts:
+        """From measured {rows: seconds} of the target and of the draft."""
+        return cls(RowTable.of(verify), None if draft is None else RowTable.of(draft))
+
+    @classmethod
+    def from_profile(
+        cls, profile: Profile, job: Job, itemsize: int = EMULATED_ITEMSIZE
+    ) -> DeviceCosts:
+        """What the emulated backend lets pass for every bucket of a job, to the last bit."""
+        batch = job.config.batch_size
+        target = Shard(job.target, job.tp)
+        verify = forwards(profile, target, job.target_buckets(), batch, job.options, itemsize)
+        if job.draft is None:
+            return cls(verify)
+        alone, rows = Shard(job.draft), job.draft_buckets()
+        draft = forwards(profile, alone, rows, batch, job.draft_options, itemsize)
+        return cls(verify, draft)
+
+    def to_dict(self) -> dict[str, dict[str, float] | None]:
+        """{"verify": {rows: seconds}, "draft": likewise or None}, for a profile's JSON."""
+        return {"verify": _points(self.verify), "draft": self.draft and _points(self.draft)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:
+        """What to_dict made; ConfigError where it is malformed."""
+        tables: list[dict[int, float] | None] = []
+        for name in ("verify", "draft"):
+            points = values.get(name)
+            if points is None and name == "draft":
+                tables.append(None)
+                continue
+            if not isinstance(points, Mapping):
+                raise ConfigError(f"device costs: {name}={points!r}: allowed: {{rows: seconds}}")
+            where = f"device costs: {name}"
+            tables.append({_rows(where, n): _number(where, s) for n, s in points.items()})
+        verify, draft = tables
+        assert verify is not None
+        return cls.from_points(verify, draft)
+
+
+def forwards(
+    profile: Profile,
+    shard: Shard,
+    rows: Iterable[int],
+    sequences: int,
+    options: ForwardOptions,
+    itemsize: int = EMULATED_ITEMSIZE,
+) -> RowTable:
+    """The profile's modelled forward of one rank at each row count [THEORY, floors]."""
+    return RowTable.of(
+        {n: profile.forward_s(shard.cost(n, sequences, itemsize, options)) for n in rows}
+    )
+
+
+def _points(table: RowTable) -> dict[str, float]:
+    return {str(n): s for n, s in zip(table.rows, table.seconds, strict=True)}
+
+
+def _rows(where: str, text: Any) -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {text!r}: allowed: whole row counts") from error
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{where}: {value!r}: allowed: seconds, at least 0")
+    return float(value)

@@ -1,0 +1,266 @@
+"""The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
+
+A Space says which K, fan-outs, backups K_b and on_late are tried; FULL is the exhaustive grid, and
+COARSE what the advisor starts from.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from mpissd.config import RunConfig
+from mpissd.errors import ConfigError
+from mpissd.predict.closed import Cells, Expected, expect
+from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.spec.acceptance import HitLaw, resolve_acceptance, resolve_hit_law
+from mpissd.spec.fanout import resolve_fan_out
+
+MOST_LOOKAHEAD = 16
+
+
+@dataclass(frozen=True)
+class Placement:
+    """T target ranks and their forwards; num_drafts: the D that this machine has memory for."""
+
+    tp: int
+    device: DeviceCosts
+    num_drafts: tuple[int, ...] = (0, 1)
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What the tokens do, whatever the configuration: hazards of the longest K that is tried."""
+
+    hazards: tuple[float, ...]
+    hazards_fast: tuple[float, ...]
+    hit: HitLaw
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Laws:
+        """The laws of a configuration; a list of rates limits K to its length."""
+        texts = config.acceptance_text, config.acceptance_fast
+        most = min(_length(text) for text in texts)
+        hazards, fast = (resolve_acceptance(_cut(t, most), most).hazards for t in texts)
+        return cls(hazards, fast, resolve_hit_law(config.p_hit, config.hit_a, config.hit_r))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried; K_b None: every 1 … K, else the given shares of K, rounded up."""
+
+    lookaheads: tuple[int, ...]
+    fan_outs: tuple[str, ...]
+    backup_shares: tuple[float, ...] | None = None
+
+
+def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
+    """uniform:F and geometric:B, as --fan_out takes them."""
+    return (*(f"uniform:{f}" for f in uniform), *(f"geometric:{b}" for b in budgets))
+
+
+_BUDGETS = (4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+FULL = Space(tuple(range(1, 1 + MOST_LOOKAHEAD)), fan_outs(range(1, 11), _BUDGETS))
+COARSE = Space(
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
+    fan_outs((1, 2, 3, 5), (8, 16, 24, 40)),
+    (0.0, 0.5, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration and what is expected of it."""
+
+    mode: str
+    tp: int
+    num_drafts: int
+    batch_size: int
+    lookahead: int
+    fan_out: str | None
+    backup: str
+    backup_lookahead: int
+    on_late: str
+    tok_per_s: float
+    round_us: float
+    hit_rate: float | None
+
+    @property
+    def gpus(self) -> int:
+        """T + D."""
+        return self.tp + self.num_drafts
+
+    @property
+    def tok_per_s_per_gpu(self) -> float:
+        """Of every GPU that it holds."""
+        return self.tok_per_s / self.gpus
+
+    @property
+    def method(self) -> tuple[str, int]:
+        """(mode, D): SD inline and on a rank of its own are told apart."""
+        return self.mode, self.num_drafts
+
+    def flags(self) -> dict[str, str]:
+        """The flags of `mpissd run` that choose it, beside pair and laws; mpirun -np T+D."""
+        flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
+        if self.mode != "ar":
+            flags["lookahead"] = str(self.lookahead)
+        if self.fan_out is not None:
+            flags |= {"fan_out": self.fan_out, "backup": self.backup, "on_late": self.on_late}
+            flags["backup_lookahead"] = str(self.backup_lookahead)
+        return flags
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of one method on one placement, with the names of what varies."""
+
+    method: tuple[str, int]
+    place: Placement
+    cells: Cells
+    fan_out: tuple[str | None, ...]  # [G]
+
+    def expect(self, host: HostCosts) -> Expected:
+        """The expectation of every cell."""
+        return expect(self.cells, self.place.device, host)
+
+    def choice(self, index: int, found: Expected) -> Choice:
+        """Cell `index` as a choice."""
+        cells, (mode, drafts) = self.cells, self.method
+        return Choice(
+            mode=mode,
+            tp=self.place.tp,
+            num_drafts=drafts,
+            batch_size=cells.batch_size,
+            lookahead=cells.lookahead,
+            fan_out=self.fan_out[index],
+            backup="fast" if cells.fast[index] else "jit",
+            backup_lookahead=int(cells.backup_lookahead[index]),
+            on_late="serve" if cells.serve[index] else "finish",
+            tok_per_s=float(found.tok_per_s[index]),
+            round_us=float(found.round_s[index]) * 1e6,
+            hit_rate=float(found.hit_rate[index]) if self.fan_out[index] is not None else None,
+        )
+
+
+def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
+    """AR on T ranks: a round of b rows."""
+    asking = host.lead_send + host.lead_commit + host.lead_broadcast
+    judged = host.wake + host.lead_sample + host.lead_record
+    launch = max(host.lead_launch, host.follower)
+    round_s = asking + launch + judged + float(place.device.verify_s(batch))
+    return Choice(
+        "ar", place.tp, 0, batch, 0, None, "jit", 0, "finish", batch / round_s, round_s * 1e6, None
+    )
+
+
+def sd_groups(
+    place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
+) -> Iterator[Group]:
+    """SD, inline and on a draft rank: drafting K tokens is all it can do."""
+    for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
+        if lookahead <= len(laws.hazards):
+            rows = [((0,) * (lookahead + 1), False, lookahead, False)]
+            cells = _cells(laws, lookahead, batch, drafts == 0, rows)
+            yield Group(("sd", drafts), place, cells, (None,))
+
+
+def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterator[Group]:
+    """SSD on T + 1 GPUs: one group for each K."""
+    for lookahead in space.lookaheads:
+        if 1 not in place.num_drafts or lookahead > len(laws.hazards):
+            continue
+        named = dict(_resolved(space.fan_outs, laws, lookahead))
+        if not named:
+            continue
+        ways = list(itertools.product((False, True), _backups(space, lookahead), (False, True)))
+        rows = [(fan_out, *way) for fan_out in named.values() for way in ways]
+        names = tuple(name for name in named for _ in ways)
+        cells = _cells(laws, lookahead, batch, False, rows)
+        yield Group(("ssd", 1), place, cells, names)
+
+
+def cells_of(choice: Choice, laws: Laws) -> Cells:
+    """The one cell of a choice that drafts."""
+    fan_out: tuple[int, ...] | None = (0,) * (choice.lookahead + 1)
+    if choice.fan_out is not None:
+        fan_out = _fan_out(choice.fan_out, laws.hazards[: choice.lookahead], laws.hit)
+    assert fan_out is not None, choice
+    ways = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
+    return _cells(
+        laws, choice.lookahead, choice.batch_size, choice.num_drafts == 0, [(fan_out, *ways)]
+    )
+
+
+def _backups(space: Space, lookahead: int) -> Sequence[int]:
+    if space.backup_shares is None:
+        return range(1, lookahead + 1)
+    return sorted({max(1, int(np.ceil(share * lookahead))) for share in space.backup_shares})
+
+
+def _resolved(
+    texts: Iterable[str], laws: Laws, lookahead: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The fan-outs that this K and these hits allow."""
+    for text in texts:
+        fan_out = _fan_out(text, laws.hazards[:lookahead], laws.hit)
+        if fan_out is not None:
+            yield text, fan_out
+
+
+@lru_cache(maxsize=4096)
+def _fan_out(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
+    try:
+        minimum = 1 if hit.p_hit else 0
+        return resolve_fan_out(
+            text, len(hazards), hazards, hit.hit_a, hit.hit_r, minimum=minimum
+        )
+    except ConfigError:  # a budget too small, or no candidate hits
+        return None
+
+
+def _cells(
+    laws: Laws,
+    lookahead: int,
+    batch: int,
+    inline: bool,
+    rows: Sequence[tuple[tuple[int, ...], bool, int, bool]],
+) -> Cells:
+    """Cells of (fan-out, fast, K_b, serve) rows."""
+    fans = np.array([row[0] for row in rows])  # [G, K+1]
+    table = np.array([laws.hit.hit_probability(f) for f in range(int(fans.max()) + 1)])
+    return Cells(
+        lookahead=lookahead,
+        batch_size=batch,
+        inline=inline,
+        hazards=_repeat(laws.hazards, lookahead, len(rows)),
+        hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
+        p_hits=table[fans],
+        branches=fans.sum(axis=1),
+        fast=np.array([row[1] for row in rows]),
+        backup_lookahead=np.array([row[2] for row in rows]),
+        serve=np.array([row[3] for row in rows]),
+    )
+
+
+def _repeat(hazards: Sequence[float], lookahead: int, count: int) -> Floats:
+    return np.tile(np.array(hazards[:lookahead], np.float64), (count, 1))
+
+
+def _length(text: str) -> int:
+    """The longest K that a law reaches, up to MOST_LOOKAHEAD."""
+    kind, _, values = text.strip().partition(":")
+    listed = values.count(",") + 1 if kind in ("rates", "marginal") else MOST_LOOKAHEAD
+    return min(listed, MOST_LOOKAHEAD)
+
+
+def _cut(text: str, most: int) -> str:
+    """A list of rates, shortened to `most` values; any other law as it is."""
+    kind, _, values = text.strip().partition(":")
+    if kind not in ("rates", "marginal"):
+        return text
+    return f"{kind}:{','.join(values.split(',')[:most])}"

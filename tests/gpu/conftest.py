@@ -1,0 +1,39 @@
+"""What the GPU tests share: one backend a module, and a reason where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def why_no_gpu() -> str | None:
+    """Why these tests cannot run here, or None."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no usable GPU: {error}"
+    return None if count else "no GPU"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> None:
+    """Skips where there is no GPU."""
+    if reason := why_no_gpu():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def backend(gpu: None) -> Iterator[Any]:
+    """The cupy backend on GPU 0, with graphs where nvmath-python is there."""
+    from mpissd.backend.cupy_backend import CupyBackend
+
+    opened = CupyBackend(0)
+    yield opened
+    opened.close()

@@ -1,0 +1,202 @@
+"""Does a model on T ranks give what it gives on one? Every all-reduce, forward after forward.
+
+    mpirun -np 2 python -m mpi4py tests/gpu/mpi_shard_check.py --backend=cupy     one rank a GPU
+    mpirun -np 2 python -m mpi4py tests/gpu/mpi_shard_check.py --backend=host     no GPU at all
+
+With more ranks than GPUs the ranks share: NCCL must then be refused in one line, and `auto` must
+fall back to staged. On one rank, NCCL reduces over a communicator of one. `host` stands for a
+device whose memory is the host's; `numpy` checks the group for host arrays. The last lines are a
+table; exit code 1 where a row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.backend.base import Backend
+from mpissd.backend.numpy_backend import NumpyBackend
+from mpissd.comm.group import Group, SoloGroup
+from mpissd.comm.mpi_group import open_group
+from mpissd.errors import ConfigError, FaultError
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.model.stepper import Stepper
+from mpissd.presets import ModelShape, resolve_model
+from mpissd.wait import Waiter
+from tests.gpu.agreement import HostDevice, relative_error, tolerance
+
+COMM = MPI.COMM_WORLD
+WAITER = Waiter(60.0, spin=False)
+TOP_K, LAUNCHES = 2, 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    choice: str
+    what: str
+    passed: bool
+    note: str
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.passed else "FAIL"
+        return f"{verdict}  {self.choice:8s} {self.what:26s} {self.note}"
+
+
+def main() -> int:
+    """Runs every choice on every model; the exit code."""
+    args = parse()
+    backend, shared = open_backend(args.backend)
+    rows = []
+    for choice in args.all_reduce.split(","):
+        try:
+            group = open_choice(backend, choice)
+        except ConfigError as error:
+            rows.append(refused(choice, shared, str(error)))
+            continue
+        sound = not (shared and group.name == "nccl")
+        rows.append(
+            Row(choice, f"opens {group.name}", sound, "ranks share a GPU" if shared else "")
+        )
+        for name in args.models.split(","):
+            for fuse in (False, True):
+                rows.append(check(backend, group, choice, resolve_model(name), fuse))
+        backend.synchronize()
+        if group.name == "nccl" and COMM.size > 1:
+            rows.append(check_abort(backend, group, choice))
+        group.close()
+    backend.close()
+    passed = COMM.allreduce(int(all(row.passed for row in rows)), MPI.MIN)
+    if COMM.rank == 0:
+        print(f"{COMM.size} rank(s), {backend.name} on {backend.info.name}")
+        print("\n".join(map(str, rows)))
+        print("passed" if passed else "FAILED", flush=True)
+    return 1 - passed
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=("cupy", "numpy", "host"), default="cupy")
+    parser.add_argument("--all_reduce", default="nccl,staged,auto")
+    parser.add_argument("--models", default="toy-target,1b@2L")
+    return parser.parse_args()
+
+
+def open_backend(name: str) -> tuple[Backend, bool]:
+    """This rank's backend, and whether ranks share a GPU."""
+    if name == "numpy":
+        return NumpyBackend(), False
+    if name == "host":
+        return HostDevice(f"host memory {COMM.rank}"), False
+    import cupy
+
+    from mpissd.backend.cupy_backend import CupyBackend
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    return CupyBackend(COMM.rank % count), count < COMM.size
+
+
+def open_choice(backend: Backend, choice: str) -> Group:
+    """The group that `choice` names; the trial of device-aware MPI is left out for host memory."""
+    if backend.name == "host" and choice == "device":
+        from mpissd.comm.device_mpi import DeviceMpiGroup
+
+        return DeviceMpiGroup(backend, COMM, WAITER)
+    if COMM.size == 1 and choice == "nccl":
+        from mpissd.comm.device_group import NcclGroup
+
+        return NcclGroup(backend, COMM, WAITER)
+    if backend.name == "host":
+        from mpissd.comm.device_group import open_device_group
+
+        return open_device_group(backend, COMM, choice, WAITER)
+    return open_group(backend, COMM, choice, WAITER)
+
+
+def refused(choice: str, shared: bool, line: str) -> Row:
+    """A refusal is right where NCCL would have met two ranks on one GPU, and nowhere else."""
+    return Row(choice, "refused", choice == "nccl" and shared and "share GPU" in line, line)
+
+
+def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: bool) -> Row:
+    """LAUNCHES forwards with other tokens each: sharded against whole, and rank against rank.
+
+    The sharded model, and its graph, end with this call: before the group is closed.
+    """
+    options = ForwardOptions(fuse=fuse, lm_head=shape.vocab_size < 10_000, top_k=TOP_K)
+    sharded = stepper(backend, group, Shard(shape, COMM.size, COMM.rank), options)
+    whole = stepper(NumpyBackend(), SoloGroup(), Shard(shape), options)
+    bound = tolerance(4 * shape.num_layers)
+    worst, agree, times = 0.0, True, []
+    for launch in range(LAUNCHES):
+        out, ref = forward(sharded, launch, times), forward(whole, launch, [])
+        error = relative_error(out, ref)
+        worst = max(worst, error if np.isfinite(error) else np.inf)
+        agree = agree and len(set(COMM.allgather(out.tobytes()))) == 1
+        agree = agree and len(set(COMM.allgather(sharded.result.tobytes()))) == 1
+    top = ids_are_best(sharded, whole, bound)
+    captured = bool(getattr(sharded._current, "captured", False))
+    what = f"{shape.name} {'fused' if fuse else 'seven'} {'graph' if captured else 'eager'}"
+    note = f"error {worst:.1e} of {bound:.1e}, ranks {'agree' if agree else 'DIFFER'}"
+    note += f", ids {'right' if top else 'WRONG'}, forward {1e3 * min(times):.3f} ms"
+    return Row(choice, what, worst <= bound and agree and top, note)
+
+
+def check_abort(backend: Any, group: Any, choice: str) -> Row:
+    """Rank 0 reduces with peers that never come: a deadline ends the wait, an abort the kernel."""
+    gave_up = COMM.rank > 0
+    lonely = backend.activation(1, 1024)  # held until the abort: freeing it waits for the device
+    if COMM.rank == 0:
+        group.all_reduce(lonely)
+        try:
+            Waiter(1.0, spin=False).until(backend.fence(), "a peer that never comes")
+        except FaultError:
+            gave_up = True
+    COMM.Barrier()
+    start = time.perf_counter()
+    group.abort()
+    backend.synchronize()
+    note = f"the device was free after {time.perf_counter() - start:.2f} s"
+    return Row(choice, "abort of a lone all-reduce", gave_up, note)
+
+
+def stepper(backend: Backend, group: Group, shard: Shard, options: ForwardOptions) -> Stepper:
+    """A model with one program, of 8 rows."""
+    return Stepper(backend, group, shard, options, buckets=[8], num_sequences=1, seed=1)
+
+
+def forward(model: Stepper, seed: int, times: list[float]) -> Any:
+    """The hidden vectors after one forward of random tokens, on the host."""
+    tokens = np.random.default_rng(seed).integers(0, 100_000, 8).astype(np.int32)
+    COMM.Barrier()
+    start = time.perf_counter()
+    model.launch(8, tokens)
+    model.wait(WAITER)
+    times.append(time.perf_counter() - start)
+    return model.backend.to_host(model.stack.buffers.hidden)
+
+
+def ids_are_best(sharded: Stepper, whole: Stepper, bound: float) -> bool:
+    """Each rank's ids are its shard's best in the whole model's scores, but for near ties."""
+    buffers = whole.stack.buffers
+    if buffers.logits is None:
+        return True
+    parts = np.split(buffers.logits, COMM.size, axis=1)
+    ids = sharded.result[: COMM.size * 8 * TOP_K].reshape(COMM.size, 8, TOP_K)
+    slack = 8 * bound * buffers.logits.std()
+    return all(
+        (np.take_along_axis(part, mine, 1) >= -np.sort(-part, axis=1)[:, :TOP_K] - slack).all()
+        for part, mine in zip(parts, ids, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Programs and whole forwards: graph against eager, float16 against the float32 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.backend.base import Cost
+from mpissd.backend.numpy_backend import NumpyBackend
+from mpissd.comm.group import SoloGroup
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.model.stepper import Stepper
+from mpissd.presets import resolve_model
+from mpissd.wait import Waiter
+from tests.gpu.agreement import relative_error, tolerance
+
+pytestmark = pytest.mark.gpu
+NO_COST = Cost(1, 0, 0, 0, 0, 0, 0, 1)
+WAITER = Waiter(60.0, spin=True)
+ROWS = [1, 3, 8, 24, 64]
+
+
+def stepper(backend: Any, model: str, options: ForwardOptions, rows: list[int]) -> Stepper:
+    """A T = 1 model with one program for each row count."""
+    shard = Shard(resolve_model(model))
+    return Stepper(backend, SoloGroup(), shard, options, buckets=rows, num_sequences=1, seed=1)
+
+
+def forward(model: Stepper, rows: int, seed: int) -> Any:
+    """The hidden vectors after one forward of random tokens, on the host."""
+    tokens = np.random.default_rng(seed).integers(0, 100_000, rows).astype(np.int32)
+    model.launch(rows, tokens)
+    model.wait(WAITER)
+    return model.backend.to_host(model.stack.buffers.hidden)[:rows]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("model, lm_head", [("toy-target", True), ("1b@2L", False)])
+def test_a_forward_is_the_oracles(backend: Any, model: str, lm_head: bool, fuse: bool) -> None:
+    options = ForwardOptions(fuse=fuse, lm_head=lm_head, context=128, top_k=4)
+    on_device, oracle = (stepper(b, model, options, ROWS) for b in (backend, NumpyBackend()))
+    chain = 4 * oracle.shard.shape.num_layers
+    for rows in ROWS:
+        out, ref = forward(on_device, rows, seed=rows), forward(oracle, rows, seed=rows)
+        assert relative_error(out, ref) <= tolerance(chain), f"{rows} rows"
+        check_written(on_device, rows)
+        check_top(on_device, oracle, rows, tolerance(chain))
+    on_device.close()
+
+
+def check_written(model: Stepper, rows: int) -> None:
+    """No poison is left in the first `rows` rows of any buffer."""
+    memory = model.stack.buffers
+    for name in ("hidden", "qkv", "middle", "gate_up", "logits", "top_values"):
+        if (array := getattr(memory, name)) is not None:
+            assert np.isfinite(model.backend.to_host(array)[:rows]).all(), name
+
+
+def check_top(model: Stepper, oracle: Stepper, rows: int, bound: float) -> None:
+    """The ids read out are among the oracle's best: near ties may swap, nothing else."""
+    buffers = oracle.stack.buffers
+    scores = (buffers.hidden if buffers.logits is None else buffers.logits)[:rows]
+    ids = model.result[: rows * 4].reshape(rows, 4)
+    found = np.take_along_axis(scores, ids, axis=1)
+    slack = 8 * bound * np.abs(scores).std(axis=1, keepdims=True)
+    assert (found >= -np.sort(-scores, axis=1)[:, :4] - slack).all()
+
+
+def test_a_graph_replays_what_eager_runs(gpu: None) -> None:
+    from mpissd.backend.cupy_backend import CupyBackend
+
+    options = ForwardOptions(lm_head=True, top_k=3)
+    graph, eager = (CupyBackend(0, graph=flag) for flag in (True, False))
+    if not graph.capture:
+        pytest.skip(f"no capture: {graph.no_capture_reason}")
+    models = [stepper(b, "toy-target", options, [8]) for b in (graph, eager)]
+    for seed in range(3):  # other tokens every time: a graph that had captured them would differ
+        first, second = (forward(model, 8, seed) for model in models)
+        assert np.array_equal(first, second)
+        assert np.array_equal(*(model.result for model in models))
+        assert models[0].elapsed_s() > 0
+    assert models[0]._current.captured and not models[1]._current.captured
+    graph.close()
+    eager.close()
+
+
+def test_a_program_is_asynchronous_and_timed(backend: Any) -> None:
+    read = backend.read(4 * 10**9)
+    program = backend.program(read, NO_COST)
+    program.launch()
+    assert not program.done()  # 4 GB take most of a millisecond
+    program.wait(WAITER)
+    assert 1e-4 < program.elapsed_s() < 1.0
+
+
+def test_a_body_that_fails_leaves_the_stream_usable(backend: Any) -> None:
+    calls = []
+
+    def body() -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        if not backend.capture:
+            pytest.skip("no capture")
+        backend.program(body, NO_COST)
+    program = backend.program(backend.read(4096), NO_COST)
+    program.launch()
+    program.wait(WAITER)
+
+
+def test_an_uncapturable_body_runs_eagerly(backend: Any) -> None:
+    calls = []
+    program = backend.program(lambda: calls.append(1), NO_COST, capturable=False)
+    program.launch()
+    program.wait(WAITER)
+    assert len(calls) == 2 and not program.captured  # the warm-up, and the launch
