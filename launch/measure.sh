@@ -1,37 +1,51 @@
 #!/usr/bin/env bash
-# The reference rows of this machine, one command: launch/measure.sh OUT NUM_GPUS
-# One GPU measures AR and inline SD of 8b/1b, two add SSD with T=1, three or more 70b/1b with T=2.
-# Each line is one run; a run that fails is said so, and the others go on.
-set -u
+# The reference rows of a GPU machine, one command:  launch/measure.sh OUT NUM_GPUS
+# One GPU measures AR and inline SD of 8b/1b, two add SSD with T=1, three 70b/1b with T=2, four AR with
+# T=4, and first of all the framework itself on the null device. A run that fails is said so, and the
+# others go on. ROUNDS=1000, LIMIT_S=120 a run; PARTS="framework one two three four" to choose.
+set -u -o pipefail
 out=${1:?usage: launch/measure.sh OUT NUM_GPUS} gpus=${2:?usage: launch/measure.sh OUT NUM_GPUS}
 here=${0%/*}
-rounds=${ROUNDS:-1000}
+parts=(framework one two three four)
+read -ra wanted <<<"${PARTS:-${parts[*]:0:$((gpus + 1))}}"
 failed=0
 
 measure() { # ranks, flags of mpissd run
     local np=$1
     shift
     echo "== np=$np $*"
-    "$here/local.sh" "$np" --backend=cupy --out="$out" --rounds="$rounds" "$@" | grep -v '^{' ||
+    timeout -k 5 "${LIMIT_S:-120}" "$here/local.sh" "$np" --backend=cupy --fuse \
+        --out="$out" --rounds="${ROUNDS:-1000}" "$@" | grep -v '^{' ||
         { echo "FAILED: np=$np $*"; failed=1; }
 }
 
-law=(--alpha=.8 --lookahead=4)
-measure 1 --pair=8b/1b --mode=ar --fuse
-measure 1 --pair=8b/1b --mode=ar
-measure 1 --pair=8b/1b --mode=sd --num_drafts=0 --fuse "${law[@]}"
-if [ "$gpus" -ge 2 ]; then
-    measure 2 --pair=8b/1b --mode=sd --fuse "${law[@]}"
-    measure 2 --pair=8b/1b --mode=ssd --fuse "${law[@]}"
-    measure 2 --pair=8b/1b --mode=ssd --fuse "${law[@]}" --p_hit=1
-    measure 2 --pair=8b/1b --mode=ssd --fuse "${law[@]}" --p_hit=0
-    measure 2 --pair=8b/1b --mode=ar --fuse
-fi
-if [ "$gpus" -ge 3 ]; then
-    law=(--alpha=.8 --lookahead=7)
-    measure 2 --pair=70b/1b --mode=ar --fuse
-    measure 3 --pair=70b/1b --mode=sd --fuse "${law[@]}"
-    measure 3 --pair=70b/1b --mode=ssd --fuse "${law[@]}" --fan_out=geometric:24
-    measure 3 --pair=70b/1b --mode=ssd --fuse "${law[@]}" --p_hit=1
-fi
+framework() {
+    for _ in 1 2 3; do
+        measure 2 --mode=ssd --backend=emulated --device=null --pair=toy --rounds=5000
+    done
+}
+small=(--pair=8b/1b --alpha=.8 --lookahead=4)
+one() {
+    measure 1 --mode=ar "${small[@]}"
+    measure 1 --mode=ar "${small[@]}" --nofuse
+    measure 1 --mode=sd --num_drafts=0 "${small[@]}"
+}
+two() {
+    measure 2 --mode=ar "${small[@]}"
+    measure 2 --mode=sd "${small[@]}"
+    for hits in "" --p_hit=1 --p_hit=0; do
+        measure 2 --mode=ssd "${small[@]}" $hits
+    done
+}
+large=(--pair=70b/1b --alpha=.8 --lookahead=7)
+three() {
+    measure 2 --mode=ar "${large[@]}"
+    measure 3 --mode=sd "${large[@]}"
+    for hits in --fan_out=geometric:24 --p_hit=1 --p_hit=0; do
+        measure 3 --mode=ssd "${large[@]}" $hits
+    done
+}
+four() { measure 4 --mode=ar "${large[@]}"; }
+
+for part in "${wanted[@]}"; do "$part"; done
 exit $failed

@@ -7,9 +7,12 @@ and never in an allocation that hangs until its time limit.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from mpissd.errors import FaultError
 
@@ -25,6 +28,28 @@ def sharpen_sleep() -> None:
     """Asks Linux to end this thread's sleeps within a microsecond (the default slack is 50)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
+
+@contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """Ends the process (exit code 5, one line) where the block takes longer than `seconds`.
+
+    For what cannot be polled, as a library's teardown: a thread watches, and the launcher ends the
+    other ranks.
+    """
+
+    def give_up() -> None:
+        sys.stderr.write(f"mpissd: {what}: not over after {seconds:.0f} s (--deadline_s)\n")
+        sys.stderr.flush()
+        os._exit(FaultError.exit_code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Waiter:

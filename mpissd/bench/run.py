@@ -17,14 +17,15 @@ from mpissd.bench.calibrate import WARM_ID, JobProfile, calibrate, requests
 from mpissd.bench.rank import Rank
 from mpissd.bench.report import print_card, print_summary, progress_bar
 from mpissd.bench.row import Measured, make_row, write_row
-from mpissd.bench.session import open_session
+from mpissd.bench.session import Session, open_session
 from mpissd.config import RunConfig
 from mpissd.decode.draft import Drafter
 from mpissd.decode.target import TargetLoop
+from mpissd.errors import FaultError
 from mpissd.records import RoundRecords
 from mpissd.rounds import Outcome
 from mpissd.trace import LeadPhase
-from mpissd.wait import sharpen_sleep
+from mpissd.wait import sharpen_sleep, within
 
 
 @dataclass
@@ -53,20 +54,30 @@ def execute(config: RunConfig) -> int:
     """Runs one configuration on all ranks; returns the exit code."""
     sharpen_sleep()
     session = open_session(config)
-    with session.resources:
-        if session.topology.is_lead:
-            print_card(session)
-        rank = Rank(session)
-        profile = calibrate(rank)
-        drafter = None if rank.draft is None else rank.drafter(rank.draft)
-        lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
-        rounds = session.topology.world.bcast((lead.first_round, lead.last_round) if lead else None)
-        reports = session.topology.world.gather(_draft_report(drafter, *rounds))
-        rank.close()
-        if lead is not None and profile is not None:
-            draft = next((report for report in reports or () if report is not None), None)
-            _conclude(rank, profile, lead, draft)
+    try:
+        _run(session)
+    except FaultError:
+        session.group.abort()  # a collective that waits for a dead peer would hold the device
+        raise
+    finally:
+        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
+            session.resources.close()
     return 0
+
+
+def _run(session: Session) -> None:
+    if session.topology.is_lead:
+        print_card(session)
+    rank = Rank(session)
+    profile = calibrate(rank)
+    drafter = None if rank.draft is None else rank.drafter(rank.draft)
+    lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
+    rounds = session.topology.world.bcast((lead.first_round, lead.last_round) if lead else None)
+    reports = session.topology.world.gather(_draft_report(drafter, *rounds))
+    rank.close()
+    if lead is not None and profile is not None:
+        draft = next((report for report in reports or () if report is not None), None)
+        _conclude(rank, profile, lead, draft)
 
 
 def _conclude(

@@ -39,6 +39,7 @@ class TokenStream:
         self._base = np.zeros(capacity, np.int64)  # slot · window - position of its first column
         self._limit = np.zeros(capacity, np.int64)  # lengths from here on need a refill
         self._true = np.zeros((capacity, self._window), np.int32)
+        self._flat_true = self._true.reshape(-1)
         self._safe_rounds = 0  # for so many rounds no sequence can reach its limit
         self._origin: Index = np.zeros(0, np.int64)  # [b] flat index of position n
 
@@ -55,7 +56,7 @@ class TokenStream:
 
     def true(self, offsets: Index, rows: Index | None = None) -> Ints:
         """Y at n + offsets, [b, …] (of batch rows `rows` alone, if given)."""
-        return self._true.ravel().take(self._index(offsets, rows))
+        return self._flat_true.take(self._index(offsets, rows))
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
         origin = self._origin if rows is None else self._origin[rows]
@@ -133,7 +134,7 @@ class DraftStream(TokenStream):
         hit = np.flatnonzero(rank <= self._fan_out.take(accepted))
         if len(hit):
             lane = self._starts[accepted[hit]] + rank[hit] - 1
-            ids[hit, lane] = self._true.ravel().take(position[hit])
+            ids[hit, lane] = self._flat_true.take(position[hit])
         return ids
 
     def _fill(self, slot: int, start: int) -> None:
