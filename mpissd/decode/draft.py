@@ -110,11 +110,8 @@ class Drafter:
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
         """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
         start = perf_counter()
-        wanted = [self._wanted(rollout) for rollout in rollouts]
-        while True:
-            short = [r for r, want in zip(rollouts, wanted, strict=True) if r.steps < want]
-            if not short:
-                break
+        wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
+        while short := [rollout for rollout, want in wanted if rollout.steps < want]:
             self._step(short)
         only_jit = self._num_jit == len(self._batch) > 0
         complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead

@@ -39,11 +39,11 @@ _REFINED = 2  # coarse SSD choices that are searched finely around
 
 @dataclass(frozen=True)
 class ExtraGpu:
-    """What the GPU that SSD's draft takes would do elsewhere; tokens a second.
+    """What the GPU that SSD's draft takes would bring elsewhere.
 
-    ssd on N = T + D GPUs; without: the best of the others on at most N − 1; otherwise: the best of
-    the others on at most N (a larger T, or SD's draft on it); replicas: `without`, or whatever
-    others fill N GPUs best with copies that each serve a batch of their own.
+    ssd: on N = T + D GPUs. without: the best of the other modes on at most N − 1. otherwise: the
+    best of them on at most N (a larger T, or SD's draft). replicas_tok_per_s: of as many copies of
+    one of them as N GPUs hold, each with a batch of its own.
     """
 
     ssd: Choice
@@ -80,9 +80,9 @@ class Advice:
     """What to run.
 
     best: most tokens a second on at most the GPUs given. by_method: the best of AR, SD inline, SD
-    and SSD. rival: the best of the other modes on no more GPUs than best. break_even_alpha: the
-    acceptance rate where the best drafting choice and its rivals, each tuned anew, tie (None: no
-    such rate); break_even_p_hit: the hit rate where SSD and the best rival tie.
+    and SSD. rival: the best of the other modes on no more GPUs than best. break_even_alpha: of the
+    best choice that drafts, break_even_p_hit: of the best SSD, each against the other modes on no
+    more GPUs (see breakeven).
     """
 
     best: Choice
@@ -99,9 +99,7 @@ class Advice:
         return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
 
 
-def plan(
-    config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: int
-) -> Advice:
+def plan(config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: int) -> Advice:
     """The advice for one batch of config.batch_size on at most `gpus` GPUs.
 
     Of `config` the laws and the batch size count; mode, K, fan-out and backup are what is sought.
@@ -190,18 +188,16 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
 def _row_counts(batch: int, most: int) -> list[int]:
     """Every multiple of b up to `most`, and the powers of two below."""
-    top = batch * most
-    return sorted({batch * n for n in range(1, most + 1)} | {1 << n for n in range(top.bit_length())})
+    multiples = {batch * n for n in range(1, most + 1)}
+    return sorted(multiples | {1 << n for n in range((batch * most).bit_length())})
 
 
 def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile) -> Job:
     """The pair of `config` under another mode; its laws don't matter here."""
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
-    wanted = replace(
-        config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None, alpha=0.5,
-        acceptance=None, acceptance_fast="alpha:0.3",
-    )  # fmt: skip
+    wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
+    wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3")
     return resolve(wanted, tp, backend="emulated", memory_bytes=profile.memory_bytes)
 
 

@@ -78,9 +78,7 @@ def _rival_rates(
                 yield expect(_with_alpha(group.cells), place.device, host).tok_per_s
 
 
-def _rates(
-    cells: Cells, choice: Choice, host: HostCosts, places: Sequence[Placement]
-) -> Floats:
+def _rates(cells: Cells, choice: Choice, host: HostCosts, places: Sequence[Placement]) -> Floats:
     """tok/s of cells on the placement of a choice."""
     place = next(p for p in places if p.tp == choice.tp)
     return expect(cells, place.device, host).tok_per_s

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mpissd.job import Job, buckets
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.predict.timing import Ints, Timing, answer_s, in_buckets, steps_seen
+from mpissd.predict.timing import Ints, answer_s, in_buckets, steps_seen
 from mpissd.rounds import Source
 
 _TOLERANCE = 1e-6
@@ -90,11 +90,15 @@ class Expected:
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
     """The expectation of one job, AR included ([1])."""
     if job.lookahead == 0:
-        timing = Timing.of(job, device, host)
-        round_s = host.lead_send + host.lead_commit + timing.lead_s + timing.verify_s[-1:]
-        tokens, none = np.full(1, float(job.config.batch_size)), np.zeros(1)
-        return Expected(tokens / round_s, round_s, tokens, none, none)
+        return expect_ar(job.config.batch_size, device, host)
     return expect(Cells.of(job), device, host)
+
+
+def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
+    """AR's round of b rows, [1]: nothing is drawn."""
+    round_s = host.ask_s + host.lead_s + device.verify_s([batch])
+    tokens, none = np.full(1, float(batch)), np.zeros(1)
+    return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
 
 
 def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
@@ -111,17 +115,16 @@ class _Model:
     """
 
     def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts) -> None:
-        self.cells = cells
+        self.cells, self.host = cells, host
         lookahead, batch = cells.lookahead, cells.batch_size
         full, live = batch * (lookahead + 1), np.arange(batch + 1)
         held = buckets(batch, full)
         rows = in_buckets(held, np.arange(full + 1))
         self.verify_s = device.verify_s(rows)
-        lanes_s = device.draft_s(in_buckets(held, live)) + host.step
-        glue_s = float(device.draft_s(full)) + host.glue + host.keys
-        step_s = device.draft_s(np.maximum(cells.branches * batch, 1)) + host.step
-        self.timing = Timing(host, lookahead, self.verify_s, lanes_s, live * 0.0, live * 0.0)
-        self.keys_s, self.step_s = np.full(len(cells), glue_s), step_s
+        self.lanes_s = device.draft_s(in_buckets(held, live)) + host.step
+        branches = cells.branches * batch
+        self.step_s = device.draft_s(np.maximum(branches, 1)) + host.step
+        self.keys_s = device.draft_s(full) + host.glue + host.keys + host.keys_lane * branches
         self.p_hit_cached, self.tokens_cached = _laws(cells.hazards, cells.p_hits)
         backup = np.where(cells.fast[:, None], cells.hazards_fast, cells.hazards)
         p_hit, tokens = _laws(backup, cells.p_hits)
@@ -154,12 +157,12 @@ class _Model:
 
     def _steps(self, served: Ints, hits: Ints) -> tuple[Floats, Ints, Floats]:
         """(verification, steps taken when its outcome is seen, how late it is seen), [G, D, n]."""
-        cells, timing, host = self.cells, self.timing, self.timing.host
+        cells, host = self.cells, self.host
         misses = cells.batch_size - hits
         drafted = cells.backup_lookahead[:, None, None]
         rows = hits * (served[:, :, None] + 1) + misses * (drafted + 1)
         verified = self.verify_s[rows]
-        asked = 2 * host.link + timing.lead_s + host.lead_send + verified
+        asked = 2 * host.link + host.lead_s + host.lead_send + verified
         grows = (cells.branches > 0)[:, None, None]
         step_s, keys = self.step_s[:, None, None], np.where(grows, self.keys_s[:, None, None], 0.0)
         steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
@@ -187,11 +190,8 @@ def _stationary(model: _Model) -> _State:
     left = np.arange(cells)  # cells that still move
     for _ in range(_MOST_ITERATIONS):
         joint = weight[left, :, None] * _binomial(batch, hit[left])
-        onto = model.next[left] + depth * np.arange(len(left))[:, None, None]
-        reached, gained = (
-            np.bincount(onto.ravel(), part.ravel(), len(left) * depth).reshape(-1, depth)
-            for part in (joint, joint * chance[left])
-        )
+        reached = _onto(model.next[left], joint)
+        gained = _onto(model.next[left], joint * chance[left])
         chances = gained / np.where(reached > 0, reached, 1.0)
         change = np.abs(reached - weight[left]) + np.abs(chances - hit[left]) * reached
         weight[left], hit[left] = reached, chances
@@ -201,32 +201,42 @@ def _stationary(model: _Model) -> _State:
     return _State(weight, hit, weight[:, :, None] * _binomial(batch, hit))
 
 
+def _onto(steps: Ints, parts: Floats) -> Floats:
+    """Sums parts [G, D, n] by the step count that they lead to, [G, D]."""
+    cells, depth = parts.shape[:2]
+    flat = steps + depth * np.arange(cells)[:, None, None]
+    sums = np.bincount(flat.ravel(), parts.ravel(), cells * depth)
+    return np.asarray(sums.reshape(cells, depth), np.float64)
+
+
 def _means(model: _Model, state: _State) -> Expected:
     """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
-    cells, timing, host = model.cells, model.timing, model.timing.host
-    batch = cells.batch_size
+    cells, host, batch = model.cells, model.host, model.cells.batch_size
     hits = np.arange(batch + 1)
     verified = (state.joint * model.verified_s).sum(axis=(1, 2))
-    late = np.stack(  # mean lateness of the outcomes that j steps answer, [G, D]
-        [(state.joint * (model.next == d) * model.late_s).sum(axis=(1, 2))
-         for d in range(model.depth)], axis=1
-    )  # fmt: skip
+    late = _onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
     late = late / np.where(state.weight > 0, state.weight, 1.0)
     left = np.where(cells.serve[:, None], 0, cells.lookahead - model.grown)[:, :, None]
     backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
-    drafting = answer_s(timing.lanes_s, hits, left, batch - hits, backup)  # [G, D, n]
-    ready = host.lead_send + host.lead_commit
+    drafting = answer_s(model.lanes_s, hits, left, batch - hits, backup)  # [G, D, n]
     if cells.inline:
-        answered = ready + drafting + timing.inline_s + host.draft_record
+        answered = host.ask_s + drafting + host.draft_s + host.draft_record
     else:
-        travel = host.lead_send + 2 * host.link + timing.reply_s
-        answered = np.maximum(ready, travel + late[:, :, None] + drafting)
+        travel = host.lead_send + 2 * host.link + host.reply_s
+        answered = np.maximum(host.ask_s, travel + late[:, :, None] + drafting)
     wait = (state.joint * answered).sum(axis=(1, 2))
     tokens = hits * model.tokens[:, :, None] + (batch - hits) * model.tokens_miss[:, None, None]
     emitted = (state.joint * tokens).sum(axis=(1, 2))
     hit_rate = (state.joint * hits).sum(axis=(1, 2)) / batch
-    round_s = wait + timing.lead_s + verified
-    return Expected(emitted / round_s, round_s, emitted, hit_rate, wait - ready)
+    round_s = wait + host.lead_s + verified
+    rate = _rate(emitted, round_s)
+    return Expected(rate, round_s, emitted, hit_rate, wait - host.ask_s)
+
+
+def _rate(tokens: Floats, round_s: Floats) -> Floats:
+    """tok/s; inf where a round takes no time at all."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(tokens / round_s, np.float64)
 
 
 def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:

@@ -2,14 +2,14 @@
 
 HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trace.DraftPhase):
 
-    LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast · LAUNCH lead_launch
-                  SAMPLE lead_sample · RECORD lead_record
+    LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast
+                  LAUNCH lead_launch · SAMPLE lead_sample · RECORD lead_record
                   DRAFT_WAIT  2·link + what the draft does from `draft_read` to `draft_send`
                               − lead_commit (+ what growth delays: not a cost, the recurrence's)
                   DEVICE_WAIT verify_s + wake (and `follower` − lead_launch, if that is more)
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
-                  GLUE        draft_s + glue                 KEYS   keys
+                  GLUE        draft_s + glue                 KEYS   keys + keys_lane · b·ΣF
                   GROW        Σ over the steps of (draft_s + step)
                   WAIT        draft_read, beyond what is idle
 """
@@ -43,8 +43,9 @@ class HostCosts:
     draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting.
     follower: plan published → launched on the slowest follower (0 at T = 1, and where ranks don't
     wait for each other, as on the emulated backend). glue, step: the host's part of a glue forward
-    and of one draft step (launch, how late the wait ends, collect). wake: how late a wait on the
-    target's forward ends.
+    and of one draft step (launch, how late the wait ends, collect). keys_lane: of each of the b·ΣF
+    lanes (0 where keys was measured with the very fan-out). wake: how late a wait on the target's
+    forward ends.
     """
 
     lead_send: float = 0.0
@@ -63,6 +64,7 @@ class HostCosts:
     draft_record: float = 0.0
     glue: float = 0.0
     keys: float = 0.0
+    keys_lane: float = 0.0
     step: float = 0.0
     wake: float = 0.0
 
@@ -70,6 +72,27 @@ class HostCosts:
         for name, value in self.to_dict().items():
             if not 0 <= value < math.inf:
                 raise ConfigError(f"host cost {name}={value}: allowed: seconds, at least 0")
+
+    @property
+    def lead_s(self) -> float:
+        """Lead: speculation in hand → forward launched, and forward over → outcome in hand."""
+        launch = self.lead_broadcast + max(self.lead_launch, self.follower)
+        return launch + self.wake + self.lead_sample + self.lead_record
+
+    @property
+    def ask_s(self) -> float:
+        """Lead: outcome in hand → waiting for the speculation."""
+        return self.lead_send + self.lead_commit
+
+    @property
+    def draft_s(self) -> float:
+        """Drafting on the lead: outcome → speculation, without draft steps; nothing travels."""
+        return self.draft_commit + self.draft_lookup + self.draft_assemble
+
+    @property
+    def reply_s(self) -> float:
+        """Draft: OUTCOME seen → SPECULATION started, without draft steps."""
+        return self.draft_read + self.draft_s + self.draft_send
 
     def to_dict(self) -> dict[str, float]:
         """{field: seconds}, for a profile's JSON."""
@@ -163,7 +186,8 @@ class DeviceCosts:
 
     def to_dict(self) -> dict[str, dict[str, float] | None]:
         """{"verify": {rows: seconds}, "draft": likewise or None}, for a profile's JSON."""
-        return {"verify": _points(self.verify), "draft": self.draft and _points(self.draft)}
+        draft = None if self.draft is None else _points(self.draft)
+        return {"verify": _points(self.verify), "draft": draft}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:

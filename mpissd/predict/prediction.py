@@ -79,8 +79,9 @@ class Prediction:
 
     @property
     def tok_per_s(self) -> float:
-        """Tokens over wall, all chains together."""
-        return float(self.tokens.sum() / self.round_s.sum())
+        """Tokens over wall, all chains together; inf where rounds take no time at all."""
+        wall = float(self.round_s.sum())
+        return float(self.tokens.sum()) / wall if wall else math.inf
 
     @property
     def tok_per_s_error(self) -> float:
@@ -123,7 +124,7 @@ class Prediction:
         return float(self.wait_s.mean())
 
     @property
-    def T_p(self) -> float | None:  # noqa: N802  (the paper's letter)
+    def T_p(self) -> float | None:
         """Growth over verification, both in seconds [THEORY: (G − R)/t_T]."""
         if self.t_growth_s is None or not self.t_target_s:
             return None

@@ -90,6 +90,7 @@ class _State:
     def __init__(self, job: Job, timing: Timing, draws: Draws, num_tokens: int | None) -> None:
         self._job, self._timing, self._draws = job, timing, draws
         self._num_tokens = num_tokens
+        host = timing.host
         shape = draws.chains, job.config.batch_size
         self.live: Mask = np.ones(shape, np.bool_)
         self._fresh = True  # no outcome yet: the first round is a forced miss
@@ -98,7 +99,7 @@ class _State:
         self._emitted = np.zeros(shape, np.int64)
         self._clock = np.zeros(shape[0])  # when the lead has outcome r-1
         # Before the first round, full rounds on throw-away sequences have warmed up.
-        self._sent = np.full(shape[0], -timing.lead_s - timing.host.link - timing.verify_s[-1])
+        self._sent = np.full(shape[0], -host.lead_s - host.link - timing.verify_s[-1])
         self._growing = np.full(shape[0], shape[1])  # sequences that grow since `_sent`
         backup = Source[job.config.backup.upper()]
         self._backup_steps = job.backup_lookahead if backup == Source.JIT else 0
@@ -111,7 +112,7 @@ class _State:
         hit = self._hit & self.live
         answer = self._answer(hit)
         rows = np.where(self.live, answer.num_draft + 1, 0).sum(axis=1)
-        over = answer.seen + self._timing.verify_s[rows] + self._timing.lead_s
+        over = answer.seen + self._timing.verify_s[rows] + self._timing.host.lead_s
         accepted = self._accepted(hit, answer.num_draft)
         bonus = self._draws.bonus(self._length, accepted)
         trail.live.append(self.live)
@@ -121,18 +122,14 @@ class _State:
         trail.accepted.append(accepted)
         trail.bonus.append(bonus)
         trail.steps.append(answer.steps)
-        trail.wait_s.append(answer.seen - self._clock - self._asking_s)
+        trail.wait_s.append(answer.seen - self._clock - self._timing.host.ask_s)
         trail.round_s.append(np.where(self.live.any(axis=1), over - self._clock, 0.0))
         trail.tokens.append(self._commit(accepted))
         self._clock = over
 
-    @property
-    def _asking_s(self) -> float:
-        return self._timing.host.lead_send + self._timing.host.lead_commit
-
     def _answer(self, hit: Mask) -> _Answer:
         """When and what the draft answers, wherever it sits."""
-        job, ready = self._job, self._clock + self._asking_s
+        job, ready = self._job, self._clock + self._timing.host.ask_s
         steps = np.zeros(len(ready), np.int64)
         if job.lookahead == 0:
             return _Answer(ready, np.zeros_like(self._length), steps)
@@ -164,7 +161,8 @@ class _State:
         misses = self.live.sum(axis=1) - hits
         backup = np.full_like(steps, self._backup_steps)
         drafting = answer_s(self._timing.lanes_s, hits, left, misses, backup)
-        return drafting + (self._timing.inline_s if self._job.inline else self._timing.reply_s)
+        host = self._timing.host
+        return drafting + (host.draft_s if self._job.inline else host.reply_s)
 
     def _num_draft(self, steps: Ints) -> Ints:
         """k' of every sequence: hits K (served late: what is grown), misses K_b."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
-from mpissd.predict.closed import Cells, Expected, expect
+from mpissd.predict.closed import Cells, Expected, expect, expect_ar
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.spec.acceptance import HitLaw, resolve_acceptance, resolve_hit_law
 from mpissd.spec.fanout import resolve_fan_out
@@ -148,14 +148,10 @@ class Group:
 
 
 def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
-    """AR on T ranks: a round of b rows."""
-    asking = host.lead_send + host.lead_commit + host.lead_broadcast
-    judged = host.wake + host.lead_sample + host.lead_record
-    launch = max(host.lead_launch, host.follower)
-    round_s = asking + launch + judged + float(place.device.verify_s(batch))
-    return Choice(
-        "ar", place.tp, 0, batch, 0, None, "jit", 0, "finish", batch / round_s, round_s * 1e6, None
-    )
+    """AR on T ranks."""
+    found = expect_ar(batch, place.device, host)
+    rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
+    return Choice("ar", place.tp, 0, batch, 0, None, "jit", 0, "finish", rate, round_us, None)
 
 
 def sd_groups(
@@ -216,9 +212,7 @@ def _resolved(
 def _fan_out(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
     try:
         minimum = 1 if hit.p_hit else 0
-        return resolve_fan_out(
-            text, len(hazards), hazards, hit.hit_a, hit.hit_r, minimum=minimum
-        )
+        return resolve_fan_out(text, len(hazards), hazards, hit.hit_a, hit.hit_r, minimum=minimum)
     except ConfigError:  # a budget too small, or no candidate hits
         return None
 

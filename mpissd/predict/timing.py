@@ -48,29 +48,12 @@ class Timing:
             nothing = np.zeros(batch + 1)
             return cls(host, job.lookahead, verify, nothing, nothing, nothing)
         held = job.draft_buckets()
-        glue = device.draft_s(in_buckets(held, live * width)) + host.glue + host.keys
-        growth = device.draft_s(in_buckets(held, live * sum(job.fan_out))) + host.step
+        branches = live * sum(job.fan_out)
+        keys = host.keys + host.keys_lane * branches
+        glue = device.draft_s(in_buckets(held, live * width)) + host.glue + keys
+        growth = device.draft_s(in_buckets(held, branches)) + host.step
         lanes = device.draft_s(in_buckets(held, live)) + host.step
         return cls(host, job.lookahead, verify, lanes, glue, growth)
-
-    @property
-    def lead_s(self) -> float:
-        """Lead: speculation in hand → forward launched, and forward over → outcome in hand."""
-        host = self.host
-        launch = host.lead_broadcast + max(host.lead_launch, host.follower)
-        return launch + host.wake + host.lead_sample + host.lead_record
-
-    @property
-    def reply_s(self) -> float:
-        """Draft: OUTCOME seen → SPECULATION started, without draft steps."""
-        host = self.host
-        return host.draft_read + self.inline_s + host.draft_send
-
-    @property
-    def inline_s(self) -> float:
-        """Drafting on the lead: outcome → speculation, without draft steps; nothing travels."""
-        host = self.host
-        return host.draft_commit + host.draft_lookup + host.draft_assemble
 
 
 def in_buckets(buckets: Sequence[int], rows: Ints) -> Ints:
@@ -88,7 +71,9 @@ def steps_seen(waited: Floats, step_s: Floats, lookahead: int) -> Ints:
     return np.asarray(np.minimum(steps, lookahead), np.int64)
 
 
-def answer_s(lanes_s: Floats, hits: Ints, hit_steps: Ints, misses: Ints, miss_steps: Ints) -> Floats:
+def answer_s(
+    lanes_s: Floats, hits: Ints, hit_steps: Ints, misses: Ints, miss_steps: Ints
+) -> Floats:
     """Seconds of draft steps that finish the hits and draft the misses, in shared forwards.
 
     Forwards carry all lanes that are still short; whoever needs more steps goes on alone.

@@ -131,10 +131,10 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b]. Returns int32 [b].
     """
     batch, lookahead = drafts.shape
-    ends = np.empty((batch, lookahead + 1), np.bool_)  # where the run of matches is over
+    ends = np.ones((batch, lookahead + 1), np.bool_)  # where the run of matches is over
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
-    ends[np.arange(batch), num_draft] = True
-    return np.asarray(ends.argmax(axis=1), np.int32)
+    run: Ints = ends.argmax(axis=1).astype(np.int32)
+    return np.minimum(run, num_draft)
 
 
 @dataclass(frozen=True)

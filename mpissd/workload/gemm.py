@@ -49,8 +49,8 @@ class GemmTargetWorker(TargetWorker):
         """Row j of the forward scores position n + j, n the committed length."""
         true = self._stream.true(self._ahead)  # [b, K+1]
         accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
-        bonus: Ints = true[np.arange(len(true)), accepted]
-        return accepted, bonus
+        row_starts = np.arange(0, true.size, len(self._ahead))
+        return accepted, true.reshape(-1).take(row_starts + accepted)
 
     def close(self) -> None:
         self.stepper.close()

@@ -18,7 +18,7 @@ from mpissd.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.workload.base import Admissions
 
 WINDOW = 4096  # positions a slot's tables hold; a refill costs about a millisecond
-_CANDIDATES = 1 << 19  # a slot holds at most; a wide fan-out shortens the window
+_CANDIDATES = 1 << 18  # positions · widest F that a slot holds at most; a wide fan-out shortens the window
 _MARGIN = 4
 Index = NDArray[np.int64]
 
@@ -95,29 +95,32 @@ class DraftStream(TokenStream):
         widest = max((*fan_out, 1))
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
-        self._hit_law, self._fan_out = hit_law, np.asarray(fan_out, np.int64)
-        self.k_of, place, self._starts = lanes_of(fan_out)
+        self._hit_law = hit_law
+        self.k_of, place = lanes_of(fan_out)
         plane = capacity * self._window
-        self._rank = np.zeros((capacity, self._window), np.int32)
         # x of each law and place i of a round; sources with equal laws share a table.
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
         }
         self._table = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
+        self._flat_table = {source: table.reshape(-1) for source, table in self._table.items()}
         step = np.arange(lookahead, dtype=np.int64)
         self._places: Index = step * (plane + 1)  # flat step from (i = 0, p) to (i, p + i)
         # How many of the K tokens drafted from p on are accepted, by the source that drafted them.
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
+        self._flat_run = self._run.reshape(-1)
         self._source_plane = plane
-        self._decoys = np.zeros((capacity, self._window, widest), np.int32)
+        # [0] decoys alone; [1] with Y at its rank's place, for the row that is the true outcome
+        self._decoys = np.zeros((2, capacity, self._window, widest), np.int32)
+        self._flat_decoys = self._decoys.reshape(-1)
         self._widest = widest
         self._lane_offset: Index = self.k_of * widest + place  # from (p = n, 0) to a lane's decoy
 
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
         """The K tokens x_1 … x_K drafted from position n + offsets on, [b, …, K]."""
         index = self._index(offsets[..., None] + self._places, rows)
-        return self._table[source].ravel().take(index)
+        return self._flat_table[source].take(index)
 
     def candidates(self, source: Ints, num_draft: Ints) -> Ints:
         """Bonus candidates [b, ΣF] behind trunks of `num_draft` [b] tokens from `source` [b].
@@ -125,17 +128,11 @@ class DraftStream(TokenStream):
         Distinct a row, and never the proposed token. Decoys, except where row k is the true
         outcome: there Y takes the place that its rank has, if it is within the fan-out.
         """
-        index = (self._origin * self._widest)[:, None] + self._lane_offset
-        ids = self._decoys.ravel().take(index)
-        run = self._run.ravel().take(source * self._source_plane + self._origin)
+        run = self._flat_run.take(source * self._source_plane + self._origin)
         accepted = np.minimum(run, num_draft)
-        position = self._origin + accepted
-        rank = self._rank.ravel().take(position)
-        hit = np.flatnonzero(rank <= self._fan_out.take(accepted))
-        if len(hit):
-            lane = self._starts[accepted[hit]] + rank[hit] - 1
-            ids[hit, lane] = self._flat_true.take(position[hit])
-        return ids
+        index = (self._origin * self._widest)[:, None] + self._lane_offset
+        index += (self.k_of == accepted[:, None]) * self._decoys[0].size
+        return self._flat_decoys.take(index)
 
     def _fill(self, slot: int, start: int) -> None:
         super()._fill(slot, start)
@@ -144,16 +141,18 @@ class DraftStream(TokenStream):
         wrong = other + (other >= true)
         coin = self._draw(Purpose.ACCEPT, slot, start)
         for hazards, table in self._drafts.items():
-            for place, rate in enumerate(hazards):
-                table[place, slot] = np.where(coin < rate, true, wrong)
+            for i, rate in enumerate(hazards):
+                table[i, slot] = np.where(coin < rate, true, wrong)
         for source, table in self._table.items():
             self._run[source, slot] = leading(table[:, slot] == true)
-        self._rank[slot] = self._hit_law.ranks(self._draw(Purpose.RANK, slot, start))
         # Upwards from Y + 1, past the wrong token; the proposed token is one of Y and wrong.
-        step = np.arange(self._widest)
+        place = np.arange(self._widest)
         gap = (wrong - true - 1) % self.vocab
-        shift = step + (step >= gap[:, None])
-        self._decoys[slot] = (true[:, None] + 1 + shift) % self.vocab
+        shift = place + (place >= gap[:, None])
+        decoys = (true[:, None] + 1 + shift) % self.vocab
+        rank = self._hit_law.ranks(self._draw(Purpose.RANK, slot, start))
+        self._decoys[0, slot] = decoys
+        self._decoys[1, slot] = np.where(place == rank[:, None] - 1, true[:, None], decoys)
 
 
 def leading(matches: NDArray[np.bool_]) -> Ints:
@@ -168,10 +167,9 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
     return run[:window]
 
 
-def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints, Index]:
-    """(k of each lane, its place within k's candidates, first lane of each k) of F_0 … F_K."""
+def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
+    """(k of each lane, its place within k's candidates) of F_0 … F_K, each [ΣF]."""
     counts = np.asarray(fan_out, np.int64)
     starts = np.cumsum(counts) - counts
     k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
-    place = (np.arange(len(k_of)) - starts[k_of]).astype(np.int32)
-    return k_of, place, starts
+    return k_of, (np.arange(len(k_of)) - starts[k_of]).astype(np.int32)
