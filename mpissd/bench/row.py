@@ -18,6 +18,7 @@ from mpissd.bench.session import Session
 from mpissd.decode.draft import Drafter
 from mpissd.job import Job
 from mpissd.model.shard import Shard
+from mpissd.predict.row import predict_row
 from mpissd.records import (
     SCHEMA,
     RoundRecords,
@@ -74,8 +75,7 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
         **_throughput(session, measured, sequences),
         **_speculation(session, sequences),
         **_times(session, measured),
-        "predicted_tok_per_s": None,
-        "prediction_error": None,
+        **_prediction(session, measured, sequences),
         **_digests(session, measured, sequences),
         "messages_per_round": round(measured.messages_per_round, 2),
         "bytes_per_round": round(measured.bytes_per_round, 1),
@@ -210,6 +210,24 @@ def _full_depth(session: Session, t_target: float | None) -> float | None:
     if t_target is None or job.target.num_layers == job.full_target.num_layers:
         return None
     return t_target * job.full_target.num_layers / job.target.num_layers
+
+
+def _prediction(
+    session: Session, measured: Measured, sequences: NDArray[np.int64]
+) -> dict[str, Any]:
+    """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
+    profile = measured.profile
+    found = predict_row(session.job, profile.device, profile.host, len(measured.records))
+    rate = found["tok_per_s"]
+    measured_rate = _num_tokens(sequences, session.job.config.num_tokens) / measured.wall_s
+    return {
+        "predicted_tok_per_s": rate,
+        "predicted_round_us": found["round_us"],
+        "prediction_error": None if not rate else round(measured_rate / rate - 1, 5),
+        "expected_tok_per_s": found["expected_tok_per_s"],
+        "sampling_error": found["sampling_error"],
+        "sampling_sd": found["sampling_sd"],
+    }
 
 
 def _digests(
