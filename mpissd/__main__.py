@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 # Before NumPy is imported: threads of one rank would fight with the other ranks.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -30,12 +32,27 @@ def main(arguments: list[str] | None = None) -> int:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
         if command is None:
             return 0
+        if command.name != "run":
+            return alone(command)
         check_before_mpi(command.config)
     except ConfigError as error:
         if launcher_rank() == 0:
             print(f"mpissd: {error}", file=sys.stderr)
         return error.exit_code
     return 0 if command.config.dry_run else launch(command.config)
+
+
+def alone(command: cli.Command) -> int:
+    """Runs a command that needs no MPI."""
+    from mpissd import commands
+
+    functions: dict[str, Callable[[Any], int]] = {
+        "predict": commands.predict,
+        "plan": commands.advise,
+        "why": commands.why,
+        "tables": commands.tables,
+    }
+    return functions[command.name](command.config)
 
 
 def check_before_mpi(config: RunConfig) -> None:

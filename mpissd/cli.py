@@ -14,7 +14,14 @@ from typing import Any
 import fire
 from fire.decorators import SetParseFn
 
-from mpissd.config import RunConfig, parse_flags
+from mpissd.config import (
+    PlanConfig,
+    PredictConfig,
+    RunConfig,
+    TablesConfig,
+    WhyConfig,
+    parse_into,
+)
 from mpissd.errors import ConfigError, unknown
 
 
@@ -23,33 +30,54 @@ class Command:
     """A validated request: which command, with what."""
 
     name: str
-    config: RunConfig
+    config: Any
 
 
-def _run(*words: str, **flags: str) -> Command:
-    if words:
-        raise ConfigError(f"{words[0]!r} is not a flag: write --name=value")
-    return Command("run", parse_flags(flags))
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A command's configuration, what its one word may say, and its help."""
+
+    config: type
+    about: str
+    word: str | None = None  # the flag that a bare word stands for
 
 
-def _documented(function: Callable[..., Command], about: str) -> Callable[..., Command]:
-    """Gives a command the flags of RunConfig as its signature and help."""
-    fields = dataclasses.fields(RunConfig)
+SPECS = {
+    "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
+    "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
+    "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
+    "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", "result"),
+    "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", "results"),
+}
+
+
+def _command(name: str, spec: Spec) -> Callable[..., Command]:
+    """A function for fire whose signature and help are the configuration's fields."""
+
+    def collect(*words: str, **flags: str) -> Command:
+        given = dict(flags)
+        if len(words) == 1 and spec.word is not None and spec.word not in flags:
+            given[spec.word] = words[0]
+        elif words:
+            raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
+        return Command(name, parse_into(spec.config, given))
+
+    fields = dataclasses.fields(spec.config)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    flags = [inspect.Parameter(f.name, keyword, default=f.default) for f in fields]
-    words = inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL)
-    others = inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD)
-    documented: Any = SetParseFn(str)(function)
-    documented.__signature__ = inspect.Signature([words, *flags, others])
+    parameters = [
+        inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL),
+        *(inspect.Parameter(f.name, keyword, default=f.default) for f in fields),
+        inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD),
+    ]
+    documented: Any = SetParseFn(str)(collect)
+    documented.__signature__ = inspect.Signature(parameters)
     lines = "\n".join(f"    {f.name}: {f.metadata['help']}" for f in fields)
-    documented.__doc__ = f"{about}\n\nArgs:\n{lines}\n"
+    documented.__doc__ = f"{spec.about}\n\nArgs:\n{lines}\n"
     command: Callable[..., Command] = documented
     return command
 
 
-COMMANDS = {
-    "run": _documented(_run, "Runs one configuration; the last line of stdout is its JSON row."),
-}
+COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
 
 
 def parse(arguments: list[str]) -> Command | None:

@@ -12,11 +12,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mpissd.errors import ConfigError, unknown
 
 Parse = Callable[[str, str], Any]
+Config = TypeVar("Config")
 
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
@@ -189,9 +190,58 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class PredictConfig(RunConfig):
+    """Of `predict`: a run's flags, T, and the profile to predict from."""
+
+    profile: str | None = flag(
+        None, words, "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file)"
+    )
+    tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Of `plan`: the laws, the machine, and how many GPUs."""
+
+    profile: str = flag("h100", words, "device profile: a name or a file")
+    gpus: int = flag(2, integer(1), "GPUs at most")
+    pair: str | None = flag(None, words, "TARGET/DRAFT (default 8b/1b)")
+    alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
+    acceptance: str | None = flag(None, words, "as in run")
+    acceptance_fast: str = flag("alpha:0.3", words, "acceptance of --backup=fast tokens")
+    p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence")
+    hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r")
+    hit_r: float | None = flag(None, number(0), "r of the hit law")
+    batch_size: int = flag(1, integer(1), "sequences b")
+    fuse: bool = flag(False, switch, "q,k,v as one product, and gate,up as one")
+    lm_head: bool = flag(False, switch, "with the vocabulary product")
+    context: int = flag(0, integer(0), "tokens of KV cache read")
+
+
+@dataclass(frozen=True)
+class WhyConfig:
+    """Of `why`: whose gaps."""
+
+    result: str | None = flag(None, words, "runs.jsonl, or a run id in OUT/runs.jsonl")
+    out: str = flag("out", words, "folder of runs.jsonl")
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """Of `tables`: from which rows."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+
+
 def parse_flags(flags: Mapping[str, str]) -> RunConfig:
     """Flags as text → a validated RunConfig; ConfigError with a did-you-mean for unknown names."""
-    fields = {f.name: f for f in dataclasses.fields(RunConfig)}
+    return parse_into(RunConfig, flags)
+
+
+def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
+    """Flags as text → a validated configuration of this kind."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = {}
     for name, text in flags.items():
         short = [f for f in fields if len(name) == 1 and f.startswith(name)]
@@ -199,4 +249,4 @@ def parse_flags(flags: Mapping[str, str]) -> RunConfig:
         if name not in fields:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
         values[name] = fields[name].metadata["parse"](name, str(text))
-    return RunConfig(**values)
+    return kind(**values)

@@ -58,16 +58,6 @@ class JobProfile:
     host: HostCosts
     read_bytes_per_s: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For OUT/profiles/RUN_ID.json."""
-        return {
-            "schema": 1,
-            "kind": "job",
-            "read_bytes_per_s": self.read_bytes_per_s,
-            "device": self.device.to_dict(),
-            "host": self.host.to_dict(),
-        }
-
 
 def requests(first_id: int, count: int) -> list[Request]:
     """`count` sequences, numbered from first_id."""
@@ -168,7 +158,7 @@ def _host_costs(
     target: ForwardTimes,
     draft: ForwardTimes | None,
 ) -> HostCosts:
-    """HostCosts of the paused passes: the first with nothing grown, the second (SSD) with growth."""
+    """HostCosts of the paused passes: the first grows nothing, the second (SSD) does."""
     job = rank.session.job
     lead = _phases(leads[-1].lead, LeadPhase)
     late = _overshoot(rank)

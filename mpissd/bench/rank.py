@@ -50,7 +50,8 @@ class Rank:
 
     def _open_messages(self) -> None:
         """Communicators of their own for the plans and for the link; collective over the world."""
-        topology, shape, waiter = self.session.topology, self.session.link_shape, self.session.waiter
+        session = self.session
+        topology, shape, waiter = session.topology, session.link_shape, session.waiter
         group, world = topology.group.Dup(), topology.world.Dup()
         if topology.is_draft:
             self.draft_link = draft_end(world, 0, shape, waiter)
@@ -85,7 +86,7 @@ class Rank:
         drafter: Drafter | None,
         drive: Callable[[TargetLoop], Result],
     ) -> Result | None:
-        """One pass with these workers; `drive` runs on the lead, and its result is returned there."""
+        """One pass with these workers; `drive` runs on the lead, which gets its result."""
         batch, waiter = self.session.job.config.batch_size, self.session.waiter
         with undisturbed():
             if self.draft_link is not None:

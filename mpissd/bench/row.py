@@ -18,6 +18,7 @@ from mpissd.bench.session import Session
 from mpissd.decode.draft import Drafter
 from mpissd.job import Job
 from mpissd.model.shard import Shard
+from mpissd.predict import jobfile
 from mpissd.predict.row import predict_row
 from mpissd.records import (
     SCHEMA,
@@ -273,6 +274,13 @@ def write_row(session: Session, row: dict[str, Any], measured: Measured) -> None
         np.savez_compressed(file, allow_pickle=False, **arrays)
     half.rename(path)
     profile = out / "profiles" / f"{row['run_id']}.json"
-    profile.write_text(json.dumps(measured.profile.to_dict(), indent=1) + "\n")
+    profile.write_text(json.dumps(_job_file(session, measured), indent=1) + "\n")
     with (out / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def _job_file(session: Session, measured: Measured) -> dict[str, Any]:
+    found = measured.profile
+    rounds = len(measured.records)
+    costs = found.device, found.host, found.read_bytes_per_s
+    return jobfile.to_dict(session.job, session.backend.name, rounds, *costs)

@@ -136,7 +136,7 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
 
 def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundRecords, float]:
     records = RoundRecords(lookahead)
-    emitted: dict[int, int] = {n: 0 for n in range(config.batch_size)}
+    emitted: dict[int, int] = dict.fromkeys(range(config.batch_size), 0)
     limit = config.max_rounds
     loop.ledger.restart()
     start = last = perf_counter()

@@ -32,7 +32,7 @@ class Group(ABC):
         """Concatenates 4-byte `local` arrays of all ranks into `gathered`, in rank order."""
 
     def abort(self) -> None:  # noqa: B027
-        """After a fault: lets go of a collective that will never end, so that memory can be freed."""
+        """After a fault: lets go of a collective that will never end; then memory can be freed."""
 
     def close(self) -> None:  # noqa: B027  (most groups hold nothing)
         """Frees the communicator; after the programs that hold its operations."""

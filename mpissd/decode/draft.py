@@ -11,7 +11,6 @@ from itertools import chain, islice, repeat
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.comm.link import DraftEnd

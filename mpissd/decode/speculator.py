@@ -54,6 +54,7 @@ class InlineSpeculator(Speculator):
 
     def answer(self, round_: int, count: int) -> Speculation:
         assert self._outcome is not None, "answer() before ask()"
+        self._drafter.ledger.restart()  # the lead's own time is not the draft's
         speculation = self._drafter.answer(self._outcome)
         self._drafter.close_round(speculation)
         return speculation

@@ -138,6 +138,6 @@ def _ssd_advice(row: Row) -> str:
 
 _DRAFTING: dict[str, Callable[[Row], str]] = {
     "inline": lambda row: "a smaller draft or K, or a GPU for the draft (--mode=ssd hides it)",
-    "sd": lambda row: "--mode=ssd drafts while the target verifies; else a smaller draft or K",
+    "sd": lambda row: "drafting while the target verifies (--mode=ssd), or a smaller draft or K",
     "ssd": _ssd_advice,
 }

@@ -18,7 +18,7 @@ from mpissd.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.workload.base import Admissions
 
 WINDOW = 4096  # positions a slot's tables hold; a refill costs about a millisecond
-_CANDIDATES = 1 << 18  # positions · widest F that a slot holds at most; a wide fan-out shortens the window
+_CANDIDATES = 1 << 18  # positions · widest F of a slot at most: a wide fan-out has fewer positions
 _MARGIN = 4
 Index = NDArray[np.int64]
 

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Measures random configurations and holds the predictor against them (emulated, or on GPUs).
+
+    launch/predictions.py OUT [--cells=100] [--seed=1] [--gpus=N] [--table]
+
+A cell is one machine, pair, K, law and batch, run as SD and as SSD; every row carries the prediction
+made from its own job's profile. Rows go to OUT/runs.jsonl as always, so an interrupted study goes on
+where it stopped; --table only prints what is there. The bars: median |error| <= 3%, p95 <= 8% beyond
+two standard errors, and the sign of SSD - SD right in >= 98% of the cells whose interval excludes 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROUNDS = 80
+MACHINES = [  # device, pair, T
+    ("h100", "8b/1b", 1),
+    ("h100", "70b/1b", 2),
+    ("h100", "70b/1b", 4),
+    ("h200", "8b/1b", 1),
+    ("h200", "8b/1b", 2),
+    ("h200", "70b/1b", 2),
+    ("a100-80", "8b/1b", 1),
+    ("a100-80", "32b/0.6b", 1),
+    ("v100-32", "8b/1b", 1),
+]
+
+
+def draw(rng: random.Random, seed: int, gpus: int) -> tuple[int, list[str]]:
+    """(T, flags) of one random cell; the flags hold for SD and SSD."""
+    device, pair, tp = rng.choice(MACHINES)
+    if gpus:
+        pair, tp = rng.choice([("8b/1b", 1)] + [("70b/1b", 2)] * (gpus >= 3))
+    lookahead = rng.randint(1, 8)
+    flags = [f"--pair={pair}", f"--lookahead={lookahead}", f"--seed={seed}"]
+    flags.append(f"--alpha={rng.choice([0.5, 0.6, 0.7, 0.8, 0.9, 0.95])}")
+    flags.append(f"--batch_size={rng.choice([1, 1, 1, 2, 4, 8])}")
+    flags.append(rng.choice(["--fuse", "--nofuse"]))
+    flags += ["--backend=cupy"] if gpus else ["--backend=emulated", f"--device={device}"]
+    return tp, flags
+
+
+def ahead(rng: random.Random, lookahead: int) -> list[str]:
+    """The flags that SSD alone has."""
+    flags = [rng.choice([f"--fan_out=uniform:{rng.randint(1, 5)}",
+                         f"--fan_out=geometric:{rng.randint(2 * lookahead + 2, 40)}"])]
+    if rng.random() < 0.5:
+        flags.append(f"--p_hit={rng.choice([0, 0.3, 0.6, 0.9, 1])}")
+    else:
+        flags += [f"--hit_a={rng.uniform(0.4, 1):.2f}", f"--hit_r={rng.uniform(0.5, 1.5):.2f}"]
+    flags.append(f"--on_late={rng.choice(['finish', 'serve'])}")
+    flags.append(f"--backup={rng.choice(['jit', 'jit', 'fast'])}")
+    flags.append(f"--backup_lookahead={rng.randint(1, lookahead)}")
+    return flags
+
+
+def measure(out: Path, cells: int, seed: int, gpus: int) -> None:
+    """Runs what OUT does not hold yet, a cell's SD and SSD one after the other."""
+    done = {tuple(row["provenance"]["command"][2:]) for row in rows_of(out)}
+    for number in range(cells):
+        rng = random.Random(f"{seed}-{number}")
+        tp, common = draw(rng, number, gpus)
+        lookahead = int(common[1].partition("=")[2])
+        for mode, extra in (("sd", []), ("ssd", ahead(rng, lookahead))):
+            flags = [f"--mode={mode}", f"--rounds={ROUNDS}", *common, *extra]
+            if tuple(flags) in done:
+                continue
+            run = [str(HERE / "local.sh"), str(tp + 1), f"--out={out}", *flags]
+            ended = subprocess.run(run, stdout=subprocess.DEVNULL, timeout=300, check=False)
+            state = "" if ended.returncode == 0 else f" FAILED ({ended.returncode})"
+            print(f"{number + 1}/{cells} {mode} {' '.join(flags[2:])}{state}", file=sys.stderr)
+
+
+def rows_of(out: Path) -> list[dict]:
+    """The rows measured so far."""
+    path = out / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def beyond_noise(row: dict) -> float:
+    """|error| less two standard errors of the measured mean round; never below 0."""
+    return max(0.0, abs(row["prediction_error"]) - 2 * relative_error(row))
+
+
+def relative_error(row: dict) -> float:
+    """Standard error of the mean round given these draws, as a share of it.
+
+    The draws are replayed, so what is left is the machine's noise: p90 - p50 of a round is a robust
+    stand-in for its spread, over the square root of the rounds.
+    """
+    measured, foretold = row["round_us"], row["predicted_round_us"]
+    spread = abs(measured["p50"] - foretold["p50"]) / foretold["p50"]
+    return min(spread, 0.05) / measured["n"] ** 0.5
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value at this share of the sorted list."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def table(rows: list[dict]) -> str:
+    """The study's verdict as Markdown, by mode and over all."""
+    rows = [row for row in rows if row["prediction_error"] is not None]
+    lines = ["| rows | n | median \\|error\\| | p95 beyond 2 SE | worst |", "|---|---|---|---|---|"]
+    for name, chosen in (
+        ("SD", [r for r in rows if r["mode"] == "sd"]),
+        ("SSD", [r for r in rows if r["mode"] == "ssd"]),
+        ("all", rows),
+    ):
+        if chosen:
+            errors = [abs(row["prediction_error"]) for row in chosen]
+            p95 = percentile([beyond_noise(row) for row in chosen], 0.95)
+            lines.append(
+                f"| {name} | {len(chosen)} | {statistics.median(errors):.2%} | {p95:.2%} "
+                f"| {max(errors):.2%} |"
+            )
+    right, told, skipped = signs(rows)
+    lines += ["", f"Sign of SSD − SD right in {right} of {told} cells"
+              f" ({skipped} within 2% of a tie, where neither may be told)."]
+    return "\n".join(lines)
+
+
+def signs(rows: list[dict]) -> tuple[int, int, int]:
+    """(right, told, too close to tell) over the cells that have both modes."""
+    cells: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        key = (row["seed"], row["target"], row["tp"], row["device_name"], row["batch_size"])
+        cells.setdefault(key, {})[row["mode"]] = row
+    right = told = skipped = 0
+    for cell in cells.values():
+        if len(cell) < 2:
+            continue
+        measured = cell["ssd"]["tok_per_s"] / cell["sd"]["tok_per_s"] - 1
+        foretold = cell["ssd"]["predicted_tok_per_s"] / cell["sd"]["predicted_tok_per_s"] - 1
+        if abs(measured) < 0.02:
+            skipped += 1
+            continue
+        told += 1
+        right += (measured > 0) == (foretold > 0)
+    return right, told, skipped
+
+
+def main() -> int:
+    """Measures what is missing, prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cells", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=0, help="0: emulated")
+    parser.add_argument("--table", action="store_true", help="only print what is there")
+    told = parser.parse_args()
+    os.environ.setdefault("PYTHON", sys.executable)
+    if not told.table:
+        measure(told.out, told.cells, told.seed, told.gpus)
+    print(table(rows_of(told.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

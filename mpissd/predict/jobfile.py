@@ -1,0 +1,88 @@
+"""A job's own profile as a file: its flags, T, and what it measured of itself.
+
+`run` writes one beside each row (OUT/profiles/RUN_ID.json); `predict --profile=` reads it and, with
+no other flag, foretells the very number that the row carries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from mpissd.config import RunConfig
+from mpissd.errors import ConfigError
+from mpissd.job import Job
+from mpissd.predict.costs import DeviceCosts, HostCosts
+
+SCHEMA = 1
+
+
+def to_dict(
+    job: Job,
+    backend: str,
+    num_rounds: int,
+    device: DeviceCosts,
+    host: HostCosts,
+    read_bytes_per_s: float | None,
+) -> dict[str, Any]:
+    """What the file holds."""
+    config = dataclasses.asdict(job.config)
+    if config["pair"] is None and config["target"] is None:  # what the machine chose
+        config["target"] = job.full_target.name
+        config["draft"] = None if job.draft is None else job.draft.name
+    return {
+        "schema": SCHEMA,
+        "kind": "job",
+        "backend": backend,
+        "tp": job.tp,
+        "num_rounds": num_rounds,
+        "config": config,
+        "read_bytes_per_s": read_bytes_per_s,
+        "device": device.to_dict(),
+        "host": host.to_dict(),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class JobFile:
+    """What was read."""
+
+    config: dict[str, Any]
+    backend: str
+    tp: int
+    num_rounds: int
+    device: DeviceCosts
+    host: HostCosts
+
+
+def load(name: str) -> JobFile | None:
+    """A job's profile; None where `name` is not one (a device profile's name or file).
+
+    Raises ConfigError: unreadable, another schema, a missing field.
+    """
+    if not name.endswith(".json"):
+        return None
+    try:
+        data = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"profile {name!r}: {error}") from error
+    if not isinstance(data, dict) or data.get("kind") != "job":
+        return None
+    if data.get("schema") != SCHEMA:
+        raise ConfigError(
+            f"profile {name!r}: schema {data.get('schema')!r}, this version reads {SCHEMA}"
+        )
+    try:
+        known = {field.name for field in dataclasses.fields(RunConfig)}
+        return JobFile(
+            config={k: v for k, v in data["config"].items() if k in known},
+            backend=str(data["backend"]),
+            tp=int(data["tp"]),
+            num_rounds=int(data["num_rounds"]),
+            device=DeviceCosts.from_dict(data["device"]),
+            host=HostCosts.from_dict(data["host"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"profile {name!r}: missing or malformed {error}") from error

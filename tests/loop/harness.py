@@ -1,0 +1,375 @@
+"""One scenario, decoded by the real loops without MPI.
+
+Over a queue link between threads, or with the draft in the same thread, which makes the timing
+exact. Forwards compute nothing and are remembered.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.comm import wire
+from mpissd.comm.link import LinkShape, queue_link
+from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.speculator import (
+    InlineSpeculator,
+    NoSpeculator,
+    RemoteSpeculator,
+    Speculator,
+)
+from mpissd.decode.target import TargetLoop, follow
+from mpissd.records import RoundRecords, outcome_digest, token_digest
+from mpissd.rounds import Ints, Outcome, Request, Source, Speculation
+from mpissd.spec.acceptance import AcceptanceLaw, resolve_hit_law
+from mpissd.trace import DraftPhase, LeadPhase
+from mpissd.wait import Waiter
+from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.workload.gemm_law import DraftStream, TokenStream
+from tests.oracle import Law
+
+WAITER = Waiter(30.0, spin=False)
+Forward = tuple[int, list[int]]  # rows, tokens fed
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is decoded and how; inline: D = 0."""
+
+    mode: str = "ssd"
+    batch: int = 1
+    lookahead: int = 4
+    fan_out: tuple[int, ...] | None = None
+    rates: tuple[float, ...] | None = None
+    fast_rate: float = 0.3
+    p_hit: float | None = None
+    backup: str = "jit"
+    backup_lookahead: int | None = None
+    on_late: str = "finish"
+    rounds: int | None = 12
+    num_tokens: int | None = None
+    vocab: int = 4096
+    seed: int = 0
+    inline: bool = False
+    num_followers: int = 0
+
+    @property
+    def K(self) -> int:
+        return 0 if self.mode == "ar" else self.lookahead
+
+    @property
+    def fans(self) -> tuple[int, ...]:
+        if self.mode != "ssd":
+            return ()
+        return self.fan_out or (3,) * (self.K + 1)
+
+    @property
+    def source(self) -> Source:
+        return Source[self.backup.upper()]
+
+    @property
+    def backup_tokens(self) -> int:
+        return self.backup_lookahead or self.K
+
+    def hazards(self) -> dict[Source, tuple[float, ...]]:
+        primary = self.rates or (0.8,) * self.K
+        return {
+            Source.CACHE: primary,
+            Source.JIT: primary,
+            Source.FAST: (self.fast_rate,) * self.K,
+        }
+
+    def law(self) -> Law:
+        return Law(self.seed, self.vocab, self.hazards(), self.fans, self.p_hit)
+
+
+class CountingForwards:
+    """Forwards that compute nothing and are remembered; `on_wait` is called before each ends."""
+
+    def __init__(self) -> None:
+        self.log: list[Forward] = []
+        self.on_wait: Callable[[], None] = lambda: None
+        self.closed = False
+
+    def launch(self, rows: int, tokens: Ints) -> None:
+        assert len(tokens) <= rows, (len(tokens), rows)
+        self.log.append((rows, tokens.tolist()))
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, waiter: Waiter) -> None:
+        self.on_wait()
+
+    def elapsed_s(self) -> float:
+        return 0.25
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class NoPlans:
+    """A target group of one."""
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        return None
+
+
+class QueuePlans:
+    """Plans to threads that follow, through real wire buffers."""
+
+    def __init__(self, shape: LinkShape, followers: int) -> None:
+        self.shape = shape
+        self.queues: list[queue.SimpleQueue[Ints]] = [
+            queue.SimpleQueue() for _ in range(followers)
+        ]
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        buffer = self.shape.plan_buffer()
+        wire.write_plan(buffer, outcome, speculation, stop)
+        for follower in self.queues:
+            follower.put(buffer.array)
+
+
+class QueuePlanSource:
+    """A follower's end."""
+
+    def __init__(self, shape: LinkShape, plans: queue.SimpleQueue[Ints]) -> None:
+        self._shape, self._plans = shape, plans
+
+    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
+        buffer = self._shape.plan_buffer()
+        np.copyto(buffer.array, self._plans.get(timeout=60))
+        return wire.read_plan(buffer, round_, self._shape.lookahead)
+
+
+class Rig:
+    """Both sides of a scenario, not yet joined."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = s = scenario
+        self.target_forwards, self.draft_forwards = CountingForwards(), CountingForwards()
+        self.shape = LinkShape(3, s.batch, s.K)
+        laws = {source: AcceptanceLaw(rates, "") for source, rates in s.hazards().items()}
+        hit_law = resolve_hit_law(s.p_hit, None, None)
+        stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, s.fans)
+        policy = DraftPolicy(s.K, s.fans, s.source, s.backup_tokens, s.on_late)
+        self.draft_worker = GemmDraftWorker(self.draft_forwards, stream)
+        self.drafter = Drafter(self.draft_worker, policy, s.batch, WAITER)
+
+    def target_worker(self, forwards: CountingForwards) -> GemmTargetWorker:
+        s = self.scenario
+        return GemmTargetWorker(forwards, TokenStream(s.seed, s.vocab, s.batch, s.K))
+
+    def loop(self, speculator: Speculator, plans: Any = None) -> TargetLoop:
+        worker = self.target_worker(self.target_forwards)
+        return TargetLoop(worker, speculator, plans or NoPlans(), self.scenario.batch, WAITER)
+
+
+@dataclass
+class Result:
+    """What came of a scenario."""
+
+    rig: Rig
+    records: RoundRecords
+    follower_logs: list[list[Forward]] = field(default_factory=list)
+
+    @property
+    def scenario(self) -> Scenario:
+        return self.rig.scenario
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """[n, 8]: round, id, epoch, k, t*, source, hit, num_draft."""
+        return self.records.sequences()
+
+    @property
+    def outcome_digest(self) -> str:
+        return outcome_digest(self.rows)
+
+    def token_digest(self, count: int) -> str:
+        return token_digest(self.records.tokens(), count)
+
+    @property
+    def fewest_tokens(self) -> int:
+        return min(len(tokens) for tokens in self.records.tokens().values())
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(n, first_token=n) for n in range(count)]
+
+
+def drive(loop: TargetLoop, scenario: Scenario) -> RoundRecords:
+    """Rounds until all sequences have num_tokens, or enough rounds ran."""
+    records = RoundRecords(scenario.K)
+    loop.admit(requests(scenario.batch))
+    loop.ledger.restart()
+    left = dict.fromkeys(range(scenario.batch), scenario.num_tokens or 10**9)
+    while left and (scenario.rounds is None or len(records) < scenario.rounds):
+        result = loop.step()
+        outcome = result.outcome
+        for id_, k in zip(outcome.ids.tolist(), outcome.num_accepted.tolist(), strict=True):
+            left[id_] -= k + 1
+        records.add(result.t_target_s, result.speculation, outcome)
+        done = [id_ for id_, wanted in left.items() if wanted <= 0]
+        loop.finish(done)
+        for id_ in done:
+            del left[id_]
+        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+    return records
+
+
+class Guarded(threading.Thread):
+    """A thread whose exception is raised where it is joined."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._work, self.error = work, None
+        self.start()
+
+    error: BaseException | None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self.error = sys.exc_info()[1]
+
+    def finish(self) -> None:
+        self.join(60)
+        if self.error is not None:
+            raise self.error
+        assert not self.is_alive(), "a thread does not end"
+
+
+def run(scenario: Scenario) -> Result:
+    """The scenario over a queue link, draft and followers in threads of their own."""
+    rig = Rig(scenario)
+    plans = QueuePlans(rig.shape, scenario.num_followers)
+    forwards = [CountingForwards() for _ in plans.queues]
+    threads = [
+        Guarded(lambda f=f, q=q: follow(  # type: ignore[misc]
+            rig.target_worker(f), QueuePlanSource(rig.shape, q), scenario.batch, WAITER
+        ))
+        for f, q in zip(forwards, plans.queues, strict=True)
+    ]
+    speculator: Speculator = NoSpeculator()
+    if scenario.inline:
+        speculator = InlineSpeculator(rig.drafter)
+    elif scenario.mode != "ar":
+        lead, draft = queue_link(rig.shape, WAITER)
+        threads.append(Guarded(lambda: serve(draft, rig.drafter)))
+        speculator = RemoteSpeculator(lead)
+    loop = rig.loop(speculator, plans)
+    records = drive(loop, scenario)
+    loop.stop()
+    for thread in threads:
+        thread.finish()
+    return Result(rig, records, [f.log for f in forwards])
+
+
+class SteppedSpeculator(Speculator):
+    """The draft in this thread: it grows `steps(round)` steps before the next outcome arrives."""
+
+    def __init__(self, rig: Rig, steps: Callable[[int], int]) -> None:
+        self._rig, self._steps = rig, steps
+        self._asked: Outcome | None = None
+        self.grown: list[list[Forward]] = []  # forwards after each answer: glue, growth
+        self.answered: list[list[Forward]] = []  # forwards of each answer
+
+    def ask(self, outcome: Outcome) -> None:
+        self._asked = outcome
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        assert self._asked is not None
+        log, drafter = self._rig.draft_forwards.log, self._rig.drafter
+        before = len(log)
+        speculation = drafter.answer(self._asked)
+        self.answered.append(log[before:])
+        before = len(log)
+        if drafter.begin_growth(speculation):
+            for _ in range(self._steps(round_)):
+                if drafter.growing:
+                    drafter.grow_step()
+        self.grown.append(log[before:])
+        drafter.close_round(speculation)
+        return speculation
+
+    def stop(self, outcome: Outcome) -> None:
+        return None
+
+
+def run_stepped(
+    scenario: Scenario, steps: int | Sequence[int]
+) -> tuple[Result, SteppedSpeculator]:
+    """The scenario in one thread, with `steps` growth steps a round (or so many in each)."""
+    rig = Rig(scenario)
+    counts = [steps] if isinstance(steps, int) else list(steps)
+    speculator = SteppedSpeculator(rig, lambda round_: counts[round_ % len(counts)])
+    loop = rig.loop(speculator)
+    records = drive(loop, scenario)
+    loop.stop()
+    return Result(rig, records), speculator
+
+
+def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
+    """Every source, hit, k and t* that was recorded is what the law says; returns the tokens."""
+    law, emitted = s.law(), dict[int, list[int]]()
+    length: dict[tuple[int, int], int] = {}
+    last_k: dict[tuple[int, int], int] = {}
+    for round_, id_, epoch, k, bonus, source, hit, num_draft in rows.tolist():
+        key = id_, epoch
+        n = length.setdefault(key, 1)
+        known = key in last_k and law.hits(id_, n - last_k[key] - 1, last_k[key])
+        where = f"round {round_} of sequence {id_}"
+        assert hit == int(known), where
+        if s.mode == "ar":
+            want_source, most = Source.NONE, 0
+        elif known:
+            want_source, most = Source.CACHE, s.K
+        else:
+            want_source, most = s.source, s.backup_tokens
+        assert source == want_source, where
+        assert num_draft <= most if known and s.on_late == "serve" else num_draft == most, where
+        drafts = law.proposals(id_, n, num_draft, source)
+        assert (k, bonus) == law.judge(id_, n, drafts), where
+        emitted.setdefault(id_, []).extend([*drafts[:k], bonus])
+        length[key], last_k[key] = n + k + 1, k
+    return emitted
+
+
+def check_against_the_law(result: Result) -> None:
+    """The same of a result, and of the tokens that it emitted."""
+    assert result.records.tokens() == check_rows(result.rows, result.scenario)
+
+
+def ledger_closes(result: Result) -> bool:
+    """Whether the draft's phases add up to its rounds."""
+    table = result.rig.drafter.ledger.table(0, 10**6)
+    assert table.shape[1] == 2 + len(DraftPhase)
+    return bool((table[:, 1] == table[:, 2:].sum(axis=1)).all())
+
+
+__all__ = [
+    "CountingForwards",
+    "Guarded",
+    "Result",
+    "Rig",
+    "Scenario",
+    "SteppedSpeculator",
+    "check_against_the_law",
+    "check_rows",
+    "drive",
+    "ledger_closes",
+    "replace",
+    "requests",
+    "run",
+    "run_stepped",
+]

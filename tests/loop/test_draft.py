@@ -1,0 +1,313 @@
+"""The draft, forward by forward: what it runs, for whom, and what it never runs.
+
+The draft shares the lead's thread here, so that it grows exactly as many steps as a test says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.comm.link import DraftEnd
+from mpissd.decode.draft import Drafter, serve
+from mpissd.rounds import Event, Outcome, Source, Speculation
+from mpissd.spec.cache import Key, SpeculationCache
+from tests.loop.harness import (
+    WAITER,
+    CountingForwards,
+    Result,
+    Rig,
+    Scenario,
+    SteppedSpeculator,
+    check_against_the_law,
+    drive,
+    requests,
+    run,
+    run_stepped,
+)
+
+K = 4
+MIXED = Scenario("ssd", batch=6, lookahead=K, p_hit=0.5, rounds=12, seed=5, fan_out=(2, 1, 3, 1, 2))
+LANES = [k for k, fan in enumerate(MIXED.fans) for _ in range(fan)]
+
+
+def by_round(result: Result) -> list[list[list[int]]]:
+    rows = result.rows
+    return [rows[rows[:, 0] == r].tolist() for r in range(len(result.records))]
+
+
+def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
+    return [rows for rows, _ in forwards]
+
+
+@pytest.mark.parametrize("on_late", ["finish", "serve"])
+@pytest.mark.parametrize("backup_lookahead", [None, 2])
+@pytest.mark.parametrize("backup", ["jit", "fast"])
+@pytest.mark.parametrize("steps", range(K + 2))
+def test_an_answer_drafts_what_is_missing_and_nothing_else(
+    steps: int, backup: str, backup_lookahead: int | None, on_late: str
+) -> None:
+    """Hits are pruned to their lane and finished, misses start over, in shared forwards."""
+    scenario = replace(MIXED, backup=backup, backup_lookahead=backup_lookahead, on_late=on_late)
+    result, draft = run_stepped(scenario, steps)
+    check_against_the_law(result)
+    grown, mixed = min(steps, K), 0
+    for rows, forwards in zip(by_round(result), draft.answered, strict=True):
+        hits = sum(row[6] for row in rows)
+        misses = len(rows) - hits
+        mixed += 0 < hits < len(rows)
+        late = 0 if on_late == "serve" else K - grown
+        again = scenario.backup_tokens if backup == "jit" else 0
+        want = [
+            hits * (step < late) + misses * (step < again)
+            for step in range(max(late * bool(hits), again * bool(misses)))
+        ]
+        assert sizes(forwards) == want
+    assert mixed > 3, "no round with hits and misses: choose another seed"
+
+
+@pytest.mark.parametrize("steps", range(K + 2))
+def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
+    result, draft = run_stepped(MIXED, steps)
+    branches = MIXED.batch * sum(MIXED.fans)
+    for forwards in draft.grown:
+        assert sizes(forwards) == [MIXED.batch * (K + 1)] + [branches] * min(steps, K)
+    check_against_the_law(result)
+
+
+def test_sd_grows_nothing_and_drafts_all() -> None:
+    result, draft = run_stepped(replace(MIXED, mode="sd"), steps=K)
+    assert draft.grown == [[]] * 12
+    assert [sizes(forwards) for forwards in draft.answered] == [[6] * K] * 12
+    check_against_the_law(result)
+
+
+def test_a_hit_that_was_grown_costs_no_forward() -> None:
+    result, draft = run_stepped(replace(MIXED, p_hit=1.0), steps=K)
+    assert sizes(draft.answered[0]) == [6] * K  # the first round is a forced miss
+    assert draft.answered[1:] == [[]] * 11
+    check_against_the_law(result)
+
+
+def test_a_miss_reads_the_bonus_token_and_then_its_own_drafts() -> None:
+    """Only of the sequences that missed."""
+    result, draft = run_stepped(MIXED, steps=K)
+    law, length = MIXED.law(), dict.fromkeys(range(6), 1)
+    last = {id_: id_ for id_ in range(6)}
+    for rows, forwards in zip(by_round(result), draft.answered, strict=True):
+        missed = [row[1] for row in rows if not row[6]]
+        drafts = [law.proposals(id_, length[id_], K, Source.JIT) for id_ in missed]
+        fed = [[last[id_], *tokens] for id_, tokens in zip(missed, drafts, strict=True)]
+        want = [[tokens[step] for tokens in fed] for step in range(K)] if missed else []
+        assert [tokens for _, tokens in forwards] == want
+        for _, id_, _, k, bonus, *_ in rows:
+            length[id_] += k + 1
+            last[id_] = bonus
+
+
+def test_branches_read_their_candidate_and_then_their_own_drafts() -> None:
+    result, draft = run_stepped(MIXED, steps=2)
+    law, length = MIXED.law(), dict.fromkeys(range(6), 1)
+    for rows, (_, first, second) in zip(by_round(result), draft.grown, strict=True):
+        lanes = [(row[1], k) for row in rows for k in LANES]
+        assert len(first[1]) == len(second[1]) == len(lanes)
+        behind = [law.proposal(id_, length[id_] + k + 1, 0, Source.CACHE) for id_, k in lanes]
+        assert second[1] == behind
+        for _, id_, _, k, *_ in rows:
+            length[id_] += k + 1
+
+
+@pytest.mark.parametrize("steps", range(K + 1))
+def test_what_is_late_is_finished_or_served_as_it_is(steps: int) -> None:
+    for on_late, served in (("finish", K), ("serve", steps)):
+        result, _ = run_stepped(replace(MIXED, on_late=on_late), steps)
+        rows = result.rows
+        assert set(rows[rows[:, 6] == 1, 7]) == {served}
+        assert set(rows[rows[:, 6] == 0, 7]) == {K}
+        check_against_the_law(result)
+
+
+def test_a_served_trunk_is_what_keys_are_made_from() -> None:
+    """Serving k' of K: the row behind the last served token keeps candidates of its own."""
+    ragged = [0, 1, 3, 4, 2, 0, 0]
+    result, _ = run_stepped(replace(MIXED, on_late="serve", rounds=40), ragged)
+    check_against_the_law(result)
+    assert set(result.rows[:, 7]) >= {0, 1, 2, 3, 4}
+    full = run_stepped(replace(MIXED, rounds=100), K)[0]
+    assert result.token_digest(20) == full.token_digest(20)
+
+
+def test_finishing_late_changes_no_decision() -> None:
+    digests = {run_stepped(MIXED, steps)[0].outcome_digest for steps in range(K + 1)}
+    sd = replace(MIXED, mode="sd")
+    assert digests | {run(sd).outcome_digest, run(MIXED).outcome_digest} == digests
+    assert len(digests) == 1
+
+
+class Remembering(SpeculationCache):
+    """What was filled and asked, round by round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled: list[list[Key]] = []
+        self.asked: list[tuple[Key, int | None]] = []
+
+    def fill(self, keys: Iterable[Key]) -> None:
+        self.filled.append(list(keys))
+        super().fill(self.filled[-1])
+
+    def lookup(self, key: Key) -> int | None:
+        lane = super().lookup(key)
+        self.asked.append((key, lane))
+        return lane
+
+
+def remembered(scenario: Scenario, steps: int = K) -> tuple[Result, Remembering]:
+    rig, cache = Rig(scenario), Remembering()
+    rig.drafter._cache = cache
+    loop = rig.loop(SteppedSpeculator(rig, lambda round_: steps))
+    return Result(rig, drive(loop, scenario)), cache
+
+
+def test_a_hit_is_a_key_that_was_found() -> None:
+    result, cache = remembered(MIXED)
+    rows = result.rows[result.rows[:, 0] > 0]
+    assert [int(lane is not None) for _, lane in cache.asked] == rows[:, 6].tolist()
+    for (key, lane), keys in zip(
+        cache.asked, [keys for keys in cache.filled[:-1] for _ in range(6)], strict=True
+    ):
+        assert lane == (keys.index(key) if key in keys else None)
+
+
+def test_a_generation_has_a_key_of_its_round_for_every_branch() -> None:
+    _, cache = remembered(MIXED)
+    for round_, keys in enumerate(cache.filled):
+        assert len(keys) == len(set(keys)) == 6 * sum(MIXED.fans)
+        assert {key[0] for key in keys} == {round_}
+        assert [(id_, k) for _, id_, _, k, _ in keys] == [(i, k) for i in range(6) for k in LANES]
+
+
+def test_an_outcome_of_another_round_finds_nothing() -> None:
+    """The keys are right in all but the round: a cache that ignores it would hit."""
+    rig = Rig(replace(MIXED, p_hit=1.0, batch=1))
+    first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
+    rig.drafter.begin_growth(first)
+    law, drafts = rig.scenario.law(), first.tokens[0].tolist()
+    k, bonus = law.judge(0, 1, drafts)
+    row = np.array([[0, 0, Event.COMMIT, k, bonus]], np.int32)
+    late = rig.drafter.answer(Outcome(7, row))
+    assert (late.round, late.hit.tolist()) == (8, [0])
+
+
+def test_an_outcome_that_is_no_key_of_its_sequence_misses() -> None:
+    rig = Rig(replace(MIXED, p_hit=1.0, batch=2))
+    first = rig.drafter.answer(Outcome.admission(-1, requests(2)))
+    rig.drafter.begin_growth(first)
+    law = rig.scenario.law()
+    rows = np.zeros((2, Outcome.WIDTH), np.int32)
+    for id_ in range(2):
+        rows[id_] = id_, 0, Event.COMMIT, *law.judge(id_, 1, first.tokens[id_].tolist())
+    rows[1, 4] = (rows[1, 4] + 2000) % 4096  # far from its candidates
+    assert rig.drafter.answer(Outcome(0, rows)).hit.tolist() == [1, 0]
+
+
+class ScriptedEnd(DraftEnd):
+    """A link that gives outcomes by the law, each after `polls` polls of the growth."""
+
+    def __init__(self, scenario: Scenario, rounds: int, polls: int) -> None:
+        self.scenario, self.rounds, self.polls = scenario, rounds, polls
+        self.law, self.length = scenario.law(), dict.fromkeys(range(scenario.batch), 1)
+        self.sent: list[Speculation] = []
+        self.polled = 0
+        self.num_polls: list[int] = []
+
+    def outcome(self) -> tuple[Outcome, bool]:
+        self.num_polls.append(self.polled)
+        self.polled = 0
+        if not self.sent:
+            return Outcome.admission(-1, requests(self.scenario.batch)), False
+        last, rows = self.sent[-1], []
+        for id_, count in enumerate(last.num_draft.tolist()):
+            k, bonus = self.law.judge(id_, self.length[id_], last.tokens[id_, :count].tolist())
+            self.length[id_] += k + 1
+            rows.append((id_, 0, Event.COMMIT, k, bonus))
+        stop = len(self.sent) == self.rounds
+        if stop:
+            rows = [(id_, 0, Event.RELEASE, k, bonus) for id_, _, _, k, bonus in rows]
+        return Outcome(last.round, np.array(rows, np.int32)), stop
+
+    def outcome_arrived(self) -> bool:
+        self.polled += 1
+        return self.polled > self.polls
+
+    def send_speculation(self, speculation: Speculation) -> None:
+        self.sent.append(speculation)
+
+
+@pytest.mark.parametrize("polls", [0, 1, K - 1, K, 99])
+@pytest.mark.parametrize("p_hit", [0.0, 1.0])
+def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None:
+    """A miss aborts it: what was not grown by then never is."""
+    rig = Rig(replace(MIXED, p_hit=p_hit))
+    link, log = ScriptedEnd(rig.scenario, 5, polls), rig.draft_forwards.log
+    serve(link, rig.drafter)
+    assert len(link.sent) == 5  # the outcome that says stop is not answered
+    branches, glue = 6 * sum(MIXED.fans), 6 * (K + 1)
+    steps = min(polls, K)
+    answer = [6] * K if p_hit == 0 else [6] * (K - steps)
+    one = [glue] + [branches] * steps
+    assert sizes(log) == [6] * K + one + 4 * (answer + one)
+    # Polled before each step: an outcome waits for one step at most.
+    assert link.num_polls[1:] == [min(polls + 1, K)] * 5
+
+
+def test_a_stop_before_the_first_round() -> None:
+    class Stopping(ScriptedEnd):
+        def outcome(self) -> tuple[Outcome, bool]:
+            return Outcome.admission(-1, []), True
+
+    rig = Rig(MIXED)
+    serve(Stopping(MIXED, 0, 0), rig.drafter)
+    assert rig.draft_forwards.log == []
+
+
+def test_an_idle_draft_grows_nothing_and_takes_up_again() -> None:
+    rig = Rig(replace(MIXED, p_hit=1.0))
+    idle = rig.drafter.answer(Outcome.admission(-1, []))
+    assert idle.rows.shape == (0, Speculation.HEAD + K)
+    assert not rig.drafter.begin_growth(idle) and not rig.drafter.growing
+    assert len(rig.drafter.answer(Outcome.admission(0, requests(6))).rows) == 6
+
+
+def test_the_draft_s_own_times() -> None:
+    """t_draft: rounds in which all missed and K tokens were drafted; t_growth: to its end."""
+    columns = {name: n for n, name in enumerate(Drafter.COLUMNS)}
+
+    def table(scenario: Scenario, steps: int) -> NDArray[Any]:
+        return run_stepped(scenario, steps)[0].rig.drafter.table(0, 99)
+
+    mixed = table(MIXED, K)
+    num_jit = mixed[:, columns["num_jit"]]
+    assert mixed[:, columns["round"]].tolist() == list(range(12))
+    assert num_jit[0] == 6 and num_jit[1:].max() > 0 and num_jit.min() < 6
+    assert (np.isfinite(mixed[:, columns["t_draft_s"]]) == (num_jit == 6)).all()
+    assert np.isfinite(mixed[:, columns["t_growth_s"]]).all()
+    assert not np.isfinite(table(MIXED, K - 1)[:, columns["t_growth_s"]]).any()
+    for scenario in (replace(MIXED, backup_lookahead=2), replace(MIXED, backup="fast")):
+        assert not np.isfinite(table(scenario, K)[:, columns["t_draft_s"]]).any()
+    late = table(replace(MIXED, p_hit=1.0), 3)[:, columns["steps_ready"]]
+    assert late.tolist() == [0, *[3] * 11]
+
+
+def test_closing_a_worker_closes_its_forwards() -> None:
+    rig = Rig(MIXED)
+    rig.draft_worker.close()
+    assert rig.draft_forwards.closed
+    target = CountingForwards()
+    rig.target_worker(target).close()
+    assert target.closed and WAITER.spin is False

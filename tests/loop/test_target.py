@@ -1,0 +1,226 @@
+"""The target loop as a server would drive it: sequences come and go between rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpissd.comm.link import queue_link
+from mpissd.decode.draft import serve
+from mpissd.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
+from mpissd.decode.target import RoundResult, TargetLoop
+from mpissd.errors import FaultError, ProtocolError
+from mpissd.records import RoundRecords
+from mpissd.rounds import Outcome, Request
+from mpissd.trace import LeadPhase
+from mpissd.wait import Waiter
+from tests.loop.harness import (
+    WAITER,
+    Guarded,
+    Result,
+    Rig,
+    Scenario,
+    SteppedSpeculator,
+    check_against_the_law,
+)
+
+
+class Server:
+    """A loop, its records and the draft that runs in the same thread."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.rig = Rig(scenario)
+        self.records = RoundRecords(scenario.K)
+        speculator = (
+            NoSpeculator()
+            if scenario.mode == "ar"
+            else SteppedSpeculator(self.rig, lambda round_: scenario.K)
+        )
+        self.loop: TargetLoop = self.rig.loop(speculator)
+
+    def step(self, count: int = 1) -> RoundResult:
+        for _ in range(count):
+            result = self.loop.step()
+            self.records.add(result.t_target_s, result.speculation, result.outcome)
+        return result
+
+    @property
+    def ids(self) -> list[int]:
+        return [int(id_) for id_ in self.loop.batch.ids]
+
+    def check(self) -> Result:
+        result = Result(self.rig, self.records)
+        check_against_the_law(result)
+        return result
+
+
+Modes = pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+
+
+@Modes
+def test_sequences_come_and_go(mode: str) -> None:
+    server = Server(Scenario(mode, batch=3, lookahead=3, p_hit=1.0))
+    server.loop.admit([Request(0)])
+    server.step(3)
+    server.loop.admit([Request(8), Request(4)])
+    server.step(3)
+    assert server.ids == [0, 8, 4]
+    server.loop.finish([8])
+    server.step(2)
+    assert server.ids == [0, 4]
+    server.loop.finish([0])
+    server.loop.admit([Request(5)])
+    server.step(3)
+    assert server.ids == [4, 5]
+    result = server.check()
+    if mode == "ssd":  # a newcomer misses once, and costs the others no hit
+        rows = result.rows
+        misses = [tuple(row[:2]) for row in rows.tolist() if not row[6]]
+        assert misses == [(0, 0), (3, 8), (3, 4), (8, 5)]
+    alone = Server(Scenario("ar", batch=1))
+    alone.loop.admit([Request(4)])
+    alone.step(20)
+    together = result.records.tokens()[4]
+    assert together[:20] == alone.records.tokens()[4][: len(together)]
+
+
+@Modes
+def test_the_same_id_in_another_epoch_starts_over(mode: str) -> None:
+    server = Server(Scenario(mode, batch=1, p_hit=1.0))
+    server.loop.admit([Request(6, epoch=1)])
+    server.step(5)
+    server.loop.finish([6])
+    server.loop.admit([Request(6, epoch=2)])
+    server.step(5)
+    rows = server.check().rows
+    assert rows[:, 2].tolist() == [1] * 5 + [2] * 5
+    if mode == "ssd":
+        assert rows[:, 6].tolist() == [0, 1, 1, 1, 1] * 2
+
+
+@Modes
+def test_a_full_batch_is_replaced_at_once(mode: str) -> None:
+    server = Server(Scenario(mode, batch=3))
+    server.loop.admit([Request(n) for n in range(3)])
+    server.step(2)
+    server.loop.finish([0, 1, 2])
+    server.loop.admit([Request(n) for n in range(10, 13)])
+    server.step(2)
+    assert server.ids == [10, 11, 12]
+    server.check()
+
+
+@Modes
+def test_a_batch_runs_empty_and_takes_up_again(mode: str) -> None:
+    server = Server(Scenario(mode, batch=2))
+    server.loop.admit([Request(0), Request(1)])
+    server.step()
+    server.loop.finish([0, 1])
+    server.step(2)
+    assert server.ids == []
+    server.loop.admit([Request(2)])
+    server.step(2)
+    assert server.ids == [2]
+    server.check()
+
+
+def test_finishing_nobody_or_a_stranger_changes_nothing() -> None:
+    server = Server(Scenario("sd", batch=2))
+    server.loop.admit([Request(0), Request(1)])
+    server.step()
+    server.loop.finish([])
+    server.loop.finish([77])
+    server.step()
+    assert server.ids == [0, 1]
+
+
+@Modes
+def test_a_sequence_that_has_not_begun_can_be_called_off(mode: str) -> None:
+    server = Server(Scenario(mode, batch=3))
+    server.loop.admit([Request(0), Request(1)])
+    server.loop.finish([0])
+    server.step(2)
+    server.loop.admit([Request(2), Request(3)])
+    server.loop.finish([1, 3])
+    server.step(2)
+    assert server.ids == [2]
+    server.check()
+
+
+def test_more_sequences_than_the_batch_holds_are_refused() -> None:
+    server = Server(Scenario("ar", batch=2))
+    server.loop.admit([Request(n) for n in range(3)])
+    with pytest.raises(ProtocolError, match="3 admissions, room for 2"):
+        server.loop.step()
+
+
+def test_rounds_count_from_zero_and_results_name_them() -> None:
+    server = Server(Scenario("sd"))
+    server.loop.admit([Request(0)])
+    for round_ in range(4):
+        assert server.loop.round == round_
+        result = server.step()
+        assert result.speculation.round == result.outcome.round == round_
+        assert result.t_target_s == 0.25
+
+
+def test_the_lead_s_phases_add_up() -> None:
+    server = Server(Scenario("ssd", batch=2))
+    server.loop.admit([Request(0), Request(1)])
+    server.loop.ledger.restart()
+    for round_ in range(5):
+        server.step()
+        server.loop.ledger.close_round(round_, LeadPhase.RECORD)
+    table = server.loop.ledger.table(0, 5)
+    assert (table[:, 1] == table[:, 2:].sum(axis=1)).all()
+    phases = server.loop.ledger.names
+    assert (table[:, 2 + phases.index("draft_wait")] > 0).all()  # the draft is in this thread
+
+
+def test_an_inline_draft_needs_an_outcome_first() -> None:
+    with pytest.raises(AssertionError, match="before ask"):
+        InlineSpeculator(Rig(Scenario("sd")).drafter).answer(0, 1)
+
+
+def test_a_draft_that_says_nothing_is_a_fault() -> None:
+    rig = Rig(Scenario("sd"))
+    lead, _ = queue_link(rig.shape, Waiter(0.2, spin=False))
+    loop = rig.loop(RemoteSpeculator(lead))
+    loop.admit([Request(0)])
+    with pytest.raises(FaultError, match="draft: speculation"):
+        loop.step()
+
+
+def test_a_lead_that_says_nothing_is_a_fault() -> None:
+    rig = Rig(Scenario("sd"))
+    _, draft = queue_link(rig.shape, Waiter(0.2, spin=False))
+    with pytest.raises(FaultError, match="target: outcome"):
+        serve(draft, rig.drafter)
+
+
+def test_an_answer_to_another_round_is_refused() -> None:
+    rig = Rig(Scenario("sd"))
+    lead, draft = queue_link(rig.shape, WAITER)
+    thread = Guarded(lambda: serve(draft, rig.drafter))
+    lead.send_outcome(Outcome.admission(4, [Request(0)]))
+    with pytest.raises(ProtocolError, match="round is 5, expected 0"):
+        lead.speculation(0, 1)
+    lead.send_outcome(Outcome(5, np.zeros((1, 5), np.int32)), stop=True)
+    thread.finish()
+
+
+def test_what_a_link_carried_is_counted() -> None:
+    rig = Rig(Scenario("sd", batch=2))
+    lead, draft = queue_link(rig.shape, WAITER)
+    thread = Guarded(lambda: serve(draft, rig.drafter))
+    loop = rig.loop(RemoteSpeculator(lead))
+    loop.admit([Request(0), Request(1)])
+    for _ in range(5):
+        loop.step()
+    out, into = rig.shape.outcome_buffer(), rig.shape.speculation_buffer()
+    assert lead.num_messages == 10
+    assert lead.num_bytes == 5 * (out.array.nbytes + into.array.nbytes)
+    loop.stop()
+    thread.finish()
+    lead.close()
+    draft.close()

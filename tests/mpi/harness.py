@@ -1,0 +1,191 @@
+"""Jobs under mpirun, in a session of their own that is ended whole, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120.0  # of a job; an idle machine needs two seconds
+
+# mpirun as launch/local.sh starts it, without the dry run that comes first there.
+DIRECT = '. launch/env.sh; np=$1; shift; exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m "$@"'
+ALWAYS = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}  # the GPU has tests of its own
+# What a launcher gave this process, should pytest itself run under one.
+_LAUNCHERS = ("OMPI_COMM", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+
+
+def mpirun_missing() -> bool:
+    beside = str(Path(sys.executable).parent)
+    path = f"{os.environ.get('PATH', '')}:{beside}"
+    return shutil.which(os.environ.get("MPIRUN", "mpirun").split()[0], path=path) is None
+
+
+needs_mpi = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(mpirun_missing(), reason="there is no mpirun"),
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a finished job left."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The last line on stdout."""
+        assert self.code == 0, self.err[-2000:]
+        found = json.loads(self.out.splitlines()[-1])
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def lines(self) -> list[str]:
+        """What mpissd itself said on stderr."""
+        return [line for line in self.err.splitlines() if line.startswith("mpissd")]
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        with np.load(self.folder / "rounds" / f"{self.row['run_id']}.npz") as held:
+            return dict(held)
+
+    @property
+    def saved(self) -> list[dict[str, Any]]:
+        """The rows in runs.jsonl."""
+        return [json.loads(line) for line in (self.folder / "runs.jsonl").open()]
+
+
+class Started:
+    """A job that runs; leaving the context, or the deadline, ends every process of its session."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**kept, **ALWAYS, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.late = False
+        self._deadline = threading.Timer(deadline_s, self._end_late)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def _end_late(self) -> None:
+        self.late = True
+        self._end()
+
+    def _end(self) -> None:
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._deadline.cancel()
+        self._end()
+        self.process.wait(30)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def alive(self) -> list[int]:
+        """Processes of the session, mpirun and ranks, that have not ended."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(session) == self.process.pid and state not in "ZX":
+                found.append(int(path.parent.name))
+        if not Path("/proc/self/stat").exists() and self.process.poll() is None:
+            found.append(self.process.pid)
+        return found
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank, once it runs mpissd."""
+        wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            for pid in self.alive():
+                try:
+                    told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if wanted & set(told):
+                    return pid
+            time.sleep(0.02)
+        raise AssertionError(f"rank {rank} never started")
+
+    def read_until(self, text: str) -> None:
+        """Reads stderr up to `text`."""
+        assert self.process.stderr is not None
+        said = ""
+        while text not in said:
+            found = self.process.stderr.read(1)
+            assert found, f"{text!r} was never said: {said!r}, {self.finish()}"
+            said += found
+
+    def finish(self) -> tuple[int, str, str]:
+        """(code, stdout, stderr) when it is over; fails where the deadline ended it."""
+        out, err = self.process.communicate()
+        assert not self.late, f"{self.process.args!r} had to be ended: {out[-500:]}{err[-2000:]}"
+        return self.process.returncode, out, err
+
+
+def start(np_: int, *arguments: str, env: Mapping[str, str] | None = None) -> Started:
+    """mpirun -np NP python -m mpi4py -m ARGUMENTS…"""
+    return Started(["bash", "-c", DIRECT, "mpirun", str(np_), *arguments], env)
+
+
+def launch(
+    np_: int,
+    *flags: str,
+    folder: Path,
+    direct: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> Job:
+    """`mpissd run` on NP ranks, by launch/local.sh or (direct) by mpirun alone."""
+    told = [*flags, f"--out={folder}"]
+    if direct:
+        job = start(np_, "mpissd", "run", *told, env=env)
+    else:
+        job = Started(["launch/local.sh", str(np_), *told], env)
+    with job:
+        found = Job(*job.finish(), folder)
+        assert not job.alive(), "ranks outlive their job"
+    return found

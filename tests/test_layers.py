@@ -1,0 +1,264 @@
+"""Imports only go downward, and only few rooms may know MPI or CUDA: read off the syntax trees.
+
+A module that no layer lists fails here: say where it belongs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# By the longest prefix that fits. A module imports from its own layer and from those below.
+LAYERS = {
+    "mpissd": 0,
+    "mpissd.errors": 0,
+    "mpissd.rng": 0,
+    "mpissd.rounds": 0,
+    "mpissd.wait": 0,
+    "mpissd.presets": 0,
+    "mpissd.hf_config": 0,
+    "mpissd.theory": 0,
+    "mpissd.records": 0,
+    "mpissd.trace": 0,
+    "mpissd.config": 0,
+    "mpissd.spec": 1,
+    "mpissd.gates": 1,
+    "mpissd.chrome": 1,
+    "mpissd.tables": 1,
+    "mpissd.backend": 2,
+    "mpissd.comm": 2,
+    "mpissd.model": 3,
+    "mpissd.workload": 4,
+    "mpissd.job": 4,
+    "mpissd.predict": 4,
+    "mpissd.decode": 5,
+    "mpissd.bench": 6,
+    "mpissd.commands": 6,
+    "mpissd.cli": 6,
+    "mpissd.__main__": 6,
+}
+# mpi4py anywhere in the file, and at import.
+MAY_NAME_MPI = ("mpissd.comm", "mpissd.bench", "mpissd.__main__")
+STARTS_MPI = (
+    "mpissd.comm.mpi_link",
+    "mpissd.comm.mpi_group",
+    "mpissd.comm.device_group",
+    "mpissd.comm.device_mpi",
+    "mpissd.bench",
+)
+# CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.
+MAY_NAME_CUPY = (
+    "mpissd.backend.cupy_",
+    "mpissd.backend.cublas",
+    "mpissd.backend.kernels",
+    "mpissd.backend.registry",
+    "mpissd.comm.device_",
+)
+STARTS_CUDA = ("mpissd.backend.cupy_",)
+BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what layers 0 and 1 may import beside mpissd
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's module, and whether it runs when the file is imported."""
+
+    module: str
+    line: int
+    at_import: bool
+    runs: bool  # not only for the type checker
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_in(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(
+        module.startswith(prefix) if prefix.endswith("_") else f"{module}.".startswith(f"{prefix}.")
+        for prefix in prefixes
+    )
+
+
+def layer_of(module: str) -> int:
+    """ValueError for a module in no layer."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:end])
+        if prefix in LAYERS and (prefix != "mpissd" or end == len(parts)):
+            return LAYERS[prefix]
+    raise ValueError(f"{module} is in no layer")
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def walk(node: ast.AST, at_import: bool, runs: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        told = at_import and not inside, runs and not is_type_checking(child)
+        yield child, *told
+        yield from walk(child, *told)
+
+
+def imports_in(source: str, package: str, known: frozenset[str]) -> list[Import]:
+    found = []
+    for node, at_import, runs in walk(ast.parse(source), True, True):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
+            below = [f"{base}.{alias.name}" for alias in node.names]
+            modules = [name if name in known else base for name in below]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            modules = [a.value for a in node.args if isinstance(a, ast.Constant)]  # type: ignore[misc]
+        line = getattr(node, "lineno", 0)
+        found += [Import(m, line, at_import and runs, runs) for m in dict.fromkeys(modules)]
+    return found
+
+
+@lru_cache(maxsize=1)
+def all_imports() -> dict[str, list[Import]]:
+    paths = {name_of(path): path for path in sorted((ROOT / "mpissd").rglob("*.py"))}
+    known = frozenset(paths)
+    return {
+        name: imports_in(
+            path.read_text(),
+            name if path.name == "__init__.py" else name.rpartition(".")[0],
+            known,
+        )
+        for name, path in paths.items()
+    }
+
+
+def ours(module: str) -> bool:
+    return module.split(".")[0] == "mpissd"
+
+
+@pytest.mark.parametrize("module", all_imports())
+def test_imports_go_downward(module: str) -> None:
+    here = layer_of(module)
+    for found in all_imports()[module]:
+        if ours(found.module):
+            there = layer_of(found.module)
+            assert there <= here, (
+                f"{module}:{found.line} (layer {here}) imports {found.module} (layer {there})"
+            )
+        elif here <= 1:
+            top = found.module.split(".")[0]
+            assert top in BELOW_ALL, f"{module}:{found.line} imports {found.module}"
+
+
+def test_nothing_imports_itself_around_a_corner() -> None:
+    graph = {
+        name: {i.module for i in found if ours(i.module) and i.runs and i.module != name}
+        for name, found in all_imports().items()
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+@pytest.mark.parametrize(
+    ("top", "may_name", "may_start"),
+    [
+        ("mpi4py", MAY_NAME_MPI, STARTS_MPI),
+        ("cupy", MAY_NAME_CUPY, STARTS_CUDA),
+        ("cupyx", MAY_NAME_CUPY, STARTS_CUDA),
+        ("nvmath", MAY_NAME_CUPY, STARTS_CUDA),
+        ("cuda", MAY_NAME_CUPY, STARTS_CUDA),
+    ],
+)
+def test_few_rooms_know_mpi_or_cuda(
+    top: str, may_name: tuple[str, ...], may_start: tuple[str, ...]
+) -> None:
+    for module, imports in all_imports().items():
+        for found in imports:
+            if found.module.split(".")[0] == top:
+                assert is_in(module, may_name), f"{module}:{found.line} names {top}"
+                assert not found.at_import or is_in(module, may_start), (
+                    f"{module}:{found.line} imports {found.module} at import"
+                )
+
+
+def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
+    quiet = [m for m in all_imports() if not is_in(m, (*STARTS_MPI, *STARTS_CUDA))]
+    assert {"mpissd", "mpissd.cli", "mpissd.job", "mpissd.__main__"} <= set(quiet)
+    program = (
+        "import importlib, json, sys\n"
+        f"for name in {quiet!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    loud = [m for m in sys.modules if m.split('.')[0] in ('cupy', 'cupyx', 'nvmath')]\n"
+        "    loud += [m for m in sys.modules if m == 'mpi4py.MPI']\n"
+        "    if loud:\n"
+        "        sys.exit(f'{name} starts {loud[0]}')\n"
+        "print(json.dumps([m for m in sys.modules if m.split('.')[0] == 'mpissd']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert set(json.loads(done.stdout)) == set(quiet)  # nor did they import what does
+
+
+def test_the_analysis_stands_on_the_ground_floor() -> None:
+    for path in sorted((ROOT / "analysis").rglob("*.py")):
+        for found in imports_in(path.read_text(), "analysis", frozenset(all_imports())):
+            if ours(found.module):
+                where = f"{path.relative_to(ROOT)}:{found.line}"
+                assert layer_of(found.module) == 0, f"{where} imports {found.module}"
+
+
+BAD = """
+import os, mpissd.rng
+from typing import TYPE_CHECKING
+from mpissd.errors import ConfigError
+from mpissd import rounds
+from . import link
+from ..model import shard as s
+if TYPE_CHECKING:
+    from mpi4py import MPI
+def later():
+    import cupy
+    class Deep:
+        from mpissd.bench.run import execute
+importlib.import_module("mpissd.job")
+"""
+
+
+def test_the_walk_finds_imports_of_every_kind() -> None:
+    known = frozenset({"mpissd.rounds", "mpissd.comm.link", "mpissd.model.shard"})
+    found = {i.module: (i.at_import, i.runs) for i in imports_in(BAD, "mpissd.comm", known)}
+    assert found == {
+        "os": (True, True),
+        "mpissd.rng": (True, True),
+        "typing": (True, True),
+        "mpissd.errors": (True, True),
+        "mpissd.rounds": (True, True),
+        "mpissd.comm.link": (True, True),
+        "mpissd.model.shard": (True, True),
+        "mpi4py": (False, False),
+        "cupy": (False, True),
+        "mpissd.bench.run": (False, True),
+        "mpissd.job": (True, True),
+    }
+
+
+def test_a_new_room_has_to_say_where_it_belongs() -> None:
+    with pytest.raises(ValueError, match=r"mpissd.attic is in no layer"):
+        layer_of("mpissd.attic")
+    assert layer_of("mpissd.comm.wire") == 2 and layer_of("mpissd") == 0

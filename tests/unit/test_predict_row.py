@@ -1,0 +1,69 @@
+"""A predicted row: keys of a result row, the run's own draws, sampling apart from the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mpissd.backend.profile import load_profile
+from mpissd.config import RunConfig
+from mpissd.job import resolve
+from mpissd.predict.costs import DeviceCosts, HostCosts
+from mpissd.predict.row import predict_row
+
+HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)
+
+
+def predict(device: str = "h100", host: HostCosts = HOST, **flags: Any) -> dict[str, Any]:
+    config = RunConfig(**{"pair": "8b/1b", "backend": "emulated", **flags})
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    return predict_row(job, DeviceCosts.from_profile(load_profile(device), job), host)
+
+
+def test_has_the_keys_of_a_row_and_is_json() -> None:
+    row = predict(mode="ssd", rounds=50)
+    json.dumps(row, allow_nan=False)
+    assert row["num_rounds"] == row["round_us"]["n"] == 50
+    assert set(row["round_us"]) == {"mean", "p50", "p90", "p99", "n"}
+    assert row["tok_per_s"] == pytest.approx(row["num_tokens"] / row["wall_s"])
+    assert row["tok_per_s_per_gpu"] == row["tok_per_s"] / 2
+    assert row["round_us"]["mean"] == pytest.approx(row["wall_s"] / 50 * 1e6)
+    assert 0 < row["hit_rate"] < 1 and 1 <= row["acceptance_length"] <= 5
+    assert row["T_SD"] == pytest.approx(row["t_draft_s"] / row["t_target_s"])
+    assert row["T_p"] == pytest.approx(row["t_growth_s"] / row["t_target_s"])
+    assert row["exposed_us"] > 0
+
+
+def test_what_a_mode_lacks_is_null() -> None:
+    alone, drafted = predict(mode="ar", rounds=20), predict(mode="sd", rounds=20)
+    for key in ("t_draft_s", "t_growth_s", "T_SD", "T_p", "hit_rate"):
+        assert alone[key] is None
+    assert drafted["t_growth_s"] is drafted["hit_rate"] is drafted["T_p"] is None
+    assert drafted["t_draft_s"] == pytest.approx(drafted["T_SD"] * drafted["t_target_s"])
+    assert alone["sampling_error"] == pytest.approx(0) and alone["sampling_sd"] == pytest.approx(0)
+
+
+def test_sampling_is_told_apart() -> None:
+    """Longer runs stray less; the replayed error is within five of its standard deviations."""
+    short, long = predict(mode="ssd", rounds=50, seed=4), predict(mode="ssd", rounds=800, seed=4)
+    assert long["expected_tok_per_s"] == short["expected_tok_per_s"]
+    assert long["sampling_sd"] == pytest.approx(short["sampling_sd"] / 4)
+    for row in (short, long):
+        assert row["tok_per_s"] == pytest.approx(
+            row["expected_tok_per_s"] * (1 + row["sampling_error"])
+        )
+        assert abs(row["sampling_error"]) < 5 * row["sampling_sd"]
+
+
+def test_a_null_device_without_host_costs_has_no_rate() -> None:
+    row = predict("null", HostCosts(), mode="ssd", rounds=10)
+    json.dumps(row, allow_nan=False)
+    assert row["tok_per_s"] is row["expected_tok_per_s"] is row["sampling_error"] is None
+    assert row["T_SD"] is None
+
+
+def test_the_seed_is_the_run_s() -> None:
+    digests = {predict(mode="sd", rounds=30, seed=s)["outcome_digest"] for s in (1, 1, 2)}
+    assert len(digests) == 2

@@ -1,0 +1,77 @@
+"""A rank's share of a model: widths and costs add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpissd.errors import ConfigError
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.presets import PRESETS, ModelShape, resolve_model
+
+PLAIN = ForwardOptions()
+HEAD = ForwardOptions(lm_head=True)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_shards_of_a_model_are_the_model(name: str) -> None:
+    shape = PRESETS[name]
+    whole = Shard(shape)
+    assert whole.num_params(PLAIN) == shape.gemm_params
+    assert whole.num_params(HEAD) == shape.gemm_params + shape.lm_head_params
+    for tp in (1, 2, 4, 8):
+        if shape.num_heads % tp or shape.num_kv_heads % tp or shape.ffn % tp:
+            continue
+        shard = Shard(shape, tp)
+        assert tp * shard.num_params(PLAIN) == shape.gemm_params
+        assert tp * shard.kv_bytes(100, 3) == whole.kv_bytes(100, 3)
+        assert (tp * shard.q_width, tp * shard.kv_width) == (shape.q_width, shape.kv_width)
+
+
+def test_16_bit_bytes_of_known_models() -> None:
+    def gigabytes(name: str) -> float:
+        return Shard(resolve_model(name)).cost(1, 1, 2, PLAIN).weight_bytes / 1e9
+
+    assert gigabytes("70b") == pytest.approx(136.9, abs=0.05)
+    assert gigabytes("8b") == pytest.approx(13.96, abs=0.005)
+    assert gigabytes("1b") == pytest.approx(1.95, abs=0.005)
+    assert Shard(resolve_model("70b")).kv_bytes(1, 1) == 327_680
+    assert Shard(resolve_model("1b")).kv_bytes(1, 1) == 32_768
+
+
+def test_what_a_forward_costs() -> None:
+    shape = ModelShape("t", 3, 8, 4, 2, 2, 12, True, 10)
+    options = ForwardOptions(lm_head=True, context=50)
+    cost = Shard(shape, 2, 1).cost(rows=6, sequences=2, itemsize=2, options=options)
+    layer = 8 * (4 + 2 + 2 + 4) + 8 * 6 * 3
+    params = 3 * layer + 8 * 5
+    assert cost.weight_bytes == 2 * params and cost.flops == 2 * 6 * params
+    assert cost.kv_bytes == 2 * 50 * 3 * 2 * 2 * 2
+    assert (cost.rows, cost.tp, cost.all_reduce_bytes) == (6, 2, 6 * 8 * 2)
+    assert cost.num_products == 3 * 7 + 1
+    assert cost.num_all_reduces >= 2 * 3
+    assert Shard(shape).cost(6, 2, 2, options).num_all_reduces == 0
+
+
+@pytest.mark.parametrize(
+    ("gated", "fuse", "products"), [(1, 0, 7), (0, 0, 6), (1, 1, 4), (0, 1, 4)]
+)
+def test_products_a_layer(gated: int, fuse: int, products: int) -> None:
+    shape = ModelShape("t", 5, 8, 4, 2, 2, 12, bool(gated), 10)
+    assert Shard(shape).num_products(ForwardOptions(fuse=bool(fuse))) == 5 * products
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [
+        (3, "num_heads=4 is not divisible by tp=3; allowed for it: 1, 2, 4"),
+        (4, "num_kv_heads=2 is not divisible by tp=4; allowed for it: 1, 2"),
+    ],
+)
+def test_what_does_not_divide(tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Shard(ModelShape("t", 1, 8, 4, 2, 2, 12, True, 10), tp)
+
+
+def test_an_ffn_that_does_not_divide() -> None:
+    with pytest.raises(ConfigError, match="ffn=13 is not divisible by tp=2"):
+        Shard(ModelShape("t", 1, 8, 4, 2, 2, 13, True, 10), 2)
