@@ -19,6 +19,7 @@ from mpissd.errors import FaultError
 _PR_SET_TIMERSLACK = 29
 _POLLS_BETWEEN_CLOCK_READS = 64
 _SPIN_S = 20e-6  # a reply that is already on its way arrives within this
+PATIENT_SPIN_S = 200e-6  # where every rank has a core, but none is spare
 _NAP_S = 20e-6
 _LONG_S = 5e-3
 _LONG_NAP_S = 50e-6
@@ -59,9 +60,11 @@ class Waiter:
     that spin on two cores stretch a 12.5 ms round to 18.7 ms, ranks that nap keep it at 12.9.
     """
 
-    def __init__(self, deadline_s: float, spin: bool) -> None:
+    def __init__(self, deadline_s: float, spin: bool, spin_s: float = _SPIN_S) -> None:
+        """spin_s: without `spin`, how long a wait holds the core before it naps."""
         self.deadline_s = deadline_s
         self.spin = spin
+        self.spin_s = spin_s
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         """Returns once test() is true; FaultError naming `what` after deadline_s."""
@@ -77,7 +80,7 @@ class Waiter:
                 raise FaultError(f"{what}: nothing for {waited:.1f} s (--deadline_s)")
             if self.spin:
                 time.sleep(0)  # yields: another process may need this core more
-            elif waited > _SPIN_S:
+            elif waited > self.spin_s:
                 time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     def sleep_until(self, end: float) -> None:

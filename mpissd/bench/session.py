@@ -100,7 +100,7 @@ def open_session(config: RunConfig) -> Session:
         topology = open_topology(config.drafts)
     except ConfigError as small:  # the same on every rank
         raise Refused(str(small), small.exit_code) from small
-    waiter = Waiter(config.deadline_s, topology.spin)
+    waiter = topology.waiter(config.deadline_s)
     resources = ExitStack()
     backend, error = _open_backend(config, topology)
     agree(topology.world, error)

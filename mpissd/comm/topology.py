@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpissd.errors import ConfigError, MpissdError
+from mpissd.wait import PATIENT_SPIN_S, Waiter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,7 +64,16 @@ class Topology:
     num_drafts: int
     local_rank: int
     hosts: tuple[str, ...]  # by world rank
-    spin: bool  # ranks on this host have cores of their own
+    cores_a_rank: float  # on the host that has the fewest
+
+    def waiter(self, deadline_s: float) -> Waiter:
+        """How this rank waits. It spins where cores are to spare; where each rank has but one,
+        another process would stretch every spin by a time slice (4 ms), so it spins briefly."""
+        if self.cores_a_rank >= 2:
+            return Waiter(deadline_s, spin=True)
+        if self.cores_a_rank >= 1:
+            return Waiter(deadline_s, spin=False, spin_s=PATIENT_SPIN_S)
+        return Waiter(deadline_s, spin=False)
 
     @property
     def is_lead(self) -> bool:
@@ -95,9 +105,9 @@ def open_topology(num_drafts: int) -> Topology:
     group = world.Split(int(world.rank >= tp), world.rank)
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     cores: set[int] = set().union(*node.allgather(usable_cores()))
-    spin = bool(world.allreduce(int(len(cores) >= node.size), op=MPI.MIN))
+    cores_a_rank = float(world.allreduce(len(cores) / node.size, op=MPI.MIN))
     hosts = tuple(world.allgather(socket.gethostname()))
-    return Topology(world, group, tp, num_drafts, node.rank, hosts, spin)
+    return Topology(world, group, tp, num_drafts, node.rank, hosts, cores_a_rank)
 
 
 def usable_cores() -> set[int]:
