@@ -18,7 +18,7 @@ from mpissd.predict.costs import DeviceCosts, HostCosts
 from mpissd.predict.row import predict_row
 from mpissd.predict.search import Choice
 from mpissd.predict.why import gaps
-from mpissd.tables import load_rows, render
+from mpissd.tables import load_profiles, load_rows, render
 
 _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), ("p_hit", "hit_a", "hit_r")
 
@@ -175,7 +175,7 @@ def tables(config: TablesConfig) -> int:
     if named and not paths:
         raise ConfigError(f"results {named!r}: no runs*.jsonl there")
     rows = load_rows(paths)
-    print(render(rows))
+    print(render(rows, load_profiles(paths, rows)))
     return 0
 
 
