@@ -1,4 +1,5 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
+## make probe TP=2             what this machine gives a pair of models: a table and a profile
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
 ## make check                  ruff, mypy and the fast tests
@@ -18,7 +19,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run test test-mpi check venv clean help
+.PHONY: run probe test test-mpi check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -50,6 +51,10 @@ setup := $(if $(call given,PYTHON),@:,@launch/setup.sh)
 run:
 	$(check_names)$(setup)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
+
+probe:
+	$(setup)
+	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
 
 test:
 	$(setup) test

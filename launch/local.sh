@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # One run on this machine (or in this allocation):
 #   launch/local.sh NP [flags of mpissd run]       PYTHON and MPIRUN: see env.sh
+#   COMMAND=probe launch/local.sh NP [flags of mpissd probe]
 set -eu
 case ${1:-} in
     '' | *[!0-9]*) echo "usage: launch/local.sh NP [flags of mpissd run]" >&2; exit 2 ;;
 esac
 # shellcheck source-path=SCRIPTDIR
 . "${0%/*}/env.sh"
-np=$1
+np=$1 command=${COMMAND:-run}
 shift
 # Ranks can't see whether a person is watching: mpirun stands between. The user's own flag comes later.
 [ ! -t 2 ] || set -- --progress=on "$@"
 
 # A mistake in the flags costs one line here, instead of one from each rank and mpirun's comments.
-"$PYTHON" -m mpissd run --dry_run --world_size="$np" "$@" </dev/null
-exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd run "$@" </dev/null
+"$PYTHON" -m mpissd "$command" --dry_run --world_size="$np" "$@" </dev/null
+exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd "$command" "$@" </dev/null

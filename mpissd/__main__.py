@@ -32,14 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
         if command is None:
             return 0
-        if command.name != "run":
+        if command.name not in ("run", "probe"):
             return alone(command)
         check_before_mpi(command.config)
     except ConfigError as error:
         if launcher_rank() == 0:
             print(f"mpissd: {error}", file=sys.stderr)
         return error.exit_code
-    return 0 if command.config.dry_run else launch(command.config)
+    return 0 if command.config.dry_run else launch(command)
 
 
 def alone(command: cli.Command) -> int:
@@ -70,14 +70,17 @@ def check_before_mpi(config: RunConfig) -> None:
     check_output(config.out)
 
 
-def launch(config: RunConfig) -> int:
+def launch(command: cli.Command) -> int:
     """Starts MPI and runs; one line from one rank where something stops it."""
     from mpi4py import MPI
 
+    from mpissd.bench.probe import execute_probe
     from mpissd.bench.run import execute
 
     try:
-        return execute(config)
+        if command.name == "probe":
+            return execute_probe(command.config, command.config.name)
+        return execute(command.config)
     except Refused as refused:  # every rank is here: leave in good order
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
             print(f"mpissd: {refused}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from fire.decorators import SetParseFn
 from mpissd.config import (
     PlanConfig,
     PredictConfig,
+    ProbeConfig,
     RunConfig,
     TablesConfig,
     WhyConfig,
@@ -44,6 +45,7 @@ class Spec:
 
 SPECS = {
     "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
+    "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
     "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
     "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", "result"),

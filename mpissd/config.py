@@ -131,6 +131,8 @@ class RunConfig:
     backup_lookahead: int | None = flag(None, integer(1), "K_b, tokens that a backup drafts")
     warmup_rounds: int = flag(10, integer(1), "rounds on throw-away sequences")
     deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")
+    trace: str | None = flag(None, words, "Chrome trace of all ranks to this file")
+    ledger_ab: bool = flag(False, switch, "measure what the round ledger costs, on against off")
     progress: str = flag("auto", choice("auto", "on", "off"), "progress bar on stderr")
     dry_run: bool = flag(False, switch, "validate and stop, without MPI")
     world_size: int | None = flag(None, integer(1), "ranks to validate for, with dry_run")
@@ -184,10 +186,17 @@ class RunConfig:
     @property
     def digest(self) -> str:
         """Names the configuration: equal for equal flags, whatever their order."""
-        skip = {"out", "progress", "dry_run", "world_size"}
+        skip = {"out", "progress", "trace", "ledger_ab", "dry_run", "world_size"}
         told = {k: v for k, v in dataclasses.asdict(self).items() if k not in skip}
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ProbeConfig(RunConfig):
+    """Of `probe`: a run's flags (mode=ar: no draft), and the name of the profile."""
+
+    name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
 
 
 @dataclass(frozen=True)

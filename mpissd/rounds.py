@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +118,7 @@ class Batch:
         self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
         self.last_tokens: Ints = np.zeros(0, np.int32)
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
+        self.digest = 0  # CRC-32 of the outcomes applied: equal on ranks that heard the same
         self._steady = b""  # of its first three columns: an outcome in which nobody comes or goes
 
     def __len__(self) -> int:
@@ -127,6 +129,7 @@ class Batch:
 
         Raises ProtocolError where the outcome speaks of other sequences than this batch holds.
         """
+        self.digest = crc32(outcome.rows.tobytes(), self.digest)
         if outcome.rows[:, :3].tobytes() != self._steady:  # bytes: a tenth of comparing arrays
             return self._apply_changes(outcome)
         self.lengths += outcome.num_accepted

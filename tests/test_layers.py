@@ -36,6 +36,7 @@ LAYERS = {
     "mpissd.gates": 1,
     "mpissd.chrome": 1,
     "mpissd.tables": 1,
+    "mpissd.compare": 1,
     "mpissd.backend": 2,
     "mpissd.comm": 2,
     "mpissd.model": 3,
@@ -50,13 +51,7 @@ LAYERS = {
 }
 # mpi4py anywhere in the file, and at import.
 MAY_NAME_MPI = ("mpissd.comm", "mpissd.bench", "mpissd.__main__")
-STARTS_MPI = (
-    "mpissd.comm.mpi_link",
-    "mpissd.comm.mpi_group",
-    "mpissd.comm.device_group",
-    "mpissd.comm.device_mpi",
-    "mpissd.bench",
-)
+STARTS_MPI = ("mpissd.comm.mpi_", "mpissd.comm.device_", "mpissd.bench")
 # CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.
 MAY_NAME_CUPY = (
     "mpissd.backend.cupy_",

@@ -48,6 +48,22 @@ class WeightPart:
 
 
 @dataclass(frozen=True)
+class ForwardKey:
+    """Which forward a measured table is of: forwards with equal keys differ in their rows alone."""
+
+    model: str  # the shape's name; a depth-scaled one has its own
+    tp: int
+    fuse: bool
+    lm_head: bool
+    kv_tokens: int  # of context read, over all sequences
+
+    def __str__(self) -> str:
+        told = [self.model, f"T={self.tp}"]
+        told += [name for name in ("fuse", "lm_head") if getattr(self, name)]
+        return " ".join(told + [f"kv_tokens={self.kv_tokens}"] * (self.kv_tokens > 0))
+
+
+@dataclass(frozen=True)
 class Cost:
     """What one forward on one rank must move and compute; a rank's share, not the group's."""
 
@@ -59,6 +75,7 @@ class Cost:
     num_all_reduces: int
     all_reduce_bytes: int  # of one all-reduce
     tp: int
+    key: ForwardKey | None = None  # whose forward it is; None: nobody's, a lone product, say
 
 
 class Program(ABC):
@@ -157,6 +174,10 @@ class Backend(ABC):
     @abstractmethod
     def read_bandwidth(self, num_bytes: int) -> float | None:
         """Bytes a second when a buffer of num_bytes is read again and again; None = unknown."""
+
+    @abstractmethod
+    def copy_bandwidth(self, num_bytes: int) -> float | None:
+        """Bytes a second, read and written ones, of a copy on the device; None = unknown."""
 
     @property
     def capture(self) -> bool:

@@ -40,6 +40,7 @@ _CHUNK_COLUMNS = 4096  # of top_k: 16 warps of 32 lanes, 8 columns each
 _FILL_COLUMNS = 4096  # row length of a buffer that is only read
 _READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9  # of one timed sample; of its buffer
+_MAX_COPY_BYTES = 2 * 10**9  # an H200 copied halves of 1.3 GB at 4.3 TB/s, of 2 GB at 2.8
 _READ_SAMPLES, _WARM_UP_S = 7, 0.05
 
 
@@ -200,11 +201,21 @@ class CupyBackend(Backend):
         passes = ceil_div(_MIN_SAMPLE_BYTES, size)
         buffer = self._random(size)
         program = CupyProgram(self.stream, lambda: self._read(buffer, size, passes), capture=True)
-        warm_s = 0.0
-        while warm_s < _WARM_UP_S:
-            warm_s += self._timed(program)
-        median = np.median([self._timed(program) for _ in range(_READ_SAMPLES)])
-        return float(size * passes / median)
+        return float(size * passes / self._median_s(program))
+
+    def copy_bandwidth(self, num_bytes: int) -> float | None:
+        """As read_bandwidth, by copies of half a buffer (of at most 2 GB) onto its other half."""
+        half = max(16, min(num_bytes, _MAX_COPY_BYTES, runtime.memGetInfo()[0] // 2) // 32 * 16)
+        passes = ceil_div(_MIN_SAMPLE_BYTES, 2 * half)
+        source, to = self._random(half), device_empty((half,), np.uint8)
+        operands = (to.data.ptr, source.data.ptr, half, runtime.memcpyDeviceToDevice)
+
+        def copy() -> None:
+            for _ in range(passes):
+                runtime.memcpyAsync(*operands, self.stream.ptr)
+
+        program = CupyProgram(self.stream, copy, capture=True)
+        return float(2 * half * passes / self._median_s(program))
 
     def copy_out(self, array: Any, host: Any) -> None:
         """Starts a copy of a contiguous device array to page-locked `host` (same bytes)."""
@@ -255,6 +266,13 @@ class CupyBackend(Backend):
     def _read(self, buffer: Any, num_bytes: int, passes: int) -> None:
         args = (buffer, np.int64(ceil_div(num_bytes, 16)), np.int32(passes), self._sums)
         self._launch("read_words", (self._read_blocks,), (_READ_THREADS,), args)
+
+    def _median_s(self, program: CupyProgram) -> float:
+        """Of some launches, after a warm-up."""
+        warm_s = 0.0
+        while warm_s < _WARM_UP_S:
+            warm_s += self._timed(program)
+        return float(np.median([self._timed(program) for _ in range(_READ_SAMPLES)]))
 
     def _timed(self, program: CupyProgram) -> float:
         program.launch()

@@ -73,3 +73,9 @@ def reached(event: Any) -> bool:
 def ceil_div(value: int, by: int) -> int:
     """value / by, rounded up."""
     return -(-value // by)
+
+
+def can_access_peers() -> list[list[bool]]:
+    """[i][j]: GPU i can map GPU j's memory (itself, always), by the numbers seen here."""
+    every = range(int(runtime.getDeviceCount()))
+    return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in every] for i in every]

@@ -105,5 +105,8 @@ class EmulatedBackend(Backend):
     def read_bandwidth(self, num_bytes: int) -> float | None:
         return self.profile.read_bytes_per_s
 
+    def copy_bandwidth(self, num_bytes: int) -> float | None:
+        return None
+
     def close(self) -> None:
         return None

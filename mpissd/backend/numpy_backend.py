@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from mpissd.backend import weights
 from mpissd.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
 
 Floats = NDArray[np.float32]
+_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class HostProgram(Program):
@@ -115,16 +115,26 @@ class NumpyBackend(Backend):
         """
         count = max(1, min(num_bytes, 4 * 10**9) // 4)
         buffer = np.ones(count, np.float32)
-        passes = max(3, -(-(5 * 10**8) // (count * 4)))
-        seconds = []
-        for _ in range(passes):
-            start = time.perf_counter()
-            buffer.max()
-            seconds.append(time.perf_counter() - start)
-        return float(count * 4 / np.median(seconds))
+        return count * 4 / _median_s(buffer.max, count * 4)
+
+    def copy_bandwidth(self, num_bytes: int) -> float | None:
+        """Copies half a buffer of num_bytes onto its other half, as often as reads are repeated."""
+        half = max(1, min(num_bytes, 4 * 10**9) // 8)
+        source, to = np.ones(half, np.float32), np.zeros(half, np.float32)
+        return 2 * half * 4 / _median_s(lambda: np.copyto(to, source), 2 * half * 4)
 
     def close(self) -> None:
         return None
+
+
+def _median_s(operation: Callable[[], object], num_bytes: int) -> float:
+    """Median seconds of an operation, repeated until it has moved 0.5 GB."""
+    seconds = []
+    for _ in range(max(3, -(-(5 * 10**8) // num_bytes))):
+        start = time.perf_counter()
+        operation()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
 
 
 def cpu_name() -> str:
@@ -150,9 +160,13 @@ def available_memory_bytes() -> int | None:
 
 
 def last_level_cache_bytes() -> int | None:
-    """Size of the last-level cache; None where the system doesn't tell."""
-    try:
-        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
-    except (ValueError, OSError):
-        return None
-    return size if size > 0 else None
+    """Size of the first core's last-level cache; None where the system doesn't tell."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text[:-1].isdigit() and text[-1] in _BINARY:
+            sizes.append(int(text[:-1]) * _BINARY[text[-1]])
+    return max(sizes, default=None)

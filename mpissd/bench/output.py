@@ -10,15 +10,26 @@ from mpissd.errors import ConfigError
 
 def check_output(out: str) -> None:
     """ConfigError where the folder can't be made or written; creates nothing."""
-    folder = Path(out).absolute()
+    _check_folder(f"out={out!r}", Path(out).absolute())
+
+
+def check_file(flag: str, path: str) -> None:
+    """ConfigError where the file that `flag` names can't be written; creates nothing."""
+    file = Path(path).absolute()
+    _check_folder(f"{flag}={path!r}", file.parent)
+    if file.is_dir():
+        raise ConfigError(f"{flag}={path!r}: is a folder; allowed: a file")
+
+
+def _check_folder(told: str, folder: Path) -> None:
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, a parent that may not be searched
-        raise ConfigError(f"out={out!r}: {error.strerror}") from error
+        raise ConfigError(f"{told}: {error.strerror}") from error
     if not existing.is_dir():
-        raise ConfigError(f"out={out!r}: {str(existing)!r} is not a folder")
+        raise ConfigError(f"{told}: {str(existing)!r} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"out={out!r}: {str(existing)!r} cannot be written")
+        raise ConfigError(f"{told}: {str(existing)!r} cannot be written")
 
 
 def make_output(out: str) -> None:

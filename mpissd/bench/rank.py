@@ -23,6 +23,7 @@ from mpissd.decode.speculator import (
 )
 from mpissd.decode.target import TargetLoop, follow
 from mpissd.rounds import Source
+from mpissd.trace import FollowPhase, Ledger
 from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
 
 Result = TypeVar("Result")
@@ -40,6 +41,9 @@ class Rank:
         self.draft_link: DraftEnd | None = None
         self.sender: PlanSender | None = None
         self.receiver: PlanReceiver | None = None
+        # Of the last pass: this rank's phases, and the outcomes it heard (Batch.digest).
+        self.ledger: Ledger | None = None
+        self.digest = 0
         if not topology.is_draft:
             self.target = session.target_worker()
             session.resources.callback(self.target.close)
@@ -92,16 +96,19 @@ class Rank:
             if self.draft_link is not None:
                 assert drafter is not None, "a draft rank without a drafter"
                 serve(self.draft_link, drafter)
+                self.ledger, self.digest = drafter.ledger, drafter.digest
                 return None
             assert target is not None, "a target rank without a worker"
             if self.receiver is not None:
-                follow(target, self.receiver, batch, waiter)
+                self.ledger = Ledger(FollowPhase)
+                self.digest = follow(target, self.receiver, batch, waiter, self.ledger)
                 return None
             assert self.sender is not None, "a lead without a plan channel"
             speculator = self._speculator(drafter)
             loop = TargetLoop(target, speculator, self.sender, batch, waiter)
             result = drive(loop)
             loop.stop()
+            self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.bench.ab import Overhead
 from mpissd.bench.calibrate import JobProfile
 from mpissd.bench.provenance import provenance
 from mpissd.bench.session import Session
@@ -47,6 +49,8 @@ class Measured:
     profile: JobProfile
     messages_per_round: float
     bytes_per_round: float
+    rank_digests: list[int]  # by world rank: of the outcomes it heard
+    ledger_overhead: Overhead | None
 
 
 def make_row(session: Session, measured: Measured) -> dict[str, Any]:
@@ -80,6 +84,8 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
         **_digests(session, measured, sequences),
         "messages_per_round": round(measured.messages_per_round, 2),
         "bytes_per_round": round(measured.bytes_per_round, 1),
+        "rank_digests": measured.rank_digests,
+        "ledger_overhead": _overhead(measured.ledger_overhead),
         "stable": is_stable(measured.records.round_s, _STABLE[session.backend.info.kind]),
         "config_digest": config.digest,
         "provenance": provenance(session.infos, session.topology.hosts, _mpi_library()),
@@ -114,6 +120,7 @@ def _throughput(
     closure = phases.sum(axis=1) * 1e-9 / np.asarray(measured.records.round_s)
     return {
         "num_rounds": len(measured.records),
+        "token_limit": session.job.config.num_tokens,
         "num_tokens": num_tokens,
         "wall_s": round(measured.wall_s, 6),
         "tok_per_s": round(rate, 3),
@@ -167,7 +174,8 @@ def _times(session: Session, measured: Measured) -> dict[str, Any]:
     if measured.draft_rounds is not None and job.fan_out:
         t_growth = median(measured.draft_rounds[:, Drafter.COLUMNS.index("t_growth_s")])
     read_bytes_per_s = measured.profile.read_bytes_per_s
-    floor_s = _floor_s(session, read_bytes_per_s)
+    floor_bytes = _floor_bytes(session)
+    floor_s = None if read_bytes_per_s is None else floor_bytes / read_bytes_per_s
     timed = t_target is not None and t_target > 0
     return {
         "t_target_s": t_target,
@@ -176,6 +184,8 @@ def _times(session: Session, measured: Measured) -> dict[str, Any]:
         "T_SD": t_draft / t_target if timed and t_draft is not None and t_target else None,
         "floor_us": None if floor_s is None else round(floor_s * 1e6, 3),
         "floor_fraction": round(floor_s / t_target, 4) if timed and floor_s and t_target else None,
+        "floor_bytes": floor_bytes,
+        "cache_bytes": session.backend.info.cache_bytes,
         "read_bytes_per_s": read_bytes_per_s,
         "t_target_full_depth_s": _full_depth(session, t_target),
     }
@@ -193,16 +203,13 @@ def _t_draft(job: Job, measured: Measured) -> float | None:
     return float(job.lookahead * step)
 
 
-def _floor_s(session: Session, read_bandwidth: float | None) -> float | None:
-    """Bytes that a verification must read over the measured read rate (THEORY, floors)."""
-    if read_bandwidth is None:
-        return None
+def _floor_bytes(session: Session) -> int:
+    """What a verification must read on a target rank: weights and KV (THEORY, floors)."""
     job = session.job
     shard = Shard(job.target, job.tp)
-    cost = shard.cost(
-        job.verify_rows, job.config.batch_size, session.backend.itemsize, job.options
-    )
-    return (cost.weight_bytes + cost.kv_bytes) / read_bandwidth
+    itemsize = session.backend.itemsize
+    cost = shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
+    return cost.weight_bytes + cost.kv_bytes
 
 
 def _full_depth(session: Session, t_target: float | None) -> float | None:
@@ -252,10 +259,15 @@ def _mpi_library() -> str:
     return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
 
 
-def write_row(session: Session, row: dict[str, Any], measured: Measured) -> None:
-    """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
-    row to OUT/runs.jsonl; none by halves."""
-    out = Path(session.job.config.out)
+def _overhead(found: Overhead | None) -> dict[str, float] | None:
+    """A/B of the ledger: median round with it over without, less one, and its 95% interval."""
+    if found is None:
+        return None
+    return {"overhead": found.overhead, "low": found.low, "high": found.high}
+
+
+def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
+    """The raw rounds, as they are saved."""
     arrays: dict[str, NDArray[Any]] = {
         "round_s": np.asarray(measured.records.round_s),
         "t_target_s": np.asarray(measured.records.t_target_s),
@@ -268,19 +280,32 @@ def write_row(session: Session, row: dict[str, Any], measured: Measured) -> None
         arrays["draft_columns"] = np.asarray(Drafter.COLUMNS)
         arrays["draft_ledger_ns"] = measured.draft_ledger
         arrays["draft_phases"] = np.asarray(measured.draft_phases)
+    return arrays
+
+
+def write_row(
+    session: Session,
+    row: dict[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    profile: JobProfile,
+    violations: list[str],
+) -> None:
+    """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
+    row to OUT/runs.jsonl (OUT/flagged.jsonl where a gate failed); none by halves."""
+    out = Path(session.job.config.out)
     path = out / "rounds" / f"{row['run_id']}.npz"
     half = path.with_suffix(".part")
     with half.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     half.rename(path)
-    profile = out / "profiles" / f"{row['run_id']}.json"
-    profile.write_text(json.dumps(_job_file(session, measured), indent=1) + "\n")
-    with (out / "runs.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    saved = json.dumps(_job_file(session, row["num_rounds"], profile), indent=1) + "\n"
+    (out / "profiles" / f"{row['run_id']}.json").write_text(saved)
+    name = "flagged.jsonl" if violations else "runs.jsonl"
+    kept = {**row, "gates": violations} if violations else row
+    with (out / name).open("a") as file:
+        file.write(json.dumps(kept) + "\n")
 
 
-def _job_file(session: Session, measured: Measured) -> dict[str, Any]:
-    found = measured.profile
-    rounds = len(measured.records)
-    costs = found.device, found.host, found.read_bytes_per_s
-    return jobfile.to_dict(session.job, session.backend.name, rounds, *costs)
+def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:
+    costs = profile.device, profile.host, profile.read_bytes_per_s
+    return jobfile.to_dict(session.job, session.backend.name, num_rounds, *costs)

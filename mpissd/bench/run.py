@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.bench.ab import Overhead, ledger_pass
 from mpissd.bench.calibrate import WARM_ID, JobProfile, calibrate, requests
 from mpissd.bench.rank import Rank
 from mpissd.bench.report import print_card, print_summary, progress_bar
-from mpissd.bench.row import Measured, make_row, write_row
+from mpissd.bench.row import Measured, make_row, round_arrays, write_row
 from mpissd.bench.session import Session, open_session
+from mpissd.bench.tracing import Span, Tracing
 from mpissd.config import RunConfig
 from mpissd.decode.draft import Drafter
 from mpissd.decode.target import TargetLoop
-from mpissd.errors import FaultError
+from mpissd.errors import FaultError, GateError
+from mpissd.gates import violations
 from mpissd.records import RoundRecords
 from mpissd.rounds import Outcome
 from mpissd.trace import LeadPhase
@@ -66,24 +69,45 @@ def execute(config: RunConfig) -> int:
 
 
 def _run(session: Session) -> None:
+    config = session.job.config
     if session.topology.is_lead:
         print_card(session)
     rank = Rank(session)
     profile = calibrate(rank)
     drafter = None if rank.draft is None else rank.drafter(rank.draft)
+    tracing = None if config.trace is None else Tracing(session)
     lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
-    rounds = session.topology.world.bcast((lead.first_round, lead.last_round) if lead else None)
-    reports = session.topology.world.gather(_draft_report(drafter, *rounds))
+    world = session.topology.world
+    digests = world.gather(rank.digest)
+    rounds = world.bcast((lead.first_round, lead.last_round) if lead else None)
+    drafts = world.gather(_draft_report(drafter, *rounds))
+    if tracing is not None:
+        span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s)
+        tracing.write(rank, drafter, span, str(config.trace))
+    overhead = ledger_pass(rank) if config.ledger_ab else None
     rank.close()
+    error = None
     if lead is not None and profile is not None:
-        draft = next((report for report in reports or () if report is not None), None)
-        _conclude(rank, profile, lead, draft)
+        draft = next((report for report in drafts or () if report is not None), None)
+        try:
+            _conclude(session, profile, lead, draft, digests or [], overhead)
+        except GateError as found:
+            error = found
+    session.agree(error)
 
 
 def _conclude(
-    rank: Rank, profile: JobProfile, lead: LeadReport, draft: DraftReport | None
+    session: Session,
+    profile: JobProfile,
+    lead: LeadReport,
+    draft: DraftReport | None,
+    digests: list[int],
+    overhead: Overhead | None,
 ) -> None:
-    """Rank 0, when all is measured: row, files, table, JSON line."""
+    """Rank 0, when all is measured: row, gates, files, table, JSON line.
+
+    Raises GateError: the row contradicts itself or physics; it goes to OUT/flagged.jsonl instead.
+    """
     measured = Measured(
         records=lead.records,
         wall_s=lead.wall_s,
@@ -95,9 +119,14 @@ def _conclude(
         profile=profile,
         messages_per_round=lead.messages[0],
         bytes_per_round=lead.messages[1],
+        rank_digests=digests,
+        ledger_overhead=overhead,
     )
-    row = make_row(rank.session, measured)
-    write_row(rank.session, row, measured)
+    row, arrays = make_row(session, measured), round_arrays(measured)
+    found = violations(row, arrays)
+    write_row(session, row, arrays, profile, found)
+    if found:
+        raise GateError(f"row {row['run_id']} contradicts itself: {'; '.join(found)}")
     print_summary(row)
 
 

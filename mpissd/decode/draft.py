@@ -58,6 +58,11 @@ class Drafter:
         self._draft_s = self._growth_s = float("nan")
         self._num_jit = self._steps_ready = 0
 
+    @property
+    def digest(self) -> int:
+        """Of the outcomes it heard (Batch.digest)."""
+        return self._batch.digest
+
     def answer(self, outcome: Outcome) -> Speculation:
         """The speculation that an outcome asks for: hits from the cache, misses by the backup.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpissd.decode.speculator import Speculator
 from mpissd.rounds import Batch, Event, Ints, Outcome, Request, Speculation
-from mpissd.trace import LeadPhase, Ledger
+from mpissd.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.wait import Waiter
 from mpissd.workload.base import TargetWorker
 
@@ -105,15 +105,30 @@ class TargetLoop:
         self._plans.publish(self._pending, nothing, stop=True)
 
 
-def follow(worker: TargetWorker, plans: PlanSource, capacity: int, waiter: Waiter) -> None:
-    """A follower's loop: the same forwards in the same order, until a plan says stop."""
+def follow(
+    worker: TargetWorker,
+    plans: PlanSource,
+    capacity: int,
+    waiter: Waiter,
+    ledger: Ledger | None = None,
+) -> int:
+    """A follower's loop: the same forwards in the same order, until a plan says stop.
+
+    Returns the digest of the outcomes it heard (Batch.digest).
+    """
     batch = Batch(capacity)
+    ledger = ledger or NullLedger(FollowPhase)
+    ledger.restart()
     round_ = 0
     while True:
         outcome, speculation, stop = plans.plan(round_)
         if stop:
-            return
+            return batch.digest
+        ledger.mark(FollowPhase.PLAN_WAIT)
         worker.begin_round(batch, batch.apply(outcome))
+        ledger.mark(FollowPhase.COMMIT)
         worker.launch(batch, speculation)
+        ledger.mark(FollowPhase.LAUNCH)
         worker.wait(waiter)
+        ledger.close_round(round_, FollowPhase.DEVICE_WAIT)
         round_ += 1

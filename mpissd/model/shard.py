@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpissd.backend.base import Cost
+from mpissd.backend.base import Cost, ForwardKey
 from mpissd.errors import ConfigError
 from mpissd.presets import ModelShape
 
@@ -73,6 +73,21 @@ class Shard:
             per_layer = 4
         return self.shape.num_layers * per_layer + int(options.lm_head)
 
+    def products(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        """(in, out) of each weight of one layer here, in order; then the LM head's, if any."""
+        hidden, q, kv = self.shape.hidden, self.q_width, self.kv_width
+        qkv, gate_up = [q, kv, kv], [self.ffn] * (2 if self.shape.gated else 1)
+        if options.fuse:
+            qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+        attention = [*((hidden, width) for width in qkv), (q, hidden)]
+        feed_forward = [*((hidden, width) for width in gate_up), (self.ffn, hidden)]
+        return attention + feed_forward + [(hidden, self.vocab)] * options.lm_head
+
+    def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
+        """Which forward this is, for measured tables."""
+        read = options.context * sequences
+        return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, read)
+
     def kv_bytes(self, context: int, sequences: int) -> int:
         """16-bit KV bytes that attention over `context` tokens reads here, for all sequences."""
         return sequences * context * self.shape.num_layers * 2 * self.kv_width * 2
@@ -90,6 +105,7 @@ class Shard:
             num_all_reduces=reduces,
             all_reduce_bytes=rows * self.shape.hidden * itemsize,
             tp=self.tp,
+            key=self.key(sequences, options),
         )
 
 

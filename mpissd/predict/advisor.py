@@ -34,7 +34,7 @@ from mpissd.predict.search import (
 )
 
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
-_REFINED = 2  # coarse SSD choices that are searched finely around
+_REFINED = 3  # coarse SSD choices that are searched finely around
 
 
 @dataclass(frozen=True)
@@ -158,17 +158,21 @@ def best_of(
 
 
 def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Every T whose shards divide and fit the profile's memory; ConfigError where none does."""
+    """Every T that divides, fits the profile's memory and whose all-reduces the profile knows.
+
+    ConfigError, the last T's, where there is none.
+    """
     found: list[Placement] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
     for tp in range(1, gpus + 1):
         try:
             _resolved(config, "ar", tp, 0, profile)
+            device = device_costs(config, profile, tp)
         except ConfigError as error:
             reason = error
             continue
         drafts = tuple(d for d in (0, 1) if tp + d <= gpus and _fits(config, tp, d, profile))
-        found.append(Placement(tp, device_costs(config, profile, tp), drafts))
+        found.append(Placement(tp, device, drafts))
     if not found:
         raise reason
     return found

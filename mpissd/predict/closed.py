@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mpissd.job import Job, buckets
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.predict.timing import Ints, answer_s, in_buckets, steps_seen
+from mpissd.predict.timing import Ints, answer_s, found_after_s, in_buckets, steps_seen
 from mpissd.rounds import Source
 
 _TOLERANCE = 1e-6
@@ -131,6 +131,7 @@ class _Model:
         self.p_hit_miss = _at(p_hit, cells.backup_lookahead)
         self.tokens_miss = _at(tokens, cells.backup_lookahead)
         self._span()
+        self._follow()
 
     def _span(self) -> None:
         """Finds the step counts that can occur, so that few of them are carried along.
@@ -141,89 +142,27 @@ class _Model:
         lookahead, serve = self.cells.lookahead, self.cells.serve
         ends, hits = np.array([[0, lookahead]]), np.array([0, self.cells.batch_size])
         bounds = np.where(serve[:, None], ends, lookahead)  # [G, 2] of what is served
+        longest = self.host.nap + self.host.ask_s
         for _ in range(3):
-            steps = self._steps(bounds, hits)[1]
-            found = np.stack([steps.min(axis=(1, 2)), steps.max(axis=(1, 2))], axis=1)
-            bounds = np.where(serve[:, None], found, lookahead)
-        self.first = found[:, 0]
-        self.depth = int((found[:, 1] - self.first).max()) + 1
-        self.grown = np.minimum(self.first[:, None] + np.arange(self.depth), lookahead)
+            least = self._steps(bounds, hits, np.zeros(1))[1].min(axis=(1, 2))
+            most = self._steps(bounds, hits, np.full(1, longest))[1].max(axis=(1, 2))
+            bounds = np.where(serve[:, None], np.stack([least, most], axis=1), lookahead)
+        self.first = least
+        self.depth = int((most - least).max()) + 1
+        self.grown = np.minimum(least[:, None] + np.arange(self.depth), lookahead)
         self.served = np.where(serve[:, None], self.grown, lookahead)  # [G, D]
-        live = np.arange(self.cells.batch_size + 1)
-        self.verified_s, steps_of, self.late_s = self._steps(self.served, live)
-        self.next = np.clip(steps_of - self.first[:, None, None], 0, self.depth - 1)
         self.p_hit = np.take_along_axis(self.p_hit_cached, self.served, axis=1)  # [G, D]
         self.tokens = np.take_along_axis(self.tokens_cached, self.served, axis=1)
 
-    def _steps(self, served: Ints, hits: Ints) -> tuple[Floats, Ints, Floats]:
-        """(verification, steps taken when its outcome is seen, how late it is seen), [G, D, n]."""
-        cells, host = self.cells, self.host
-        misses = cells.batch_size - hits
-        drafted = cells.backup_lookahead[:, None, None]
-        rows = hits * (served[:, :, None] + 1) + misses * (drafted + 1)
-        verified = self.verify_s[rows]
-        asked = 2 * host.link + host.lead_s + host.lead_send + verified
-        grows = (cells.branches > 0)[:, None, None]
-        step_s, keys = self.step_s[:, None, None], np.where(grows, self.keys_s[:, None, None], 0.0)
-        steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
-        free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
-        return verified, steps, np.maximum(free - asked, 0.0)
+    def _follow(self) -> None:
+        """The round from each (m, n) on: verification, steps when its outcome is seen, lateness.
 
+        What the lead loses before it finds a speculation depends on how late the outcome before
+        was seen; that is taken as the mean over the (m, n) that lead there.
+        """
+        cells, live = self.cells, np.arange(self.cells.batch_size + 1)
+        _, answered = model.answered(late)
 
-@dataclass(frozen=True)
-class _State:
-    """Stationary law: P(m) and h_m, [G, D]; P(m, n), [G, D, b+1]."""
-
-    weight: Floats
-    hit: Floats
-    joint: Floats
-
-
-def _stationary(model: _Model) -> _State:
-    """Iterates P(m), h_m from a forced miss until they stand still, cell by cell."""
-    batch, (cells, depth) = model.cells.batch_size, model.p_hit.shape
-    hits = np.arange(batch + 1)
-    chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
-    chance = chance / batch  # [G, D, n] mean P(hit next)
-    weight, hit = np.zeros((cells, depth)), np.zeros((cells, depth))
-    weight[:, -1] = 1.0
-    left = np.arange(cells)  # cells that still move
-    for _ in range(_MOST_ITERATIONS):
-        joint = weight[left, :, None] * _binomial(batch, hit[left])
-        reached = _onto(model.next[left], joint)
-        gained = _onto(model.next[left], joint * chance[left])
-        chances = gained / np.where(reached > 0, reached, 1.0)
-        change = np.abs(reached - weight[left]) + np.abs(chances - hit[left]) * reached
-        weight[left], hit[left] = reached, chances
-        left = left[change.max(axis=1) > _TOLERANCE]
-        if not len(left):
-            break
-    return _State(weight, hit, weight[:, :, None] * _binomial(batch, hit))
-
-
-def _onto(steps: Ints, parts: Floats) -> Floats:
-    """Sums parts [G, D, n] by the step count that they lead to, [G, D]."""
-    cells, depth = parts.shape[:2]
-    flat = steps + depth * np.arange(cells)[:, None, None]
-    sums = np.bincount(flat.ravel(), parts.ravel(), cells * depth)
-    return np.asarray(sums.reshape(cells, depth), np.float64)
-
-
-def _means(model: _Model, state: _State) -> Expected:
-    """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
-    cells, host, batch = model.cells, model.host, model.cells.batch_size
-    hits = np.arange(batch + 1)
-    verified = (state.joint * model.verified_s).sum(axis=(1, 2))
-    late = _onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
-    late = late / np.where(state.weight > 0, state.weight, 1.0)
-    left = np.where(cells.serve[:, None], 0, cells.lookahead - model.grown)[:, :, None]
-    backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
-    drafting = answer_s(model.lanes_s, hits, left, batch - hits, backup)  # [G, D, n]
-    if cells.inline:
-        answered = host.ask_s + drafting + host.draft_s + host.draft_record
-    else:
-        travel = host.lead_send + 2 * host.link + host.reply_s
-        answered = np.maximum(host.ask_s, travel + late[:, :, None] + drafting)
     wait = (state.joint * answered).sum(axis=(1, 2))
     tokens = hits * model.tokens[:, :, None] + (batch - hits) * model.tokens_miss[:, None, None]
     emitted = (state.joint * tokens).sum(axis=(1, 2))

@@ -5,7 +5,8 @@ HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trac
     LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast
                   LAUNCH lead_launch · SAMPLE lead_sample · RECORD lead_record
                   DRAFT_WAIT  2·link + what the draft does from `draft_read` to `draft_send`
-                              − lead_commit (+ what growth delays: not a cost, the recurrence's)
+                              − lead_commit + nap for each end that napped
+                              (+ what growth delays: not a cost, the recurrence's)
                   DEVICE_WAIT verify_s + wake (and `follower` − lead_launch, if that is more)
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
@@ -39,8 +40,9 @@ EMULATED_ITEMSIZE = 2  # bytes of a weight on the emulated backend
 class HostCosts:
     """Seconds (medians) of host work and of the link; see the module for the phase of each.
 
-    link: one way, polling and wake-up included (draft → lead: reading the message, too).
-    draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting.
+    link: one way to a rank that polls (draft → lead: reading the message, too). nap: how much
+    later a rank finds it that has waited longer than `patience` (wait.Waiter naps then; 0 where
+    ranks spin). draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting.
     follower: plan published → launched on the slowest follower (0 at T = 1, and where ranks don't
     wait for each other, as on the emulated backend). glue, step: the host's part of a glue forward
     and of one draft step (launch, how late the wait ends, collect). keys_lane: of each of the b·ΣF
@@ -55,6 +57,8 @@ class HostCosts:
     lead_sample: float = 0.0
     lead_record: float = 0.0
     link: float = 0.0
+    nap: float = 0.0
+    patience: float = 0.0
     follower: float = 0.0
     draft_read: float = 0.0
     draft_commit: float = 0.0

@@ -15,7 +15,7 @@ from mpissd.job import Job
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.predict.draws import Draws, LawDraws, ReplayDraws
 from mpissd.predict.prediction import Prediction, Trail
-from mpissd.predict.timing import Ints, Timing, answer_s, steps_seen
+from mpissd.predict.timing import Ints, Timing, answer_s, found_after_s, steps_seen
 from mpissd.rounds import Source
 
 Mask = NDArray[np.bool_]
@@ -140,18 +140,21 @@ class _State:
         noticed, steps = self._poll(asked)
         self._sent = noticed + self._drafting_s(hit, steps)
         self._growing = self.live.sum(axis=1)
-        seen = np.maximum(ready, self._sent + self._timing.host.link)
-        return _Answer(seen, self._num_draft(steps), steps)
+        arrived = self._sent + self._timing.host.link
+        arrived += found_after_s(arrived - ready, self._timing.host)
+        return _Answer(np.maximum(ready, arrived), self._num_draft(steps), steps)
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
         """(when the draft sees the outcome, growth steps it has taken by then)."""
-        timing, record = self._timing, self._timing.host.draft_record
-        if not sum(self._job.fan_out):
-            return np.maximum(asked, self._sent + record), np.zeros(len(asked), np.int64)
-        keys = self._sent + timing.glue_s[self._growing]
-        step_s = timing.growth_s[self._growing]
-        steps = steps_seen(asked - keys, step_s, timing.lookahead)
-        return np.maximum(asked, keys + steps * step_s + record), steps
+        timing, steps = self._timing, np.zeros(len(asked), np.int64)
+        free = self._sent
+        if sum(self._job.fan_out):
+            free = free + timing.glue_s[self._growing]
+            step_s = timing.growth_s[self._growing]
+            steps = steps_seen(asked - free, step_s, timing.lookahead)
+            free = free + steps * step_s
+        free = free + timing.host.draft_record
+        return np.maximum(free, asked + found_after_s(asked - free, timing.host)), steps
 
     def _drafting_s(self, hit: Mask, steps: Ints) -> Floats:
         """Draft: outcome seen → SPECULATION started (inline: handed over)."""

@@ -71,6 +71,14 @@ def steps_seen(waited: Floats, step_s: Floats, lookahead: int) -> Ints:
     return np.asarray(np.minimum(steps, lookahead), np.int64)
 
 
+def found_after_s(waited: Floats, host: HostCosts) -> Floats:
+    """How long after its arrival a message is found by who has `waited` for it by then.
+
+    Who comes only later (waited ≤ 0) finds it at once: 0.
+    """
+    return np.where(waited > host.patience, host.nap, 0.0) * (waited > 0)
+
+
 def answer_s(
     lanes_s: Floats, hits: Ints, hit_steps: Ints, misses: Ints, miss_steps: Ints
 ) -> Floats:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from mpissd.backend.emulated_backend import EmulatedBackend
 from mpissd.backend.profile import load_profile
+from mpissd.comm.group import SoloGroup
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import resolve
 from mpissd.model.shard import Shard
+from mpissd.model.stepper import Stepper
 from mpissd.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.predict.timing import answer_s, in_buckets, steps_seen
 from mpissd.trace import DraftPhase, LeadPhase
@@ -101,7 +103,7 @@ def test_bad_costs_are_one_line() -> None:
         HostCosts.from_dict({**good, "lnk": 1.0})
     with pytest.raises(ConfigError, match="missing link"):
         HostCosts.from_dict({k: v for k, v in good.items() if k != "link"})
-    with pytest.raises(ConfigError, match="wake=-1.0"):
+    with pytest.raises(ConfigError, match=r"wake=-1\.0"):
         HostCosts.from_dict({**good, "wake": -1.0})
     with pytest.raises(ConfigError, match="wake: 'soon'"):
         HostCosts.from_dict({**good, "wake": "soon"})
@@ -121,8 +123,18 @@ def test_every_phase_that_costs_the_host_has_a_field() -> None:
     assert {mixed.get(name, f"draft_{name}") for name in draft} <= names
 
 
-def test_buckets_are_the_steppers() -> None:
-    assert in_buckets([1, 2, 4, 5], np.arange(6)).tolist() == [1, 1, 2, 4, 4, 5]
+@pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 7), (3, 4), (6, 2), (8, 3)])
+def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
+    mode = "ssd" if lookahead else "ar"
+    config = RunConfig(mode=mode, pair="toy", batch_size=batch, lookahead=lookahead)
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    stepper = Stepper(
+        EmulatedBackend(load_profile("null")), SoloGroup(), Shard(job.target), job.options,
+        buckets=job.target_buckets(), num_sequences=batch, seed=0,
+    )  # fmt: skip
+    rows = np.arange(1, job.verify_rows + 1)
+    expected = [stepper.bucket(n) for n in rows.tolist()]
+    assert in_buckets(job.target_buckets(), rows).tolist() == expected
 
 
 def test_polls_stand_between_whole_steps() -> None:

@@ -1,0 +1,203 @@
+"""Rounds of all ranks as a Chrome trace: open the file in ui.perfetto.dev or chrome://tracing.
+
+One process a rank, one thread row for its host phases and one for its device forwards, arrows for
+the messages between lead and drafts. All times are rank 0's clock; how far a rank's clock may be
+off is in the metadata ("otherData"), in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """How far a rank's clock was ahead of rank 0's when it showed at_ns; true within ±error_ns."""
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A rank's clock by one reading, or by several: linear between them, so a drift is followed."""
+
+    readings: tuple[ClockReading, ...]
+
+    @property
+    def error_ns(self) -> int:
+        """The largest of the readings' bounds."""
+        return max(reading.error_ns for reading in self.readings)
+
+    def on_lead(self, times_ns: Int64s) -> Int64s:
+        """These times on rank 0's clock."""
+        first = self.readings[0]
+        at = [reading.at_ns - first.at_ns for reading in self.readings]  # small: exact as floats
+        ahead = [reading.offset_ns - first.offset_ns for reading in self.readings]
+        drift = np.interp(times_ns - first.at_ns, at, ahead)
+        return times_ns - first.offset_ns - np.rint(drift).astype(np.int64)
+
+
+SAME_CLOCK = Clock((ClockReading(0, 0, 0),))
+
+
+@dataclass(frozen=True)
+class Track:
+    """One thread row. slices [n, 4]: round, label, start_ns, end_ns on the rank's own clock."""
+
+    name: str
+    labels: Sequence[str]
+    slices: Int64s
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One process row: a rank and what it did."""
+
+    rank: int
+    role: str
+    host: str
+    device: str
+    clock: Clock
+    tracks: Sequence[Track]
+
+    @property
+    def name(self) -> str:
+        """What the row is called."""
+        return f"rank {self.rank} {self.role} · {self.host} · {self.device}"
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From the slice `start` to the slice `end`, each (rank, track, label): once every round."""
+
+    name: str
+    start: tuple[int, int, int]
+    end: tuple[int, int, int]
+
+
+def document(
+    ranks: Sequence[RankTrace], arrows: Sequence[Arrow] = (), about: Mapping[str, Any] | None = None
+) -> Json:
+    """The trace as one JSON object; times in µs since the earliest slice.
+
+    Raises ValueError for a slice that ends before it starts, or before another one on its row ends.
+    """
+    tables = {
+        (rank.rank, n): _on_lead(rank, track)
+        for rank in ranks
+        for n, track in enumerate(rank.tracks)
+    }
+    origin = min((int(t[:, 2].min()) for t in tables.values() if len(t)), default=0)
+    events: list[Json] = []
+    for rank in ranks:
+        events += _names(rank)
+        for n, track in enumerate(rank.tracks):
+            events += _slices(rank.rank, n, track, tables[rank.rank, n], origin)
+    for arrow in arrows:
+        events += _arrow(arrow, tables, origin, first_id=len(events))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {**(about or {}), "clock": _clock_notes(ranks)},
+    }
+
+
+def _on_lead(rank: RankTrace, track: Track) -> Int64s:
+    """The track's slices on rank 0's clock, in time."""
+    table: Int64s = track.slices[np.argsort(track.slices[:, 2], kind="stable")]  # a copy
+    backwards = np.flatnonzero(table[:, 3] < table[:, 2])
+    overlaps = np.flatnonzero(table[1:, 2] < table[:-1, 3])
+    for found, what in ((backwards, "ends before it starts"), (overlaps, "overlaps the next one")):
+        if len(found):
+            raise ValueError(
+                f"rank {rank.rank}, {track.name}: slice {table[found[0]].tolist()} {what}"
+            )
+    table[:, 2] = rank.clock.on_lead(table[:, 2])
+    table[:, 3] = rank.clock.on_lead(table[:, 3])
+    return table
+
+
+def _names(rank: RankTrace) -> Iterator[Json]:
+    def meta(what: str, tid: int, **args: Any) -> Json:
+        return {"ph": "M", "name": what, "pid": rank.rank, "tid": tid, "args": args}
+
+    yield meta("process_name", 0, name=rank.name)
+    yield meta("process_sort_index", 0, sort_index=rank.rank)
+    for n, track in enumerate(rank.tracks):
+        yield meta("thread_name", n, name=track.name)
+        yield meta("thread_sort_index", n, sort_index=n)
+
+
+def _slices(rank: int, tid: int, track: Track, table: Int64s, origin: int) -> Iterator[Json]:
+    for round_, label, start, end in table.tolist():
+        yield {
+            "ph": "X",
+            "name": track.labels[label],
+            "pid": rank,
+            "tid": tid,
+            "ts": (start - origin) / 1e3,
+            "dur": (end - start) / 1e3,
+            "args": {"round": round_},
+        }
+
+
+def _arrow(
+    arrow: Arrow, tables: Mapping[tuple[int, int], Int64s], origin: int, first_id: int
+) -> Iterator[Json]:
+    starts, ends = (_by_round(tables, place) for place in (arrow.start, arrow.end))
+    for n, round_ in enumerate(sorted(starts.keys() & ends.keys())):
+        common = {"name": arrow.name, "cat": "message", "id": first_id + n}
+        for phase, place, at in (("s", arrow.start, starts), ("f", arrow.end, ends)):
+            ts = (at[round_] - origin) / 1e3
+            event = {"ph": phase, **common, "pid": place[0], "tid": place[1], "ts": ts}
+            yield event if phase == "s" else {**event, "bp": "e"}
+
+
+def _by_round(
+    tables: Mapping[tuple[int, int], Int64s], place: tuple[int, int, int]
+) -> dict[int, int]:
+    """round → start of its slice with that label, the last one where it occurs twice."""
+    table = tables[place[0], place[1]]
+    return {r: start for r, label, start, _ in table.tolist() if label == place[2]}
+
+
+def _clock_notes(ranks: Sequence[RankTrace]) -> Json:
+    return {
+        "unit": "times are rank 0's perf_counter; offset_ns: how far a rank's clock is ahead of it",
+        "method": "ping-pong, the exchange with the least round trip; error_ns: half of that",
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "offset_ns": [reading.offset_ns for reading in rank.clock.readings],
+                "error_ns": rank.clock.error_ns,
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def write(path: Path, trace: Json) -> None:
+    """Writes the trace whole or not at all; gzipped where the name ends in .gz. May raise OSError.
+
+    One event a line, so that a trace can be searched with grep.
+    """
+    lines = ",\n".join(json.dumps(event, allow_nan=False) for event in trace["traceEvents"])
+    rest = {key: value for key, value in trace.items() if key != "traceEvents"}
+    text = f'{{"traceEvents": [\n{lines}\n],\n{json.dumps(rest, allow_nan=False)[1:]}\n'
+    half = path.with_name(f"{path.name}.part")
+    data = text.encode()
+    half.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    half.replace(path)

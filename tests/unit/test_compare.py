@@ -1,0 +1,90 @@
+"""A speedup is printed when its 95% interval leaves 1 out, and "no difference" otherwise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.compare import _t, compare, compare_text
+from mpissd.errors import ConfigError
+
+
+def rounds(
+    rng: np.random.Generator, mean_s: float, count: int = 200, memory: float = 0.3
+) -> NDArray[np.float64]:
+    """Seconds a round, spread by 5%, each like the one before it."""
+    noise = rng.normal(size=count)
+    for n in range(1, count):
+        noise[n] += memory * noise[n - 1]
+    return np.asarray(mean_s * (1 + 0.05 * noise))
+
+
+def test_a_speedup_comes_with_its_interval() -> None:
+    rng = np.random.default_rng(5)
+    slow, fast = rounds(rng, 2.0), rounds(rng, 1.0)
+    found = compare(slow, fast)
+    assert found.is_real and found.low < 2 < found.high and found.high - found.low < 0.1
+    text = compare_text(slow, fast)
+    assert text == compare_text(slow.tolist(), fast.tolist())  # no draws
+    assert text.startswith(("1.9", "2.0")) and "× (95% interval " in text
+    assert text.endswith(", 200 and 200 rounds)")
+
+
+def test_equal_runs_show_no_difference() -> None:
+    rng = np.random.default_rng(6)
+    text = compare_text(rounds(rng, 1.0), rounds(rng, 1.0))
+    assert text.startswith("no difference (95% interval 0.9")
+    assert compare_text([1.0] * 40, [1.0] * 40).startswith("no difference")
+
+
+def test_tokens_count() -> None:
+    """Rounds twice as long that emit three times as much: 1.5 times the rate."""
+    rng = np.random.default_rng(7)
+    a, b = rounds(rng, 1.0), rounds(rng, 2.0)
+    found = compare(a, b, np.ones(200), rng.integers(2, 5, 200))
+    assert found.low < 1.5 < found.high and found.is_real
+    assert compare(a, b).speedup == pytest.approx(0.5, rel=0.03)
+
+
+def test_it_is_the_same_the_other_way_round() -> None:
+    rng = np.random.default_rng(8)
+    a, b = rounds(rng, 1.0), rounds(rng, 1.3, 90)
+    there, back = compare(a, b), compare(b, a)
+    assert there.speedup * back.speedup == pytest.approx(1)
+    assert there.low * back.high == pytest.approx(1)
+
+
+@pytest.mark.parametrize("count", [50, 200])
+def test_equal_runs_are_told_apart_once_in_twenty(count: int) -> None:
+    """Seed 9: of 1000 pairs 5% ± 2 points; fails by chance once in 200 seeds."""
+    rng = np.random.default_rng(9)
+    pairs = [(rounds(rng, 1.0, count), rounds(rng, 1.0, count)) for _ in range(1000)]
+    apart = sum(compare(a, b).is_real for a, b in pairs) / len(pairs)
+    assert 0.03 <= apart <= 0.07
+
+
+def test_a_small_gain_is_seen_in_enough_rounds() -> None:
+    rng = np.random.default_rng(10)
+    assert compare(rounds(rng, 1.0, 2000), rounds(rng, 0.98, 2000)).is_real
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tokens", "says"),
+    [
+        ([1.0] * 19, None, "19 rounds"),
+        ([1.0] * 40, [1] * 39, "40 rounds (39 with tokens)"),
+        ([1.0] * 39 + [0.0], None, "a round of 0 s"),
+        ([1.0] * 40, [0] * 40, "0 tokens"),
+    ],
+)
+def test_what_cannot_be_compared(seconds: list[float], tokens: list[int] | None, says: str) -> None:
+    with pytest.raises(ConfigError, match="allowed") as caught:
+        compare(seconds, [1.0] * 40, tokens)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(3, 3.182), (5, 2.571), (10, 2.228), (19, 2.093)])
+def test_students_t(freedom: int, t: float) -> None:
+    """Tables give these 97.5% points."""
+    assert _t(freedom) == pytest.approx(t, rel=0.008)
