@@ -2,7 +2,8 @@
 # The reference rows of a GPU machine, one command:  launch/measure.sh OUT NUM_GPUS
 # One GPU measures AR and inline SD of 8b/1b, two add SSD with T=1, three 70b/1b with T=2, four AR with
 # T=4, and first of all the framework itself on the null device. A run that fails is said so, and the
-# others go on. ROUNDS=1000, LIMIT_S=120 a run; PARTS="framework one two three four" to choose.
+# others go on. ROUNDS=1000, LIMIT_S=120 a run; PARTS="framework one two
+# three four probes" to choose.
 set -u -o pipefail
 out=${1:?usage: launch/measure.sh OUT NUM_GPUS} gpus=${2:?usage: launch/measure.sh OUT NUM_GPUS}
 here=${0%/*}
@@ -46,6 +47,20 @@ three() {
     done
 }
 four() { measure 4 --mode=ar "${large[@]}"; }
+
+probe() { # what the machine gives each pair: profiles for the emulated backend and the predictor
+    local np=$1
+    shift
+    echo "== probe np=$np $*"
+    COMMAND=probe timeout -k 5 "${LIMIT_S:-120}" "$here/local.sh" "$np" --backend=cupy --fuse \
+        --out="$out" "$@" || { echo "FAILED: probe np=$np $*"; failed=1; }
+}
+probes() {
+    probe 1 --mode=sd --num_drafts=0 "${small[@]}" --name=h200-8b-1b-T1
+    [ "$gpus" -lt 2 ] || probe 2 "${small[@]}" --name=h200-8b-1b-T1D1
+    [ "$gpus" -lt 3 ] || probe 3 "${large[@]}" --name=h200-70b-1b-T2D1
+    [ "$gpus" -lt 4 ] || probe 4 --mode=ar "${large[@]}" --name=h200-70b-T4
+}
 
 for part in "${wanted[@]}"; do "$part"; done
 exit $failed

@@ -58,7 +58,7 @@ def alone(command: cli.Command) -> int:
 def check_before_mpi(config: RunConfig) -> None:
     """Everything that can be known to be wrong without MPI and without opening a device."""
     from mpissd.backend.profile import load_profile
-    from mpissd.bench.output import check_output
+    from mpissd.bench.output import check_file, check_output
     from mpissd.job import resolve
 
     memory = None
@@ -68,6 +68,8 @@ def check_before_mpi(config: RunConfig) -> None:
     tp = check_world(size, config.drafts) if size is not None else 1
     resolve(config, tp, backend=config.backend, memory_bytes=memory)
     check_output(config.out)
+    if config.trace is not None:
+        check_file("trace", config.trace)
 
 
 def launch(command: cli.Command) -> int:

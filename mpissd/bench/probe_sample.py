@@ -34,7 +34,7 @@ class Pace:
         longer a launch; what is modelled is the same every time."""
         if info.kind == "emulated":
             return cls(warm_s=0, budget_s=0, at_least=1, at_most=1)
-        return cls(warm_s=0.03, budget_s=0.05) if info.kind == "gpu" else cls(0, 0.1)
+        return cls(warm_s=0.03, budget_s=0.05) if info.kind == "gpu" else cls(0, 0.06)
 
     def counts(self, once_s: float) -> tuple[int, int]:
         """(warm-up launches, launches) of something that takes once_s."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def cuda_versions() -> dict[str, Any] | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with + where it has changes; None outside a checkout."""
+    """The checkout's commit, with + where it has changes; outside a checkout what MPISSD_COMMIT
+    says (a copy of the tree without .git), else None."""
     folder = Path(mpissd.__file__).parent
     try:
         done = subprocess.run(
@@ -71,5 +73,5 @@ def commit() -> str | None:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("MPISSD_COMMIT")
     return done.stdout.strip() or None

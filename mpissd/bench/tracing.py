@@ -6,7 +6,7 @@ compared before and after it, so that clocks of two hosts that drift apart still
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,10 @@ class Tracing:
         drafter: Drafter | None,
         span: Span | None,
         path: str,
-        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Collective over the world, after Rank.run_pass: rank 0 (which has the span) writes.
 
-        drafter: where there is one. about: further metadata (rank 0's). ConfigError where the
-        file can't be written.
+        drafter: where there is one. ConfigError where the file can't be written.
         """
         world = self._session.topology.world
         after = self._compare()
@@ -68,14 +66,22 @@ class Tracing:
             return
         clocks = [Clock(readings) for readings in zip(self._before, after, strict=True)]
         ranks = [self._rank_trace(n, clocks[n], tracks) for n, tracks in enumerate(every)]
-        left_out = max(0, span.last_round - span.first_round - MOST_ROUNDS)
-        notes = {**(about or {}), "rounds_left_out": left_out}
-        trace = chrome.document(ranks, _arrows(self._session), notes)
+        trace = chrome.document(ranks, _arrows(self._session), self._about(span))
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             chrome.write(Path(path), trace)
         except OSError as error:
             raise ConfigError(f"trace={path!r}: cannot be written: {error.strerror}") from error
+
+    def _about(self, span: Span) -> dict[str, Any]:
+        """Which run it is (a row with this config_digest), and what of it is shown."""
+        config = self._session.job.config
+        return {
+            "mode": config.mode,
+            "config_digest": config.digest,
+            "num_rounds": min(MOST_ROUNDS, span.last_round - span.first_round),
+            "rounds_left_out": max(0, span.last_round - span.first_round - MOST_ROUNDS),
+        }
 
     def _rank_trace(self, rank: int, clock: Clock, tracks: list[Track]) -> RankTrace:
         topology = self._session.topology

@@ -11,6 +11,7 @@ the draft may grow, hence the steps j taken when the outcome is seen, hence the 
 m is what is served: j itself with on_late=serve, K with finish (then m only tells rounds apart).
 Exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
 hit in the last round and sequences that missed have different chances, of which h_m is the mean.
+How late outcomes are seen enters what depends on it (whether the lead naps) as a mean.
 With T_p ≤ r and no host cost it is THEORY's closed form.
 """
 
@@ -161,8 +162,98 @@ class _Model:
         was seen; that is taken as the mean over the (m, n) that lead there.
         """
         cells, live = self.cells, np.arange(self.cells.batch_size + 1)
-        _, answered = model.answered(late)
+        left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
+        backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
+        self.drafting = answer_s(self.lanes_s, live, left, cells.batch_size - live, backup)
+        late = np.zeros(self.served.shape)
+        for _ in range(2):
+            arrived, answered = self.answered(late)
+            slack = answered - arrived
+            self.verified_s, steps, self.late_s = self._steps(self.served, live, slack)
+            self.next = np.clip(steps - self.first[:, None, None], 0, self.depth - 1)
+            ways = np.maximum(_onto(self.next, np.ones(self.next.shape)), 1)
+            late = _onto(self.next, self.late_s) / ways
 
+    def answered(self, late: Floats) -> tuple[Floats, Floats]:
+        """When a speculation arrives and when the lead has it, from outcome r−1 on, [G, D, n].
+
+        late: how late the outcome was seen, [G, D].
+        """
+        host = self.host
+        if self.cells.inline:
+            there = host.ask_s + self.drafting + host.draft_s + host.draft_record
+            return there, there
+        travel = host.lead_send + 2 * host.link + host.reply_s
+        arrived = travel + late[:, :, None] + self.drafting
+        found = arrived + found_after_s(arrived - host.ask_s, host)
+        return arrived, np.maximum(host.ask_s, found)
+
+    def _steps(self, served: Ints, hits: Ints, slack: Floats) -> tuple[Floats, Ints, Floats]:
+        """(verification, steps taken when its outcome is seen, how late it is seen), [G, D, n].
+
+        slack: from the speculation's arrival to its being in the lead's hands.
+        """
+        cells, host = self.cells, self.host
+        misses = cells.batch_size - hits
+        drafted = cells.backup_lookahead[:, None, None]
+        rows = hits * (served[:, :, None] + 1) + misses * (drafted + 1)
+        verified = self.verify_s[rows]
+        asked = 2 * host.link + slack + host.lead_s + host.lead_send + verified
+        grows = (cells.branches > 0)[:, None, None]
+        step_s, keys = self.step_s[:, None, None], np.where(grows, self.keys_s[:, None, None], 0.0)
+        steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
+        free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
+        late = np.maximum(free - asked, found_after_s(asked - free, host))
+        return verified, steps, late
+
+
+@dataclass(frozen=True)
+class _State:
+    """Stationary law: P(m) and h_m, [G, D]; P(m, n), [G, D, b+1]."""
+
+    weight: Floats
+    hit: Floats
+    joint: Floats
+
+
+def _stationary(model: _Model) -> _State:
+    """Iterates P(m), h_m from a forced miss until they stand still, cell by cell."""
+    batch, (cells, depth) = model.cells.batch_size, model.p_hit.shape
+    hits = np.arange(batch + 1)
+    chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
+    chance = chance / batch  # [G, D, n] mean P(hit next)
+    weight, hit = np.zeros((cells, depth)), np.zeros((cells, depth))
+    weight[:, -1] = 1.0
+    left = np.arange(cells)  # cells that still move
+    for _ in range(_MOST_ITERATIONS):
+        joint = weight[left, :, None] * _binomial(batch, hit[left])
+        reached = _onto(model.next[left], joint)
+        gained = _onto(model.next[left], joint * chance[left])
+        chances = gained / np.where(reached > 0, reached, 1.0)
+        change = np.abs(reached - weight[left]) + np.abs(chances - hit[left]) * reached
+        weight[left], hit[left] = reached, chances
+        left = left[change.max(axis=1) > _TOLERANCE]
+        if not len(left):
+            break
+    return _State(weight, hit, weight[:, :, None] * _binomial(batch, hit))
+
+
+def _onto(steps: Ints, parts: Floats) -> Floats:
+    """Sums parts [G, D, n] by the step count that they lead to, [G, D]."""
+    cells, depth = parts.shape[:2]
+    flat = steps + depth * np.arange(cells)[:, None, None]
+    sums = np.bincount(flat.ravel(), parts.ravel(), cells * depth)
+    return np.asarray(sums.reshape(cells, depth), np.float64)
+
+
+def _means(model: _Model, state: _State) -> Expected:
+    """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
+    host, batch = model.host, model.cells.batch_size
+    hits = np.arange(batch + 1)
+    verified = (state.joint * model.verified_s).sum(axis=(1, 2))
+    late = _onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
+    late = late / np.where(state.weight > 0, state.weight, 1.0)
+    _, answered = model.answered(late)
     wait = (state.joint * answered).sum(axis=(1, 2))
     tokens = hits * model.tokens[:, :, None] + (batch - hits) * model.tokens_miss[:, None, None]
     emitted = (state.joint * tokens).sum(axis=(1, 2))

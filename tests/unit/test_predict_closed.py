@@ -60,8 +60,9 @@ def random_case(seed: int) -> tuple[Job, DeviceCosts, HostCosts]:
         {1: verify, top: verify * rnd.uniform(1, 1.6)},
         {1: verify * step, top: verify * step * rnd.uniform(1, 2)},
     )
-    names = HostCosts().to_dict()
-    costs = {name: rnd.uniform(0, 6e-5) for name in names} | {"keys_lane": rnd.uniform(0, 3e-7)}
+    costs = {name: rnd.uniform(0, 6e-5) for name in HostCosts().to_dict()}
+    costs |= {"keys_lane": rnd.uniform(0, 3e-7), "nap": rnd.choice([0.0, 3e-4])}
+    costs |= {"patience": rnd.uniform(0, 3e-3)}
     return job, device, HostCosts(**costs)
 
 

@@ -49,16 +49,15 @@ class Clock(Waiter):
 
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0, spin=False)
-        self.now = 0.0
-        self.next_event = 0.0
+        self.now = self.next_event = 0.0
 
     def spend(self, seconds: float) -> None:
         self.now += seconds
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         if not test():
-            napped = self.next_event - self.now > HOST.patience
-            self.now = self.next_event + HOST.nap * napped
+            waited = self.next_event - self.now
+            self.spend(waited + HOST.nap * (waited > HOST.patience))
 
 
 class VirtualCarrier(Carrier):

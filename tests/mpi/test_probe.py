@@ -1,0 +1,189 @@
+"""`mpissd probe` under mpirun: the profile, its replay, and data that are wrong.
+
+As a program (`python -m mpi4py -m tests.mpi.test_probe WHAT FLAGS…`) it is a probe that finds WHAT
+wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.backend.profile import load_profile
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.presets import resolve_model
+from tests.mpi.harness import needs_mpi, start
+
+pytestmark = needs_mpi
+
+TARGET = "gen:layers=2,hidden=128,ffn=256,heads=4,vocab=512"
+DRAFT = "gen:layers=1,hidden=64,ffn=128,heads=2,vocab=512"
+NUMPY = ("--backend=numpy", f"--target={TARGET}", f"--draft={DRAFT}")
+
+
+def probe(np_: int, *flags: str, folder: Path, program: str = "mpissd probe") -> tuple[int, str, str]:
+    with start(np_, *program.split(), *flags, f"--out={folder}") as job:
+        return job.finish()
+
+
+def told(out: str) -> dict[str, Any]:
+    """The last line on stdout."""
+    found = json.loads(out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def numpy(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A probe of a tiny pair with T = 2 and one draft: (what it printed, its profile's JSON)."""
+
+    @cache
+    def once() -> tuple[str, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("probe")
+        code, out, err = probe(3, *NUMPY, "--name=tiny", folder=folder)
+        assert code == 0, err[-2000:]
+        assert told(out)["profile"] == str(folder / "profiles" / "tiny.json")
+        return out, json.loads((folder / "profiles" / "tiny.json").read_text())
+
+    return once
+
+
+def test_every_table_is_measured(numpy: Any) -> None:
+    out, data = numpy()
+    tables = data["tables"]
+    assert [e["rank"] for e in tables["bandwidths"]] == [0, 1, 2]
+    sizes = {(e["k"], e["n"]) for e in tables["products"]}
+    target, draft = Shard(resolve_model(TARGET), 2), Shard(resolve_model(DRAFT))
+    for shard in (target, draft):
+        for fuse in (False, True):
+            assert set(shard.products(ForwardOptions(fuse))) <= sizes
+    assert len(sizes) == len(tables["products"])
+    assert [(e["tp"], e["params"]) for e in tables["forwards"]] == [
+        (2, target.num_params(ForwardOptions())),
+        (1, draft.num_params(ForwardOptions())),
+    ]
+    assert [e["name"] for e in tables["all_reduces"]] == ["mpi"]
+    assert [(e["name"], e["idle_s"]) for e in tables["links"]] == [("mpi", 0), ("mpi", 0.005)]
+    assert list(tables["links"][0]["seconds"])[0::7] == ["64", "1048576"]
+    assert tables["copies"] == []
+    assert [e["what"].split()[0] for e in tables["launches"]] == ["empty", "forward", "forward"]
+    for entry in [e for name in ("products", "forwards", "links") for e in tables[name]]:
+        assert entry["from"].startswith("measured") and min(entry["seconds"].values()) > 0
+    assert [seat["role"] for seat in data["topology"]] == ["lead", "target", "draft"]
+    assert data["provenance"]["mpi_library"] and data["dtype"] == "float32"
+    for heading in ("product", "r(M)", "all-reduce", "round trip", "launch", "rank 2"):
+        assert heading in out
+
+
+def test_a_probe_takes_its_time_and_no_more(numpy: Any) -> None:
+    _, data = numpy()
+    assert sum(data["stage_seconds"].values()) < 60
+    assert set(data["stage_seconds"]) >= {"products", "forwards", "all_reduces", "links"}
+
+
+def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
+    _, data = numpy()
+    file = tmp_path / "tiny.json"
+    file.write_text(json.dumps(data))
+    flags = ("--backend=emulated", f"--device={file}", *NUMPY[1:], "--lookahead=7", "--rounds=20")
+    with start(3, "mpissd", "run", *flags, f"--out={tmp_path}") as job:
+        code, out, err = job.finish()
+    assert code == 0, err[-2000:]
+    row = told(out)
+    forward = load_profile(str(file)).forward_s(
+        Shard(resolve_model(TARGET), 2).cost(8, 1, 2, ForwardOptions())
+    )
+    assert row["t_target_s"] == forward == data["tables"]["forwards"][0]["seconds"]["8"]
+
+
+@pytest.mark.parametrize(
+    ("np_", "flags", "counts"),
+    [  # products, forwards, all-reduces, links
+        (1, ("--mode=ar",), (7, 1, 0, 0)),
+        (2, ("--mode=ar",), (7, 1, 1, 0)),
+        (1, ("--mode=sd", "--num_drafts=0"), (12, 2, 0, 0)),
+        (2, ("--mode=sd",), (12, 2, 0, 2)),
+        (3, ("--mode=ssd", "--fuse", "--lm_head", "--context=64"), (15, 2, 1, 2)),
+    ],
+)
+def test_roles_of_an_emulated_machine(
+    np_: int, flags: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    machine = ("--backend=emulated", "--device=h200", "--pair=8b/1b")
+    code, out, err = probe(np_, *machine, *flags, folder=tmp_path)
+    assert code == 0, err[-2000:]
+    path = Path(told(out)["profile"])
+    assert path.parent == tmp_path / "profiles" and path.name.startswith("NVIDIA-H200-llama")
+    tables = json.loads(path.read_text())["tables"]
+    names = ("products", "forwards", "all_reduces", "links")
+    if np_ < 3:
+        assert tuple(len(tables[name]) for name in names) == counts
+    assert all("modelled" in e["from"] for e in tables["forwards"] + tables["products"])
+    assert all("measured" in e["from"] for e in tables["links"])
+    options = ForwardOptions("--fuse" in flags, "--lm_head" in flags, 64 if np_ == 3 else 0)
+    tp = np_ - len(tables["links"]) // 2
+    again, truth = load_profile(str(path)), load_profile("h200")
+    again.require("llama-3.1-8b", tp, options)
+    cost = Shard(resolve_model("8b"), tp).cost(8, 1, 2, options)
+    assert again.forward_s(cost) == truth.forward_s(cost)
+
+
+def test_a_null_device_can_be_probed(tmp_path: Path) -> None:
+    flags = ("--backend=emulated", "--device=null", "--pair=toy")
+    code, out, err = probe(3, *flags, folder=tmp_path)
+    assert code == 0, err[-2000:]
+    profile = load_profile(told(out)["profile"])
+    cost = Shard(resolve_model("toy-target"), 2).cost(8, 1, 2, ForwardOptions())
+    assert profile.forward_s(cost) == profile.all_reduce_s(2, 10**6) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "said"),
+    [
+        ("sum", NUMPY, "all-reduce mpi of 512 B"),
+        ("product", NUMPY, "product 1x128 @ 128x"),
+        ("message", ("--backend=emulated", "--device=null", "--pair=toy"), "64 B arrived changed"),
+    ],
+)
+def test_wrong_data_end_the_job_and_save_nothing(
+    what: str, flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    code, out, err = probe(3, what, *flags, folder=tmp_path, program="tests.mpi.test_probe")
+    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
+    assert code == 3 and len(lines) == 1 and said in lines[0]
+    assert "{" not in out and not list((tmp_path / "profiles").iterdir())
+
+
+@pytest.mark.parametrize("name", ["--name=a/b", "--name=.."])
+def test_a_name_that_is_no_file_name(name: str, tmp_path: Path) -> None:
+    code, out, err = probe(2, "--backend=emulated", "--device=null", name, folder=tmp_path / "out")
+    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
+    assert code == 2 and out == "" and len(lines) == 1 and "name=" in lines[0]
+
+
+def _break(what: str) -> None:
+    """Makes this process wrong in one way; every rank is."""
+    from mpissd.backend.numpy_backend import NumpyBackend
+    from mpissd.bench import probe_link
+    from mpissd.comm.mpi_group import MpiGroup
+
+    if what == "sum":
+        MpiGroup.all_reduce = lambda self, array: None  # type: ignore[method-assign]
+    elif what == "product":
+        NumpyBackend.matmul = lambda self, x, weight, out: None  # type: ignore[method-assign]
+    elif what == "message":
+        sent = probe_link._pattern
+        wrong = lambda count, rank: sent(count, 1)  # noqa: E731
+        probe_link._pattern = wrong
+
+
+if __name__ == "__main__":
+    from mpissd.__main__ import main
+
+    _break(sys.argv[1])
+    sys.exit(main(["probe", *sys.argv[2:]]))
