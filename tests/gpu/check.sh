@@ -5,11 +5,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
-MPIRUN=${MPIRUN:-mpirun}
+. launch/env.sh
 LOGS=${LOGS:-$(mktemp -d)}
 mkdir -p "$LOGS"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-4}
-export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 failed=0
 table=()
 

@@ -48,23 +48,44 @@ def test_the_ledger_is_switched_on_lead_and_draft(mode: str, tmp_path: Path) -> 
     found = told(2, "ledger", *flags)
     print(found["text"])
     assert found["num_rounds"] == 8 * 2 * 23
-    assert found["low"] <= found["overhead"] <= found["high"] < 0.5
+    assert found["low"] <= found["overhead"] <= found["high"] and found["low"] < 0.1
     assert found["off_us"] > 0
 
 
-@pytest.mark.parametrize("flags", [("--mode=ar",), ("--mode=sd",), ("--num_tokens=40",)])
+@pytest.mark.parametrize("flags", [("--mode=ar",), ("--num_tokens=40",)])
 def test_a_measured_row_passes_its_gates(flags: tuple[str, ...], tmp_path: Path) -> None:
     job = launch(2, *NULL, "--batch_size=2", *flags, folder=tmp_path / "out", direct=True)
     assert violations(job.row, job.arrays) == []
 
 
-@pytest.mark.parametrize("name", ["trace.json", "new/trace.json.gz"])
-def test_a_trace_of_all_ranks(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
+@pytest.mark.parametrize(
+    ("how", "flags", "says"),
+    [
+        ("deaf", NULL, "ranks: rank 0 heard "),
+        ("slow", [*NULL, "--device=h100", "--pair=8b/1b"], "device: round "),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_no_result(
+    how: str, flags: list[str], says: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with start(2, "tests.mpi.truth_job", how, *flags, "--mode=sd", f"--out={out}") as job:
+        code, said, err = job.finish()
+    assert code == 3, err[-2000:]
+    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
+    assert len(lines) == 1 and says in lines[0]
+    assert "schema" not in said  # no JSON line
+    assert not (out / "runs.jsonl").exists()
+    (flagged,) = (json.loads(line) for line in (out / "flagged.jsonl").open())
+    assert any(line.startswith(says) for line in flagged["gates"])
+    assert [path.stem for path in (out / "rounds").iterdir()] == [flagged["run_id"]]
+
+
+def test_a_trace_of_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trace.json.gz"
     job = launch(3, *NULL, f"--trace={path}", folder=tmp_path / "out", direct=True)
     assert job.code == 0, job.err
-    data = path.read_bytes()
-    trace = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
+    trace = json.loads(gzip.decompress(path.read_bytes()))
     events = trace["traceEvents"]
     rows = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert rows == {(0, 0), (0, 1), (1, 0), (2, 0)}
@@ -99,7 +120,7 @@ def test_a_trace_changes_nothing_that_is_decided(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    job = launch(2, *NULL, f"--trace={tmp_path}", folder=tmp_path / "out", direct=True)
+    job = launch(2, *NULL, f"--trace={tmp_path}", folder=tmp_path / "out")
     assert job.code == 2 and job.lines == [
         f"mpissd: trace={str(tmp_path)!r}: is a folder; allowed: a file"
     ]

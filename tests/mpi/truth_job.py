@@ -1,6 +1,9 @@
-"""What the tests start under mpirun: `clocks`, or `ledger --mode=… …` with the flags of a run.
+"""What the tests start under mpirun. The first two print a JSON line.
 
-Rank 0 prints one JSON line.
+clocks               three comparisons of all ranks' clocks
+ledger --mode=… …    the A/B of the ledger, flags as of a run
+deaf --mode=… …      a run whose last rank hears outcomes of its own
+slow --mode=… …      a run whose device claims that forwards took twice their time
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from dataclasses import asdict
 
 from mpi4py import MPI
 
+from mpissd import __main__, rounds
+from mpissd.backend.emulated_backend import ModelledProgram
 from mpissd.bench.ab import ledger_pass
 from mpissd.bench.clock import compare_clocks
 from mpissd.bench.rank import Rank
@@ -38,9 +43,23 @@ def ledger(flags: list[str]) -> None:
         print(json.dumps({**asdict(found), "text": str(found)}))
 
 
+def deaf(flags: list[str]) -> int:
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        rounds.crc32 = lambda data, before: 7  # type: ignore[assignment]
+    return __main__.main(["run", *flags])
+
+
+def slow(flags: list[str]) -> int:
+    last = ModelledProgram.elapsed_s
+    ModelledProgram.elapsed_s = lambda self: 2 * last(self)  # type: ignore[method-assign]
+    return __main__.main(["run", *flags])
+
+
 if __name__ == "__main__":
     sharpen_sleep()
     if sys.argv[1] == "clocks":
         clocks()
-    else:
+    elif sys.argv[1] == "ledger":
         ledger(sys.argv[2:])
+    else:
+        sys.exit({"deaf": deaf, "slow": slow}[sys.argv[1]](sys.argv[2:]))

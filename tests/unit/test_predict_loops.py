@@ -61,8 +61,8 @@ class Clock(Waiter):
 
 
 class VirtualCarrier(Carrier):
-    """Messages with the time of their arrival. Asking whether one has arrived waits (really) for
-    the peer's next message, which never depends on the answer."""
+    """Messages with their times. To ask whether one has arrived is to wait (really) for the peer's
+    next message, which never depends on the answer."""
 
     def __init__(self, clock: Clock, buffers: Any, queues: Any, link: float, costs: Any) -> None:
         self._clock, (self._out, self._in), self._link = clock, buffers, link
@@ -71,7 +71,7 @@ class VirtualCarrier(Carrier):
         self._message: tuple[float, np.ndarray] | None = None
 
     def ready(self) -> None:
-        return None
+        """At once."""
 
     def send(self) -> None:
         self._clock.spend(self._send_s)
@@ -172,9 +172,8 @@ class VirtualRun:
     def __call__(self) -> tuple[RoundRecords, list[float]]:
         job, batch = self.job, self.job.config.batch_size
         speculator, thread = self._speculator()
-        loop = TargetLoop(
-            self._target(), speculator, SimpleNamespace(publish=nothing), batch, self.lead
-        )
+        nobody = SimpleNamespace(publish=nothing)
+        loop = TargetLoop(self._target(), speculator, nobody, batch, self.lead)
         if thread is not None:
             thread.start()
         loop.admit([Request(WARM_ID + n) for n in range(batch)])
