@@ -44,7 +44,7 @@ def violations(row: Row, rounds: Rounds) -> list[str]:
     for gate in GATES:
         try:
             found += [f"{gate.__name__}: {message}" for message in gate(row, rounds)]
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # Not the shape of a row or of its arrays: that is a finding, too.
             found.append(f"{gate.__name__}: cannot be judged: {error!r}")
     return found

@@ -156,6 +156,7 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
     "a better prediction than it was": ("prediction", put("prediction_error", 0.0), "error is 0"),
     "another batch": ("decisions", put("batch_size", 2), "batch_size is 2, round 0 has 1"),
     "a depth that nobody scaled": ("forwards", put("num_layers", 8), "num_layers is 8 of 32"),
+    "no rank at all": ("speed", put("world_size", 0), "cannot be judged: ZeroDivisionError"),
     "an array of another shape": (
         "decisions",
         lambda row, rounds: rounds.update(sequences=np.zeros((3, 2), int)),
@@ -248,6 +249,19 @@ def test_short_rounds_need_not_close(clean: tuple[Row, Rounds]) -> None:
     rounds["draft_rounds"][:, 1:3] /= 10
     short = make_row(rounds) | {"cache_bytes": None}
     assert short["ledger_closure"] < 0.99 and violations(short, rounds) == []
+
+
+def test_time_between_the_two_clocks_is_not_lost(clean: tuple[Row, Rounds]) -> None:
+    """A rank without its core for 1 ms, between the ledger's stamp and the wall's, twice."""
+    _, rounds = clean
+    for n in (50, 120):
+        rounds["round_s"][n : n + 2] += [1e-3, -1e-3]
+    row = make_row(rounds)
+    assert row["ledger_closure"] < 0.99 and violations(row, rounds) == []
+    for n in (50, 51, 52, 120):  # that no phase saw
+        rounds["round_s"][n] += 1e-3
+    found = violations(make_row(rounds), rounds)
+    assert len(found) == 1 and "close to 0." in found[0]
 
 
 def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Row, Rounds]) -> None:
