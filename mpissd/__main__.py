@@ -62,10 +62,12 @@ def check_before_mpi(config: RunConfig) -> None:
     from mpissd.job import resolve
 
     memory = None
-    if config.backend == "emulated":
-        memory = load_profile(config.device).memory_bytes
     size = config.world_size or launcher_size()
     tp = check_world(size, config.drafts) if size is not None else 1
+    if config.backend == "emulated":
+        profile = load_profile(config.device)
+        memory = profile.memory_bytes
+        profile.all_reduce_s(tp, 1)  # refused where the profile was probed with T = 1 alone
     resolve(config, tp, backend=config.backend, memory_bytes=memory)
     check_output(config.out)
     if config.trace is not None:

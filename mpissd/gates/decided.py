@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.gates.read import Rounds, Row, differs, number
-from mpissd.records import outcome_digest
+from mpissd.records import SCHEMA, outcome_digest
 from mpissd.rounds import Source
 
 _ALWAYS = """tp num_drafts world_size batch_size lookahead num_rounds num_tokens wall_s tok_per_s
@@ -18,7 +18,9 @@ _A_ROW_A_ROUND = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds
 
 
 def missing(row: Row, rounds: Rounds) -> Iterator[str]:
-    """What every row has is there."""
+    """What every row has is there, in the schema that is known here."""
+    if row.get("schema") != SCHEMA:
+        yield f"schema is {row.get('schema')}, this version judges {SCHEMA}"
     for path in _ALWAYS:
         if number(row, path) is None:
             yield f"{path} is not a number"
@@ -68,9 +70,15 @@ def counts(row: Row, rounds: Rounds) -> Iterator[str]:
     found = {name: len(rounds[name]) for name in _A_ROW_A_ROUND if name in rounds}
     if "sequences" in rounds:
         found["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
-    for name, count in {**found, "round_us.n": number(row, "round_us.n")}.items():
+    told = {name: number(row, name) for name in ("round_us.n", "predicted_round_us.n")}
+    for name, count in {**found, **told}.items():
         if count is not None and count != row["num_rounds"]:
             yield f"num_rounds is {row['num_rounds']}, {name} has {count:g}"
+    fan_out = row.get("fan_out")
+    if fan_out is not None:
+        if len(fan_out) != row["lookahead"] + 1:
+            yield f"lookahead is {row['lookahead']}, fan_out has {len(fan_out)}"
+        yield from differs(row, "branch_budget", sum(fan_out), "Σ fan_out")
 
 
 def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
@@ -125,6 +133,9 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
         )
     for n in np.flatnonzero(hit != (source == Source.CACHE))[:1]:
         yield f"round {round_[n]} has hit {hit[n]} and source {source[n]}"
+    wanted = number(row, "backup_lookahead")
+    for n in np.flatnonzero((source != Source.CACHE) & (drafted != wanted))[: wanted is not None]:
+        yield f"backup_lookahead is {wanted:g}, round {round_[n]} has {drafted[n]} such tokens"
     if (begun := int((round_ == 0).sum())) != row["batch_size"]:
         yield f"batch_size is {row['batch_size']}, round 0 has {begun} sequences"
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()

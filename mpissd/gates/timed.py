@@ -101,7 +101,7 @@ def speed(row: Row, rounds: Rounds) -> Iterator[str]:
     """Tokens over time, of all and of one device."""
     rate, wall = number(row, "tok_per_s"), number(row, "wall_s")
     if wall:
-        yield from differs(row, "tok_per_s", row["num_tokens"] / wall, "num_tokens / wall_s")
+        yield from differs(row, "tok_per_s", row["num_tokens"] / wall, "num_tokens / wall_s", 1e-3)
     if rate is not None:
         each = rate / row["world_size"]
         yield from differs(row, "tok_per_s_per_gpu", each, "tok_per_s / world_size", 1e-3)
@@ -209,8 +209,14 @@ def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
     rate, foretold = number(row, "tok_per_s"), number(row, "predicted_tok_per_s")
     if rate is not None and foretold:
         error = rate / foretold - 1
-        yield from differs(row, "prediction_error", error, "tok_per_s / prediction - 1", 2e-3)
+        quantum = 2e-5 + 1e-3 / foretold
+        yield from differs(row, "prediction_error", error, "tok_per_s / prediction - 1", quantum)
+    mean, count = number(row, "predicted_round_us.mean"), number(row, "predicted_round_us.n")
+    same_draws = row.get("on_late") != "serve" and row.get("token_limit", 0) is None
+    if foretold is not None and mean and count and same_draws:  # the replay emits the same tokens
+        total = foretold * mean * count * 1e-6
+        yield from differs(row, "num_tokens", total, "predicted rate times time")
     expected = number(row, "expected_tok_per_s")
     if foretold is not None and expected:
         draws = foretold / expected - 1
-        yield from differs(row, "sampling_error", draws, "prediction / expected - 1", 1e-6)
+        yield from differs(row, "sampling_error", draws, "prediction / expected - 1", 1e-9)

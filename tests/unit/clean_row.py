@@ -60,6 +60,7 @@ def make() -> tuple[Row, Rounds]:
 def make_row(rounds: Rounds) -> Row:
     """What bench/row.py says of these rounds."""
     lead, rows, round_s = rounds["lead_ledger_ns"], rounds["sequences"], rounds["round_s"]
+    count = len(round_s)
     num_tokens = int((rows[:, 3] + 1).sum())
     wall_s = round(float(round_s.sum()), 6)
     t_target, t_draft = median(rounds["t_target_s"]), median(rounds["draft_rounds"][:, 1])
@@ -76,9 +77,12 @@ def make_row(rounds: Rounds) -> Row:
         "num_drafts": 1,
         "lookahead": K,
         "batch_size": 1,
+        "fan_out": [3, 3, 3, 3, 3],
+        "branch_budget": 15,
+        "backup_lookahead": K,
         "num_layers": 32,
         "full_num_layers": 32,
-        "num_rounds": N,
+        "num_rounds": count,
         "num_tokens": num_tokens,
         "token_limit": None,
         "wall_s": wall_s,
@@ -87,7 +91,7 @@ def make_row(rounds: Rounds) -> Row:
         "round_us": percentiles_us((lead[:, 1] * 1e-9).tolist()),
         "phases_us": {"lead": means(lead, LEAD), "draft": means(rounds["draft_ledger_ns"], DRAFT)},
         "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
-        "acceptance_length": round(num_tokens / N, 5),
+        "acceptance_length": round(num_tokens / count, 5),
         "accept_histogram": np.bincount(rows[:, 3], minlength=K + 1).tolist(),
         "hit_rate": round(float(rows[1:, 6].mean()), 5),
         "t_target_s": t_target,
@@ -101,7 +105,13 @@ def make_row(rounds: Rounds) -> Row:
         "floor_fraction": round(floor_bytes / read / t_target, 4),
         "t_target_full_depth_s": None,
         "predicted_tok_per_s": rate / 1.01,
-        "predicted_round_us": {"mean": 2.9e3, "p50": 2.8e3, "p90": 3e3, "p99": 3e3, "n": N},
+        "predicted_round_us": {
+            "mean": wall_s / count * 1.01e6,
+            "p50": 2.8e3,
+            "p90": 3e3,
+            "p99": 3e3,
+            "n": count,
+        },
         "prediction_error": 0.01,
         "expected_tok_per_s": rate / 1.01 / 1.02,
         "sampling_error": 0.02,

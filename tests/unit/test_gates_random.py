@@ -21,7 +21,8 @@ ledger_closure t_target_s t_draft_s t_growth_s T_SD floor_us floor_fraction floo
 read_bytes_per_s predicted_tok_per_s expected_tok_per_s round_us.mean round_us.p50 round_us.p90
 round_us.p99 round_us.n phases_us.lead.device_wait phases_us.lead.draft_wait phases_us.lead.sample
 phases_us.draft.wait phases_us.draft.speculate phases_us.draft.grow lookahead batch_size tp
-world_size num_layers predicted_round_us.p50 sampling_sd""".split()
+world_size num_layers branch_budget backup_lookahead schema prediction_error sampling_error
+predicted_round_us.mean predicted_round_us.p50 sampling_sd""".split()
 
 
 def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Row, Rounds]) -> None:
