@@ -3,10 +3,11 @@
 
     launch/predictions.py OUT [--cells=100] [--seed=1] [--gpus=N] [--table]
 
-A cell is one machine, pair, K, law and batch, run as SD and as SSD; every row carries the prediction
-made from its own job's profile. Rows go to OUT/runs.jsonl as always, so an interrupted study goes on
-where it stopped; --table only prints what is there. The bars: median |error| <= 3%, p95 <= 8% beyond two
-standard errors, and the sign of SSD - SD right in >= 98% of the cells whose interval excludes 0.
+A cell is one machine, pair, K, law and batch, run as SD and as SSD; every row carries the
+prediction made from its own job's profile. Rows go to OUT/runs.jsonl as always, so an interrupted
+study goes on where it stopped; --table only prints what is there. The bars: median |error| <= 3%,
+p95 <= 8% beyond two standard errors, and the sign of SSD - SD right in >= 98% of the cells that
+can be told.
 """
 
 from __future__ import annotations

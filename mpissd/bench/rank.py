@@ -7,7 +7,7 @@ drafts serve, the followers follow. A job is a few short passes that calibrate a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from mpissd.decode.speculator import (
     Speculator,
 )
 from mpissd.decode.target import TargetLoop, follow
-from mpissd.rounds import Source
+from mpissd.rounds import Request, Source
 from mpissd.trace import FollowPhase, Ledger
 from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
 
@@ -115,6 +115,12 @@ class Rank:
         if self.lead_link is not None:
             return RemoteSpeculator(self.lead_link)
         return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Draws what these sequences will need first: not in the round that admits them."""
+        for worker in (self.target, self.draft):
+            if worker is not None:
+                worker.prepare(requests)
 
     def close(self) -> None:
         """Finishes the messages; graphs, groups and the backend are the session's to close."""

@@ -75,6 +75,7 @@ def _run(session: Session) -> None:
     rank = Rank(session)
     profile = calibrate(rank)
     drafter = None if rank.draft is None else rank.drafter(rank.draft)
+    rank.prepare(requests(0, config.batch_size))
     tracing = None if config.trace is None else Tracing(session)
     lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
     world = session.topology.world

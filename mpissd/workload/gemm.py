@@ -6,12 +6,12 @@ laws, so acceptance and cache hits are imposed and every mode emits the same tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from mpissd.model.stepper import Forwards
-from mpissd.rounds import Batch, Ints, Source, Speculation, verify_rows
+from mpissd.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.spec.acceptance import count_accepted
 from mpissd.wait import Waiter
 from mpissd.workload.base import Admissions, DraftWorker, Rollout, TargetWorker
@@ -28,6 +28,10 @@ class GemmTargetWorker(TargetWorker):
     def twin(self, stepper: Forwards) -> GemmTargetWorker:
         """The same laws over other forwards (calibration)."""
         return GemmTargetWorker(stepper, self._stream)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws what these sequences will need first, while none is live."""
+        self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
@@ -66,6 +70,10 @@ class GemmDraftWorker(DraftWorker):
     def twin(self, stepper: Forwards) -> GemmDraftWorker:
         """The same laws over other forwards (calibration)."""
         return GemmDraftWorker(stepper, self._stream)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws what these sequences will need first, while none is live."""
+        self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)

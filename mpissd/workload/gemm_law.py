@@ -7,13 +7,13 @@ window of positions at a time: the hot path only gathers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.rng import Purpose, uniforms
-from mpissd.rounds import Batch, Ints, Source
+from mpissd.rounds import Batch, Ints, Request, Source
 from mpissd.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.workload.base import Admissions
 
@@ -40,14 +40,23 @@ class TokenStream:
         self._limit = np.zeros(capacity, np.int64)  # lengths from here on need a refill
         self._true = np.zeros((capacity, self._window), np.int32)
         self._flat_true = self._true.reshape(-1)
+        self._prepared: dict[int, list[NDArray[np.int32]]] = {}
         self._safe_rounds = 0  # for so many rounds no sequence can reach its limit
         self._origin: Index = np.zeros(0, np.int64)  # [b] flat index of position n
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws the first windows of sequences that will come, while no sequence is live: a fill
+        takes a millisecond, which belongs to no round."""
+        for request in requests:
+            self._request[0] = request.request_id
+            self._fill(0, 0)
+            self._prepared[request.request_id] = [view.copy() for view in self._views(0)]
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         """Makes every position that this round may ask for available."""
         for slot, request in admissions:
             self._request[slot] = request.request_id
-            self._fill(slot, 0)
+            self._admit(slot, self._prepared.pop(request.request_id, None))
         self._safe_rounds -= 1
         if admissions or self._safe_rounds < 0:
             self._refill(batch)
@@ -69,9 +78,24 @@ class TokenStream:
             room = self._limit[batch.slots] - batch.lengths
             self._safe_rounds = max(0, int(room.min()) // (self.lookahead + 1) - 1)
 
+    def _admit(self, slot: int, prepared: list[NDArray[np.int32]] | None) -> None:
+        if prepared is None:
+            self._fill(slot, 0)
+            return
+        for view, saved in zip(self._views(slot), prepared, strict=True):
+            view[...] = saved
+        self._place(slot, 0)
+
+    def _views(self, slot: int) -> list[NDArray[np.int32]]:
+        """Everything that is tabulated for a slot."""
+        return [self._true[slot]]
+
     def _fill(self, slot: int, start: int) -> None:
         """Tabulates positions start … start + window - 1 of the sequence in `slot`."""
         self._true[slot] = (self._draw(Purpose.TOKEN, slot, start) * self.vocab).astype(np.int32)
+        self._place(slot, start)
+
+    def _place(self, slot: int, start: int) -> None:
         self._base[slot] = slot * self._window - start
         self._limit[slot] = start + self._window - self._reach
 
@@ -133,6 +157,10 @@ class DraftStream(TokenStream):
         index = (self._origin * self._widest)[:, None] + self._lane_offset
         index += (self.k_of == accepted[:, None]) * self._decoys[0].size
         return self._flat_decoys.take(index)
+
+    def _views(self, slot: int) -> list[NDArray[np.int32]]:
+        tables = [table[:, slot] for table in self._drafts.values()]
+        return [*super()._views(slot), *tables, self._run[:, slot], self._decoys[:, slot]]
 
     def _fill(self, slot: int, start: int) -> None:
         super()._fill(slot, start)
