@@ -58,14 +58,37 @@ def _bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
+class _Lines:
+    """Turns a bar's redraws into lines: Open MPI 5 holds a rank's output back until it ends one."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        if told := text.strip("\r\n "):
+            sys.stderr.write(f"{told}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
-    """A bar on stderr that redraws twice a second; yields its advance(n)."""
+    """A bar on stderr, redrawn twice a second (a line every two seconds where a launcher stands
+    between this rank and the terminal); yields its advance(n)."""
     shown = config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty())
     if not shown:
         yield lambda count: None
         return
-    bar = tqdm(total=rounds, unit="round", mininterval=0.5, leave=False, file=sys.stderr)
+    direct = sys.stderr.isatty()
+    bar = tqdm(
+        total=rounds,
+        unit="round",
+        mininterval=0.5 if direct else 2.0,
+        leave=False,
+        ncols=None if direct else 80,
+        file=sys.stderr if direct else _Lines(),
+    )
     try:
         yield bar.update
     finally:
