@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROUNDS = 80
+ROUNDS = 60
 MACHINES = [  # device, pair, T
     ("h100", "8b/1b", 1),
     ("h100", "70b/1b", 2),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from mpissd.comm.topology import (  # noqa: E402
 from mpissd.config import RunConfig  # noqa: E402
 from mpissd.errors import ConfigError, MpissdError  # noqa: E402
 
+HEAD_START_S = 5.0
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
@@ -37,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         check_before_mpi(command.config)
     except ConfigError as error:
         if launcher_rank() == 0:
-            print(f"mpissd: {error}", file=sys.stderr)
+            print(f"mpissd: {error}", file=sys.stderr, flush=True)
+        else:  # a launcher ends every rank when one has left: the one that speaks goes first
+            time.sleep(HEAD_START_S)
         return error.exit_code
     return 0 if command.config.dry_run else launch(command)
 

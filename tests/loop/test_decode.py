@@ -44,6 +44,8 @@ def test_sd_and_ssd_decide_alike(p_hit: float | None, batch: int, lookahead: int
     assert ssd.outcome_digest == sd.outcome_digest == inline.outcome_digest
     assert ssd.records.tokens() == sd.records.tokens() == inline.records.tokens()
     assert set(sd.rows[:, 5]) == {Source.JIT} and not sd.rows[:, 6].any()
+    for result in (ssd, sd, inline):  # the draft's own rows, wherever it is
+        assert result.rig.drafter.table(0, 99)[:, 0].tolist() == list(range(12))
 
 
 EVERY_WAY = [

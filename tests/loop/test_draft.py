@@ -135,9 +135,11 @@ def test_what_is_late_is_finished_or_served_as_it_is(steps: int) -> None:
 def test_a_served_trunk_is_what_keys_are_made_from() -> None:
     """Serving k' of K: the row behind the last served token keeps candidates of its own."""
     ragged = [0, 1, 3, 4, 2, 0, 0]
-    result, _ = run_stepped(replace(MIXED, on_late="serve", rounds=40), ragged)
+    result, draft = run_stepped(replace(MIXED, on_late="serve", rounds=40), ragged)
     check_against_the_law(result)
     assert set(result.rows[:, 7]) >= {0, 1, 2, 3, 4}
+    glues = {forwards[0][0] for forwards in draft.grown}
+    assert glues == {6 * (K + 1)}  # however short the trunk is
     full = run_stepped(replace(MIXED, rounds=100), K)[0]
     assert result.token_digest(20) == full.token_digest(20)
 
@@ -214,6 +216,33 @@ def test_an_outcome_that_is_no_key_of_its_sequence_misses() -> None:
         rows[id_] = id_, 0, Event.COMMIT, *law.judge(id_, 1, first.tokens[id_].tolist())
     rows[1, 4] = (rows[1, 4] + 2000) % 4096  # far from its candidates
     assert rig.drafter.answer(Outcome(0, rows)).hit.tolist() == [1, 0]
+
+
+def test_a_newcomer_misses_whatever_its_prompt() -> None:
+    """The same id and epoch comes again, and its prompt ends with a token that is a key."""
+    rig, cache = Rig(replace(MIXED, p_hit=1.0, batch=1)), Remembering()
+    rig.drafter._cache = cache
+    first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
+    rig.drafter.begin_growth(first)
+    token = next(key[4] for key in cache.filled[-1] if key[3] == 0)
+    rows = [(0, 0, Event.RELEASE, 0, token), (0, 0, Event.ADMIT, 0, token)]
+    again = rig.drafter.answer(Outcome(0, np.array(rows, np.int32)))
+    assert (again.hit.tolist(), again.source.tolist()) == ([0], [Source.JIT])
+    rows = [(0, 0, Event.COMMIT, 0, token)]
+    other = Rig(replace(MIXED, p_hit=1.0, batch=1))
+    other.drafter.begin_growth(other.drafter.answer(Outcome.admission(-1, requests(1))))
+    assert other.drafter.answer(Outcome(0, np.array(rows, np.int32))).hit.tolist() == [1]
+
+
+def test_an_answer_forgets_what_was_grown() -> None:
+    rig, cache = Rig(MIXED), Remembering()
+    rig.drafter._cache = cache
+    first = rig.drafter.answer(Outcome.admission(-1, requests(6)))
+    assert rig.drafter.begin_growth(first) and rig.drafter.growing and len(cache)
+    gone = np.array([(id_, 0, Event.RELEASE, 0, 5) for id_ in range(6)], np.int32)
+    idle = rig.drafter.answer(Outcome(0, gone))
+    assert len(idle.rows) == len(cache) == 0 and not rig.drafter.growing
+    assert not rig.drafter.begin_growth(idle)
 
 
 class ScriptedEnd(DraftEnd):

@@ -48,6 +48,22 @@ def test_every_rank_sees_it_and_one_says_it(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_rank_that_speaks_is_heard_where_it_is_the_last(tmp_path: Path) -> None:
+    """mpirun ends every rank when one has left with an error; rank 0 imports slowly here."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
+        "    time.sleep(1)\n"
+    )
+    flags = (*EMULATED, "--mode=sdd")
+    env = {"PYTHONPATH": str(slow)}
+    done = launch(3, *flags, folder=tmp_path / "out", direct=True, env=env)
+    assert done.code == 2
+    assert len(done.lines) == 1 and "unknown mode 'sdd'" in done.lines[0]
+
+
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("here")
     done = launch(2, *EMULATED, folder=tmp_path / "out")

@@ -49,11 +49,15 @@ def test_rounds_close_against_the_real_clock(phases: type[LeadPhase] | type[Draf
 
 def test_a_restart_forgets_what_came_before(clock: list[int]) -> None:
     ledger = Ledger(DraftPhase)
-    clock += [50, 60, 61]
-    ledger.mark(DraftPhase.WAIT)
+    clock += [50, 60, 61, 65, 66, 68]
+    ledger.mark(DraftPhase.COMMIT)
     ledger.restart()
     ledger.close_round(0, DraftPhase.WAIT)
-    assert ledger.table(0, 1)[0, :3].tolist() == [0, 1, 1]
+    ledger.mark(DraftPhase.GLUE)
+    ledger.restart()  # a round that was begun is begun again
+    ledger.close_round(1, DraftPhase.WAIT)
+    nothing = [0] * (len(DraftPhase) - 1)
+    assert ledger.table(0, 2).tolist() == [[0, 1, 1, *nothing], [1, 2, 2, *nothing]]
 
 
 def test_a_table_is_of_the_rounds_asked_for() -> None:
