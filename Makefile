@@ -7,10 +7,10 @@
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
-##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b  WORKLOAD=gemm|markov
+##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b  WORKLOAD=gemm
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
-##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  ARGS="--temperature=0.7 …" (any other flag)
+##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  ARGS="--lm_head …" (any other flag)
 ## PYTHON=…  use this interpreter as it is: no .venv, nothing is installed
 ## MPIRUN=…  use this mpirun (options allowed), and install none
 ##

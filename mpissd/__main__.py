@@ -52,7 +52,7 @@ def alone(command: cli.Command) -> int:
     from mpissd import commands
 
     functions: dict[str, Callable[[Any], int]] = {
-        "predict": commands.predict,
+        "predict": lambda config: commands.predict(config, command.given),
         "plan": commands.advise,
         "why": commands.why,
         "tables": commands.tables,

@@ -32,6 +32,7 @@ class Command:
 
     name: str
     config: Any
+    given: frozenset[str] = frozenset()  # the flags that the user said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
             given[spec.word] = words[0]
         elif words:
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
-        return Command(name, parse_into(spec.config, given))
+        return Command(name, parse_into(spec.config, given), frozenset(given))
 
     fields = dataclasses.fields(spec.config)
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from mpissd.tables import load_profiles, load_rows, render
 _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), ("p_hit", "hit_a", "hit_r")
 
 
-def predict(config: PredictConfig) -> int:
+def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int:
     """Prints what a run of these flags would report, from a profile alone."""
     if config.profile is None:
         raise ConfigError("profile: needed: a job's OUT/profiles/RUN_ID.json, or a device's")
-    job, device, host, num_rounds = _costs(config, config.profile)
+    job, device, host, num_rounds = _costs(config, config.profile, given)
     found = predict_row(job, device, host, num_rounds)
     rate, rounds = found["tok_per_s"], found["round_us"]
     print(f"   tok/s  {_number(rate)}   (the laws' mean: {_number(found['expected_tok_per_s'])})")
@@ -41,33 +42,71 @@ def _number(value: float | None) -> str:
 
 
 def _costs(
-    config: PredictConfig, name: str
+    config: PredictConfig, name: str, given: AbstractSet[str]
 ) -> tuple[Job, DeviceCosts, HostCosts, int | None]:
-    """The job, its costs, and how many rounds it took (None: what the flags say)."""
+    """The job, its costs, and how many rounds it took (None: what the flags say).
+
+    given: flags that override a job's own. ConfigError where the profile does not cover them.
+    """
     found = jobfile.load(name)
     if found is None:
         profile = load_profile(name)
-        run = _run_config(config, {})
+        run = _run_config(config, {}, given)
         memory = profile.memory_bytes
         job = resolve(run, config.tp or 1, backend="emulated", memory_bytes=memory)
         return job, DeviceCosts.from_profile(profile, job), HostCosts(), None
-    run, tp = _run_config(config, found.config), config.tp or found.tp
-    job = resolve(run, tp, backend=found.backend, memory_bytes=None)
-    if job.draft is not None and found.device.draft is None:
+    backend = found.backend
+    base = _run_config(config, found.config, frozenset())
+    measured = resolve(base, found.tp, backend=backend, memory_bytes=None)
+    run, tp = _run_config(config, found.config, given), config.tp or found.tp
+    job = resolve(run, tp, backend=backend, memory_bytes=None)
+    _check_covered(name, job, measured, found.device)
+    overridden = given - {"profile", "tp"}
+    return job, found.device, found.host, None if overridden else found.num_rounds
+
+
+def _check_covered(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
+    """ConfigError where a job's profile says nothing of what is asked for."""
+    pairs = (
+        ("tp", job.tp, measured.tp),
+        ("target", job.target.name, measured.target.name),
+        ("fuse, lm_head, context", job.options, measured.options),
+        ("batch_size", job.config.batch_size, measured.config.batch_size),
+    )
+    for what, asked, known in pairs:
+        if asked != known:
+            raise ConfigError(f"profile {name!r} covers {what}={known}, not {asked}")
+    if job.draft is None:
+        return
+    if measured.draft is None or device.draft is None:
         raise ConfigError(f"profile {name!r} covers no draft: allowed: mode=ar")
-    rounds = None if run.rounds is not None and run.rounds != found.config["rounds"] else found
-    return job, found.device, found.host, None if rounds is None else found.num_rounds
+    if job.draft != measured.draft or job.inline != measured.inline:
+        raise ConfigError(f"profile {name!r} covers the draft {measured.draft.name} as it ran")
+    if job.fan_out and not measured.fan_out:
+        raise ConfigError(f"profile {name!r} is of a run that grew nothing: allowed: mode=ar, sd")
+    for what, rows, table in (
+        ("target", job.target_buckets(), device.verify),
+        ("draft", job.draft_buckets(), device.draft),
+    ):
+        if rows[-1] > table.rows[-1]:
+            raise ConfigError(
+                f"profile {name!r} covers {what} forwards of at most {table.rows[-1]} rows, "
+                f"not {rows[-1]}"
+            )
 
 
-def _run_config(config: PredictConfig, base: Mapping[str, Any]) -> RunConfig:
+def _run_config(
+    config: PredictConfig, base: Mapping[str, Any], given: AbstractSet[str]
+) -> RunConfig:
     """The job's own flags, overridden by those that the user gave."""
-    fields = dataclasses.fields(RunConfig)
-    said = {f.name: getattr(config, f.name) for f in fields}
-    said = {f.name: said[f.name] for f in fields if said[f.name] != f.default}
+    names = [f.name for f in dataclasses.fields(RunConfig)]
+    said = {name: getattr(config, name) for name in names if name in given}
     known = dict(base)
-    for names in _ALTERNATIVES:
-        if set(names) & set(said):  # one way to say it replaces the others
-            known |= dict.fromkeys(names)
+    for alternatives in _ALTERNATIVES:
+        if set(alternatives) & set(said):  # one way to say it replaces the others
+            known |= dict.fromkeys(alternatives)
+    if said.get("mode", "ssd") != "ssd":  # what only SSD has does not come along
+        known |= {"backup": "jit", "backup_lookahead": None}
     return RunConfig(**{**known, **said, "dry_run": True, "world_size": None})
 
 
@@ -121,9 +160,26 @@ def _verdict(advice: Advice) -> str:
 
 
 def _command(run: RunConfig, choice: Choice) -> str:
+    """The line that runs a choice under the laws and options that were planned for."""
     flags = {"pair": run.pair or "", **choice.flags(), "acceptance": run.acceptance_text}
+    defaults = {f.name: f.default for f in dataclasses.fields(RunConfig)}
+    for name in _PLANNED:
+        if getattr(run, name) != defaults[name]:
+            flags[name] = str(getattr(run, name))
     text = " ".join(f"--{name}={value}" for name, value in flags.items())
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
+
+
+_PLANNED = (
+    "acceptance_fast",
+    "p_hit",
+    "hit_a",
+    "hit_r",
+    "batch_size",
+    "fuse",
+    "lm_head",
+    "context",
+)
 
 
 def _advice(advice: Advice) -> dict[str, Any]:
@@ -148,9 +204,10 @@ def _advice(advice: Advice) -> dict[str, Any]:
 def why(config: WhyConfig) -> int:
     """Prints the three largest gaps between a row and its floor."""
     row = _find_row(config)
+    found = gaps(row)
     floor = "unknown" if row.get("floor_us") is None else f"{row['floor_us']:.1f} µs"
     print(f"{row.get('run_id')}: round {row['round_us']['mean']:.1f} µs, floor {floor}")
-    for gap in gaps(row):
+    for gap in found:
         print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
     return 0
 

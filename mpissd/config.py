@@ -99,7 +99,7 @@ class RunConfig:
     backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
     device: str = flag("h100", words, "emulated device: a profile's name or file")
     workload: str = flag("gemm", choice("gemm"), "what is decoded")
-    lookahead: int = flag(4, integer(0), "K, draft tokens a round")
+    lookahead: int = flag(4, integer(0, 256), "K, draft tokens a round")
     fan_out: str = flag("uniform:3", words, "uniform:F, geometric:B or list:F0,…,FK (ssd)")
     alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
     acceptance: str | None = flag(
@@ -109,7 +109,7 @@ class RunConfig:
     p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence (ssd)")
     hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r (ssd)")
     hit_r: float | None = flag(None, number(0), "r of the hit law")
-    batch_size: int = flag(1, integer(1), "sequences b")
+    batch_size: int = flag(1, integer(1, 4096), "sequences b")
     rounds: int | None = flag(None, integer(1), "measured rounds (default 200 without num_tokens)")
     num_tokens: int | None = flag(
         None, integer(1), "tokens a sequence; with rounds, whichever is reached first"
@@ -159,6 +159,8 @@ class RunConfig:
             raise ConfigError(
                 f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
             )
+        if self.draft is not None and self.target is None:
+            raise ConfigError("target: needed beside draft")
         if self.world_size is not None and not self.dry_run:
             raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
 

@@ -172,6 +172,9 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
             minimum=1 if config.p_hit else 0,
         )
         hit_law.check_fan_out(fan_out)
+        if config.lm_head and draft and max(fan_out) + 1 > min(64, draft.vocab_size):
+            most = min(64, draft.vocab_size) - 1
+            raise ConfigError(f"fan_out {fan_out} with lm_head: allowed: at most {most} a row")
         if max(fan_out) + 2 > target.vocab_size:
             raise ConfigError(
                 f"fan_out {fan_out}: allowed: at most vocab_size - 2 = {target.vocab_size - 2}"

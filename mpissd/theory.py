@@ -100,7 +100,7 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float) -> float:
     """miss(F) = min(1, A·F^{−r}), and 1 where nothing is kept (F = 0) [S, def. 11, has A = 1]."""
     if fan_out <= 0:
         return 1.0
-    return min(1.0, hit_a / math.pow(fan_out, hit_r))
+    return min(1.0, hit_a * float(fan_out**-hit_r))  # a steep law underflows to 0
 
 
 def miss_probability(

@@ -23,10 +23,12 @@ from mpissd.model.stepper import Stepper
 from mpissd.predict.costs import DeviceCosts, HostCosts
 from mpissd.rounds import Request
 from mpissd.trace import DraftPhase, LeadPhase
+from mpissd.wait import Waiter
 
 WARM_ID = 1 << 30  # request ids of throw-away sequences begin here
 _REPEATS = 5
 _PAUSED_ROUNDS = 18
+_BUILDING_S = 3600.0
 _LONGEST_PAUSE_S = 8e-3
 _SKIP = 3  # rounds of a pass that still warm up
 
@@ -68,7 +70,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
     """Runs on every rank; the profile is made on the lead."""
     session = rank.session
     topology = session.topology
-    session.barrier()
+    session.barrier(Waiter(_BUILDING_S, spin=False))  # others may still make their weights
     target = _time_forwards(rank.target.stepper, session.waiter) if rank.target else None
     session.barrier()
     draft = _time_forwards(rank.draft.stepper, session.waiter) if rank.draft else None

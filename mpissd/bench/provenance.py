@@ -14,6 +14,8 @@ from typing import Any
 import mpissd
 from mpissd.backend.base import DeviceInfo
 
+_STARTED = datetime.now(timezone.utc)
+
 
 def provenance(
     infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str
@@ -22,7 +24,7 @@ def provenance(
     return {
         "mpissd": mpissd.__version__,
         "commit": commit(),
-        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started_at": _STARTED.isoformat(timespec="seconds"),
         "command": sys.argv[1:],
         "python": platform.python_version(),
         "platform": platform.platform(),

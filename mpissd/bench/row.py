@@ -102,8 +102,9 @@ def _options(session: Session) -> dict[str, Any]:
         "lm_head": config.lm_head,
         "context": config.context,
         "on_late": config.on_late if job.fan_out else None,
-        "backup": config.backup if job.fan_out else None,
-        "backup_lookahead": job.backup_lookahead if job.fan_out else None,
+        "backup": config.backup if job.draft else None,  # SD drafts by its backup alone
+        "backup_lookahead": job.backup_lookahead if job.draft else None,
+        "acceptance_fast": config.acceptance_fast if config.backup == "fast" else None,
         "num_layers": job.target.num_layers,
         "full_num_layers": job.full_target.num_layers,
         "seed": config.seed,

@@ -82,11 +82,8 @@ def _run(session: Session) -> None:
     digests = world.gather(rank.digest)
     rounds = world.bcast((lead.first_round, lead.last_round) if lead else None)
     drafts = world.gather(_draft_report(drafter, *rounds))
-    if tracing is not None:
-        span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s)
-        tracing.write(rank, drafter, span, str(config.trace))
+    span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s)
     overhead = ledger_pass(rank) if config.ledger_ab else None
-    rank.close()
     error = None
     if lead is not None and profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
@@ -95,6 +92,9 @@ def _run(session: Session) -> None:
         except GateError as found:
             error = found
     session.agree(error)
+    if tracing is not None:
+        tracing.write(rank, drafter, span, str(config.trace))
+    rank.close()
 
 
 def _conclude(
@@ -168,9 +168,9 @@ def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundR
     records = RoundRecords(lookahead)
     emitted: dict[int, int] = dict.fromkeys(range(config.batch_size), 0)
     limit = config.max_rounds
-    loop.ledger.restart()
-    start = last = perf_counter()
     with progress_bar(config, limit) as advance:
+        loop.ledger.restart()
+        start = last = perf_counter()
         while emitted and (limit is None or len(records) < limit):
             result = loop.step()
             if config.num_tokens is not None:

@@ -79,10 +79,10 @@ class Session:
             seed=2 * config.seed + model,
         )
 
-    def barrier(self) -> None:
+    def barrier(self, waiter: Waiter | None = None) -> None:
         """All ranks of the world arrive; the wait naps and has a deadline."""
         request = self.topology.world.Ibarrier()
-        self.waiter.until(request.Test, "barrier")
+        (waiter or self.waiter).until(request.Test, "barrier")
 
     def agree(self, error: MpissdError | None) -> None:
         """Refuses on every rank if one rank has an error."""
@@ -106,6 +106,9 @@ def open_session(config: RunConfig) -> Session:
     agree(topology.world, error)
     assert backend is not None
     resources.callback(backend.close)
+    names = topology.world.allgather(backend.name)
+    if len(set(names)) > 1:  # --backend=auto on unlike nodes
+        raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
     infos = topology.world.allgather(backend.info)
     job, error = _resolve(config, topology, backend, infos)
     agree(topology.world, error)

@@ -112,10 +112,10 @@ class DraftEnd:
         """Whether an OUTCOME waits to be taken (never blocks)."""
         return self._carrier.arrived()
 
-    def outcome(self) -> tuple[Outcome, bool]:
-        """Waits for the next OUTCOME; (outcome, stop)."""
+    def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
+        """Waits for the next OUTCOME, of round `round_` if that is given; (outcome, stop)."""
         self._waiter.until(self._carrier.arrived, "target: outcome")
-        found = wire.read_outcome(self._in)
+        found = wire.read_outcome(self._in, round_)
         self._carrier.release()
         return found
 

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpissd.backend.base import Backend
 from mpissd.comm.group import Group, SoloGroup
+from mpissd.errors import ConfigError
 from mpissd.wait import Waiter
 
 
@@ -39,6 +40,8 @@ def open_group(
 
     Raises ConfigError: an all-reduce that this backend or these devices cannot do.
     """
+    if backend.name != "cupy" and choice not in ("auto", "mpi"):
+        raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
     if backend.name == "emulated":
         return SoloGroup(comm.size, comm.rank)
     if comm.size == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice, repeat
 from time import perf_counter
 from typing import Any
 
@@ -205,8 +205,8 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
     The link is polled between growth steps, so an outcome waits for at most one step.
     """
     drafter.ledger.restart()
-    while True:
-        outcome, stop = link.outcome()
+    for round_ in count(-1):  # the first outcome only admits
+        outcome, stop = link.outcome(round_)
         drafter.ledger.mark(DraftPhase.WAIT)
         if stop:
             return

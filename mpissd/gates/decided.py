@@ -70,7 +70,10 @@ def counts(row: Row, rounds: Rounds) -> Iterator[str]:
     found = {name: len(rounds[name]) for name in _A_ROW_A_ROUND if name in rounds}
     if "sequences" in rounds:
         found["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
-    told = {name: number(row, name) for name in ("round_us.n", "predicted_round_us.n")}
+    names = ["round_us.n", "predicted_round_us.n"]
+    if row.get("on_late") == "serve" and row.get("token_limit") is not None:
+        names.pop()  # k' follows the timing: the replay may need other rounds for its tokens
+    told = {name: number(row, name) for name in names}
     for name, count in {**found, **told}.items():
         if count is not None and count != row["num_rounds"]:
             yield f"num_rounds is {row['num_rounds']}, {name} has {count:g}"

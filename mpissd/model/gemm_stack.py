@@ -113,7 +113,11 @@ class GemmStack:
         self.group.all_reduce(hidden)
 
     def _read_out(self, rows: int, hidden: Any) -> None:
-        """Top-k of the logits (of the hidden vector where there is no LM head) to the host."""
+        """Top-k of the logits (of the hidden vector where there is no LM head) to the host.
+
+        Of T shards every rank gets each one's own top-k, in rank order; ids count from the shard's
+        first column.
+        """
         view, memory, k = self.backend.view, self.buffers, self.options.top_k
         scores = hidden
         if self.head is not None:

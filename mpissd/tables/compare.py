@@ -134,6 +134,10 @@ def _fits(pair: str, row: Row) -> bool:
     _check(row)
     target, draft = PAIRS[pair]
     is_pair = row["target"] == target and row["draft"] in (None, draft) and row["batch_size"] == 1
+    if row.get("backup", "jit") not in (None, "jit"):
+        return False  # its tokens came from no draft step
+    if row.get("backup_lookahead") not in (None, row["lookahead"]):
+        return False  # shorter drafts than its K says
     return is_pair and row["lookahead"] in (0, *(report.lookahead for report in REPORT[pair]))
 
 

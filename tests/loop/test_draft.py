@@ -255,7 +255,7 @@ class ScriptedEnd(DraftEnd):
         self.polled = 0
         self.num_polls: list[int] = []
 
-    def outcome(self) -> tuple[Outcome, bool]:
+    def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         self.num_polls.append(self.polled)
         self.polled = 0
         if not self.sent:
@@ -297,7 +297,7 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
 
 def test_a_stop_before_the_first_round() -> None:
     class Stopping(ScriptedEnd):
-        def outcome(self) -> tuple[Outcome, bool]:
+        def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
             return Outcome.admission(-1, []), True
 
     rig = Rig(MIXED)

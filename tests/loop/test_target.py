@@ -202,11 +202,19 @@ def test_an_answer_to_another_round_is_refused() -> None:
     rig = Rig(Scenario("sd"))
     lead, draft = queue_link(rig.shape, WAITER)
     thread = Guarded(lambda: serve(draft, rig.drafter))
-    lead.send_outcome(Outcome.admission(4, [Request(0)]))
-    with pytest.raises(ProtocolError, match="round is 5, expected 0"):
-        lead.speculation(0, 1)
-    lead.send_outcome(Outcome(5, np.zeros((1, 5), np.int32)), stop=True)
+    lead.send_outcome(Outcome.admission(-1, [Request(0)]))
+    with pytest.raises(ProtocolError, match="round is 0, expected 1"):
+        lead.speculation(1, 1)
+    lead.send_outcome(Outcome(0, np.zeros((1, 5), np.int32)), stop=True)
     thread.finish()
+
+
+def test_a_draft_refuses_an_outcome_of_another_round() -> None:
+    rig = Rig(Scenario("sd"))
+    lead, draft = queue_link(rig.shape, WAITER)
+    lead.send_outcome(Outcome.admission(4, [Request(0)]))
+    with pytest.raises(ProtocolError, match="round is 4, expected -1"):
+        serve(draft, rig.drafter)
 
 
 def test_what_a_link_carried_is_counted() -> None:

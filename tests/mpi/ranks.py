@@ -1,0 +1,161 @@
+"""What the ranks of tests/mpi/test_comm.py run: python -m mpi4py -m tests.mpi.ranks NAME
+
+Each check fails on the rank that sees it, which ends the job; rank 0 says "good" when all passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpissd.backend.numpy_backend import NumpyBackend
+from mpissd.comm.group import Group, SoloGroup
+from mpissd.comm.link import LinkShape
+from mpissd.comm.mpi_group import open_group
+from mpissd.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
+from mpissd.comm.topology import Refused, agree, open_topology
+from mpissd.errors import ConfigError, FaultError, ProtocolError
+from mpissd.model.gemm_stack import GemmStack
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.presets import ModelShape
+from mpissd.rounds import Event, Outcome, Request, Speculation
+from mpissd.wait import Waiter
+
+WAITER = Waiter(60.0, spin=False)
+SHAPE = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)
+ROWS = 5
+
+
+def forward(group: Group) -> GemmStack:
+    options = ForwardOptions(lm_head=True, top_k=2)
+    shard = Shard(SHAPE, group.size, group.rank)
+    stack = GemmStack(NumpyBackend(), group, shard, options, max_rows=8, max_sequences=1, seed=7)
+    stack.buffers.tokens[:ROWS] = np.arange(ROWS)
+    stack.body(ROWS)()
+    return stack
+
+
+def group(world: MPI.Intracomm) -> None:
+    """The shards of all ranks are the whole model, bit by bit the same on every rank."""
+    found = open_group(NumpyBackend(), world, "auto", WAITER)
+    assert (found.name, found.size, found.rank) == ("mpi", world.size, world.rank)
+    stack, whole = forward(found), forward(SoloGroup())
+    hidden = stack.buffers.hidden[:ROWS]
+    np.testing.assert_allclose(hidden, whole.buffers.hidden[:ROWS], rtol=2e-4, atol=2e-5)
+    every = world.allgather(hidden.tobytes())
+    assert len(set(every)) == 1
+    own = np.full((2, 3), world.rank, np.int32)
+    gathered = np.full((2 * world.size, 3), -1, np.int32)
+    found.all_gather(own[:, :3], gathered)
+    assert gathered[:, 0].tolist() == [rank for rank in range(world.size) for _ in range(2)]
+    best = stack.buffers.all_values[: world.size * ROWS].reshape(world.size, ROWS, 2)[:, :, 0]
+    np.testing.assert_allclose(
+        best.max(axis=0), whole.buffers.top_values[:ROWS, 0], rtol=2e-4, atol=2e-5
+    )
+
+
+def missing_rank(world: MPI.Intracomm) -> None:
+    """A rank that never comes to an all-reduce is a fault, not a hang."""
+    found = open_group(NumpyBackend(), world, "auto", Waiter(0.5, spin=False))
+    if world.rank == 0:
+        with pytest.raises(FaultError, match="all-reduce: nothing for 0"):
+            found.all_reduce(np.ones(4, np.float32))
+    else:
+        time.sleep(1.5)
+        found.all_reduce(np.ones(4, np.float32))  # it is there after all: nobody is left waiting
+
+
+def plans(world: MPI.Intracomm) -> None:
+    """Each follower hears each plan; of another round it refuses."""
+    shape, batch = LinkShape(2, 2, 3), np.zeros((2, Outcome.WIDTH), np.int32)
+    sends = [(-1, False), (0, False), (1, True), (7, True)]
+    drafts = [Speculation.empty(r + 1, 0 if stop else 2, 3) for r, stop in sends]
+    if world.rank == 0:
+        sender = PlanSender(world, shape, WAITER)
+        for (round_, stop), speculation in zip(sends, drafts, strict=True):
+            rows = batch.copy()
+            rows[:, 2] = Event.RELEASE if stop else Event.COMMIT
+            rows[:, 4] = round_ + 10
+            sender.publish(Outcome(round_, rows), speculation, stop)
+        assert sender.num_messages == len(sends) * (world.size - 1)
+        sender.close()
+        return
+    receiver = PlanReceiver(world, shape, WAITER)
+    for round_, stop in sends[:-1]:
+        outcome, speculation, stopped = receiver.plan(round_ + 1)
+        assert (outcome.round, speculation.round, stopped) == (round_, round_ + 1, stop)
+        assert outcome.bonus.tolist() == [round_ + 10] * 2
+        assert len(speculation.rows) == (0 if stop else 2)
+    with pytest.raises(ProtocolError, match="round is 7, expected 2"):
+        receiver.plan(3)
+
+
+def link(world: MPI.Intracomm) -> None:
+    """Lead 0, draft 1: messages survive reuse of their buffers; polls never block."""
+    shape = LinkShape(0, 2, 3)
+    if world.rank == 0:
+        lead = lead_end(world, 1, shape, WAITER)
+        for round_ in range(5):
+            requests = [Request(round_, 7), Request(round_ + 100, 8)]
+            lead.send_outcome(Outcome.admission(round_ - 1, requests), stop=round_ == 4)
+            if round_ < 4:
+                got = lead.speculation(round_, 2)
+                assert got.tokens.tolist() == [[round_] * 3, [round_ + 1] * 3]
+        assert lead.num_messages == 9
+        world.Barrier()
+        lead.close()
+    elif world.rank == 1:
+        draft = draft_end(world, 0, shape, WAITER)
+        for round_ in range(5):
+            while not draft.outcome_arrived():
+                time.sleep(1e-4)
+            outcome, stop = draft.outcome()
+            assert outcome.ids.tolist() == [round_, round_ + 100] and stop == (round_ == 4)
+            if not stop:
+                assert not draft.outcome_arrived()  # the next one was not asked for yet
+                answer = Speculation.empty(round_, 2, 3)
+                answer.num_draft[:] = 3
+                answer.tokens[:] = [[round_] * 3, [round_ + 1] * 3]
+                draft.send_speculation(answer)
+                answer.rows[:] = -5  # its buffer was copied
+        world.Barrier()
+        draft.close()
+    else:
+        world.Barrier()
+
+
+def refused(world: MPI.Intracomm) -> None:
+    """One rank's error is every rank's, with its line and code; no error is nobody's."""
+    agree(world, None)
+    error = ConfigError(f"seen by {world.rank}") if world.rank >= 1 else None
+    with pytest.raises(Refused, match="seen by 1") as caught:
+        agree(world, error)
+    assert caught.value.exit_code == 2
+
+
+def topology(world: MPI.Intracomm) -> None:
+    """Targets first, then drafts; a world that is too small is refused on every rank."""
+    found = open_topology(1)
+    assert (found.tp, found.num_drafts) == (world.size - 1, 1)
+    assert found.is_lead == (world.rank == 0)
+    assert found.is_draft == (world.rank == world.size - 1)
+    assert found.group.size == (1 if found.is_draft else world.size - 1)
+    assert found.local_rank == world.rank and len(found.hosts) == world.size
+    with pytest.raises(ConfigError, match="too small"):
+        open_topology(world.size)
+
+
+CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
+    check.__name__: check for check in (group, missing_rank, plans, link, refused, topology)
+}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]](MPI.COMM_WORLD)
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.rank == 0:
+        print("good")
