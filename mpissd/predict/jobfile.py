@@ -75,14 +75,26 @@ def load(name: str) -> JobFile | None:
             f"profile {name!r}: schema {data.get('schema')!r}, this version reads {SCHEMA}"
         )
     try:
-        known = {field.name for field in dataclasses.fields(RunConfig)}
         return JobFile(
-            config={k: v for k, v in data["config"].items() if k in known},
+            config=_flags(data["config"]),
             backend=str(data["backend"]),
-            tp=int(data["tp"]),
-            num_rounds=int(data["num_rounds"]),
+            tp=_count(data["tp"]),
+            num_rounds=_count(data["num_rounds"]),
             device=DeviceCosts.from_dict(data["device"]),
             host=HostCosts.from_dict(data["host"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"profile {name!r}: missing or malformed {error}") from error
+
+
+def _flags(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were said or have a default, typed and bounded as on the command line."""
+    fields = {field.name: field for field in dataclasses.fields(RunConfig)}
+    said = {k: v for k, v in given.items() if k in fields and v is not None}
+    return {name: fields[name].metadata["parse"](name, str(value)) for name, value in said.items()}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r}: allowed: a whole number >= 1")
+    return value

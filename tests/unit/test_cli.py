@@ -21,7 +21,8 @@ HERE = ("run", "--dry_run", "--world_size=2", "--backend=emulated", "--device=nu
 
 def parse(*arguments: str) -> RunConfig:
     command = cli.parse(list(arguments))
-    assert isinstance(command, Command) and command.name == "run"
+    assert isinstance(command, Command) and isinstance(command.config, RunConfig)
+    assert command.name == "run"
     return command.config
 
 

@@ -88,6 +88,22 @@ def test_a_read_rate_is_one_of_memory_or_cache(backend: NumpyBackend, num_bytes:
     backend.read(num_bytes)()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 4, 28])
+def test_a_few_bytes_are_not_read_for_ever(
+    backend: NumpyBackend, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that ticks a microsecond at each look: counts how often it was looked at."""
+    looks = [0]
+
+    def tick() -> float:
+        looks[0] += 1
+        return looks[0] * 1e-6
+
+    monkeypatch.setattr("mpissd.backend.numpy_backend.time.perf_counter", tick)
+    assert backend.read_bandwidth(num_bytes) == pytest.approx(max(4, num_bytes // 4 * 4) * 1e6)
+    assert looks[0] <= 2 * 10**5
+
+
 def test_what_this_machine_is(backend: NumpyBackend) -> None:
     info = backend.info
     assert info.kind == "cpu" and info.name and backend.itemsize == 4

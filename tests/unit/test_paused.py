@@ -1,0 +1,34 @@
+"""Forwards that only last: what calibration runs the loops over."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from mpissd.errors import FaultError
+from mpissd.model.paused import PausedForwards
+from mpissd.wait import Waiter
+
+TOKENS = np.zeros(3, np.int32)
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_a_forward_lasts_as_it_is_told(sleep: bool) -> None:
+    paused = PausedForwards(lambda rows: 0.01 * rows, sleep=sleep)
+    for rows in (3, 1):
+        start = time.perf_counter()
+        paused.launch(rows, TOKENS[:rows])
+        paused.wait(Waiter(60.0, spin=False))
+        assert time.perf_counter() - start >= 0.01 * rows
+        assert paused.done() and paused.elapsed_s() == 0.01 * rows
+    paused.close()
+
+
+def test_a_poll_never_blocks() -> None:
+    paused = PausedForwards(lambda rows: 3600.0, sleep=False)
+    paused.launch(3, TOKENS)
+    assert not paused.done()
+    with pytest.raises(FaultError, match="pause"):
+        paused.wait(Waiter(0.1, spin=False))
