@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.backend.profile import load_profile
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.presets import resolve_model
@@ -155,6 +156,32 @@ def test_messages_are_one_each_way_and_a_plan_to_each_follower(run: Run) -> None
     assert count["sd-T2"] == count["ssd-T2"] == 3
     assert count["ssd-null-T4"] == 5
     assert job(run, "ar").row["bytes_per_round"] == 0 < job(run, "sd").row["bytes_per_round"]
+
+
+@pytest.mark.parametrize("name", ["ar-T2", "sd", "sd-inline", "ssd-T2", "ssd-all-hit"])
+def test_a_job_s_profile_foretells_the_number_in_its_row(
+    run: Run, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = job(run, name)
+    profile = done.folder / "profiles" / f"{done.row['run_id']}.json"
+    assert main(["predict", f"--profile={profile}"]) == 0
+    foretold = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert foretold["tok_per_s"] == done.row["predicted_tok_per_s"] > 0
+    assert foretold["outcome_digest"] == done.row["outcome_digest"]
+    assert foretold["num_tokens"] == done.row["num_tokens"]
+    error = done.row["tok_per_s"] / foretold["tok_per_s"] - 1
+    assert done.row["prediction_error"] == pytest.approx(error, abs=1e-4)
+
+
+@pytest.mark.parametrize("command", ["why", "tables"])
+def test_a_row_can_be_read_again(
+    run: Run, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = job(run, "ssd")
+    told = f"--out={done.folder}" if command == "why" else f"--results={done.folder}"
+    assert main([command, told]) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and (done.row["run_id"] in out if command == "why" else "8b/1b" in out)
 
 
 @pytest.mark.parametrize(("mode", "np_"), [("ar", 1), ("sd", 2), ("ssd", 3)])
