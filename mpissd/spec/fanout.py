@@ -3,6 +3,7 @@
 uniform:F      F_k = F
 geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the power law; without
                rounding it is the geometric series of SSD's theorem 12
+adaptive:B     likewise, but from what was committed so far, again every few rounds (spec.adaptive)
 list:a,b,…     as given, K+1 of them
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError, unknown
 from mpissd.theory import accept_probabilities, power_law_miss
+
+Ints = NDArray[np.int32]
 
 MAX_BRANCHES = 4096  # ΣF_k a sequence: far above any use, and still 0.1 s of planning
 _TIE = 1e-12  # costs closer than this are equal, so that rounding never picks the plan
@@ -43,12 +47,18 @@ def resolve_fan_out(
         return _listed(text, values, width)
     if kind == "uniform":
         return (_count(text, values, MAX_BRANCHES // width),) * width
-    if kind == "geometric":
+    if kind in ("geometric", "adaptive"):  # adaptive begins where geometric stays
         a = [hit_a] * width if isinstance(hit_a, (int, float)) else list(hit_a)
         budget = _count(text, values, MAX_BRANCHES)
         return _geometric(text, budget, accept_probabilities(alpha_rates), a, hit_r, minimum)
-    known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
-    raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
+    known = unknown("fan_out", kind, ("uniform", "geometric", "list", "adaptive"))
+    raise ConfigError(f"{known}, as in uniform:3, geometric:24, list:4,3,3 or adaptive:24")
+
+
+def adaptive_budget(text: str) -> int | None:
+    """B of `adaptive:B`; None for lists that stay as they are."""
+    kind, _, value = text.strip().partition(":")
+    return _count(text, value, MAX_BRANCHES) if kind == "adaptive" else None
 
 
 def optimal_fan_out(
@@ -135,3 +145,59 @@ def _whole(text: str, value: str) -> int:
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
         raise ConfigError(f"fan_out {text!r}: {value!r}: allowed: whole numbers from 0")
     return int(value)
+
+
+@dataclass(frozen=True)
+class FanOuts:
+    """F_0 … F_K for a trunk that was pre-speculated, and for one that a backup drafted; both empty:
+    nothing is grown."""
+
+    after_hit: tuple[int, ...] = ()
+    after_miss: tuple[int, ...] = ()
+
+    def behind(self, hit: bool) -> tuple[int, ...]:
+        """The list behind a hit, or behind a miss."""
+        return self.after_hit if hit else self.after_miss
+
+    @property
+    def widest(self) -> int:
+        """The largest F_k of both."""
+        return max((*self.after_hit, *self.after_miss, 0))
+
+    @property
+    def branches(self) -> int:
+        """ΣF_k, of the longer list."""
+        return max(sum(self.after_hit), sum(self.after_miss))
+
+
+def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
+    """(k of each lane, its place within k's candidates) of F_0 … F_K, each [ΣF]."""
+    counts = np.asarray(fan_out, np.int64)
+    starts = np.cumsum(counts) - counts
+    k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
+    return k_of, (np.arange(len(k_of)) - starts[k_of]).astype(np.int32)
+
+
+def owners_of(
+    fan_out: Sequence[int],
+    num_drafts: int,
+    weights: Sequence[float],
+    hit_a: Sequence[float],
+    hit_r: float,
+) -> Ints:
+    """Which of D drafts grows each lane, [ΣF]: dealt in turn, the likeliest outcome first.
+
+    A lane's value is the chance that its outcome comes true, w_k·(miss_k(F − 1) − miss_k(F)) for
+    the F-th candidate at k; so every draft holds its share of the hits.
+    """
+    k_of, place = lanes_of(fan_out)
+    miss = power_law_miss
+    value = [
+        weights[k] * (miss(p, hit_a[k], hit_r) - miss(p + 1, hit_a[k], hit_r))
+        for k, p in zip(k_of.tolist(), place.tolist(), strict=True)
+    ]
+    # Places of one k are worth less and less, whatever the law says (A = 1: the first is worth 0).
+    order = np.lexsort((k_of, place, -np.array(value)))
+    owners = np.empty(len(order), np.int32)
+    owners[order] = np.arange(len(order)) % num_drafts
+    return owners
