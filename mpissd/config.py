@@ -15,9 +15,23 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mpissd.errors import ConfigError, unknown
+from mpissd.schedules import SCHEDULES, is_tail, with_schedule
 
 Parse = Callable[[str, str], Any]
 Config = TypeVar("Config")
+
+_MOST_DRAFTS = 4
+DEFAULT_VOCAB = 64
+_LAWS = ("alpha", "acceptance", "p_hit", "hit_a", "hit_r")  # of the gemm workload alone
+_MODELS = (  # of the markov workload alone
+    "temperature",
+    "vocab",
+    "order",
+    "divergence",
+    "saguaro_c",
+    "prompt_tokens",
+    "stop_token",
+)
 
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
@@ -88,6 +102,9 @@ class RunConfig:
     """What the user asked for; None is "not said" and resolved when the machine is known."""
 
     mode: str = flag("ssd", choice("ar", "sd", "ssd"), "ar, sd or ssd")
+    schedule: str | None = flag(
+        None, choice(*SCHEDULES), f"sets what its name stands for: {', '.join(SCHEDULES)}"
+    )
     num_drafts: int | None = flag(
         None, integer(0), "draft ranks D; T = world size - D (default 0 for ar, else 1)"
     )
@@ -98,9 +115,16 @@ class RunConfig:
     draft: str | None = flag(None, words, "likewise")
     backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
     device: str = flag("h100", words, "emulated device: a profile's name or file")
-    workload: str = flag("gemm", choice("gemm"), "what is decoded")
+    workload: str = flag(
+        "gemm", choice("gemm", "markov"), "imposed laws, or a language-model pair that is sampled"
+    )
     lookahead: int = flag(4, integer(0, 256), "K, draft tokens a round")
-    fan_out: str = flag("uniform:3", words, "uniform:F, geometric:B or list:F0,…,FK (ssd)")
+    fan_out: str = flag(
+        "uniform:3", words, "uniform:F, geometric:B, list:F0,…,FK, adaptive:B or tail:F (ssd)"
+    )
+    fan_out_miss: str | None = flag(
+        None, words, "likewise, behind a trunk that a backup drafted (default: as fan_out)"
+    )
     alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
     acceptance: str | None = flag(
         None, words, "alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE (default alpha:0.8)"
@@ -116,9 +140,19 @@ class RunConfig:
     )
     seed: int = flag(0, integer(0, 2**64 - 1), "of every draw")
     out: str = flag("out", words, "folder of runs.jsonl and rounds/")
-    temperature: float = flag(0.0, number(0), "0: the gemm workload is greedy")
+    temperature: float = flag(0.0, number(0), "of both models (markov); 0 is greedy")
+    vocab: int | None = flag(None, integer(2, 50000), "V of both models (markov; default 64)")
+    order: int | None = flag(None, integer(1, 3), "tokens a row depends on (markov; default 2)")
+    divergence: float | None = flag(
+        None, number(0, 1), "of draft from target, 0 none, 1 all (markov; default 0.2)"
+    )
+    saguaro_c: float | None = flag(
+        None, number(0, 1), "C of Saguaro sampling (markov, ssd; default 1: plain)"
+    )
+    prompt_tokens: int | None = flag(None, integer(1), "prompt length (markov; default 1)")
+    stop_token: int | None = flag(None, integer(0), "ends a sequence (markov; default none)")
     all_reduce: str = flag(
-        "auto", choice("auto", "nccl", "mpi", "staged"), "how target ranks add up"
+        "auto", choice("auto", "oneshot", "nccl", "mpi", "staged"), "how target ranks add up"
     )
     cuda_aware_mpi: bool = flag(False, switch, "let MPI read GPU memory (tried in a child first)")
     fuse: bool = flag(False, switch, "issue q,k,v as one product, and gate,up as one")
@@ -126,9 +160,11 @@ class RunConfig:
     context: int = flag(0, integer(0), "tokens of KV cache that attention would read")
     num_layers: int | None = flag(None, integer(1), "depth-scaled target (labelled)")
     graph: bool = flag(True, switch, "replay forwards as CUDA graphs (cupy)")
-    on_late: str = flag("finish", choice("finish", "serve"), "a hit not fully grown yet (ssd)")
-    backup: str = flag("jit", choice("jit", "fast"), "what drafts a miss")
-    backup_lookahead: int | None = flag(None, integer(1), "K_b, tokens that a backup drafts")
+    on_late: str = flag(
+        "finish", choice("finish", "serve", "auto"), "a hit not fully grown yet (ssd)"
+    )
+    backup: str = flag("jit", choice("jit", "fast", "auto"), "what drafts a miss")
+    backup_lookahead: int | None = flag(None, integer(0), "K_b, tokens that a backup drafts")
     warmup_rounds: int = flag(10, integer(1), "rounds on throw-away sequences")
     deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")
     trace: str | None = flag(None, words, "Chrome trace of all ranks to this file")
@@ -144,25 +180,52 @@ class RunConfig:
             raise ConfigError(f"lookahead=0 with mode={self.mode}: allowed: a whole number >= 1")
         if self.mode == "ssd" and self.num_drafts == 0:
             raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)")
-        if self.num_drafts is not None and self.num_drafts > 1:
-            raise ConfigError(f"num_drafts={self.num_drafts}: allowed: 0, 1")
+        if self.num_drafts is not None and self.num_drafts > _MOST_DRAFTS:
+            raise ConfigError(f"num_drafts={self.num_drafts}: allowed: 0 to {_MOST_DRAFTS}")
         if self.mode == "ar" and self.num_drafts:
             raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
         if self.pair is not None and (self.target or self.draft):
             raise ConfigError("pair and target/draft say the same thing: give one")
-        if (self.target is None) != (self.draft is None) and self.mode != "ar":
+        needs_draft = self.mode != "ar" and not (self.is_lookup and self.draft is None)
+        if (self.target is None) != (self.draft is None) and needs_draft:
             missing = "draft" if self.draft is None else "target"
             raise ConfigError(f"{missing}: needed beside the other with mode={self.mode}")
-        if self.temperature > 0:
-            raise ConfigError(f"temperature={self.temperature:g} with workload=gemm: allowed: 0")
+        one_list = is_tail(self.fan_out) or self.fan_out.startswith("adaptive")
+        if one_list and self.fan_out_miss is not None:
+            raise ConfigError(f"fan_out_miss with fan_out={self.fan_out}: allowed: one of them")
+        if self.backup == "auto" and self.mode != "ssd":
+            raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
+        self._check_workload()
         if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
             raise ConfigError(
                 f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
+            )
+        if self.backup_lookahead == 0 and not (self.mode == "ssd" and is_tail(self.fan_out)):
+            raise ConfigError(
+                f"backup_lookahead=0 with mode={self.mode}, fan_out={self.fan_out}: allowed: "
+                f"1..{self.lookahead}, and 0 with mode=ssd and fan_out=tail:F"
             )
         if self.draft is not None and self.target is None:
             raise ConfigError("target: needed beside draft")
         if self.world_size is not None and not self.dry_run:
             raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
+
+    def _check_workload(self) -> None:
+        """Flags of one workload are refused with the other: they would change nothing."""
+        markov = self.workload == "markov"
+        for name in _LAWS if markov else _MODELS:
+            value = getattr(self, name)
+            if value is not None and (name, value) != ("temperature", 0):
+                other = "gemm" if markov else "markov"
+                raise ConfigError(
+                    f"{name}={value} with workload={self.workload}: allowed: workload={other}"
+                )
+        if self.saguaro_c is not None and self.saguaro_c < 1 and self.mode != "ssd":
+            raise ConfigError(f"saguaro_c={self.saguaro_c} with mode={self.mode}: allowed: 1")
+        if self.stop_token is not None and self.stop_token >= (self.vocab or DEFAULT_VOCAB):
+            raise ConfigError(
+                f"stop_token={self.stop_token}: allowed: 0..{(self.vocab or DEFAULT_VOCAB) - 1}"
+            )
 
     @property
     def drafts(self) -> int:
@@ -170,6 +233,11 @@ class RunConfig:
         if self.num_drafts is not None:
             return self.num_drafts
         return 0 if self.mode == "ar" else 1
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether nothing but the backup that costs no draft step drafts: prompt lookup."""
+        return self.mode == "sd" and self.backup == "fast"
 
     @property
     def acceptance_text(self) -> str:
@@ -188,7 +256,7 @@ class RunConfig:
     @property
     def digest(self) -> str:
         """Names the configuration: equal for equal flags, whatever their order."""
-        skip = {"out", "progress", "trace", "ledger_ab", "dry_run", "world_size"}
+        skip = {"out", "progress", "trace", "ledger_ab", "dry_run", "world_size", "schedule"}
         told = {k: v for k, v in dataclasses.asdict(self).items() if k not in skip}
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -209,6 +277,12 @@ class PredictConfig(RunConfig):
         None, words, "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file)"
     )
     tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule is not None:  # which flags were said decides what a profile's job keeps
+            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[self.schedule].items())
+            raise ConfigError(f"schedule={self.schedule} with predict: allowed: its flags, {flags}")
 
 
 @dataclass(frozen=True)
@@ -239,6 +313,15 @@ class WhyConfig:
 
 
 @dataclass(frozen=True)
+class CompareConfig:
+    """Of `compare`: which two results."""
+
+    a: str | None = flag(None, words, "a run id in OUT, or a runs.jsonl (its last row)")
+    b: str | None = flag(None, words, "likewise; the speedup is b's over a's")
+    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
+
+
+@dataclass(frozen=True)
 class TablesConfig:
     """Of `tables`: from which rows."""
 
@@ -253,11 +336,12 @@ def parse_flags(flags: Mapping[str, str]) -> RunConfig:
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
     """Flags as text → a validated configuration of this kind."""
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    values = {}
+    told = {}
     for name, text in flags.items():
         short = [f for f in fields if len(name) == 1 and f.startswith(name)]
         name = short[0] if len(short) == 1 else name  # -m=sd, as the help offers
         if name not in fields:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
-        values[name] = fields[name].metadata["parse"](name, str(text))
-    return kind(**values)
+        told[name] = str(text)
+    parse = {name: fields[name].metadata["parse"] for name in fields}
+    return kind(**{name: parse[name](name, text) for name, text in with_schedule(told).items()})

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpissd.config import RunConfig
+from mpissd.config import DEFAULT_VOCAB, RunConfig
 from mpissd.errors import ConfigError
+from mpissd.heads import check_draft
 from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.presets import ModelShape, resolve_model, resolve_pair
+from mpissd.presets import LOOKUP, ModelShape, resolve_model, resolve_pair
 from mpissd.rounds import Source
+from mpissd.schedules import is_tail, tail_list
 from mpissd.spec.acceptance import (
     AcceptanceLaw,
     HitLaw,
     resolve_acceptance,
     resolve_hit_law,
 )
-from mpissd.spec.fanout import resolve_fan_out
+from mpissd.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
+from mpissd.workload.markov import MarkovLaws
+from mpissd.workload.markov_model import MarkovModel
 
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
+PRIOR_ALPHA = 0.8  # of an acceptance that nobody told
 _SPARE_BYTES = 1 << 30  # of device memory, for activations, graphs and libraries
 
 
@@ -33,7 +38,8 @@ class Job:
     full_target: ModelShape  # before --num_layers
     draft: ModelShape | None
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # empty unless SSD
+    fan_out: tuple[int, ...]  # empty unless SSD; behind a hit
+    fan_out_miss: tuple[int, ...]  # behind a trunk that a backup drafted
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -52,13 +58,22 @@ class Job:
     @property
     def draft_options(self) -> ForwardOptions:
         """Of the draft's forward: with an LM head it keeps as many candidates as a row may need."""
-        top_k = max((*self.fan_out, 0)) + 1 if self.config.lm_head else 1
+        top_k = self.widest + 1 if self.config.lm_head and self.fan_out else 1
         return ForwardOptions(self.config.fuse, self.config.lm_head, self.config.context, top_k)
 
     @property
     def inline(self) -> bool:
         """SD with the draft on the lead's device."""
         return self.draft is not None and self.config.drafts == 0
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether candidates are kept behind the last served token alone (tail:F)."""
+        return bool(self.fan_out) and is_tail(self.config.fan_out)
+
+    def num_forwards(self, tokens: int) -> int:
+        """Draft forwards that so many tokens of a sequence take."""
+        return -(-tokens // (1 if self.draft is None else self.draft.num_tokens))
 
     @property
     def verify_rows(self) -> int:
@@ -72,7 +87,45 @@ class Job:
     def draft_buckets(self) -> list[int]:
         """Row counts of glue, growth and just-in-time steps."""
         batch = self.config.batch_size
-        return buckets(batch, self.verify_rows, batch * max(1, sum(self.fan_out)))
+        return buckets(batch, self.verify_rows, batch * max(1, self.num_lanes))
+
+    @property
+    def adaptive_budget(self) -> int | None:
+        """B of --fan_out=adaptive:B: lists that follow what is committed; None: they are fixed."""
+        return adaptive_budget(self.config.fan_out) if self.fan_out else None
+
+    @property
+    def fan_outs(self) -> FanOuts:
+        """Both lists."""
+        return FanOuts(self.fan_out, self.fan_out_miss)
+
+    @property
+    def num_lanes(self) -> int:
+        """Branches that one draft grows for a sequence, at most."""
+        branches = self.adaptive_budget or self.fan_outs.branches
+        return -(-branches // max(1, self.config.drafts))
+
+    @property
+    def widest(self) -> int:
+        """The most candidates that a row may ever keep."""
+        return max(1, self.adaptive_budget or self.fan_outs.widest)
+
+    @property
+    def laws(self) -> MarkovLaws | None:
+        """The language models of a markov job."""
+        config = self.config
+        if config.workload != "markov":
+            return None
+        vocab, order = config.vocab or DEFAULT_VOCAB, config.order or 2
+        divergence = 0.2 if config.divergence is None else config.divergence
+        return MarkovLaws(
+            target=MarkovModel(vocab, order, config.seed),
+            draft=MarkovModel(vocab, order, config.seed, divergence),
+            temperature=config.temperature,
+            seed=config.seed,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            prompt_tokens=config.prompt_tokens or 1,
+        )
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Weight and KV bytes of a (target rank, draft rank); inline, the lead holds both."""
@@ -147,6 +200,8 @@ def _shapes(config: RunConfig) -> tuple[ModelShape, ModelShape | None]:
 
 
 def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | None) -> Job:
+    draft = LOOKUP if config.is_lookup else draft  # a draft that is never stepped is not loaded
+    check_draft(config, target, draft)
     full = target
     if config.num_layers is not None:
         target = target.scaled(config.num_layers)
@@ -161,24 +216,19 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         Source.FAST: resolve_acceptance(config.acceptance_fast, lookahead),
     }
     hit_law = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r)
+    backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
     fan_out: tuple[int, ...] = ()
+    fan_out_miss: tuple[int, ...] = ()
     if config.mode == "ssd":
-        fan_out = resolve_fan_out(
-            config.fan_out,
-            lookahead,
-            primary.hazards,
-            hit_law.hit_a,
-            hit_law.hit_r,
-            minimum=1 if config.p_hit else 0,
-        )
-        hit_law.check_fan_out(fan_out)
-        if config.lm_head and draft and max(fan_out) + 1 > min(64, draft.vocab_size):
-            most = min(64, draft.vocab_size) - 1
-            raise ConfigError(f"fan_out {fan_out} with lm_head: allowed: at most {most} a row")
-        if max(fan_out) + 2 > target.vocab_size:
-            raise ConfigError(
-                f"fan_out {fan_out}: allowed: at most vocab_size - 2 = {target.vocab_size - 2}"
-            )
+        text = tail_list(config.fan_out, lookahead, lookahead)
+        fan_out = _fan_out(config, text, lookahead, primary.hazards, hit_law)
+        source = Source.FAST if config.backup == "fast" else Source.JIT
+        backup = acceptance[source].hazards[:backup_lookahead]
+        cut = (*backup, *(0.0,) * (lookahead - backup_lookahead))
+        text = tail_list(config.fan_out_miss or config.fan_out, lookahead, backup_lookahead)
+        fan_out_miss = _fan_out(config, text, lookahead, cut, hit_law)
+        for listed in (fan_out, fan_out_miss):
+            _check_fan_out(config, listed, target, draft)
     return Job(
         config=config,
         tp=tp,
@@ -187,10 +237,38 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         draft=None if config.mode == "ar" else draft,
         lookahead=lookahead,
         fan_out=fan_out,
+        fan_out_miss=fan_out_miss,
         acceptance=acceptance,
         hit_law=hit_law,
-        backup_lookahead=config.backup_lookahead or lookahead,
+        backup_lookahead=backup_lookahead,
     )
+
+
+def _fan_out(
+    config: RunConfig, text: str, lookahead: int, hazards: Sequence[float], hit_law: HitLaw
+) -> tuple[int, ...]:
+    law = hit_law
+    if adaptive_budget(text) is not None:  # what it begins with is believed, not known
+        hazards, law = (PRIOR_ALPHA,) * lookahead, HitLaw("")
+    minimum = 1 if config.p_hit else 0
+    found = resolve_fan_out(text, lookahead, hazards, law.hit_a, law.hit_r, minimum=minimum)
+    hit_law.check_fan_out(found)
+    return found
+
+
+def _check_fan_out(
+    config: RunConfig, fan_out: tuple[int, ...], target: ModelShape, draft: ModelShape | None
+) -> None:
+    """ConfigError where a row can't have so many candidates."""
+    if config.lm_head and draft and max(fan_out) + 1 > min(64, draft.vocab_size):
+        most = min(64, draft.vocab_size) - 1
+        raise ConfigError(f"fan_out {fan_out} with lm_head: allowed: at most {most} a row")
+    if config.workload == "markov":  # a small vocabulary has fewer, and grows fewer
+        return
+    if max(fan_out) + 2 > target.vocab_size:
+        raise ConfigError(
+            f"fan_out {fan_out}: allowed: at most vocab_size - 2 = {target.vocab_size - 2}"
+        )
 
 
 def _check_memory(

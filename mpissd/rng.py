@@ -21,14 +21,24 @@ class Purpose(IntEnum):
     ACCEPT = 2
     WRONG = 3
     RANK = 4
+    DRAFT = 5
+    BONUS = 6
+    PROMPT = 7
+    TARGET_ROW = 8
+    DRAFT_ROW = 9
 
 
 def uniforms(
     seed: int, purpose: Purpose, sequence: int, start: int, count: int
 ) -> NDArray[np.float64]:
     """U(purpose, sequence, p) in [0, 1) for p = start … start+count-1, 53 bits each."""
+    return stream(seed, (int(purpose) << 32) | sequence, start, count)
+
+
+def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
+    """Uniforms start … start+count-1 of the stream that (seed, word), 64 bits each, name."""
     first = start // _WORDS
-    key = np.array([seed, (int(purpose) << 32) | sequence], dtype=np.uint64)
+    key = np.array([seed, word], dtype=np.uint64)
     bits = np.random.Philox(key=key, counter=first)
     skip = start - first * _WORDS
     raw = bits.random_raw(skip + count)[skip:]

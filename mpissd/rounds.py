@@ -79,23 +79,45 @@ class Speculation:
     """Draft tokens for round `round`; row i may be shorter than K (num_draft[i] <= K).
 
     rows: int32 [b, 3 + K] = source, hit (the outcome was a key of the cache), num_draft, tokens;
-    tokens from column num_draft[i] on are not read.
+    sampled ones are followed by q, float64 [b, K] in 2K columns: the probability that each token
+    was drawn with (1: it was certain). From column num_draft[i] on neither is read.
     """
 
     HEAD = 3
 
-    def __init__(self, round_: int, rows: Ints) -> None:
+    def __init__(self, round_: int, rows: Ints, *, sampled: bool = False) -> None:
         self.round = round_
         self.rows = rows
+        self.sampled = sampled
         self.source: Ints = rows[:, 0]
         self.hit: Ints = rows[:, 1]
         self.num_draft: Ints = rows[:, 2]
         self.tokens: Ints = rows[:, 3:]
+        if sampled:
+            end = self.HEAD + (rows.shape[1] - self.HEAD) // 3
+            self.tokens = rows[:, self.HEAD : end]
+            self.q: NDArray[np.float64] = rows[:, end:].view(np.float64)
 
     @classmethod
-    def empty(cls, round_: int, batch: int, lookahead: int) -> Speculation:
+    def empty(
+        cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False
+    ) -> Speculation:
         """Nothing drafted: what AR verifies."""
-        return cls(round_, np.zeros((batch, cls.HEAD + lookahead), np.int32))
+        rows = np.zeros((batch, cls.width(lookahead, sampled)), np.int32)
+        return cls(round_, rows, sampled=sampled)
+
+    @classmethod
+    def width(cls, lookahead: int, sampled: bool) -> int:
+        """Columns of `rows`."""
+        return cls.HEAD + lookahead * (3 if sampled else 1)
+
+    @property
+    def num_proposals(self) -> NDArray[np.int64]:
+        """[b] Served tokens that were not certain: the whole row each was drawn from follows."""
+        if not self.sampled:
+            return np.zeros(len(self.rows), np.int64)
+        served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]
+        return np.asarray((served & (self.q < 1)).sum(axis=1))
 
     @property
     def num_rows(self) -> int:

@@ -1,15 +1,20 @@
 """Lead ↔ draft: OUTCOME one way, SPECULATION the other, whatever carries them.
 
 A link end is its buffers and a carrier, which moves them: send, has something arrived, release.
-QueueLink joins two threads (tests, no MPI); mpi_link joins two ranks.
+A second carrier takes what only some jobs need: TRUNK, the speculation that was served, to a draft
+that did not make all of it, and PROPOSALS, whole distributions, which follow a sampled speculation
+while the target already verifies. queue_link joins two threads (tests, no MPI), mpi_link two ranks.
 """
 
 from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.comm import wire
 from mpissd.rounds import Ints, Outcome, Speculation
@@ -24,8 +29,8 @@ class Carrier(ABC):
         """Returns when the outgoing buffer may be written again."""
 
     @abstractmethod
-    def send(self) -> None:
-        """Starts sending the outgoing buffer."""
+    def send(self, size: int | None = None) -> None:
+        """Starts sending the outgoing buffer, or the first `size` numbers of it."""
 
     @abstractmethod
     def arrived(self) -> bool:
@@ -41,24 +46,54 @@ class Carrier(ABC):
 
 
 class LinkShape:
-    """Sizes that both ends agree on."""
+    """Sizes that both ends agree on. vocab: of the rows that sampled tokens need; 0: none are."""
 
-    def __init__(self, group: int, batch: int, lookahead: int) -> None:
-        self.group, self.batch, self.lookahead = group, batch, lookahead
+    def __init__(
+        self, group: int, batch: int, lookahead: int, *, vocab: int = 0, num_drafts: int = 1
+    ) -> None:
+        self.group, self.batch, self.lookahead, self.vocab = group, batch, lookahead, vocab
+        self.num_drafts = num_drafts
+
+    @property
+    def sampled(self) -> bool:
+        """Whether speculations carry q."""
+        return self.vocab > 0
+
+    @property
+    def has_side(self) -> bool:
+        """Whether TRUNK or PROPOSALS travel."""
+        return self.sampled or self.num_drafts > 1
 
     def outcome_buffer(self) -> wire.Buffer:
         """Room for one outcome; twice the batch, as admissions ride beside releases."""
         return wire.Buffer(wire.Kind.OUTCOME, self.group, 2 * self.batch * Outcome.WIDTH)
 
-    def speculation_buffer(self) -> wire.Buffer:
-        """Room for one speculation."""
-        size = self.batch * (Speculation.HEAD + self.lookahead)
-        return wire.Buffer(wire.Kind.SPECULATION, self.group, size)
+    def speculation_buffer(self, kind: wire.Kind = wire.Kind.SPECULATION) -> wire.Buffer:
+        """Room for one speculation (or TRUNK)."""
+        size = self.batch * Speculation.width(self.lookahead, self.sampled)
+        return wire.Buffer(kind, self.group, size)
 
     def plan_buffer(self) -> wire.Buffer:
         """Room for one plan, outcome and speculation together."""
-        size = 2 * self.batch * Outcome.WIDTH + self.batch * (Speculation.HEAD + self.lookahead)
-        return wire.Buffer(wire.Kind.PLAN, self.group, size)
+        width = Speculation.width(self.lookahead, self.sampled)
+        return wire.Buffer(wire.Kind.PLAN, self.group, self.batch * (2 * Outcome.WIDTH + width))
+
+    def trunk_buffer(self) -> wire.Buffer:
+        """Room for the speculation that was served."""
+        return self.speculation_buffer(wire.Kind.TRUNK)
+
+    def proposals_buffer(self) -> wire.Buffer:
+        """Room for the rows of all proposals of a round."""
+        size = self.batch * self.lookahead * self.vocab
+        return wire.Buffer(wire.Kind.PROPOSALS, self.group, size)
+
+
+class Side(NamedTuple):
+    """The second carrier of an end, and its buffers."""
+
+    carrier: Carrier
+    outgoing: wire.Buffer
+    incoming: wire.Buffer
 
 
 class LeadEnd:
@@ -71,9 +106,13 @@ class LeadEnd:
         incoming: wire.Buffer,
         lookahead: int,
         waiter: Waiter,
+        *,
+        vocab: int = 0,
+        side: Side | None = None,
     ) -> None:
         self._carrier, self._out, self._in = carrier, outgoing, incoming
-        self._lookahead, self._waiter = lookahead, waiter
+        self.lookahead, self.waiter = lookahead, waiter
+        self._vocab, self._side = vocab, side
         self.num_messages = 0
         self.num_bytes = 0
 
@@ -85,28 +124,69 @@ class LeadEnd:
         self.num_messages += 1
         self.num_bytes += self._out.array.nbytes
 
+    def arrived(self) -> bool:
+        """Whether a SPECULATION waits to be taken (never blocks)."""
+        return self._carrier.arrived()
+
     def speculation(self, round_: int, count: int) -> Speculation:
         """Waits for SPECULATION `round_` of `count` sequences."""
-        self._waiter.until(self._carrier.arrived, "draft: speculation")
-        found = wire.read_speculation(self._in, round_, count, self._lookahead)
+        self.waiter.until(self._carrier.arrived, "draft: speculation")
+        sampled = self._vocab > 0
+        found = wire.read_speculation(self._in, round_, count, self.lookahead, sampled=sampled)
         self._carrier.release()
-        self.num_messages += 1
-        self.num_bytes += self._in.array.nbytes
+        self._count(self._in.array.nbytes)
         return found
 
+    def send_trunk(self, speculation: Speculation) -> None:
+        """Starts TRUNK: what was served, to a draft that did not make all of it."""
+        assert self._side is not None, "a trunk without a side carrier"
+        self._side.carrier.ready()
+        wire.write_speculation(self._side.outgoing, speculation)
+        size = wire.HEADER + speculation.rows.size
+        self._side.carrier.send(size)
+        self._count(4 * size)
+
+    def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
+        """Waits for the `count` rows [count, V] that SPECULATION `round_` announced."""
+        assert self._side is not None, "proposals without a side carrier"
+        self.waiter.until(self._side.carrier.arrived, "draft: proposals")
+        rows = wire.read_proposals(self._side.incoming, round_, count, self._vocab)
+        self._side.carrier.release()
+        self._count(4 * (wire.HEADER + rows.size))
+        return rows
+
+    def skip_proposals(self) -> None:
+        """Waits for the PROPOSALS of a round that needed none of them, and drops them."""
+        assert self._side is not None, "proposals without a side carrier"
+        self.waiter.until(self._side.carrier.arrived, "draft: proposals")
+        self._side.incoming.read_header()
+        self._side.carrier.release()
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+
     def close(self) -> None:
-        """Closes the carrier."""
+        """Closes the carriers."""
         self._carrier.close()
+        if self._side is not None:
+            self._side.carrier.close()
 
 
 class DraftEnd:
     """The draft's end: hears outcomes, answers with speculations."""
 
     def __init__(
-        self, carrier: Carrier, outgoing: wire.Buffer, incoming: wire.Buffer, waiter: Waiter
+        self,
+        carrier: Carrier,
+        outgoing: wire.Buffer,
+        incoming: wire.Buffer,
+        waiter: Waiter,
+        *,
+        side: Side | None = None,
     ) -> None:
         self._carrier, self._out, self._in = carrier, outgoing, incoming
-        self._waiter = waiter
+        self._waiter, self._side = waiter, side
 
     def outcome_arrived(self) -> bool:
         """Whether an OUTCOME waits to be taken (never blocks)."""
@@ -125,9 +205,27 @@ class DraftEnd:
         wire.write_speculation(self._out, speculation)
         self._carrier.send()
 
+    def trunk(self, round_: int, count: int, lookahead: int, *, sampled: bool) -> Speculation:
+        """Waits for TRUNK `round_`: what was served, of all drafts."""
+        assert self._side is not None, "a trunk without a side carrier"
+        self._waiter.until(self._side.carrier.arrived, "target: trunk")
+        incoming = self._side.incoming
+        found = wire.read_speculation(incoming, round_, count, lookahead, sampled=sampled)
+        self._side.carrier.release()
+        return found
+
+    def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
+        """Starts PROPOSALS: the distributions [V] behind the tokens of SPECULATION `round_` that
+        were not certain, sequence by sequence."""
+        assert self._side is not None, "proposals without a side carrier"
+        self._side.carrier.ready()
+        self._side.carrier.send(wire.write_proposals(self._side.outgoing, round_, rows))
+
     def close(self) -> None:
-        """Closes the carrier."""
+        """Closes the carriers."""
         self._carrier.close()
+        if self._side is not None:
+            self._side.carrier.close()
 
 
 class QueueCarrier(Carrier):
@@ -147,15 +245,16 @@ class QueueCarrier(Carrier):
     def ready(self) -> None:
         return None
 
-    def send(self) -> None:
-        self._to_peer.put(self._out.array.copy())
+    def send(self, size: int | None = None) -> None:
+        self._to_peer.put(self._out.array[:size].copy())
 
     def arrived(self) -> bool:
         if not self._full:
             try:
-                np.copyto(self._in.array, self._from_peer.get_nowait())
+                found = self._from_peer.get_nowait()
             except queue.Empty:
                 return False
+            self._in.array[: len(found)] = found
             self._full = True
         return True
 
@@ -168,11 +267,21 @@ class QueueCarrier(Carrier):
 
 def queue_link(shape: LinkShape, waiter: Waiter) -> tuple[LeadEnd, DraftEnd]:
     """Both ends of a link between two threads of one process."""
-    down: queue.SimpleQueue[Ints] = queue.SimpleQueue()
-    up: queue.SimpleQueue[Ints] = queue.SimpleQueue()
-    lead = shape.outcome_buffer(), shape.speculation_buffer()
-    draft = shape.speculation_buffer(), shape.outcome_buffer()
+    lead, draft = _joined(shape.outcome_buffer, shape.speculation_buffer)
+    sides = _joined(shape.trunk_buffer, shape.proposals_buffer) if shape.has_side else (None, None)
     return (
-        LeadEnd(QueueCarrier(*lead, down, up), *lead, shape.lookahead, waiter),
-        DraftEnd(QueueCarrier(*draft, up, down), *draft, waiter),
+        LeadEnd(*lead, shape.lookahead, waiter, vocab=shape.vocab, side=sides[0]),
+        DraftEnd(*draft, waiter, side=sides[1]),
+    )
+
+
+def _joined(down: Callable[[], wire.Buffer], up: Callable[[], wire.Buffer]) -> tuple[Side, Side]:
+    """Two carriers that lead to each other: `down` from the first, `up` to it."""
+    to_second: queue.SimpleQueue[Ints] = queue.SimpleQueue()
+    to_first: queue.SimpleQueue[Ints] = queue.SimpleQueue()
+    out, into = down(), up()
+    back, heard = up(), down()
+    return (
+        Side(QueueCarrier(out, into, to_second, to_first), out, into),
+        Side(QueueCarrier(back, heard, to_first, to_second), back, heard),
     )

@@ -9,13 +9,16 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from mpissd.comm import wire
-from mpissd.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape
+from mpissd.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape, Side
 from mpissd.rounds import Outcome, Speculation
 from mpissd.wait import Waiter
 
 
 class MpiCarrier(Carrier):
-    """One persistent send and one persistent receive with one peer."""
+    """One persistent send and one persistent receive with one peer.
+
+    A message that is shorter than its buffer has a send of its own.
+    """
 
     def __init__(
         self,
@@ -26,21 +29,26 @@ class MpiCarrier(Carrier):
         waiter: Waiter,
     ) -> None:
         self._waiter = waiter
+        self._comm, self._peer, self._out = comm, peer, outgoing
         self._send = comm.Send_init(outgoing.array, dest=peer, tag=int(outgoing.kind))
         self._receive = comm.Recv_init(incoming.array, source=peer, tag=int(incoming.kind))
-        self._sending = False
+        self._sending: MPI.Request | None = None
         self._full = False
         self._receive.Start()
 
     def ready(self) -> None:
         """Returns when the outgoing buffer may be written again."""
-        if self._sending:
-            self._waiter.until(self._send.Test, "send")
-            self._sending = False
+        if self._sending is not None:
+            self._waiter.until(self._sending.Test, "send")
+            self._sending = None
 
-    def send(self) -> None:
-        self._send.Start()
-        self._sending = True
+    def send(self, size: int | None = None) -> None:
+        if size is None:
+            self._send.Start()
+            self._sending = self._send
+        else:
+            part = self._out.array[:size]
+            self._sending = self._comm.Isend(part, self._peer, int(self._out.kind))
 
     def arrived(self) -> bool:
         if not self._full:
@@ -62,14 +70,24 @@ class MpiCarrier(Carrier):
 
 def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> LeadEnd:
     """The lead's end towards rank `draft` of `comm`."""
-    out, into = shape.outcome_buffer(), shape.speculation_buffer()
-    return LeadEnd(MpiCarrier(comm, draft, out, into, waiter), out, into, shape.lookahead, waiter)
+    main = _open(comm, draft, shape.outcome_buffer(), shape.speculation_buffer(), waiter)
+    side = None
+    if shape.has_side:
+        side = _open(comm, draft, shape.trunk_buffer(), shape.proposals_buffer(), waiter)
+    return LeadEnd(*main, shape.lookahead, waiter, vocab=shape.vocab, side=side)
 
 
 def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> DraftEnd:
     """The draft's end towards rank `lead` of `comm`."""
-    out, into = shape.speculation_buffer(), shape.outcome_buffer()
-    return DraftEnd(MpiCarrier(comm, lead, out, into, waiter), out, into, waiter)
+    main = _open(comm, lead, shape.speculation_buffer(), shape.outcome_buffer(), waiter)
+    side = None
+    if shape.has_side:
+        side = _open(comm, lead, shape.proposals_buffer(), shape.trunk_buffer(), waiter)
+    return DraftEnd(*main, waiter, side=side)
+
+
+def _open(comm: MPI.Comm, peer: int, out: wire.Buffer, into: wire.Buffer, waiter: Waiter) -> Side:
+    return Side(MpiCarrier(comm, peer, out, into, waiter), out, into)
 
 
 class PlanSender:
@@ -115,14 +133,14 @@ class PlanReceiver:
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._buffer = shape.plan_buffer()
         self._waiter = waiter
-        self._lookahead = shape.lookahead
+        self._lookahead, self._sampled = shape.lookahead, shape.sampled
         self._receive = comm.Recv_init(self._buffer.array, source=0, tag=int(self._buffer.kind))
         self._receive.Start()
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
         """Waits for the plan of round `round_`: (outcome r-1, speculation r, stop)."""
         self._waiter.until(self._receive.Test, "lead: plan")
-        found = wire.read_plan(self._buffer, round_, self._lookahead)
+        found = wire.read_plan(self._buffer, round_, self._lookahead, sampled=self._sampled)
         self._receive.Start()
         return found
 

@@ -6,9 +6,11 @@ was expected, and a difference is a ProtocolError that names both values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.errors import ProtocolError
 from mpissd.rounds import Event, Ints, Outcome, Speculation
@@ -27,6 +29,8 @@ class Kind(IntEnum):
     OUTCOME = 1
     SPECULATION = 2
     PLAN = 3
+    TRUNK = 4
+    PROPOSALS = 5
 
 
 class Buffer:
@@ -87,13 +91,18 @@ def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
     buffer.body[: rows.size] = rows.reshape(-1)
 
 
-def read_speculation(buffer: Buffer, round_: int, count: int, lookahead: int) -> Speculation:
+def read_speculation(
+    buffer: Buffer, round_: int, count: int, lookahead: int, *, sampled: bool = False
+) -> Speculation:
     """The speculation of round `round_` for `count` sequences, copied out of the buffer."""
     _, got, _ = buffer.read_header(round_)
     if got != count:
-        raise ProtocolError(f"round {round_}: SPECULATION of {got} sequences, expected {count}")
-    speculation = Speculation(round_, _rows(buffer, 0, count, Speculation.HEAD + lookahead))
-    _check_lengths(speculation, lookahead)
+        raise ProtocolError(
+            f"round {round_}: {buffer.kind.name} of {got} sequences, expected {count}"
+        )
+    rows = _rows(buffer, 0, count, Speculation.width(lookahead, sampled))
+    speculation = Speculation(round_, rows, sampled=sampled)
+    _check(speculation, lookahead)
     return speculation
 
 
@@ -104,14 +113,35 @@ def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop:
     buffer.body[start : start + speculation.rows.size] = speculation.rows.reshape(-1)
 
 
-def read_plan(buffer: Buffer, round_: int, lookahead: int) -> tuple[Outcome, Speculation, bool]:
+def read_plan(
+    buffer: Buffer, round_: int, lookahead: int, *, sampled: bool = False
+) -> tuple[Outcome, Speculation, bool]:
     """The (outcome, speculation, stop) of a plan; the plan of round r carries outcome r-1."""
     outcome, stop = read_outcome(buffer, round_ - 1)
-    width = Speculation.HEAD + lookahead
+    width = Speculation.width(lookahead, sampled)
     rows = _rows(buffer, outcome.rows.size, outcome.num_live, width)
-    speculation = Speculation(round_, rows)
-    _check_lengths(speculation, lookahead)
+    speculation = Speculation(round_, rows, sampled=sampled)
+    _check(speculation, lookahead)
     return outcome, speculation, stop
+
+
+def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
+    """Packs recorded distributions [V], one a proposal that was not certain; the size in int32."""
+    buffer.write_header(round_, len(rows))
+    for n, row in enumerate(rows):
+        buffer.body[n * len(row) : (n + 1) * len(row)] = row.view(np.int32)
+    return HEADER + sum(len(row) for row in rows)
+
+
+def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArray[np.float32]:
+    """The `count` recorded distributions of round `round_`, [count, V], copied out."""
+    _, got, _ = buffer.read_header(round_)
+    if got != count:
+        raise ProtocolError(f"round {round_}: PROPOSALS of {got} rows, expected {count}")
+    rows = _rows(buffer, 0, count, vocab).view(np.float32)
+    if not (np.isfinite(rows).all() and (rows >= 0).all()):
+        raise ProtocolError(f"round {round_}: PROPOSALS hold a number that is no probability")
+    return rows
 
 
 def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
@@ -125,9 +155,13 @@ def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
     return rows
 
 
-def _check_lengths(speculation: Speculation, lookahead: int) -> None:
+def _check(speculation: Speculation, lookahead: int) -> None:
     lengths = speculation.num_draft
     if (lengths.view(np.uint32) > lookahead).any():
         raise ProtocolError(
             f"round {speculation.round}: num_draft {lengths.tolist()}, allowed 0..{lookahead}"
         )
+    if speculation.sampled:
+        q = speculation.q[np.arange(lookahead) < lengths[:, None]]
+        if not ((q > 0) & (q <= 1)).all():
+            raise ProtocolError(f"round {speculation.round}: q {q.tolist()}, allowed above 0 to 1")

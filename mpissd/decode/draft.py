@@ -5,40 +5,79 @@ SD is the same loop with nothing grown: its cache is always empty, every outcome
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, count, islice, repeat
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, repeat
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.comm.link import DraftEnd
-from mpissd.rounds import Batch, Event, Outcome, Source, Speculation
+from mpissd.decode.controls import Clocks, Controls, Seen, ranks_of, smoothed
+from mpissd.rounds import Batch, Event, Ints, Outcome, Source, Speculation
 from mpissd.spec.cache import Key, SpeculationCache
+from mpissd.spec.fanout import FanOuts
 from mpissd.trace import DraftPhase, Ledger, select
 from mpissd.wait import Waiter
-from mpissd.workload.base import DraftWorker, Rollout
+from mpissd.workload.base import Branches, DraftWorker, Rollout
+
+Owners = Callable[[tuple[int, ...]], Ints]
+
+
+class Share:
+    """Which of the D drafts this is, and which lanes and misses are its own.
+
+    All drafts run the same glue, so each knows who holds the key of an outcome: nothing is asked.
+    """
+
+    def __init__(self, index: int = 0, num_drafts: int = 1, owners: Owners | None = None) -> None:
+        """owners: F_0 … F_K → the draft that grows each of its ΣF lanes; needed from D = 2 on."""
+        assert num_drafts == 1 or owners is not None, "several drafts, and nobody owns a lane"
+        self.index, self.num_drafts = index, num_drafts
+        self._owners = owners
+        self._tables: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
+
+    def drafts_miss(self, row: int) -> bool:
+        """Whether a miss in this batch row is drafted here."""
+        return row % self.num_drafts == self.index
+
+    def lanes(self, branches: Branches, won: NDArray[np.bool_], fan_outs: FanOuts) -> Ints:
+        """The draft that grows each lane, [lanes]; won: [b] batch rows that were hits."""
+        lanes = branches.lanes
+        owner = np.empty(len(lanes.k), np.int32)
+        ahead = won[lanes.rows]
+        for mask, fan_out in ((ahead, fan_outs.after_hit), (~ahead, fan_outs.after_miss)):
+            starts, owners = self._table(fan_out)
+            owner[mask] = owners[starts[lanes.k[mask]] + lanes.place[mask]]
+        return owner
+
+    def _table(self, fan_out: tuple[int, ...]) -> tuple[Ints, Ints]:
+        if fan_out not in self._tables:
+            assert self._owners is not None, "one draft owns all"
+            starts = (np.cumsum(fan_out) - fan_out).astype(np.int32)
+            self._tables[fan_out] = starts, self._owners(fan_out)
+        return self._tables[fan_out]
 
 
 @dataclass(frozen=True)
 class DraftPolicy:
     """How a draft answers and what it grows.
 
-    fan_out: F_0 … F_K bonus candidates a row of the trunk; empty: nothing is grown (SD).
+    fan_outs: bonus candidates at each row of the trunk; empty: nothing is grown (SD).
     on_late: a hit whose branch isn't grown yet is finished first ("finish"), or served as it is.
+    share: which of the D drafts this is, and who grows what.
     """
 
     lookahead: int
-    fan_out: tuple[int, ...]
+    fan_outs: FanOuts = field(default_factory=FanOuts)
     backup: Source = Source.JIT
     backup_lookahead: int = 0
     on_late: str = "finish"
-
-    @property
-    def speculates_ahead(self) -> bool:
-        """Whether anything is grown while the target verifies (SSD)."""
-        return sum(self.fan_out) > 0
+    sampled: bool = False
+    share: Share = field(default_factory=Share)
 
 
 class Drafter:
@@ -47,14 +86,31 @@ class Drafter:
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(
-        self, worker: DraftWorker, policy: DraftPolicy, capacity: int, waiter: Waiter
+        self,
+        worker: DraftWorker,
+        policy: DraftPolicy,
+        capacity: int,
+        waiter: Waiter,
+        controls: Controls | None = None,
     ) -> None:
+        """controls: what adapts while it runs; None: the policy, fixed."""
         self._worker, self._policy, self._waiter = worker, policy, waiter
+        self._controls = controls or Controls(
+            policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
+        )
+        self._backup, self._fan_outs = policy.backup, policy.fan_outs
+        self._served: Speculation | None = None
+        self._heard: tuple[Outcome, list[int | None], Branches | None] | None = None
+        self._clocks = Clocks()
+        self._began = self._sent_at = self._backup_s = 0.0
         self._batch = Batch(capacity)
         self._cache = SpeculationCache()
+        self._branches: Branches | None = None
+        self._own: NDArray[np.int64] | None = None  # [lanes] place in the growth, -1: another's
         self._growth: Rollout | None = None
+        self._proposals: dict[int, list[NDArray[np.float32]]] = {}
         self.ledger = Ledger(DraftPhase)
-        self._rows: list[list[float]] = []
+        self._rows = array("d")  # COLUMNS of every round
         self._draft_s = self._growth_s = float("nan")
         self._num_jit = self._steps_ready = 0
 
@@ -63,23 +119,51 @@ class Drafter:
         """Of the outcomes it heard (Batch.digest)."""
         return self._batch.digest
 
+    @property
+    def num_live(self) -> int:
+        """Sequences in the batch."""
+        return len(self._batch)
+
+    @property
+    def controls(self) -> Controls:
+        """What it decides by."""
+        return self._controls
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """How it drafts."""
+        return self._policy
+
     def answer(self, outcome: Outcome) -> Speculation:
         """The speculation that an outcome asks for: hits from the cache, misses by the backup.
 
-        A miss ends the growth; a hit prunes it to the branch that won.
+        A miss ends the growth; a hit prunes it to the branch that won. Rows that another draft
+        answers have source NONE.
         """
         mark = self.ledger.mark
+        if self._controls.watches:
+            self._read_clocks(perf_counter())
         self._worker.begin_round(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         lanes = self._lookup(outcome)
         mark(DraftPhase.LOOKUP)
         rollouts = self._winners(lanes) + self._backups(lanes)
         self._finish(rollouts)
-        speculation = self._assemble(outcome.round + 1, lanes, rollouts)
+        speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
+        if self._controls.watches:
+            self._heard = outcome, lanes, self._branches
         self._cache.clear()
-        self._growth = None
+        self._growth = self._branches = self._own = None
         mark(DraftPhase.SPECULATE)
         return speculation
+
+    def _read_clocks(self, now: float) -> None:
+        """An OUTCOME was found: the round that it ends took as long as this."""
+        clocks = self._clocks
+        if self._sent_at:
+            clocks.away_s = smoothed(clocks.away_s, now - self._sent_at)
+        clocks.round_s, clocks.backup_s = now - self._began, self._backup_s
+        self._began = now
 
     def _lookup(self, outcome: Outcome) -> list[int | None]:
         """The lane that answers each live sequence; None is a miss."""
@@ -97,79 +181,143 @@ class Drafter:
         rows = [row for row, lane in enumerate(lanes) if lane is not None]
         if not rows or self._growth is None:
             return []
-        self._growth.keep([lane for lane in lanes if lane is not None], rows)
+        won = [lane for lane in lanes if lane is not None]
+        if self._own is not None:  # the others' answer for theirs
+            places = self._own[won]
+            rows = [row for row, place in zip(rows, places, strict=True) if place >= 0]
+            won = places[places >= 0].tolist()
+        self._growth.keep(won, rows)
         self._steps_ready = self._growth.steps
-        return [self._growth]
+        return [self._growth] if rows else []
 
     def _backups(self, lanes: Sequence[int | None]) -> list[Rollout]:
         rows = [row for row, lane in enumerate(lanes) if lane is None]
-        self._num_jit = len(rows) if self._policy.backup == Source.JIT else 0
+        if self._policy.share.num_drafts > 1:
+            rows = [row for row in rows if self._policy.share.drafts_miss(row)]
+        self._num_jit = 0
         if not rows:
             return []
-        backup = self._worker.restart(self._batch, rows, self._policy.backup)
-        if self._policy.backup == Source.FAST:
+        self._backup = self._controls.backup(len(rows), len(lanes))
+        backup = self._worker.restart(self._batch, rows, self._backup)
+        if self._backup == Source.JIT:
+            self._num_jit = len(rows)
+        else:
             backup.steps = self._policy.backup_lookahead  # costs no draft step
         return [backup]
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
         """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
-        start = perf_counter()
+        start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
             self._step(short)
+            steps += 1
+        drafting_s = perf_counter() - start
+        if steps:
+            self._clocks.step_s = smoothed(self._clocks.step_s, drafting_s / steps)
+        self._backup_s = drafting_s if rollouts and rollouts[-1] is not self._growth else 0.0
         only_jit = self._num_jit == len(self._batch) > 0
         complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead
-        self._draft_s = perf_counter() - start if complete else float("nan")
+        self._draft_s = drafting_s if complete else float("nan")
 
     def _wanted(self, rollout: Rollout) -> int:
         if rollout is not self._growth:
             return self._policy.backup_lookahead
-        return rollout.steps if self._policy.on_late == "serve" else self._policy.lookahead
+        return self._controls.late_steps(rollout.steps, self._clocks)
 
     def _step(self, rollouts: Sequence[Rollout]) -> None:
         self._worker.launch_step(rollouts)
         self._worker.wait(self._waiter)
         self._worker.collect_step(rollouts)
 
-    def _assemble(
-        self, round_: int, lanes: Sequence[int | None], rollouts: Sequence[Rollout]
-    ) -> Speculation:
-        speculation = Speculation.empty(round_, len(lanes), self._policy.lookahead)
+    def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
+        policy, head, sampled = self._policy, Speculation.HEAD, self._policy.sampled
+        speculation = Speculation.empty(round_, count, policy.lookahead, sampled=sampled)
+        if sampled:
+            self._proposals = {}
         for rollout in rollouts:
-            won, steps, head = rollout is self._growth, rollout.steps, Speculation.HEAD
-            rows = slice(None) if len(rollouts) == 1 else rollout.rows  # alone: all rows, in order
-            source = Source.CACHE if won else self._policy.backup
+            won, steps = rollout is self._growth, rollout.steps
+            rows = slice(None) if len(rollout) == count else rollout.rows  # all rows, in order
+            source = Source.CACHE if won else self._backup
             speculation.rows[rows, :head] = source, int(won), steps
             speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
+            if sampled:
+                assert rollout.q is not None, "a sampled job without probabilities"
+                speculation.q[rows, :steps] = rollout.q[:, :steps]
+                for lane, row in enumerate(rollout.rows.tolist()):
+                    self._proposals[row] = rollout.proposals(lane)
         return speculation
+
+    def proposals(self) -> list[NDArray[np.float32]]:
+        """The distributions [V] behind the tokens of the last answer that were not certain,
+        sequence by sequence."""
+        return [row for _, rows in sorted(self._proposals.items()) for row in rows]
+
+    def proposals_by_row(self) -> dict[int, list[NDArray[np.float32]]]:
+        """The same, by batch row."""
+        return self._proposals
+
+    def hear(self, speculation: Speculation) -> None:
+        """Takes in what was served, of all drafts."""
+        self._worker.served(self._batch, speculation)
+        if self._controls.watches:
+            self._sent_at = perf_counter()
+            self._observe()
+            self._served = speculation
+
+    def _observe(self) -> None:
+        """Shows the controls what the last outcome said of the speculation before this one."""
+        if self._served is None or self._heard is None or not self._began:
+            return
+        served, (outcome, lanes, branches) = self._served, self._heard
+        rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
+        accepted, hit = outcome.num_accepted[rows], served.hit[rows]
+        rank = limit = np.zeros(len(rows), np.int32)
+        if branches is not None:  # who was committed comes first among those that are live
+            committed = lanes[: len(rows)]
+            place = branches.lanes.place
+            rank, limit = ranks_of(committed, place, accepted, hit != 0, self._fan_outs)
+        seen = Seen(accepted, served.num_draft[rows], served.source[rows], hit, rank, limit)
+        self._controls.observe(seen, self._clocks)
 
     def begin_growth(self, speculation: Speculation) -> bool:
         """Runs the glue over the served trunk and makes the keys; False: nothing to grow."""
-        if not self._policy.speculates_ahead or not len(self._batch):
+        if not self._controls.speculates_ahead or not len(self._batch):
             return False
         self._growth_start = perf_counter()
         self._worker.launch_glue(self._batch, speculation)
+        fan_outs = self._fan_outs = self._controls.plan()  # while the glue runs
         self._worker.wait(self._waiter)
         self.ledger.mark(DraftPhase.GLUE)
-        k_of, growth = self._worker.branches(self._batch, speculation)
-        self._cache.fill(self._keys(speculation.round, k_of.tolist(), growth.first.tolist()))
-        self._growth = growth
+        branches = self._worker.branches(self._batch, speculation, fan_outs)
+        self._cache.fill(self._keys(speculation.round, branches))
+        self._branches, self._growth = branches, branches.rollout
+        if self._policy.share.num_drafts > 1:
+            self._keep_own(branches, speculation.hit != 0, fan_outs)
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
-    def _keys(self, round_: int, k_of: list[int], candidates: list[int]) -> Iterator[Key]:
+    def _keys(self, round_: int, branches: Branches) -> Iterator[Key]:
         """(round, id, epoch, k, t*) of every lane, in lane order."""
-        rows = self._batch.identity[:, :2].tolist()
-        tokens = iter(candidates)
-        return chain.from_iterable(
-            zip(repeat(round_), repeat(seq), repeat(epoch), k_of, islice(tokens, len(k_of)))
-            for seq, epoch in rows
-        )
+        (rows, k), first = branches.lanes.lists, branches.rollout.first.tolist()
+        names = self._batch.identity[:, :2].tolist()
+        if len(names) == 1:
+            return zip(repeat(round_), repeat(names[0][0]), repeat(names[0][1]), k, first)
+        ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
+        return zip(repeat(round_), ids, epochs, k, first)
+
+    def _keep_own(self, branches: Branches, won: NDArray[np.bool_], fan_outs: FanOuts) -> None:
+        share = self._policy.share
+        mine = np.flatnonzero(share.lanes(branches, won, fan_outs) == share.index)
+        self._own = np.full(len(branches.lanes.k), -1, np.int64)
+        self._own[mine] = np.arange(len(mine))
+        branches.rollout.keep(mine.tolist(), ())
 
     @property
     def growing(self) -> bool:
         """Whether a further growth step would add to the cache."""
-        return self._growth is not None and self._growth.steps < self._policy.lookahead
+        growth = self._growth
+        return growth is not None and len(growth) > 0 and growth.steps < self._policy.lookahead
 
     def grow_step(self) -> None:
         """One more token on every branch."""
@@ -181,22 +329,19 @@ class Drafter:
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
-        self._rows.append(
-            [
-                speculation.round,
-                self._draft_s,
-                self._growth_s,
-                self._num_jit,
-                self._steps_ready,
-            ]
-        )
+        add = self._rows.append  # five calls cost a third of extend()
+        add(speculation.round)
+        add(self._draft_s)
+        add(self._growth_s)
+        add(self._num_jit)
+        add(self._steps_ready)
         self._growth_s = float("nan")
         self._steps_ready = 0
         self.ledger.close_round(speculation.round, DraftPhase.RECORD)
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Rows of COLUMNS for rounds first … last-1."""
-        return select(self._rows, len(self.COLUMNS), first_round, last_round)
+        return select(np.array(self._rows), len(self.COLUMNS), first_round, last_round)
 
 
 def serve(link: DraftEnd, drafter: Drafter) -> None:
@@ -210,10 +355,26 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
         drafter.ledger.mark(DraftPhase.WAIT)
         if stop:
             return
-        speculation = drafter.answer(outcome)
-        link.send_speculation(speculation)
+        speculation = _reply(link, drafter, drafter.answer(outcome))
         drafter.ledger.mark(DraftPhase.SEND)
+        drafter.hear(speculation)
         if drafter.begin_growth(speculation):
             while drafter.growing and not link.outcome_arrived():
                 drafter.grow_step()
         drafter.close_round(speculation)
+
+
+def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
+    """Sends what this draft answers; returns what is served, of all drafts."""
+    policy = drafter.policy
+    if policy.share.num_drafts == 1 and not policy.sampled:
+        link.send_speculation(answer)
+        return answer
+    mine = int(np.count_nonzero(answer.source))
+    if mine or policy.share.num_drafts == 1:
+        link.send_speculation(answer)
+    if rows := drafter.proposals():
+        link.send_proposals(answer.round, rows)
+    if mine == drafter.num_live:
+        return answer
+    return link.trunk(answer.round, drafter.num_live, policy.lookahead, sampled=policy.sampled)

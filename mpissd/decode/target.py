@@ -59,9 +59,7 @@ class TargetLoop:
     def admit(self, requests: Sequence[Request]) -> None:
         """These sequences join at the next round."""
         rows = Outcome.admission(0, requests).rows
-        self._pending = Outcome(
-            self._pending.round, np.concatenate([self._pending.rows, rows])
-        )
+        self._pending = Outcome(self._pending.round, np.concatenate([self._pending.rows, rows]))
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """These sequences take no further part; what they emitted so far stands."""
@@ -82,11 +80,13 @@ class TargetLoop:
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
-        self._worker.launch(self.batch, speculation)
+        self._worker.upload(self.batch, speculation)
+        mark(LeadPhase.UPLOAD)
+        self._worker.launch()
         mark(LeadPhase.LAUNCH)
         self._worker.wait(self._waiter)
         mark(LeadPhase.DEVICE_WAIT)
-        accepted, bonus = self._worker.judge(self.batch, speculation)
+        accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
         self._pending = self._outcome(accepted, bonus)
         mark(LeadPhase.SAMPLE)
         self.round += 1
@@ -127,7 +127,9 @@ def follow(
         ledger.mark(FollowPhase.PLAN_WAIT)
         worker.begin_round(batch, batch.apply(outcome))
         ledger.mark(FollowPhase.COMMIT)
-        worker.launch(batch, speculation)
+        worker.upload(batch, speculation)
+        ledger.mark(FollowPhase.UPLOAD)
+        worker.launch()
         ledger.mark(FollowPhase.LAUNCH)
         worker.wait(waiter)
         ledger.close_round(round_, FollowPhase.DEVICE_WAIT)

@@ -7,19 +7,36 @@ clock. Every rank's worker sees the same batch, kept by applying the same outcom
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.model.stepper import Forwards
 from mpissd.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.spec.fanout import FanOuts
 from mpissd.wait import Waiter
 
+W = TypeVar("W", bound="Worker")
 Admissions = Sequence[tuple[int, Request]]
+# (batch row, i) → float32 [V]: the distribution that drafted token i was drawn from.
+Proposals = Callable[[int, int], NDArray[np.float32]]
 
 
 class Worker(ABC):
     """What both sides have in common: sequences come and go, forwards run and end."""
+
+    stepper: Forwards
+
+    @abstractmethod
+    def twin(self: W, stepper: Forwards) -> W:
+        """The same laws over other forwards (calibration)."""
+
+    def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
+        """Draws what these sequences will need first, while none is live."""
 
     @abstractmethod
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
@@ -47,12 +64,21 @@ class TargetWorker(Worker):
     """One target rank's share of the target model."""
 
     @abstractmethod
-    def launch(self, batch: Batch, speculation: Speculation) -> None:
-        """Starts the forward over Σ(num_draft+1) rows (collective over the target ranks)."""
+    def upload(self, batch: Batch, speculation: Speculation) -> None:
+        """Hands the tokens of Σ(num_draft+1) rows to the device, for the next launch."""
 
     @abstractmethod
-    def judge(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule to the finished forward: (num_accepted, bonus), both [b]."""
+    def launch(self) -> None:
+        """Starts the forward over the uploaded rows (collective over the target ranks)."""
+
+    @abstractmethod
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        """Applies the acceptance rule to the finished forward: (num_accepted, bonus), both [b].
+
+        proposals: asked only where a token is rejected that was not certain (q < 1).
+        """
 
 
 class Rollout:
@@ -60,7 +86,10 @@ class Rollout:
 
     tokens: int32 [lanes, K], columns up to `steps` are grown. rows: the batch row of each lane;
     empty while several lanes grow for one sequence and nobody knows which will win.
+    q: float64 [lanes, K] where tokens are sampled, the probability that each was drawn with.
     """
+
+    q: NDArray[np.float64] | None = None
 
     def __init__(self, rows: NDArray[np.int64], first: Ints, tokens: Ints) -> None:
         self.rows = rows
@@ -82,6 +111,33 @@ class Rollout:
         self.rows = np.array(rows, np.int64)
         self.first, self.tokens = self.first.take(chosen), self.tokens.take(chosen, axis=0)
 
+    def proposals(self, lane: int) -> list[NDArray[np.float32]]:
+        """The distributions [V] that the lane's tokens were drawn from, of those with q < 1."""
+        return []
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What each lane of a growth stands for, [lanes]: its batch row, the k of its outcome, and the
+    place of its candidate among k's."""
+
+    rows: NDArray[np.int64]
+    k: Ints
+    place: Ints
+
+    @cached_property
+    def lists(self) -> tuple[list[int], list[int]]:
+        """(rows, k) as lists: lanes that stay the same are read once."""
+        return self.rows.tolist(), self.k.tolist()
+
+
+@dataclass(frozen=True)
+class Branches:
+    """A lane for each bonus candidate, and the rollout that grows from it."""
+
+    lanes: Lanes
+    rollout: Rollout
+
 
 class DraftWorker(Worker):
     """The draft model of one draft rank (or inline, on the lead)."""
@@ -90,12 +146,15 @@ class DraftWorker(Worker):
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the (K+1)-row forward a sequence that scores the trunk just served."""
 
-    @abstractmethod
-    def branches(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Rollout]:
-        """After the glue: a lane for each bonus candidate, sequence by sequence, row by row.
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        """Hears what was served, of all drafts; before the glue, and where there is none."""
 
-        Returns (k [ΣF], the accepted count each of a sequence's lanes stands for, and the rollout
-        of b·ΣF lanes, whose `first` are the candidates t*).
+    @abstractmethod
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """After the glue: a lane for each bonus candidate t*, the `first` of its rollout.
+
+        A sequence whose speculation was a hit keeps fan_outs.after_hit candidates at each k, else
+        after_miss; never the token that was served there.
         """
 
     @abstractmethod

@@ -13,9 +13,20 @@ import numpy as np
 from mpissd.model.stepper import Forwards
 from mpissd.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.spec.acceptance import count_accepted
+from mpissd.spec.fanout import FanOuts, lanes_of
 from mpissd.wait import Waiter
-from mpissd.workload.base import Admissions, DraftWorker, Rollout, TargetWorker
+from mpissd.workload.base import (
+    Admissions,
+    Branches,
+    DraftWorker,
+    Lanes,
+    Proposals,
+    Rollout,
+    TargetWorker,
+)
 from mpissd.workload.gemm_law import DraftStream, Index, TokenStream
+
+_NOBODY: Index = np.zeros(0, np.int64)
 
 
 class GemmTargetWorker(TargetWorker):
@@ -36,9 +47,12 @@ class GemmTargetWorker(TargetWorker):
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
 
-    def launch(self, batch: Batch, speculation: Speculation) -> None:
+    def upload(self, batch: Batch, speculation: Speculation) -> None:
         tokens = verify_rows(batch.last_tokens, speculation)
-        self.stepper.launch(len(tokens), tokens)
+        self.stepper.upload(len(tokens), tokens)
+
+    def launch(self) -> None:
+        self.stepper.launch()
 
     def done(self) -> bool:
         return self.stepper.done()
@@ -49,7 +63,9 @@ class GemmTargetWorker(TargetWorker):
     def elapsed_s(self) -> float:
         return self.stepper.elapsed_s()
 
-    def judge(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Ints]:
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
         """Row j of the forward scores position n + j, n the committed length."""
         true = self._stream.true(self._ahead)  # [b, K+1]
         accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
@@ -63,13 +79,14 @@ class GemmTargetWorker(TargetWorker):
 class GemmDraftWorker(DraftWorker):
     """Drafts with GEMMs; tokens and bonus candidates come from the laws."""
 
-    def __init__(self, stepper: Forwards, stream: DraftStream) -> None:
-        self.stepper, self._stream = stepper, stream
-        self._behind: Index = stream.k_of.astype(np.int64) + 1
+    def __init__(self, stepper: Forwards, stream: DraftStream, num_tokens: int = 1) -> None:
+        """num_tokens: how many one forward drafts (Medusa: all K)."""
+        self.stepper, self._stream, self._num_tokens = stepper, stream, num_tokens
+        self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}  # by list and batch size
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:
         """The same laws over other forwards (calibration)."""
-        return GemmDraftWorker(stepper, self._stream)
+        return GemmDraftWorker(stepper, self._stream, self._num_tokens)
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws what these sequences will need first, while none is live."""
@@ -80,7 +97,8 @@ class GemmDraftWorker(DraftWorker):
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         tokens = verify_rows(batch.last_tokens, speculation)
-        self.stepper.launch(len(batch) * (self._stream.lookahead + 1), tokens)
+        self.stepper.upload(len(batch) * (self._stream.lookahead + 1), tokens)
+        self.stepper.launch()
 
     def done(self) -> bool:
         return self.stepper.done()
@@ -91,13 +109,52 @@ class GemmDraftWorker(DraftWorker):
     def elapsed_s(self) -> float:
         return self.stepper.elapsed_s()
 
-    def branches(self, batch: Batch, speculation: Speculation) -> tuple[Ints, Rollout]:
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Lane (s, k, t*) grows from position n + k + 1, behind its bonus token."""
-        stream = self._stream
-        candidates = stream.candidates(speculation.source, speculation.num_draft).reshape(-1)
-        tokens = stream.drafts(Source.CACHE, self._behind)
-        nobody = np.zeros(0, np.int64)
-        return stream.k_of, Rollout(nobody, candidates, tokens.reshape(len(candidates), -1))
+        if fan_outs.after_hit == fan_outs.after_miss:
+            return self._branches(speculation, fan_outs.after_hit)
+        won = speculation.hit != 0
+        if won.all() or not won.any():
+            return self._branches(speculation, fan_outs.behind(bool(won[0])))
+        parts = [
+            self._branches(speculation, fan_outs.behind(hit), np.flatnonzero(won == hit))
+            for hit in (True, False)
+        ]
+        lanes = Lanes(
+            *(
+                np.concatenate([getattr(part.lanes, name) for part in parts])
+                for name in ("rows", "k", "place")
+            )
+        )
+        first = np.concatenate([part.rollout.first for part in parts])
+        tokens = np.concatenate([part.rollout.tokens for part in parts])
+        return Branches(lanes, Rollout(_NOBODY, first, tokens))
+
+    def _branches(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> Branches:
+        """Of batch rows `rows` (None: all), which all have one list."""
+        stream, offsets = self._stream, self._stream.offsets(fan_out)
+        source, num_draft = speculation.source, speculation.num_draft
+        if rows is not None:
+            source, num_draft = source[rows], num_draft[rows]
+        candidates = stream.candidates(source, num_draft, offsets, rows).reshape(-1)
+        tokens = stream.drafts(Source.CACHE, offsets.behind, rows)
+        lanes = self._lanes(fan_out, len(source) if rows is None else rows)
+        return Branches(lanes, Rollout(_NOBODY, candidates, tokens.reshape(len(candidates), -1)))
+
+    def _lanes(self, fan_out: tuple[int, ...], rows: int | Index) -> Lanes:
+        """Of so many rows, or of these."""
+        if isinstance(rows, int) and (fan_out, rows) in self._full:
+            return self._full[fan_out, rows]
+        chosen = np.arange(rows) if isinstance(rows, int) else rows
+        k, place = lanes_of(fan_out)
+        lanes = Lanes(
+            np.repeat(chosen, len(k)), np.tile(k, len(chosen)), np.tile(place, len(chosen))
+        )
+        if isinstance(rows, int):
+            self._full[fan_out, rows] = lanes
+        return lanes
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         chosen = np.asarray(rows, np.int64)
@@ -107,11 +164,12 @@ class GemmDraftWorker(DraftWorker):
     def launch_step(self, rollouts: Sequence[Rollout]) -> None:
         inputs = [rollout.inputs for rollout in rollouts]
         tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
-        self.stepper.launch(len(tokens), tokens)
+        self.stepper.upload(len(tokens), tokens)
+        self.stepper.launch()
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            rollout.steps += 1
+            rollout.steps += self._num_tokens
 
     def close(self) -> None:
         self.stepper.close()

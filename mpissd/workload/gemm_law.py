@@ -7,7 +7,8 @@ window of positions at a time: the hot path only gathers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from mpissd.rng import Purpose, uniforms
 from mpissd.rounds import Batch, Ints, Request, Source
 from mpissd.spec.acceptance import AcceptanceLaw, HitLaw
+from mpissd.spec.fanout import lanes_of
 from mpissd.workload.base import Admissions
 
 WINDOW = 4096  # positions a slot's tables hold; a refill costs about a millisecond
@@ -103,6 +105,16 @@ class TokenStream:
         return uniforms(self._seed, purpose, int(self._request[slot]), start, self._window)
 
 
+@dataclass(frozen=True)
+class Offsets:
+    """Of a sequence's lanes, each [ΣF]: the k of a candidate, how far its decoy lies from that of
+    (p = n, place 0), and how many positions behind n its branch begins."""
+
+    k: Ints
+    decoy: Index
+    behind: Index
+
+
 class DraftStream(TokenStream):
     """What the draft proposes and predicts: x(s,p,i,src), and the rank of the true bonus token."""
 
@@ -113,14 +125,13 @@ class DraftStream(TokenStream):
         capacity: int,
         acceptance: Mapping[Source, AcceptanceLaw],
         hit_law: HitLaw,
-        fan_out: Sequence[int] = (),
+        widest: int = 1,
     ) -> None:
+        """widest: the most candidates that a row will ever keep (max F_k)."""
         lookahead = len(acceptance[Source.JIT].hazards)
-        widest = max((*fan_out, 1))
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
-        self.k_of, place = lanes_of(fan_out)
         plane = capacity * self._window
         # x of each law and place i of a round; sources with equal laws share a table.
         laws = {law.hazards for law in acceptance.values()}
@@ -139,23 +150,35 @@ class DraftStream(TokenStream):
         self._decoys = np.zeros((2, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
         self._widest = widest
-        self._lane_offset: Index = self.k_of * widest + place  # from (p = n, 0) to a lane's decoy
+        self._offsets: dict[tuple[int, ...], Offsets] = {}
+
+    def offsets(self, fan_out: tuple[int, ...]) -> Offsets:
+        """Where a sequence's lanes lie with these F_0 … F_K."""
+        if fan_out not in self._offsets:
+            k, place = lanes_of(fan_out)
+            decoy = k.astype(np.int64) * self._widest + place
+            self._offsets[fan_out] = Offsets(k, decoy, k.astype(np.int64) + 1)
+        return self._offsets[fan_out]
 
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
         """The K tokens x_1 … x_K drafted from position n + offsets on, [b, …, K]."""
         index = self._index(offsets[..., None] + self._places, rows)
         return self._flat_table[source].take(index)
 
-    def candidates(self, source: Ints, num_draft: Ints) -> Ints:
-        """Bonus candidates [b, ΣF] behind trunks of `num_draft` [b] tokens from `source` [b].
+    def candidates(
+        self, source: Ints, num_draft: Ints, offsets: Offsets, rows: Index | None = None
+    ) -> Ints:
+        """Bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), behind trunks of
+        `num_draft` [n] tokens from `source` [n].
 
         Distinct a row, and never the proposed token. Decoys, except where row k is the true
         outcome: there Y takes the place that its rank has, if it is within the fan-out.
         """
-        run = self._flat_run.take(source * self._source_plane + self._origin)
+        origin = self._origin if rows is None else self._origin[rows]
+        run = self._flat_run.take(source * self._source_plane + origin)
         accepted = np.minimum(run, num_draft)
-        index = (self._origin * self._widest)[:, None] + self._lane_offset
-        index += (self.k_of == accepted[:, None]) * self._decoys[0].size
+        index = (origin * self._widest)[:, None] + offsets.decoy
+        index += (offsets.k == accepted[:, None]) * self._decoys[0].size
         return self._flat_decoys.take(index)
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
@@ -193,11 +216,3 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
         alive[window - place :] = False
         run[:window] += alive
     return run[:window]
-
-
-def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
-    """(k of each lane, its place within k's candidates) of F_0 … F_K, each [ΣF]."""
-    counts = np.asarray(fan_out, np.int64)
-    starts = np.cumsum(counts) - counts
-    k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
-    return k_of, (np.arange(len(k_of)) - starts[k_of]).astype(np.int32)

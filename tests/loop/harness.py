@@ -29,6 +29,7 @@ from mpissd.decode.target import TargetLoop, follow
 from mpissd.records import RoundRecords, outcome_digest, token_digest
 from mpissd.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.spec.acceptance import AcceptanceLaw, resolve_hit_law
+from mpissd.spec.fanout import FanOuts
 from mpissd.trace import DraftPhase, LeadPhase
 from mpissd.wait import Waiter
 from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
@@ -95,12 +96,16 @@ class CountingForwards:
 
     def __init__(self) -> None:
         self.log: list[Forward] = []
+        self._next: Forward = 0, []
         self.on_wait: Callable[[], None] = lambda: None
         self.closed = False
 
-    def launch(self, rows: int, tokens: Ints) -> None:
+    def upload(self, rows: int, tokens: Ints) -> None:
         assert len(tokens) <= rows, (len(tokens), rows)
-        self.log.append((rows, tokens.tolist()))
+        self._next = rows, tokens.tolist()
+
+    def launch(self) -> None:
+        self.log.append(self._next)
 
     def done(self) -> bool:
         return True
@@ -159,8 +164,9 @@ class Rig:
         self.shape = LinkShape(3, s.batch, s.K)
         laws = {source: AcceptanceLaw(rates, "") for source, rates in s.hazards().items()}
         hit_law = resolve_hit_law(s.p_hit, None, None)
-        stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, s.fans)
-        policy = DraftPolicy(s.K, s.fans, s.source, s.backup_tokens, s.on_late)
+        stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, max((1, *s.fans)))
+        fan_outs = FanOuts(s.fans, s.fans)
+        policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens, s.on_late)
         self.draft_worker = GemmDraftWorker(self.draft_forwards, stream)
         self.drafter = Drafter(self.draft_worker, policy, s.batch, WAITER)
 
@@ -294,6 +300,7 @@ class SteppedSpeculator(Speculator):
         speculation = drafter.answer(self._asked)
         self.answered.append(log[before:])
         before = len(log)
+        drafter.hear(speculation)
         if drafter.begin_growth(speculation):
             for _ in range(self._steps(round_)):
                 if drafter.growing:

@@ -26,6 +26,7 @@ KEYS = """schema run_id mode workload backend device_name world_size tp num_draf
 dtype lookahead fan_out branch_budget acceptance hit_law batch_size num_rounds num_tokens seed
 wall_s tok_per_s tok_per_s_per_gpu round_us phases_us ledger_closure acceptance_length
 accept_histogram hit_rate t_target_s t_draft_s t_growth_s T_SD floor_us floor_fraction
+floor_bytes floor_flops peak_flops_per_s device_us
 predicted_tok_per_s prediction_error outcome_digest token_digest messages_per_round
 bytes_per_round stable
 provenance""".split()

@@ -9,9 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mpissd.backend.profile import known_profiles, load_profile
 from mpissd.gates import violations
+from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.presets import resolve_model
 from tests.mpi.harness import launch, needs_mpi, start
 
 pytestmark = needs_mpi
@@ -39,6 +43,12 @@ def test_clocks_of_one_host_are_one_clock() -> None:
             assert abs(reading["offset_ns"]) <= reading["error_ns"] + READING_US * 1e3, reading
     at = [readings[1]["at_ns"] for readings in found]
     assert at == sorted(at)
+
+
+def test_naps_end_late_and_spins_do_not() -> None:
+    """A nap of 150 µs ends 0 to 150 µs after a message; all may last longer on a busy machine."""
+    late, spinning = told(3, "naps")
+    assert 10e-6 < late < 5e-3 and spinning == 0.0
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
@@ -79,6 +89,49 @@ def test_a_row_that_contradicts_itself_is_no_result(
     (flagged,) = (json.loads(line) for line in (out / "flagged.jsonl").open())
     assert any(line.startswith(says) for line in flagged["gates"])
     assert [path.stem for path in (out / "rounds").iterdir()] == [flagged["run_id"]]
+
+
+def slow_device(folder: Path) -> Path:
+    """An H100 that reads 120 GB/s: host work and a busy machine are small beside its forwards."""
+    data = json.loads(known_profiles()["h100"].read_text())
+    data["numbers"]["read_bytes_per_s"]["value"] = 120e9
+    path = folder / "slow.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_ledger_of_an_emulated_run_is_its_profile_s(tp: int, tmp_path: Path) -> None:
+    """Medians over the rounds: the lead's verify within 3%, SD's drafting within 5% of K steps."""
+    device, lookahead = slow_device(tmp_path), 5
+    flags = f"--backend=emulated --device={device} --pair=8b@16L/1b --mode=sd --rounds=15".split()
+    flags += [f"--lookahead={lookahead}", "--warmup_rounds=1"]
+    job = launch(tp + 1, *flags, folder=tmp_path / "out", direct=True)
+    profile, options = load_profile(str(device)), ForwardOptions()
+    target, draft = Shard(resolve_model("8b").scaled(16), tp), Shard(resolve_model("1b"))
+    verify_s = profile.forward_s(target.cost(lookahead + 1, 1, 2, options))
+    draft_s = lookahead * profile.forward_s(draft.cost(1, 1, 2, options))
+    assert verify_s > 25e-3 and draft_s > 80e-3
+    lead, drafts = job.arrays["lead_phases"].tolist(), job.arrays["draft_phases"].tolist()
+    waited = [2 + lead.index(name) for name in ("launch", "device_wait")]
+    verified = np.median(job.arrays["lead_ledger_ns"][:, waited].sum(axis=1)) * 1e-9
+    drafted = np.median(job.arrays["draft_ledger_ns"][:, 2 + drafts.index("speculate")]) * 1e-9
+    assert verified == pytest.approx(verify_s, rel=0.03)
+    assert drafted == pytest.approx(draft_s, rel=0.05)
+
+
+def test_the_device_s_share_of_a_round(tmp_path: Path) -> None:
+    """Timed on the host where it runs the all-reduces, the profile's where they are modelled."""
+    real = "--backend=numpy --pair=toy --rounds=12 --warmup_rounds=2 --mode=ar".split()
+    for np_, flags in ((2, real), (1, real), (2, [*NULL, "--device=h100", "--mode=ar"])):
+        row = launch(np_, *flags, folder=tmp_path / "out", direct=True).row
+        parts = row["device_us"]
+        assert sum(parts.values()) == pytest.approx(row["round_us"]["mean"], abs=0.1)
+        assert parts["forward"] > 0 and parts["idle"] > 0
+        assert (parts["all_reduce"] > 0) == (np_ > 1)
+    cost = Shard(resolve_model("toy-target"), 2).cost(1, 1, 2, ForwardOptions())
+    once = load_profile("h100").all_reduce_s(2, cost.all_reduce_bytes)
+    assert parts["all_reduce"] == pytest.approx(cost.num_all_reduces * once * 1e6, abs=1e-3)
 
 
 def test_a_trace_of_all_ranks(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""What the tests start under mpirun. The first two print a JSON line.
+"""What the tests start under mpirun. The first three print a JSON line.
 
 clocks               three comparisons of all ranks' clocks
+naps                 how late naps of 150 µs end, by ping; then where ranks spin
 ledger --mode=… …    the A/B of the ledger, flags as of a run
 deaf --mode=… …      a run whose last rank hears outcomes of its own
 slow --mode=… …      a run whose device claims that forwards took twice their time
@@ -14,15 +15,16 @@ from dataclasses import asdict
 
 from mpi4py import MPI
 
-from mpissd import __main__, rounds
+from mpissd import __main__, rounds, wait
 from mpissd.backend.emulated_backend import ModelledProgram
 from mpissd.bench.ab import ledger_pass
 from mpissd.bench.clock import compare_clocks
+from mpissd.bench.naps import measure_nap
 from mpissd.bench.rank import Rank
 from mpissd.bench.session import open_session
 from mpissd.comm.topology import open_topology
 from mpissd.config import parse_flags
-from mpissd.wait import sharpen_sleep
+from mpissd.wait import Waiter, sharpen_sleep
 
 
 def clocks() -> None:
@@ -31,6 +33,15 @@ def clocks() -> None:
     every = [compare_clocks(MPI.COMM_WORLD, waiter) for _ in range(3)]
     if topology.is_lead:
         print(json.dumps([[asdict(reading) for reading in found or ()] for found in every]))
+
+
+def naps() -> None:
+    topology, found = open_topology(1), []
+    wait._NAP_S = wait._LONG_NAP_S = 150e-6
+    for waiter in (Waiter(30.0, spin=False), Waiter(30.0, spin=True)):
+        found.append(measure_nap(topology, waiter, 1e-3, 13e-3))
+    if topology.is_lead:
+        print(json.dumps(found))
 
 
 def ledger(flags: list[str]) -> None:
@@ -57,8 +68,8 @@ def slow(flags: list[str]) -> int:
 
 if __name__ == "__main__":
     sharpen_sleep()
-    if sys.argv[1] == "clocks":
-        clocks()
+    if sys.argv[1] in ("clocks", "naps"):
+        {"clocks": clocks, "naps": naps}[sys.argv[1]]()
     elif sys.argv[1] == "ledger":
         ledger(sys.argv[2:])
     else:

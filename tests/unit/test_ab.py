@@ -11,6 +11,7 @@ from mpissd.decode.speculator import InlineSpeculator
 from mpissd.decode.target import TargetLoop
 from mpissd.model.paused import PausedForwards
 from mpissd.rounds import Source
+from mpissd.spec.fanout import FanOuts
 from mpissd.trace import NullLedger
 from mpissd.wait import Waiter
 from tests.loop.harness import NoPlans, Rig, Scenario, requests
@@ -57,11 +58,13 @@ def inline(pause_s: float, per_block: int) -> tuple[TargetLoop, Drafter]:
     """SD in one process, the draft inline; a verification lasts pause_s, a draft step 1/20."""
     scenario = Scenario(mode="sd", lookahead=4, inline=True)
     rig = Rig(scenario)
-    steps = rig.draft_worker.twin(PausedForwards(lambda rows: pause_s / 20, sleep=False))
-    drafter = Drafter(steps, DraftPolicy(4, (), Source.JIT, 4), 1, WAITER)
+    steps = rig.draft_worker.twin(
+        PausedForwards(lambda rows: pause_s / 20, np.zeros(64, np.int32), sleep=False)
+    )
+    drafter = Drafter(steps, DraftPolicy(4, FanOuts(), Source.JIT, 4), 1, WAITER)
     alternate(drafter, per_block)
     target = rig.target_worker(rig.target_forwards)
-    paused = target.twin(PausedForwards(lambda rows: pause_s, sleep=False))
+    paused = target.twin(PausedForwards(lambda rows: pause_s, np.zeros(64, np.int32), sleep=False))
     loop = TargetLoop(paused, InlineSpeculator(drafter), NoPlans(), 1, WAITER)
     loop.admit(requests(1))
     return loop, drafter

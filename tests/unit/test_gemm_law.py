@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mpissd.rounds import Batch, Outcome, Request, Source
 from mpissd.spec.acceptance import AcceptanceLaw, resolve_hit_law
-from mpissd.workload.gemm_law import DraftStream, TokenStream, lanes_of, leading
+from mpissd.spec.fanout import lanes_of
+from mpissd.workload.gemm_law import DraftStream, TokenStream, leading
 from tests.oracle import Law
 
 SHORT = 64  # positions of a window, so that some rounds cross several
@@ -43,7 +44,7 @@ class Pair:
         hazards = {source: law.hazards for source, law in laws.items()}
         told = p_hit, hit_law.hit_a, hit_law.hit_r
         self.law = Law(seed, vocab, hazards, self.fan_out, *told)
-        self.draft = DraftStream(seed, vocab, batch, laws, hit_law, self.fan_out)
+        self.draft = DraftStream(seed, vocab, batch, laws, hit_law, max((1, *fan_out)))
         self.target = TokenStream(seed, vocab, batch, lookahead, SHORT)
         self.batch = Batch(batch)
 
@@ -68,7 +69,8 @@ class Pair:
     def candidates(self, source: Source, num_draft: Sequence[int]) -> list[list[list[int]]]:
         """By batch row and k: F_k ids, in lane order."""
         served = np.array(num_draft, np.int32)
-        ids = self.draft.candidates(np.full(len(served), source, np.int32), served)
+        offsets = self.draft.offsets(self.fan_out)
+        ids = self.draft.candidates(np.full(len(served), source, np.int32), served, offsets)
         ends = np.cumsum(self.fan_out)[:-1]
         return [[part.tolist() for part in np.split(row, ends)] for row in ids]
 

@@ -1,0 +1,75 @@
+"""The committed tokens of every live sequence, as a worker that models contexts needs them.
+
+Each rank keeps its own, from what every rank hears anyway: the speculation that was served, and
+how many of its tokens the next outcome accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mpissd.errors import ProtocolError
+from mpissd.rounds import Batch, Request, Speculation
+from mpissd.workload.base import Admissions
+
+Prompt = Callable[[Request], Sequence[int]]
+
+
+@dataclass
+class History:
+    """One sequence: its tokens, prompt included, and how many rounds it has been through."""
+
+    request: Request
+    tokens: list[int]
+    committed: int  # Batch.lengths, which counts the prompt as one token
+    age: int = 0
+    served: list[int] = field(default_factory=list)
+
+
+class Histories:
+    """By slot."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        """prompt: the tokens of a request, of which the last is its first_token."""
+        self._prompt = prompt
+        self._by_slot: dict[int, History] = {}
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        """Follows an applied outcome: k served tokens and the bonus join each sequence."""
+        admitted = {slot for slot, _ in admissions}
+        slots = batch.slots.tolist()
+        for slot in self._by_slot.keys() - set(slots):
+            del self._by_slot[slot]
+        for slot, request in admissions:
+            tokens = list(self._prompt(request))
+            if not tokens or tokens[-1] != request.first_token:
+                raise ProtocolError(
+                    f"sequence {request.request_id} begins behind token {request.first_token}, "
+                    f"its prompt ends in {tokens[-1:]}"
+                )
+            self._by_slot[slot] = History(request, tokens, 1)
+        rows = zip(slots, batch.lengths.tolist(), batch.last_tokens.tolist(), strict=True)
+        for slot, length, bonus in rows:
+            if slot in admitted:
+                continue
+            history = self._by_slot[slot]
+            accepted = length - history.committed - 1
+            history.tokens += [*history.served[:accepted], bonus]
+            history.committed = length
+            history.age += 1
+            history.served = []
+
+    def serve(self, batch: Batch, speculation: Speculation) -> None:
+        """Remembers what each sequence's target verifies now."""
+        for history, tokens, count in zip(
+            self.rows(batch),
+            speculation.tokens.tolist(),
+            speculation.num_draft.tolist(),
+            strict=True,
+        ):
+            history.served = tokens[:count]
+
+    def rows(self, batch: Batch) -> list[History]:
+        """The histories of the batch, in its order."""
+        return [self._by_slot[slot] for slot in batch.slots.tolist()]

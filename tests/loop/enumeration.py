@@ -1,0 +1,255 @@
+"""The exact law of what the real loop emits, by decoding every path that its choices can take.
+
+States after a round that have the same future are merged and their probabilities added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.comm.link import queue_link
+from mpissd.decode.controls import Controls
+from mpissd.decode.draft import Drafter
+from mpissd.decode.speculator import RemoteSpeculator
+from mpissd.decode.target import TargetLoop
+from mpissd.rounds import Batch, Ints, Outcome, Source, Speculation
+from mpissd.spec import sampling
+from mpissd.spec.fanout import FanOuts
+from mpissd.workload import markov
+from mpissd.workload.base import Branches, Proposals
+from tests.loop.choices import Choices, Name, Path
+from tests.loop.harness import CountingForwards, NoPlans
+from tests.loop.markov_rig import WAITER, Pair, joint_law
+
+Law = dict[tuple[int, ...], float]
+Served = tuple[tuple[Source, int], ...]  # (source, num_draft), by batch row
+Rows = dict[int, list[NDArray[np.float32]]]  # by batch row: what its tokens were drawn from
+EXACT = 1e-12  # what rounding may add to a total variation of 0
+_UNSEEN = 0.5  # a number for draws that nobody will look at
+
+
+class Watched(markov.MarkovDraftWorker):
+    """The draft worker; lanes that are known to have lost draw numbers that part no paths."""
+
+    decoding: Decoding
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        found = super().branches(batch, speculation, fan_outs)
+        self.grown: Branches | None = found
+        self.lanes = list(found.rollout.lanes)  # type: ignore[attr-defined]
+        self.lost: list[object] = []
+        return found
+
+    def winner(self, row: int, k: int, bonus: int) -> int | None:
+        """The lane of an outcome."""
+        if self.grown is None:
+            return None
+        is_key = self.grown.rollout.first == bonus
+        lanes = np.flatnonzero((self.grown.lanes.rows == row) & (self.grown.lanes.k == k) & is_key)
+        return int(lanes[0]) if len(lanes) else None
+
+    def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
+        unseen = any(lane is lost for lost in self.lost)
+        return super()._propose(lane, place, _UNSEEN if unseen else u)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is decoded, and what is enumerated of it: the first `count` tokens.
+
+    watched: sequences that are enumerated; those of the others draw as they always do.
+    steps: growth steps in the time of a round. tamper: what a biased draft does to its answer.
+    rename: which uniform stands for a named one. fresh: a uniform serves one round (checked).
+    remembers: what `steps`, `controls` and `tamper` read beside tokens and k of past rounds.
+    merged: states with one future are one state, and what loses is not enumerated.
+    """
+
+    pair: Pair
+    count: int = 3
+    watched: tuple[int, ...] = (0,)
+    steps: Callable[[Decoding], int] = lambda decoding: decoding.case.pair.K
+    controls: Callable[[Decoding], Controls] | None = None
+    worker: type[Watched] = Watched
+    tamper: Callable[[Decoding, Speculation, Rows], None] | None = None
+    rename: Callable[[Name], Name] = lambda name: name
+    fresh: bool = True
+    remembers: Callable[[Decoding], Hashable] = lambda decoding: None
+    merged: bool = True
+    rounds: int | None = None
+
+
+class Way(NamedTuple):
+    """How a round can end: probability, path, tokens, and what the future depends on."""
+
+    chance: float
+    path: Path
+    tokens: list[list[int]]
+    key: Hashable
+
+
+class Decoding(RemoteSpeculator):
+    """One path through a case up to round `last`: the real loop, links and draft in one thread."""
+
+    def __init__(self, case: Case, choices: Choices, last: int) -> None:
+        pair = case.pair
+        lead, self._end = queue_link(pair.shape, WAITER)
+        super().__init__(lead)
+        self.case, self.choices, self._last = case, choices, last
+        self.worker = case.worker(CountingForwards(), pair.laws, pair.K, pair.fans)
+        self.worker.decoding, self.worker.grown, self.worker.lost = self, None, []
+        policy = pair.policy()
+        controls = case.controls(self) if case.controls else None
+        self.drafter = Drafter(self.worker, policy, pair.batch, WAITER, controls)
+        self.loop = TargetLoop(_Target(self), self, NoPlans(), pair.batch, WAITER)
+        self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
+        self.accepted: list[int] = []  # k of the first watched sequence, round by round
+        self._previous: Speculation | None = None
+        self.last_q = 0.0  # a note that a case may take
+        self.ways: list[tuple[float, Path, tuple[Ints, Ints]]] = []
+
+    @property
+    def served(self) -> Served:
+        """What the last round was decoded with."""
+        assert self._previous is not None, "before the first round"
+        told = zip(self._previous.source.tolist(), self._previous.num_draft.tolist(), strict=True)
+        return tuple((Source(source), num_draft) for source, num_draft in told)
+
+    def run(self) -> Iterator[Way]:
+        """Every way that round `last` can end."""
+        self.loop.admit(self.case.pair.laws.requests(0, self.case.pair.batch))
+        for _ in range(self._last):
+            result = self.loop.step()
+            outcome = result.outcome
+            self._emit(self.emitted, result.speculation, outcome.num_accepted, outcome.bonus)
+            self.accepted.append(int(outcome.num_accepted[self.case.watched[0]]))
+        speculation = self.loop.step().speculation
+        for weight, path, (accepted, bonus) in self.ways:
+            emitted = [list(tokens) for tokens in self.emitted]
+            self._emit(emitted, speculation, accepted, bonus)
+            key = self._key(emitted, accepted, bonus) if self.case.merged else path
+            yield Way(weight, path, [emitted[n] for n in self.case.watched], key)
+
+    def _emit(
+        self, emitted: list[list[int]], speculation: Speculation, accepted: Ints, bonus: Ints
+    ) -> None:
+        for row, tokens in enumerate(emitted):
+            tokens += [*speculation.tokens[row, : accepted[row]].tolist(), int(bonus[row])]
+
+    def _key(self, emitted: list[list[int]], accepted: Ints, bonus: Ints) -> Hashable:
+        lanes = []
+        for row, (k, token) in enumerate(zip(accepted.tolist(), bonus.tolist(), strict=True)):
+            lane = self.worker.winner(row, k, token)
+            if lane is not None:
+                won: Any = self.worker.lanes[lane]
+                place = int(self.worker.grown.lanes.place[lane])  # type: ignore[union-attr]
+                lanes.append((won.context, won.fan_out, place))
+            else:
+                lanes.append(None)
+        known = () if self.case.fresh else tuple(sorted(self.choices.intervals().items()))
+        past = *self.accepted, int(accepted[self.case.watched[0]]), self.case.remembers(self)
+        return tuple(map(tuple, emitted)), tuple(lanes), past, known
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        """The draft's turn, then what the lead hears of it."""
+        outcome, _ = self._end.outcome(round_ - 1)
+        self.choices.round = round_
+        if self._previous is not None:
+            if self.case.merged:  # later than it really is, when it is known who lost
+                self._forget_losers(outcome)
+                self._grow()
+            self.drafter.close_round(self._previous)
+        answer, rows = self.drafter.answer(outcome), self.drafter.proposals_by_row()
+        if self.case.tamper is not None:
+            self.case.tamper(self, answer, rows)
+        self._end.send_speculation(answer)
+        if flat := [row for _, found in sorted(rows.items()) for row in found]:
+            self._end.send_proposals(round_, flat)
+        self.drafter.hear(answer)
+        self._previous = answer
+        self.worker.grown = None
+        if self.drafter.begin_growth(answer) and not self.case.merged:
+            self._grow()
+        return super().answer(round_, count)
+
+    def _forget_losers(self, outcome: Outcome) -> None:
+        pairs = zip(outcome.num_accepted.tolist(), outcome.bonus.tolist(), strict=True)
+        won = {self.worker.winner(row, k, bonus) for row, (k, bonus) in enumerate(pairs)}
+        if self.worker.grown is not None:
+            self.worker.lost = [x for n, x in enumerate(self.worker.lanes) if n not in won]
+
+    def _grow(self) -> None:
+        for _ in range(self.case.steps(self)):
+            if self.drafter.growing:
+                self.drafter.grow_step()
+
+
+class _Target(markov.MarkovTargetWorker):
+    """The target worker, whose verdict in the last round is every verdict that it can come to."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        super().__init__(CountingForwards(), decoding.case.pair.laws)
+        self._decoding = decoding
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        decoding, judge = self._decoding, super().judge
+        if decoding.loop.round < decoding._last:
+            return judge(batch, speculation, proposals)
+        decoding.ways = decoding.choices.fork(lambda: judge(batch, speculation, proposals))
+        return decoding.ways[0][2]
+
+
+@dataclass
+class Found:
+    """What a case emits, sequence behind sequence, and what was served on the way."""
+
+    law: Law
+    served: set[Served]
+    bias: float = 0.0  # total variation between the law and the target's own
+
+
+def enumerate_(case: Case) -> Found:
+    """The law of the first `count` tokens; given that they are there after `rounds`, if said."""
+    found = Found({}, set())
+    states: dict[Hashable, tuple[float, Path]] = {None: (1.0, ())}
+    for last in range(case.rounds or case.count):
+        following: dict[Hashable, tuple[float, Path]] = {}
+        for reached, prefix in states.values():
+            for chance, path, emitted, key in _ways(case, prefix, last, found.served):
+                if min(map(len, emitted)) >= case.count:
+                    first = tuple(token for tokens in emitted for token in tokens[: case.count])
+                    found.law[first] = found.law.get(first, 0.0) + reached * chance
+                else:
+                    before, old = following.get(key, (0.0, path))
+                    following[key] = before + reached * chance, old
+        states = following
+    found.bias = _bias(case, found.law, 1.0 if case.rounds is None else sum(found.law.values()))
+    return found
+
+
+def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[Way]:
+    stack = [prefix]
+    while stack:
+        choices = Choices(stack.pop(), len(prefix), case)
+        with mock.patch.object(markov, "uniforms", choices.uniforms):
+            decoding = Decoding(case, choices, last)
+            yield from decoding.run()
+        served.add(decoding.served)
+        stack += choices.others
+
+
+def _bias(case: Case, law: Law, total: float) -> float:
+    """Total variation between `law` / total and the product of the target's conditionals."""
+    pair, want = case.pair, {(): 1.0}
+    for n in case.watched:
+        own = joint_law(pair, pair.laws.prompt(n), case.count)
+        want = {(*a, *b): p * q for a, p in want.items() for b, q in own.items()}
+    assert law.keys() <= want.keys()
+    return sum(abs(law.get(first, 0.0) / total - chance) for first, chance in want.items()) / 2

@@ -1,0 +1,294 @@
+"""Pairs of markov models, decoded by the real loops without MPI.
+
+Forwards compute nothing. Draft ranks and followers are threads; their messages are the real ones.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.comm import wire
+from mpissd.comm.link import DraftEnd, LeadEnd, LinkShape, queue_link
+from mpissd.decode.draft import Drafter, DraftPolicy, Share, serve
+from mpissd.decode.speculator import (
+    InlineSpeculator,
+    NoSpeculator,
+    RemoteSpeculator,
+    Speculator,
+)
+from mpissd.decode.target import TargetLoop, follow
+from mpissd.errors import MpissdError
+from mpissd.records import RoundRecords
+from mpissd.rounds import Ints, Outcome, Source, Speculation
+from mpissd.spec.fanout import FanOuts, owners_of
+from mpissd.wait import Waiter
+from mpissd.workload.markov import MarkovDraftWorker, MarkovLaws, MarkovTargetWorker
+from mpissd.workload.markov_model import Logits, MarkovModel
+from tests.loop.harness import CountingForwards, Guarded, NoPlans
+
+WAITER = Waiter(30.0, spin=False)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models, and how they decode; num_drafts: 0 is inline, tp: target ranks."""
+
+    mode: str = "ssd"
+    vocab: int = 4
+    order: int = 1
+    divergence: float = 0.5
+    temperature: float = 1.0
+    saguaro_c: float = 1.0
+    prompt_tokens: int = 1
+    seed: int = 0
+    batch: int = 1
+    lookahead: int = 2
+    fan_out: tuple[int, ...] | None = None
+    fan_out_miss: tuple[int, ...] | None = None
+    backup: str = "jit"
+    backup_lookahead: int | None = None
+    on_late: str = "finish"
+    num_drafts: int = 1
+    tp: int = 1
+
+    @property
+    def K(self) -> int:
+        return 0 if self.mode == "ar" else self.lookahead
+
+    @property
+    def fans(self) -> FanOuts:
+        if self.mode != "ssd":
+            return FanOuts()
+        hit = self.fan_out or (2,) * (self.K + 1)
+        return FanOuts(hit, self.fan_out_miss or hit)
+
+    @property
+    def laws(self) -> MarkovLaws:
+        return MarkovLaws(
+            target=MarkovModel(self.vocab, self.order, self.seed),
+            draft=MarkovModel(self.vocab, self.order, self.seed, self.divergence),
+            temperature=self.temperature,
+            seed=self.seed,
+            saguaro_c=self.saguaro_c,
+            prompt_tokens=self.prompt_tokens,
+        )
+
+    @property
+    def shape(self) -> LinkShape:
+        vocab, drafts = self.vocab if self.K else 0, max(1, self.num_drafts)
+        return LinkShape(3, self.batch, self.K, vocab=vocab, num_drafts=drafts)
+
+    def policy(self, index: int = 0) -> DraftPolicy:
+        share = Share()
+        if self.num_drafts > 1:
+            weights, a = [1.0] * (self.K + 1), [0.75] * (self.K + 1)
+            share = Share(
+                index,
+                self.num_drafts,
+                lambda fans: owners_of(fans, self.num_drafts, weights[: len(fans)], a, 1.0),
+            )
+        return DraftPolicy(
+            self.K,
+            self.fans,
+            Source[self.backup.upper()],
+            self.backup_lookahead or self.K,
+            self.on_late,
+            sampled=True,
+            share=share,
+        )
+
+    def drafter(self, index: int = 0) -> Drafter:
+        worker = MarkovDraftWorker(CountingForwards(), self.laws, self.K, self.fans)
+        return Drafter(worker, self.policy(index), self.batch, WAITER)
+
+
+def conditionals(model: MarkovModel, temperature: float, context: Sequence[int]) -> Any:
+    """p(· | context), [V], from the model's logits and nothing else of what is tested."""
+    z = model.logits(model.context(context)).astype(np.float64)
+    weights = np.exp((z - z.max()) / temperature)
+    return weights / weights.sum()
+
+
+def joint_law(pair: Pair, prompt: Sequence[int], count: int) -> dict[tuple[int, ...], float]:
+    """P(first `count` tokens) = Π p(token | what is before it)."""
+    law = {}
+    for tokens in product(range(pair.vocab), repeat=count):
+        chance = 1.0
+        for n, token in enumerate(tokens):
+            behind = [*prompt, *tokens[:n]]
+            chance *= conditionals(pair.laws.target, pair.temperature, behind)[token]
+        law[tokens] = chance
+    return law
+
+
+def greedy(pair: Pair, count: int, stop_token: int | None = None) -> dict[int, list[int]]:
+    """The target's likeliest token, again and again, from the models alone."""
+    found = {}
+    for n in range(pair.batch):
+        tokens = pair.laws.prompt(n)
+        while len(tokens) < pair.prompt_tokens + count and (
+            stop_token not in tokens[pair.prompt_tokens :]
+        ):
+            model = pair.laws.target
+            tokens.append(int(np.argmax(model.logits(model.context(tokens)))))
+        found[n] = tokens[pair.prompt_tokens :]
+    return found
+
+
+class ThreadGather:
+    """Shares of the logits from follower threads to the lead's."""
+
+    def __init__(self, tp: int) -> None:
+        self._queues = [queue.SimpleQueue[Logits]() for _ in range(tp)]
+
+    def end(self, rank: int) -> _GatherEnd:
+        return _GatherEnd(self._queues, rank)
+
+
+class _GatherEnd:
+    def __init__(self, queues: list[queue.SimpleQueue[Logits]], rank: int) -> None:
+        self._queues, self._rank = queues, rank
+
+    def start(self, local: Logits) -> None:
+        self._queues[self._rank].put(local)
+
+    def done(self) -> bool:
+        return self._rank > 0 or not any(part.empty() for part in self._queues)
+
+    def result(self) -> Logits:
+        return np.stack([part.get() for part in self._queues])
+
+
+class SampledPlans:
+    """Plans to followers, through real wire buffers."""
+
+    def __init__(self, shape: LinkShape, followers: int) -> None:
+        self._shape = shape
+        self.queues = [queue.SimpleQueue[Ints]() for _ in range(followers)]
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        for follower in self.queues:
+            buffer = self._shape.plan_buffer()
+            wire.write_plan(buffer, outcome, speculation, stop)
+            follower.put(buffer.array)
+
+    def source(self, n: int) -> _PlanSource:
+        return _PlanSource(self._shape, self.queues[n])
+
+
+class _PlanSource:
+    def __init__(self, shape: LinkShape, plans: queue.SimpleQueue[Ints]) -> None:
+        self._shape, self._plans = shape, plans
+
+    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
+        buffer = self._shape.plan_buffer()
+        buffer.array[:] = self._plans.get(timeout=60)
+        lookahead, sampled = self._shape.lookahead, self._shape.sampled
+        return wire.read_plan(buffer, round_, lookahead, sampled=sampled)
+
+
+@dataclass
+class Decoded:
+    """What came of a pair: rounds, and the lead's loop and speculator."""
+
+    records: RoundRecords
+    loop: TargetLoop
+    speculator: Speculator
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        return self.records.tokens()
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """[n, 8]: round, id, epoch, k, t*, source, hit, num_draft."""
+        return self.records.sequences()
+
+    @property
+    def rejected(self) -> dict[int, bool]:
+        """By round: whether a token was rejected."""
+        found = dict[int, bool]()
+        for round_, _, _, k, _, _, _, num_draft in self.rows.tolist():
+            found[round_] = found.get(round_, False) or k < num_draft
+        return found
+
+    def first(self, count: int) -> dict[int, list[int]]:
+        return {n: tokens[:count] for n, tokens in self.tokens.items()}
+
+
+def decode(
+    pair: Pair,
+    num_tokens: int,
+    stop_token: int | None = None,
+    *,
+    hook: Callable[[LeadEnd, DraftEnd], None] = lambda lead, draft: None,
+) -> Decoded:
+    """Rounds until every sequence has num_tokens or its stop token, ranks as threads.
+
+    hook: sees both ends of every link first.
+    """
+    gather, plans = ThreadGather(pair.tp), SampledPlans(pair.shape, pair.tp - 1)
+    threads = [Guarded(lambda n=n: _follow(pair, gather, plans, n)) for n in range(1, pair.tp)]  # type: ignore[misc]
+    links = []
+    speculator: Speculator = NoSpeculator()
+    if pair.K and pair.num_drafts == 0:
+        speculator = InlineSpeculator(pair.drafter())
+    elif pair.K:
+        links = [queue_link(pair.shape, WAITER) for _ in range(pair.num_drafts)]
+        for n, (lead, draft) in enumerate(links):
+            hook(lead, draft)
+            threads.append(Guarded(lambda n=n, draft=draft: serve(draft, pair.drafter(n))))  # type: ignore[misc]
+        speculator = RemoteSpeculator(*(lead for lead, _ in links))
+    worker = _target(pair, gather, 0)
+    loop = TargetLoop(worker, speculator, plans if pair.tp > 1 else NoPlans(), pair.batch, WAITER)
+    records = RoundRecords(pair.K, stop_token)
+    try:
+        for _ in rounds(loop, records, pair, num_tokens, stop_token):
+            pass
+        loop.stop()
+    except MpissdError:
+        for lead, _ in links:  # the drafts wait for the next outcome
+            lead.send_outcome(Outcome.admission(loop.round, []), stop=True)
+        raise
+    finally:
+        for thread in threads:
+            thread.finish()
+    return Decoded(records, loop, speculator)
+
+
+def rounds(
+    loop: TargetLoop,
+    records: RoundRecords,
+    pair: Pair,
+    num_tokens: int,
+    stop_token: int | None = None,
+) -> Iterator[int]:
+    """Steps the loop until every sequence is done; yields the number of rounds so far."""
+    loop.admit(pair.laws.requests(0, pair.batch))
+    left = dict.fromkeys(range(pair.batch), num_tokens)
+    while left:
+        result = loop.step()
+        records.add(result.t_target_s, result.speculation, result.outcome)
+        drafts = result.speculation.tokens.tolist()
+        for (id_, _, _, k, bonus), row in zip(result.outcome.rows.tolist(), drafts, strict=True):
+            left[id_] -= k + 1
+            if left[id_] <= 0 or stop_token in (*row[:k], bonus):
+                del left[id_]
+                loop.finish([id_])
+        yield len(records)
+
+
+def _target(pair: Pair, gather: ThreadGather, rank: int) -> MarkovTargetWorker:
+    end = gather.end(rank) if pair.tp > 1 else None
+    return MarkovTargetWorker(CountingForwards(), pair.laws, tp=pair.tp, rank=rank, gather=end)
+
+
+def _follow(pair: Pair, gather: ThreadGather, plans: SampledPlans, n: int) -> None:
+    follow(_target(pair, gather, n), plans.source(n - 1), pair.batch, WAITER)

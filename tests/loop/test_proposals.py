@@ -1,0 +1,134 @@
+"""PROPOSALS: the whole rows that tokens were drawn from, and what the lead does about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.comm.link import DraftEnd, LeadEnd
+from mpissd.errors import FaultError, ProtocolError
+from mpissd.wait import Waiter
+from tests.loop.markov_rig import Pair, decode
+
+PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2, 2, 2, 3))
+
+
+class Watch:
+    """What the lead did about PROPOSALS, in order: (round, read or dropped)."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, str]] = []
+
+    def __call__(self, lead: LeadEnd, draft: DraftEnd) -> None:
+        read, skip, heard = lead.proposals, lead.skip_proposals, lead.speculation
+        last = [0]
+
+        def proposals(round_: int, count: int) -> NDArray[np.float32]:
+            self.log.append((round_, "read"))
+            return read(round_, count)
+
+        def skip_proposals(*args: Any) -> None:
+            self.log.append((last[0], "dropped"))
+            skip(*args)
+
+        def speculation(round_: int, count: int) -> Any:
+            last[0] = round_
+            return heard(round_, count)
+
+        lead.proposals, lead.skip_proposals = proposals, skip_proposals  # type: ignore[method-assign]
+        lead.speculation = speculation  # type: ignore[method-assign]
+
+
+def test_rows_are_read_in_the_rounds_that_reject_and_in_no_other() -> None:
+    watch = Watch()
+    done = decode(PAIR, 60, hook=watch)
+    needed = done.rejected
+    assert {True, False} == set(needed.values())
+    assert watch.log == [(n, "read" if needed[n] else "dropped") for n in needed]
+
+
+def test_a_draft_that_is_never_wrong_is_never_asked() -> None:
+    watch = Watch()
+    done = decode(replace(PAIR, divergence=0.0, temperature=0.7), 60, hook=watch)
+    assert not any(done.rejected.values())
+    assert {what for _, what in watch.log} == {"dropped"}
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"mode": "sd", "backup": "fast"}])
+def test_certain_tokens_have_no_rows(changes: dict[str, Any]) -> None:
+    watch = Watch()
+    done = decode(replace(PAIR, **changes), 40, hook=watch)
+    assert any(done.rejected.values()) and watch.log == []
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_rows_that_come_late_change_nothing(drafts: int) -> None:
+    def late(lead: LeadEnd, draft: DraftEnd) -> None:
+        assert lead._side is not None
+        carrier, polls = lead._side.carrier, [0]
+        arrived, release = carrier.arrived, carrier.release
+
+        def arrived_late() -> bool:
+            polls[0] += 1
+            return polls[0] > 40 and arrived()
+
+        def released() -> None:
+            polls[0] = 0
+            release()
+
+        carrier.arrived, carrier.release = arrived_late, released  # type: ignore[method-assign]
+
+    pair = replace(PAIR, num_drafts=drafts)
+    assert decode(pair, 40, hook=late).tokens == decode(pair, 40).tokens
+
+
+Rows = Sequence[NDArray[np.float32]]
+Send = Callable[[int, Rows], None]
+
+
+def tampering(change: Callable[[Send, int, Rows], None]) -> Callable[[LeadEnd, DraftEnd], None]:
+    def hook(lead: LeadEnd, draft: DraftEnd) -> None:
+        send = draft.send_proposals
+        draft.send_proposals = lambda round_, rows: change(send, round_, rows)  # type: ignore[method-assign]
+
+    return hook
+
+
+MALFORMED: dict[str, tuple[Callable[[Send, int, Rows], None], str]] = {
+    "another round": (lambda send, r, rows: send(r + 1, rows), "round is 1, expected 0"),
+    "too few": (lambda send, r, rows: send(r, rows[1:]), "PROPOSALS of 5 rows, expected 6"),
+    "out of order": (lambda send, r, rows: send(r, rows[::-1]), "its row says"),
+    "not normal": (lambda send, r, rows: send(r, [row * np.nan for row in rows]), "no probability"),
+    "all zero": (lambda send, r, rows: send(r, [row * 0 for row in rows]), "its row says 0.0"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_rows_are_refused(name: str) -> None:
+    change, message = MALFORMED[name]
+    pair = replace(PAIR, divergence=1.0)  # rejects at once
+    with pytest.raises(ProtocolError, match=message):
+        decode(pair, 40, hook=tampering(change))
+
+
+@pytest.mark.parametrize("divergence", [0.0, 1.0])
+def test_rows_that_never_come_are_missed(divergence: float) -> None:
+    """Where none was needed, at the end of their round."""
+
+    def lost(lead: LeadEnd, draft: DraftEnd) -> None:
+        lead.waiter = Waiter(0.2, spin=False)
+        draft.send_proposals = lambda round_, rows: None  # type: ignore[method-assign]
+
+    with pytest.raises(FaultError, match="draft: proposals: nothing for"):
+        decode(replace(PAIR, divergence=divergence), 40, hook=lost)
+
+
+def test_what_nobody_looks_at_may_be_anything() -> None:
+    pair = replace(PAIR, divergence=0.0)
+    spoiled = tampering(lambda send, r, rows: send(r, [row * np.nan for row in rows]))
+    assert decode(pair, 40, hook=spoiled).tokens == decode(pair, 40).tokens
