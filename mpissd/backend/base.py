@@ -109,6 +109,9 @@ class Backend(ABC):
     itemsize: int  # bytes of a weight or activation
     dtype_name: str
 
+    def plan_rows(self, max_rows: int) -> None:  # noqa: B027  (few backends choose a layout)
+        """Says how many rows the products with the weights made from now on have at most."""
+
     @abstractmethod
     def weight(self, parts: Sequence[WeightPart]) -> Array:
         """A weight [in, Σout] with deterministic random values, in this backend's own layout."""
@@ -154,9 +157,7 @@ class Backend(ABC):
         """Copies the int32 device array `ids` to the host buffer (device → host)."""
 
     @abstractmethod
-    def program(
-        self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
-    ) -> Program:
+    def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
         """Compiles a body. Collective over a group whose all-reduce is part of the body."""
 
     @abstractmethod
@@ -178,6 +179,13 @@ class Backend(ABC):
     @abstractmethod
     def copy_bandwidth(self, num_bytes: int) -> float | None:
         """Bytes a second, read and written ones, of a copy on the device; None = unknown."""
+
+    @abstractmethod
+    def peak_flops(self) -> float | None:
+        """Flop a second of a large square product, the fastest of some; None = unknown.
+
+        What bounds a forward of many rows. Takes ≤ 0.1 s.
+        """
 
     @property
     def capture(self) -> bool:

@@ -1,4 +1,7 @@
-"""Float16 on one NVIDIA GPU: cuBLAS products, a few small kernels, forwards as CUDA graphs.
+"""Float16 on one NVIDIA GPU: products, a few small kernels, forwards as CUDA graphs.
+
+Products are cuBLAS's; from compute capability 9.0 on, those of up to 32 rows are chained into one
+persistent kernel (cupy_chain), for which weights lie in an order of its own.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
 launches (token ids) lies in page-locked buffers that its kernels read, never in captured values.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cupy
@@ -23,7 +27,16 @@ from numpy.typing import NDArray
 
 from mpissd.backend import kernels
 from mpissd.backend.base import Backend, Cost, WeightPart
+from mpissd.backend.chain_plan import MAX_ROWS, PAIR, Operand, aligned, pack, unpack
 from mpissd.backend.cublas import WORKSPACE_BYTES, open_gemm
+from mpissd.backend.cupy_chain import (
+    ChainRunner,
+    Inboxes,
+    operand,
+    packed_product,
+    suits,
+    why_not,
+)
 from mpissd.backend.cupy_device import (
     ceil_div,
     check_devices,
@@ -41,14 +54,19 @@ _FILL_COLUMNS = 4096  # row length of a buffer that is only read
 _READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9  # of one timed sample; of its buffer
 _READ_SAMPLES, _WARM_UP_S = 7, 0.05
+_SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03  # of peak_flops
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight in the layout its products want: row-major [in, out], neither operand transposed."""
+    """A weight in the layout its products want: row-major [in, out], neither operand transposed.
+
+    packed: in the chain's order instead, in an array of the same shape.
+    """
 
     values: Any
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,7 +82,8 @@ class CupyBackend(Backend):
     itemsize = 2
     dtype_name = "float16"
 
-    def __init__(self, local_rank: int, *, graph: bool = True) -> None:
+    def __init__(self, local_rank: int, *, graph: bool = True, chain: bool = True) -> None:
+        """chain=False: all products by cuBLAS."""
         check_devices(local_rank)
         self.device_id = local_rank
         cupy.cuda.Device(local_rank).use()
@@ -80,20 +99,35 @@ class CupyBackend(Backend):
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
         self.info = device_info(local_rank, self._properties)
+        self.stop = self.host_ints(1)  # not 0: kernels that wait give up
+        self._chain: ChainRunner | None = None
+        self._packs = False
+        self.no_chain_reason = why_not(local_rank) if chain else "not wanted"
+        if self.no_chain_reason is None:
+            sms = int(self._properties["multiProcessorCount"])
+            self._chain = ChainRunner(self.stream, sms, self.stop, self._launch)
 
     @property
     def capture(self) -> bool:
         return self._graph and self._gemm is not None
 
+    def plan_rows(self, max_rows: int) -> None:
+        """More rows than a chain's registers hold would read the weights more than once."""
+        self._packs = self._chain is not None and max_rows <= MAX_ROWS
+
     def weight(self, parts: Sequence[WeightPart]) -> Weight:
         rows = parts[0].in_stop - parts[0].in_start
-        values = device_empty((rows, sum(p.out_stop - p.out_start for p in parts)), HALF)
+        widths = [p.out_stop - p.out_start for p in parts]
+        values = device_empty((rows, sum(widths)), HALF)
+        weight = Weight(values, self._packs and suits(widths, rows))
         column = 0
-        for part in parts:
-            width = part.out_stop - part.out_start
-            self._fill(values[:, column : column + width], part)
+        for part, width in zip(parts, widths, strict=True):
+            if weight.packed:
+                self._fill_packed(weight.values.data.ptr + 2 * rows * column, part)
+            else:
+                self._fill(weight.values[:, column : column + width], part)
             column += width
-        return Weight(values)
+        return weight
 
     def activation(self, rows: int, width: int) -> Any:
         return self._filled((rows, width), HALF, np.nan)
@@ -126,6 +160,10 @@ class CupyBackend(Backend):
     def matmul(self, x: Any, weight: Weight, out: Any) -> None:
         (m, k), (w_in, n), w = x.shape, weight.shape, weight.values
         assert w_in == k and out.shape == (m, n), f"{x.shape} @ {weight.shape} -> {out.shape}"
+        if weight.packed:
+            self._multiply_packed(operand(x), w.data.ptr, operand(out))
+            return
+        self.flush()
         if self._gemm is None:
             with self.stream:
                 cupy.matmul(x, w, out=out)
@@ -171,7 +209,8 @@ class CupyBackend(Backend):
     def program(
         self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
     ) -> CupyProgram:
-        program = CupyProgram(self.stream, body, capturable and self.capture)
+        capture = capturable and self.capture
+        program = CupyProgram(self.stream, self._whole(body), capture, self.stop)
         self._programs.add(program)
         return program
 
@@ -181,10 +220,14 @@ class CupyBackend(Backend):
     def to_host(self, array: Any) -> Any:
         values = array.values if isinstance(array, Weight) else array
         host = cupy.asnumpy(values, stream=self.stream)
+        if isinstance(array, Weight) and array.packed:
+            host = unpack(host)
         return host.astype(np.float32) if host.dtype == HALF else host
 
     def from_host(self, values: Any, out: Any) -> None:
         target = out.values if isinstance(out, Weight) else out
+        if isinstance(out, Weight) and out.packed:
+            values = pack(np.asarray(values))
         with self.stream:
             target[...] = cupy.asarray(np.ascontiguousarray(values, dtype=target.dtype))
         self.synchronize()
@@ -221,6 +264,25 @@ class CupyBackend(Backend):
         program = CupyProgram(self.stream, copy, capture=True)
         return float(2 * half * passes / self._median_s(program))
 
+    def peak_flops(self) -> float | None:
+        """A square product of float16, of 8192 if there is room; None where 1024 is too much.
+
+        Launched for 30 ms (three times at least), timed by events; the fastest, as chips slow down
+        when they get hot.
+        """
+        room = runtime.memGetInfo()[0] // 2  # for x, weight and out
+        side = next((n for n in _SQUARES if 3 * n * n * self.itemsize <= room), None)
+        if side is None:
+            return None
+        x, weight = self.table(side, side, 1), Weight(self.table(side, side, 2))
+        out = device_empty((side, side), HALF)
+        body = partial(self.matmul, x, weight, out)
+        program = CupyProgram(self.stream, body, capture=self.capture)
+        seconds = [self._timed(program)]
+        while sum(seconds) < _PEAK_S or len(seconds) < 3:
+            seconds.append(self._timed(program))
+        return float(2 * side**3 / min(seconds))
+
     def copy_out(self, array: Any, host: Any) -> None:
         """Starts a copy of a contiguous device array to page-locked `host` (same bytes)."""
         self._copy(host.ctypes.data, array.data.ptr, array, runtime.memcpyDeviceToHost)
@@ -229,8 +291,23 @@ class CupyBackend(Backend):
         """Starts a copy of page-locked `host` to a contiguous device array (same bytes)."""
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
 
+    def flush(self) -> None:
+        """Launches the products that a program's body has only noted so far."""
+        if self._chain is not None:
+            self._chain.flush()
+
+    def sum_last(self, out: Any, inboxes: Inboxes) -> bool:
+        """Has the chain sum `out` over the ranks where its last product writes it; else False."""
+        return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
+
+    def limit_waits(self, seconds: float) -> None:
+        """How long kernels wait for one another, and for other ranks, before they give up."""
+        if self._chain is not None:
+            self._chain.limit_s = seconds
+
     def fence(self) -> Callable[[], bool]:
         """A test that is true once everything enqueued so far is over."""
+        self.flush()
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return lambda: reached(event)
@@ -245,6 +322,8 @@ class CupyBackend(Backend):
         if self._gemm is not None:
             self._gemm.close()
             self._gemm = None
+        if self._chain is not None:
+            self._chain.close()
         self._workspace = self._sums = None
         self._scratches.clear()
 
@@ -256,6 +335,32 @@ class CupyBackend(Backend):
         key = np.uint32(part.key & 0xFFFFFFFF)
         args = (out, np.int64(step(out)), key, *first, *sizes, np.float32(part.scale))
         self._launch("fill", grid, (32, 8), args)
+
+    def _fill_packed(self, address: int, part: WeightPart) -> None:
+        rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
+        lanes = rows * columns // 8
+        first = (np.uint32(part.in_start), np.uint32(part.out_start))
+        key, scale = np.uint32(part.key & 0xFFFFFFFF), np.float32(part.scale)
+        args = (np.uintp(address), np.int64(lanes), np.int32(rows // PAIR), key, *first, scale)
+        self._launch("fill_packed", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
+
+    def _multiply_packed(self, x: Operand, weight: int, out: Operand) -> None:
+        if self._chain is not None and aligned(x, out):
+            self._chain.multiply(x, weight, out)
+        else:
+            packed_product(self._launch, x, weight, out)
+
+    def _whole(self, body: Callable[[], None]) -> Callable[[], None]:
+        """A body whose products are chained."""
+        chain = self._chain
+        if chain is None:
+            return body
+
+        def whole() -> None:
+            with chain.held():
+                body()
+
+        return whole
 
     def _scratch(self, count: int) -> Any:
         """Words between two kernels; made by the first call, kept as a graph may hold them."""
@@ -291,8 +396,10 @@ class CupyBackend(Backend):
 
     def _copy(self, to: int, source: int, array: Any, kind: int) -> None:
         assert array.flags.c_contiguous, f"{array.shape} has gaps"
+        self.flush()
         runtime.memcpyAsync(to, source, array.nbytes, kind, self.stream.ptr)
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+        self.flush()
         with self.stream:
             self._kernels[name](grid, block, args, shared_mem=shared_mem)

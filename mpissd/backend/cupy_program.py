@@ -9,6 +9,7 @@ import cupy
 
 from mpissd.backend.base import Program
 from mpissd.backend.cupy_device import reached
+from mpissd.errors import FaultError
 
 
 class CupyProgram(Program):
@@ -17,8 +18,11 @@ class CupyProgram(Program):
     Holds the body, and so the buffers that the graph reads, for as long as it lives.
     """
 
-    def __init__(self, stream: Any, body: Callable[[], None], capture: bool) -> None:
-        self._stream, self._body = stream, body
+    def __init__(
+        self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
+    ) -> None:
+        """stop[0]: not 0 once a kernel has given up a wait; a launch then ends in a FaultError."""
+        self._stream, self._body, self._stop = stream, body, stop
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
         body()  # loads kernels, connects peers, allocates: what a capture may not do
         stream.synchronize()
@@ -38,7 +42,11 @@ class CupyProgram(Program):
         self._end.record(self._stream)
 
     def done(self) -> bool:
-        return reached(self._end)
+        if not reached(self._end):
+            return False
+        if self._stop[0]:
+            raise FaultError("GPU: a forward waited in vain for another rank, or for itself")
+        return True
 
     def elapsed_s(self) -> float:
         return float(cupy.cuda.get_elapsed_time(self._start, self._end)) / 1e3

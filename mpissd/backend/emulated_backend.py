@@ -108,5 +108,8 @@ class EmulatedBackend(Backend):
     def copy_bandwidth(self, num_bytes: int) -> float | None:
         return None
 
+    def peak_flops(self) -> float | None:
+        return self.profile.peak_flops_per_s
+
     def close(self) -> None:
         return None

@@ -15,6 +15,7 @@ from mpissd.backend import weights
 from mpissd.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
 
 Floats = NDArray[np.float32]
+_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05  # of peak_flops
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -123,6 +124,17 @@ class NumpyBackend(Backend):
         source, to = np.ones(half, np.float32), np.zeros(half, np.float32)
         return 2 * half * 4 / _median_s(lambda: np.copyto(to, source), 2 * half * 4)
 
+    def peak_flops(self) -> float | None:
+        """The largest square of a power of two whose product takes 5 ms at most, for 50 ms.
+
+        Short products, and the fastest: a process that needs the core misses some of them.
+        """
+        side, once_s = _FIRST_SIDE, _product_s(_FIRST_SIDE)
+        while 8 * once_s <= _LONGEST_PRODUCT_S:
+            side, once_s = 2 * side, _product_s(2 * side)
+        count = max(3, min(100, int(_PEAK_S / once_s)))
+        return float(2 * side**3 / min(once_s, _product_s(side, count)))
+
     def close(self) -> None:
         return None
 
@@ -136,6 +148,17 @@ def _median_s(operation: Callable[[], object], num_bytes: int) -> float:
         operation()
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds))
+
+
+def _product_s(side: int, count: int = 1) -> float:
+    """Seconds of the fastest of `count` square products, after one that loads the library."""
+    x, out = np.full((side, side), 0.5, np.float32), np.empty((side, side), np.float32)
+    weight, seconds = x.copy(), []
+    for _ in range(count + 1):
+        start = time.perf_counter()
+        np.matmul(x, weight, out=out)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def cpu_name() -> str:

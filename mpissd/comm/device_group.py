@@ -1,7 +1,9 @@
-"""All-reduces of device arrays: NCCL inside the graph, or staged through the host over MPI.
+"""All-reduces of device arrays: inside the graph, or staged through the host over MPI.
 
     choice    what it opens
-    auto      nccl where CuPy has NCCL and no two ranks share a GPU, else staged
+    auto      oneshot where it can be and is right, else nccl where CuPy has NCCL and no two ranks
+              share a GPU, else staged
+    oneshot   kernels over memory that the GPUs of one host map of each other (see device_oneshot)
     nccl      NCCL; ConfigError where it cannot be
     staged    device → page-locked host → MPI in float32 → device: any MPI, but no graphs
     device    MPI on device pointers (see device_mpi), opt-in by --cuda_aware_mpi
@@ -22,6 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpissd.backend.base import Backend, DeviceInfo
+from mpissd.comm.device_oneshot import MAX_RANKS, IpcDevice, OneshotGroup
 from mpissd.comm.group import ALL_REDUCES, Group
 from mpissd.errors import ConfigError, FaultError, unknown
 from mpissd.wait import Waiter
@@ -40,6 +43,7 @@ class Device(Protocol):
     def host_ints(self, count: int) -> Any: ...
     def copy_out(self, array: Any, host: Any) -> None: ...
     def copy_in(self, host: Any, array: Any) -> None: ...
+    def flush(self) -> None: ...
     def fence(self) -> Callable[[], bool]: ...
     def destroy_graphs(self) -> None: ...
 
@@ -71,17 +75,32 @@ def shared_gpu(seats: Sequence[Seat]) -> str | None:
     return None
 
 
-def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool) -> str:
-    """nccl, staged or device; the same on every rank, since all see the same seats.
+def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
+    """Why these ranks cannot map each other's memory, as far as their seats tell, or None."""
+    hosts = {seat.host for seat in seats}
+    if len(hosts) > 1:
+        return f"ranks on {len(hosts)} hosts"
+    if len(seats) > MAX_RANKS:
+        return f"{len(seats)} ranks, at most {MAX_RANKS}"
+    return shared_gpu(seats)
 
-    Raises ConfigError: an unknown choice, or one that these ranks or this MPI cannot do.
+
+def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: bool = True) -> str:
+    """oneshot, nccl, staged or device; the same on every rank, since all see the same seats.
+
+    oneshot=False: `auto` is to do without. Raises ConfigError: an unknown choice, or one that these
+    ranks or this MPI cannot do.
     """
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
-    shared = shared_gpu(seats)
+    shared, apart = shared_gpu(seats), why_not_oneshot(seats)
     without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
     if choice == "auto":
+        if oneshot and not apart:
+            return "oneshot"
         return "staged" if shared or without else "nccl"
+    if choice == "oneshot" and apart:
+        raise ConfigError(f"all-reduce 'oneshot': {apart}; allowed: nccl, staged, auto")
     if choice == "nccl" and shared:
         raise ConfigError(f"all-reduce 'nccl': {shared}; allowed: staged, auto, one rank a GPU")
     if choice == "nccl" and without:
@@ -100,7 +119,16 @@ def open_device_group(
 ) -> Group:
     """The group of `comm`'s ranks, each with a device; collective. ConfigError as `choose` says."""
     device = cast(Device, backend)
-    name = choose(choice, gather_seats(device, comm, waiter), cuda_aware=cuda_aware)
+    seats = gather_seats(device, comm, waiter)
+    is_gpu = device.info.kind == "gpu"
+    name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=is_gpu)
+    if name == "oneshot":
+        try:
+            return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
+        except ConfigError:  # the same on every rank
+            if choice == "oneshot":
+                raise
+            name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=False)
     if name == "nccl":
         return NcclGroup(device, comm, waiter)
     if name == "staged":
@@ -161,11 +189,13 @@ class NcclGroup(Group):
 
     def all_reduce(self, array: Any) -> None:
         assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
+        self._device.flush()
         at = array.data.ptr
         self._nccl.allReduce(at, at, array.size, self._half, self._sum, self._stream)
 
     def all_gather(self, local: Any, gathered: Any) -> None:
         assert local.itemsize == 4 and gathered.size == self.size * local.size
+        self._device.flush()
         source, to = local.data.ptr, gathered.data.ptr
         self._nccl.allGather(source, to, local.size, self._word, self._stream)
 

@@ -64,6 +64,7 @@ class DeviceMpiGroup(Group):
 
     def all_reduce(self, array: Any) -> None:
         slots = self._slots_for(array)
+        self._device.flush()
         with self._device.stream:
             slots[self.rank] = array
             self._exchange(slots)
@@ -71,6 +72,7 @@ class DeviceMpiGroup(Group):
 
     def all_gather(self, local: Any, gathered: Any) -> None:
         slots = gathered.reshape(self.size, *local.shape)
+        self._device.flush()
         with self._device.stream:
             slots[self.rank] = local
             self._exchange(slots)

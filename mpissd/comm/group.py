@@ -1,8 +1,8 @@
 """The target ranks' collectives, as operations inside a forward.
 
 `solo` is one rank; `mpi` reduces host arrays (see mpi_group); `staged` copies a device array
-through the host; `nccl` and `device` (device-aware MPI, opt-in) reduce on the device (see
-device_group).
+through the host; `oneshot`, `nccl` and `device` (device-aware MPI, opt-in) reduce on the device
+(see device_group).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-ALL_REDUCES = ("auto", "nccl", "mpi", "staged", "device")
+ALL_REDUCES = ("auto", "oneshot", "nccl", "mpi", "staged", "device")
 
 
 class Group(ABC):
@@ -18,6 +18,7 @@ class Group(ABC):
 
     name: str
     capturable = True  # whether its operations may be part of a captured graph
+    spent_s: float | None = None  # in its operations so far; None where the device runs them
 
     def __init__(self, size: int, rank: int) -> None:
         self.size = size

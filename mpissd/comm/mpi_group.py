@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,25 @@ class MpiGroup(Group):
 
     name = "mpi"
     capturable = False
+    spent_s: float
 
     def __init__(self, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
         self._comm = comm
         self._waiter = waiter
+        self.spent_s = 0.0
 
     def all_reduce(self, array: Any) -> None:
+        start = perf_counter()
         request = self._comm.Iallreduce(MPI.IN_PLACE, array, op=MPI.SUM)
         self._waiter.until(request.Test, "all-reduce")
+        self.spent_s += perf_counter() - start
 
     def all_gather(self, local: Any, gathered: Any) -> None:
+        start = perf_counter()
         request = self._comm.Iallgather(np.ascontiguousarray(local), gathered)
         self._waiter.until(request.Test, "all-gather")
+        self.spent_s += perf_counter() - start
 
 
 def open_group(

@@ -46,6 +46,7 @@ class HostDevice(NumpyBackend):
         super().__init__()
         self.info = replace(self.info, bus_id=bus_id)
         self.stream: Any = contextlib.nullcontext()
+        self.stop = self.host_ints(1)
 
     def activation(self, rows: int, width: int) -> Any:
         return super().activation(rows, width).astype(np.float16)
@@ -67,6 +68,9 @@ class HostDevice(NumpyBackend):
 
     def copy_in(self, host: Any, array: Any) -> None:
         array[...] = host.view(array.dtype).reshape(array.shape)
+
+    def flush(self) -> None:
+        return None
 
     def fence(self) -> Callable[[], bool]:
         return lambda: True

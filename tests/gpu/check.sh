@@ -28,7 +28,7 @@ check() { # check <ranks> [option…]: mpi_shard_check on that many ranks
 }
 
 step tests 600 "$PYTHON" -m pytest -q -m gpu tests/gpu
-check 1 --all_reduce=nccl
+check 1 --all_reduce=oneshot,nccl
 check 2
 echo
 printf '%s\n' "${table[@]}" "logs: $LOGS"

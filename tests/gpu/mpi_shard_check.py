@@ -3,8 +3,8 @@
     mpirun -np 2 python -m mpi4py tests/gpu/mpi_shard_check.py --backend=cupy     one rank a GPU
     mpirun -np 2 python -m mpi4py tests/gpu/mpi_shard_check.py --backend=host     no GPU at all
 
-With more ranks than GPUs the ranks share: NCCL must then be refused in one line, and `auto` must
-fall back to staged. On one rank, NCCL reduces over a communicator of one. `host` stands for a
+With more ranks than GPUs the ranks share: oneshot and NCCL must then be refused in one line, and
+`auto` must fall back to staged. On one rank, both reduce over a group of one. `host` stands for a
 device whose memory is the host's; `numpy` checks the group for host arrays. The last lines are a
 table; exit code 1 where a row failed.
 """
@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from mpissd.backend.base import Backend
 from mpissd.backend.numpy_backend import NumpyBackend
+from mpissd.bench.calibrate import chain_s as calibrated_chain_s
 from mpissd.comm.group import Group, SoloGroup
 from mpissd.comm.mpi_group import open_group
 from mpissd.errors import ConfigError, FaultError
@@ -34,6 +35,7 @@ from tests.gpu.agreement import HostDevice, relative_error, tolerance
 COMM = MPI.COMM_WORLD
 WAITER = Waiter(60.0, spin=False)
 TOP_K, LAUNCHES = 2, 3
+ONE_A_GPU = ("oneshot", "nccl")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def main() -> int:
         except ConfigError as error:
             rows.append(refused(choice, shared, str(error)))
             continue
-        sound = not (shared and group.name == "nccl")
+        sound = not (shared and group.name in ONE_A_GPU)
         rows.append(
             Row(choice, f"opens {group.name}", sound, "ranks share a GPU" if shared else "")
         )
@@ -69,7 +71,7 @@ def main() -> int:
             for fuse in (False, True):
                 rows.append(check(backend, group, choice, resolve_model(name), fuse))
         backend.synchronize()
-        if group.name == "nccl" and COMM.size > 1:
+        if group.name in ONE_A_GPU and COMM.size > 1:
             rows.append(check_abort(backend, group, choice))
         group.close()
     backend.close()
@@ -85,7 +87,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("cupy", "numpy", "host"), default="cupy")
-    parser.add_argument("--all_reduce", default="nccl,staged,auto")
+    parser.add_argument("--all_reduce", default="oneshot,nccl,staged,auto")
     parser.add_argument("--models", default="toy-target,1b@2L")
     return parser.parse_args()
 
@@ -110,10 +112,11 @@ def open_choice(backend: Backend, choice: str) -> Group:
         from mpissd.comm.device_mpi import DeviceMpiGroup
 
         return DeviceMpiGroup(backend, COMM, WAITER)
-    if COMM.size == 1 and choice == "nccl":
+    if COMM.size == 1 and choice in ONE_A_GPU:
         from mpissd.comm.device_group import NcclGroup
+        from mpissd.comm.device_oneshot import OneshotGroup
 
-        return NcclGroup(backend, COMM, WAITER)
+        return (NcclGroup if choice == "nccl" else OneshotGroup)(backend, COMM, WAITER)
     if backend.name == "host":
         from mpissd.comm.device_group import open_device_group
 
@@ -122,8 +125,9 @@ def open_choice(backend: Backend, choice: str) -> Group:
 
 
 def refused(choice: str, shared: bool, line: str) -> Row:
-    """A refusal is right where NCCL would have met two ranks on one GPU, and nowhere else."""
-    return Row(choice, "refused", choice == "nccl" and shared and "share GPU" in line, line)
+    """A refusal is right where two ranks on one GPU would have met, and nowhere else."""
+    sound = choice in ONE_A_GPU and shared and "share GPU" in line
+    return Row(choice, "refused", sound, line)
 
 
 def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: bool) -> Row:
@@ -142,12 +146,15 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
         worst = max(worst, error if np.isfinite(error) else np.inf)
         agree = agree and len(set(COMM.allgather(out.tobytes()))) == 1
         agree = agree and len(set(COMM.allgather(sharded.result.tobytes()))) == 1
+    chain_s = chain(sharded)
     top = ids_are_best(sharded, whole, bound)
     captured = bool(getattr(sharded._current, "captured", False))
+    reduced = COMM.size == 1 or 0 < chain_s < 60.0
     what = f"{shape.name} {'fused' if fuse else 'seven'} {'graph' if captured else 'eager'}"
     note = f"error {worst:.1e} of {bound:.1e}, ranks {'agree' if agree else 'DIFFER'}"
     note += f", ids {'right' if top else 'WRONG'}, forward {1e3 * min(times):.3f} ms"
-    return Row(choice, what, worst <= bound and agree and top, note)
+    note += f", all-reduces alone {1e3 * chain_s:.3f} ms"
+    return Row(choice, what, worst <= bound and agree and top and reduced, note)
 
 
 def check_abort(backend: Any, group: Any, choice: str) -> Row:
@@ -178,10 +185,17 @@ def forward(model: Stepper, seed: int, times: list[float]) -> Any:
     tokens = np.random.default_rng(seed).integers(0, 100_000, 8).astype(np.int32)
     COMM.Barrier()
     start = time.perf_counter()
-    model.launch(8, tokens)
+    model.upload(8, tokens)
+    model.launch()
     model.wait(WAITER)
     times.append(time.perf_counter() - start)
     return model.backend.to_host(model.stack.buffers.hidden)
+
+
+def chain(model: Stepper) -> float:
+    """Seconds of the model's all-reduces alone, as calibration times them."""
+    cost, width = model.cost(8), model.shard.shape.hidden
+    return calibrated_chain_s(model.backend, model.stack.group, width, cost, WAITER)
 
 
 def ids_are_best(sharded: Stepper, whole: Stepper, bound: float) -> bool:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpissd.backend.base import WeightPart
+from mpissd.backend.base import Cost, WeightPart
 from mpissd.backend.numpy_backend import NumpyBackend
-from mpissd.errors import ConfigError
+from mpissd.comm.group import SoloGroup
+from mpissd.errors import ConfigError, FaultError
+from mpissd.wait import Waiter
 from tests.gpu.agreement import relative_error, tolerance
 
 pytestmark = pytest.mark.gpu
 ORACLE = NumpyBackend()
 TOP_K_SHAPES = [(1, 64), (3, 77), (8, 2048), (24, 4097), (5, 128256), (2, 300_000)]
+PACKED_SHAPES = [(64, 16), (704, 176), (2048, 3072), (8192, 1280), (14336, 4096)]
 SHAPES = [(37, 53), (64, 8), (511, 1025), (2048, 3072), (8192, 1280), (28672, 1024)]
 
 
@@ -81,6 +86,45 @@ def test_products_of_column_views_and_fused_parts(backend: Any, rows: int, start
     check_product(backend, rows, parts, start)
 
 
+@pytest.fixture
+def packing(backend: Any) -> Iterator[Any]:
+    """The backend, chaining its products."""
+    if backend.no_chain_reason:
+        pytest.skip(f"no chains: {backend.no_chain_reason}")
+    backend.plan_rows(32)
+    yield backend
+    backend.plan_rows(1000)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 24, 32, 70])
+@pytest.mark.parametrize("shape", PACKED_SHAPES)
+def test_packed_products(packing: Any, shape: tuple[int, int], rows: int) -> None:
+    check_product(packing, rows, [whole(11, *shape)], start=0)
+
+
+@pytest.mark.parametrize("start", [1, 64])  # read and written element by element, or not
+def test_packed_products_of_column_views_and_fused_parts(packing: Any, start: int) -> None:
+    parts = [WeightPart(key, 0, 512, 8, 8 + width, 512**-0.5) for key, width in ((1, 256), (2, 64))]
+    check_product(packing, 7, parts, start)
+
+
+def test_a_packed_weight_is_the_same_weight(packing: Any) -> None:
+    parts = [WeightPart(7, 32, 128, 11, 59, 0.5), WeightPart(8, 32, 128, 0, 16, 2.0)]
+    weight = packing.weight(parts)
+    expected = ORACLE.weight(parts).astype(np.float16)
+    assert weight.packed and np.array_equal(packing.to_host(weight), expected)
+    packing.from_host(2 * expected, weight)
+    assert np.array_equal(packing.to_host(weight), 2 * expected)
+
+
+def test_a_chain_that_is_wrong_is_refused(packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = packing.weight([whole(3, 320, 48)])  # a shape of its own: not checked yet
+    x, out = packing.activation(1, 320), packing.activation(1, 48)
+    monkeypatch.setattr("mpissd.backend.cupy_chain.TOLERANCE", -1.0)
+    with pytest.raises(FaultError, match="1x320 @ 320x48: relative error"):
+        packing.matmul(x, weight, out)
+
+
 def check_product(backend: Any, rows: int, parts: list[WeightPart], start: int) -> None:
     """x and out are columns from `start` on of wider buffers, of which nothing else is written."""
     weight = ORACLE.weight(parts)
@@ -143,6 +187,44 @@ def test_a_read_reads_every_word_once(backend: Any, num_bytes: int) -> None:
 def test_read_bandwidth_is_physical(backend: Any) -> None:
     rate = backend.read_bandwidth(4 * 10**9)
     assert 1e11 < rate < 2e13, f"{rate:.3g} B/s"
+
+
+def test_the_peak_is_physical_and_bounded(backend: Any) -> None:
+    """A V100's tensor cores reach 1e14 flop/s, none today 1e16."""
+    backend.peak_flops()  # what is loaded lazily
+    start = time.perf_counter()
+    peak = backend.peak_flops()
+    assert 1e12 < peak < 1e16, f"{peak:.3g} flop/s"
+    assert time.perf_counter() - start < 1.0
+
+
+def test_the_peak_of_a_full_device_is_unknown(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1 << 20, 80 << 30))
+    assert backend.peak_flops() is None
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_a_chain_takes_as_long_as_its_links(backend: Any, capturable: bool) -> None:
+    """All-reduces that each read 256 MB: as long as the measured bandwidth says, within a half."""
+    calibrate = pytest.importorskip("mpissd.bench.calibrate")
+    size, count = 1 << 28, 8
+    read = backend.read(size)
+
+    class Reading(SoloGroup):
+        def all_reduce(self, array: Any) -> None:
+            assert array.shape == (4, 64)
+            read()
+
+    group = Reading(2)
+    group.capturable = capturable
+    cost = Cost(4, 0, 0, 0, 0, count, 0, 2)
+    seconds = calibrate.chain_s(backend, group, 64, cost, Waiter(60.0, spin=True))
+    expected = count * size / backend.read_bandwidth(size)
+    assert 0.5 * expected < seconds < 1.5 * expected, f"{seconds:.3g} s, expected {expected:.3g}"
 
 
 def test_copies_through_page_locked_memory(backend: Any) -> None:

@@ -16,6 +16,7 @@ from mpissd.errors import ConfigError
 APART = [Seat("n1", "0000:01:00.0", True), Seat("n1", "0000:02:00.0", True)]
 OTHER_NODE = [Seat("n1", "0000:01:00.0", True), Seat("n2", "0000:01:00.0", True)]
 TOGETHER = [*APART, Seat("n1", "0000:01:00.0", True)]
+MANY = [Seat("n1", f"0000:0{n}:00.0", True) for n in range(9)]
 NO_NCCL = [APART[0], Seat("n1", "0000:02:00.0", False)]
 
 
@@ -33,10 +34,11 @@ def test_a_shared_gpu_is_named_with_its_ranks() -> None:
 @pytest.mark.parametrize(
     "choice, seats, cuda_aware, expected",
     [
-        ("auto", APART, False, "nccl"),
+        ("auto", APART, False, "oneshot"),
+        ("auto", NO_NCCL, False, "oneshot"),
         ("auto", OTHER_NODE, True, "nccl"),
         ("auto", TOGETHER, False, "staged"),
-        ("auto", NO_NCCL, False, "staged"),
+        ("oneshot", APART, False, "oneshot"),
         ("nccl", APART, False, "nccl"),
         ("staged", TOGETHER, False, "staged"),
         ("mpi", APART, True, "device"),
@@ -51,6 +53,9 @@ def test_choices(choice: str, seats: list[Seat], cuda_aware: bool, expected: str
     "choice, seats, message",
     [
         ("ncl", APART, "did you mean 'nccl'"),
+        ("oneshot", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: nccl"),
+        ("oneshot", OTHER_NODE, "ranks on 2 hosts; allowed: nccl"),
+        ("oneshot", MANY, "9 ranks, at most 8; allowed: nccl"),
         ("nccl", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged"),
         ("nccl", NO_NCCL, "no NCCL on rank 1; allowed: staged"),
         ("mpi", APART, "only with --cuda_aware_mpi; allowed: nccl, staged"),
@@ -61,6 +66,11 @@ def test_refusals_take_one_line(choice: str, seats: list[Seat], message: str) ->
     with pytest.raises(ConfigError, match=message) as caught:
         choose(choice, seats, cuda_aware=False)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seats, expected", [(APART, "nccl"), (NO_NCCL, "staged")])
+def test_auto_does_without_oneshot_where_it_failed(seats: list[Seat], expected: str) -> None:
+    assert choose("auto", seats, cuda_aware=False, oneshot=False) == expected
 
 
 def test_an_nccl_id_suits_each_cupy() -> None:

@@ -1,0 +1,173 @@
+"""What the chain kernel is told (kernels/chain.cu): its table of products, and how weights lie.
+
+Nothing here knows of CuPy: operands are addresses, so that a machine without a GPU can check it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE, PAIR = 16, 32  # columns of a tile, rows of a pair of steps
+ROW_TILE, MAX_ROW_TILES = 8, 4
+MAX_ROWS = ROW_TILE * MAX_ROW_TILES  # of x in one product
+_WARPS = 8
+THREADS = 32 * (_WARPS + 1)  # of a block
+_SLOT_BYTES, _LANE_BYTES, _SUM_BYTES, _PEERS_BYTES = 16 << 10, 32, _WARPS * 4 * 130 * 4, 88
+PRODUCT = np.dtype(  # struct Product
+    [(name, np.uint64) for name in ("weight", "x", "out")]
+    + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
+    + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
+)
+# The axes of a packed weight: tile, pair, step h, lane (r, c), half of the four rows, column below
+# or above 8, row of the half. A row of a pair is (c, h, half, row), a column (above, r).
+_PACKED = (2, 8, 4, 2, 2, 2)
+_ROW_AXES, _COLUMN_AXES = (1, 4, 2, 5, 7), (0, 6, 3)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The macros of chain.cu for a number of row tiles."""
+
+    row_tiles: int
+    tiles: int
+    slots: int
+    ahead: int
+    flying: int
+    cluster: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block (CHAIN_BYTES)."""
+        columns = self.ahead * self.row_tiles * _LANE_BYTES * 32 * _WARPS
+        rounds = self.row_tiles * -(-self.tiles // 4)
+        halves = (self.cluster - 1) * 2 * rounds * 32 * _WARPS * 8
+        barriers = (2 * self.slots + 2) * 8
+        return self.slots * _SLOT_BYTES + columns + _SUM_BYTES + halves + barriers + _PEERS_BYTES
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The compiler's."""
+        macros = {name.upper(): value for name, value in vars(self).items()}
+        return ("--std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
+
+
+GEOMETRIES = {  # by row tiles
+    1: Geometry(1, tiles=8, slots=11, ahead=4, flying=4),
+    2: Geometry(2, tiles=8, slots=10, ahead=3, flying=4),
+    3: Geometry(3, tiles=6, slots=8, ahead=3, flying=4),
+    4: Geometry(4, tiles=4, slots=8, ahead=2, flying=4),
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A [rows, width] array of float16 at an address; `step` elements from row to row."""
+
+    address: int
+    rows: int
+    width: int
+    step: int
+
+    def part(self, first: int, rows: int) -> Operand:
+        """Rows first, first + 1, …"""
+        return replace(self, address=self.address + 2 * first * self.step, rows=rows)
+
+    def meets(self, other: Operand) -> bool:
+        """Whether an element of one may be an element of the other."""
+        ends = [o.address + 2 * ((o.rows - 1) * o.step + o.width) for o in (self, other)]
+        if self.address >= ends[1] or other.address >= ends[0]:
+            return False
+        if self.step != other.step:
+            return True
+        # Columns of one buffer, side by side?
+        apart = (other.address - self.address) // 2 % self.step
+        return apart < self.width or apart + other.width > self.step
+
+
+@dataclass(frozen=True)
+class Multiplication:
+    """out = x @ the packed weight at an address; summed over the ranks afterwards, or not."""
+
+    weight: int
+    x: Operand
+    out: Operand
+    summed: bool = False
+
+    def row_groups(self) -> list[Multiplication]:
+        """The same in parts that the kernel's registers hold, of like size."""
+        count = -(-self.x.rows // MAX_ROWS)
+        edges = [self.x.rows * i // count for i in range(count + 1)]
+        return [
+            replace(self, x=self.x.part(a, b - a), out=self.out.part(a, b - a))
+            for a, b in pairwise(edges)
+        ]
+
+
+def suits(rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] can be packed."""
+    return rows > 0 and rows % PAIR == 0 and columns > 0 and columns % TILE == 0
+
+
+def aligned(x: Operand, out: Operand) -> bool:
+    """Whether the kernel can read x 16 bytes, and write out 4 bytes at a time."""
+    return not (x.address % 16 or x.step % 8 or out.address % 4 or out.step % 2)
+
+
+def row_tiles(table: NDArray[Any]) -> int:
+    """Row tiles that the kernel needs for the widest product of the table."""
+    return -(-int(table["rows"].max()) // ROW_TILE)
+
+
+def plan(chain: Sequence[Multiplication]) -> NDArray[Any]:
+    """The kernel's table, PRODUCT [n]: who waits for whom, and the numbers of the exchanges.
+
+    A product waits for the last one before it whose output it reads or overwrites, or whose input
+    it overwrites; and no exchange overtakes another, as both may use one slot of the inboxes.
+    Neighbours that read one x and wait for nothing between them are shared out as one product.
+    """
+    parts = [part for product in chain for part in product.row_groups()]
+    table = np.zeros(len(parts), PRODUCT)
+    exchanges, last_summed, group = 0, -1, 0
+    for i, part in enumerate(parts):
+        after = next((j for j in range(i - 1, -1, -1) if _depends(part, parts[j])), -1)
+        after = max(after, last_summed) if part.summed else after
+        exchanges += part.summed
+        row = table[i]
+        row["weight"], row["x"], row["out"] = part.weight, part.x.address, part.out.address
+        row["x_step"], row["out_step"], row["rows"] = part.x.step, part.out.step, part.x.rows
+        row["pairs"], row["tiles"] = part.x.width // PAIR, part.out.width // TILE
+        row["after"], row["exchange"] = after, exchanges if part.summed else 0
+        if part.x != parts[group].x or after >= group:
+            group = i
+        row["before"] = table["tiles"][group:i].sum()
+        table["group_tiles"][group : i + 1] = row["before"] + row["tiles"]
+        last_summed = i if part.summed else last_summed
+    table["awaited"][table["after"][table["after"] >= 0]] = 1
+    table["awaited"][-1] = 1
+    return table
+
+
+def _depends(later: Multiplication, earlier: Multiplication) -> bool:
+    return later.x.meets(earlier.out) or later.out.meets(earlier.x) or later.out.meets(earlier.out)
+
+
+def pack(values: Any) -> Any:
+    """[rows, columns] → the same elements in the order of chain.cu, in the same shape."""
+    rows, columns = values.shape
+    axes = (rows // PAIR, 4, 2, 2, 2, columns // TILE, 2, 8)
+    order = np.argsort(_ROW_AXES + _COLUMN_AXES)
+    return values.reshape(axes).transpose(*order).reshape(rows, columns).copy()
+
+
+def unpack(packed: Any) -> Any:
+    """The inverse of `pack`."""
+    rows, columns = packed.shape
+    axes = (columns // TILE, rows // PAIR, *_PACKED)
+    order = _ROW_AXES + _COLUMN_AXES
+    return packed.reshape(axes).transpose(*order).reshape(rows, columns).copy()

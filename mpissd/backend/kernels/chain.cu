@@ -1,0 +1,426 @@
+// Products in a row, out = x @ weight each, as one kernel that stays on every multiprocessor.
+//
+// Weights do not depend on what is computed: one warp of each block (the reader) copies the block's
+// share of all weights, product after product, through a ring in shared memory, as fast as memory
+// gives it. The other warps multiply what is there. Between two products they wait until all blocks
+// have written; the ring keeps the memory busy meanwhile (192 KiB a block, 5.6 us on an H200).
+//
+// A block owns some columns of each product, 16 at a time (a tile), and multiplies TILES at
+// most at once (a unit). Its warps share the depth: a slot of the ring holds 512 rows of a tile, of
+// which each warp takes 64. So every lane reads its own part of x and no other's, AHEAD slots before
+// it is needed, and the warps' sums meet at the end of a unit. With CLUSTER = 2 two blocks share
+// twice as many columns and each takes half of the depth: x is read half as often.
+//
+// Weights lie in the order in which lanes take them (see pack in cupy_chain.py): [tile][pair of 16
+// rows][2][lane][8]. Lane 4 r + c of step h holds columns r and r + 8, rows 8 c + 4 h to 8 c + 4 h + 3
+// of the pair's 32; so 16 bytes of x, rows 8 c to 8 c + 7, are its share of both steps.
+//
+// Macros: ROW_TILES (of 8 rows of x), CLUSTER, SLOTS, AHEAD, TILES (of a unit): as many as 168
+// registers a thread hold, which is what nine warps get; FLYING: copies that a block has under way.
+// More than memory needs to be busy would only queue, and what the blocks tell each other with them.
+constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
+constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
+constexpr int ROUND = 4;                            // tiles whose sums meet at once
+constexpr int TILE_WORDS = 130;                     // 128 sums, and no two lanes in one bank
+constexpr int WARP_WORDS = ROUND * TILE_WORDS;
+constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
+constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // of x, for one slot
+constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
+constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
+constexpr int HALVES_AT = SUMS_AT + WARPS * WARP_WORDS * 4;        // from the other block
+constexpr int BARRIERS_AT = HALVES_AT + (CLUSTER - 1) * 2 * ROUNDS * MULTIPLIERS * 8;
+constexpr int PEERS_AT = BARRIERS_AT + (2 * SLOTS + 2) * 8;
+constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
+static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
+
+struct Product {
+  const u16* weight;
+  const u16* x;
+  u16* out;
+  int x_step, out_step;  // elements from row to row
+  int rows, pairs, tiles;
+  int after;        // the product that all blocks must have finished before this one; or -1
+  int awaited;      // whether some product waits for this one
+  int exchange;     // n: out is the n-th sum over the ranks in this chain; 0: it is not summed
+  int group_tiles;  // of all products of its group: those that read one x, shared out as one
+  int before;       // tiles of the group before this product's
+};
+
+struct Share {
+  int first, last;  // tiles
+  int begin, end;   // pairs
+  int units;
+};
+
+__device__ __forceinline__ Share share_of(const Product& product) {
+  const int groups = gridDim.x / CLUSTER, group = blockIdx.x / CLUSTER, half = blockIdx.x % CLUSTER;
+  Share s;
+  s.first = min(product.tiles, max(0, product.group_tiles * group / groups - product.before));
+  s.last = min(product.tiles, max(0, product.group_tiles * (group + 1) / groups - product.before));
+  s.begin = product.pairs * half / CLUSTER;
+  s.end = product.pairs * (half + 1) / CLUSTER;
+  s.units = (s.last - s.first + TILES - 1) / TILES;
+  return s;
+}
+
+__device__ __forceinline__ int unit_start(const Share& share, int unit) {
+  return share.first + (share.last - share.first) * unit / share.units;
+}
+
+// The depth in slots. Blocks begin at different ones: all would want the same lines of x at once.
+struct Depth {
+  int begin, end, slots, first;
+  __device__ __forceinline__ explicit Depth(const Share& share)
+      : begin(share.begin), end(share.end), slots((end - begin + SLOT_PAIRS - 1) / SLOT_PAIRS),
+        first(slots ? blockIdx.x % slots : 0) {}
+  __device__ __forceinline__ int start(int i) const {
+    int slot = first + i;
+    return begin + SLOT_PAIRS * (slot < slots ? slot : slot - slots);
+  }
+};
+
+class Ring {
+ public:
+  __device__ __forceinline__ explicit Ring(u32 memory) : memory_(memory) {}
+  __device__ __forceinline__ u32 slot() const { return memory_ + slot_ * SLOT_BYTES; }
+  __device__ __forceinline__ u32 full() const { return memory_ + BARRIERS_AT + 8 * slot_; }
+  __device__ __forceinline__ u32 empty() const { return full() + 8 * SLOTS; }
+  __device__ __forceinline__ u32 turn() const { return turn_; }
+  __device__ __forceinline__ void next() {
+    if (++slot_ == SLOTS) {
+      slot_ = 0;
+      turn_ ^= 1;
+    }
+  }
+
+ private:
+  u32 memory_, slot_ = 0, turn_ = 0;
+};
+
+__device__ void read_weights(const Product* products, int count, u32 memory) {
+  Ring ring(memory), arriving(memory);
+  int flying = 0;
+  const u64 policy = read_once();
+  Product product = products[0];
+  for (int p = 0; p < count; ++p) {
+    const Product next = products[min(p + 1, count - 1)];  // is here when it is needed
+    const Share share = share_of(product);
+    const Depth depth(share);
+    for (int unit = 0; unit < share.units; ++unit) {
+      const int tile = unit_start(share, unit), stop = unit_start(share, unit + 1);
+      for (int i = 0; i < depth.slots; ++i) {
+        const int pair = depth.start(i), pairs = min(SLOT_PAIRS, depth.end - pair);
+        for (int t = tile; t < stop; ++t) {
+          const u16* from = product.weight + ((long long)t * product.pairs + pair) * (PAIR_BYTES / 2);
+          if (++flying > FLYING) {
+            barrier_wait(arriving.full(), arriving.turn());
+            arriving.next();
+          }
+          barrier_wait(ring.empty(), ring.turn() ^ 1);
+          barrier_arrive_expecting(ring.full(), pairs * PAIR_BYTES);
+          copy_in(ring.slot(), from, pairs * PAIR_BYTES, ring.full(), policy);
+          ring.next();
+        }
+      }
+    }
+    product = next;
+  }
+}
+
+struct Place {
+  int warp, lane;
+};
+
+// This lane's part of x for a slot: rows lane / 4 of each row tile, of the warp's two pairs.
+typedef uint4 Columns[2][ROW_TILES];
+
+// Brings them, AHEAD slots at a time, to places that no other lane reads.
+class ColumnsAhead {
+ public:
+  __device__ __forceinline__ ColumnsAhead(u32 memory, const Place& at)
+      : memory_(memory + COLUMNS_AT + 16 * (32 * at.warp + at.lane)), at_(at) {}
+
+  // For so many units: the depth is run through once for each.
+  __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units) {
+    left_ = units * depth.slots;
+    slot_ = place_ = free_ = 0;
+#pragma unroll
+    for (int i = 0; i < AHEAD - 1; ++i) fetch(product, depth);
+  }
+
+  // Those of the next slot; the ones that are AHEAD - 1 later are on their way then.
+  __device__ __forceinline__ void take(Columns& x, const Product& product, const Depth& depth) {
+    wait_for_copies<AHEAD - 2>();
+    const u32 from = memory_ + place_ * (LANE_BYTES * MULTIPLIERS);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i)
+      x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
+    if (++place_ == AHEAD) place_ = 0;
+    fetch(product, depth);  // to the place that was taken before this one
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
+    const u32 to = memory_ + free_ * (LANE_BYTES * MULTIPLIERS);
+    if (left_ > 0) {
+      const int pair = depth.start(slot_) + 2 * at_.warp;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
+        const bool wanted = mine < depth.end && row < product.rows;
+        const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
+                          8 * (at_.lane % 4);
+        copy_own(to + i * (16 * MULTIPLIERS), wanted ? from : product.x, wanted);
+      }
+      if (++slot_ == depth.slots) slot_ = 0;
+      --left_;
+    }
+    end_of_copies();
+    if (++free_ == AHEAD) free_ = 0;
+  }
+  u32 memory_;
+  const Place& at_;
+  int left_ = 0, slot_ = 0, place_ = 0, free_ = 0;
+};
+
+typedef float Sums[TILES][ROW_TILES][4];
+
+__device__ __forceinline__ void multiply_slot(float (&sums)[ROW_TILES][4], const Columns& x, u32 slot,
+                                              int pairs, const Place& at) {
+#pragma unroll
+  for (int p = 0; p < 2; ++p)
+    if (2 * at.warp + p < pairs) {
+      const u32 from = slot + (2 * at.warp + p) * PAIR_BYTES + 16 * at.lane;
+      const uint4 first = load_shared(from), second = load_shared(from + PAIR_BYTES / 2);
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) multiply_add(sums[m], first, x[p][m].x, x[p][m].y);
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) multiply_add(sums[m], second, x[p][m].z, x[p][m].w);
+    }
+}
+
+__device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product, const Depth& depth,
+                                              int tiles, ColumnsAhead& ahead, Ring& ring,
+                                              const Place& at) {
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
+  for (int i = 0; i < depth.slots; ++i) {
+    Columns x;
+    ahead.take(x, product, depth);
+    const int pairs = depth.end - depth.start(i);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      if (t >= tiles) break;
+      barrier_wait(ring.full(), ring.turn());
+      multiply_slot(sums[t], x, ring.slot(), pairs, at);
+      sync_lanes();
+      if (at.lane == 0) barrier_arrive(ring.empty());
+      ring.next();
+    }
+  }
+}
+
+// Where a warp leaves its sums of a tile: sum j of lane l is row 2 (l % 4) + j % 2 of x and column
+// l / 4 + 8 (j / 2) of the tile.
+__device__ __forceinline__ int word_of(int tile, int j, int lane) {
+  return tile * TILE_WORDS + j / 2 * 65 + j % 2 * 32 + lane;
+}
+
+struct Both {
+  float a, b;
+};
+
+// The sums of all warps, of two neighbouring columns in one row: of tile lane / 8, columns
+// 2 (lane % 8) and the next, row `warp`.
+__device__ __forceinline__ Both sum_of_warps(const float* sums, const Place& at) {
+  const int column = 2 * (at.lane % 8);
+  const float* from = sums + word_of(at.lane / 8, column / 8 * 2 + at.warp % 2,
+                                     column % 8 * 4 + at.warp / 2);
+  Both both = {0, 0};
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    both.a += from[w * WARP_WORDS];
+    both.b += from[w * WARP_WORDS + 4];
+  }
+  return both;
+}
+
+#if CLUSTER > 1
+// Two blocks, each with half of the depth: tile by tile one of them gets the other's sums.
+class Halves {
+ public:
+  __device__ __forceinline__ explicit Halves(u32 memory) : memory_(memory) {}
+
+  // Whether this lane's places are this block's to finish; `both` is then whole.
+  __device__ __forceinline__ bool meet(Both (&both)[ROUNDS], const Place& at) {
+    const u32 rank = blockIdx.x % CLUSTER, parity = meetings_ & 1;
+    const bool own = at.lane / 8 % 2 == rank;
+    const u32 box = memory_ + HALVES_AT + 8 * (parity * ROUNDS * MULTIPLIERS + 32 * at.warp + at.lane);
+    const u32 barrier = memory_ + BARRIERS_AT + 8 * (2 * SLOTS + parity);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+      if (!own) store_cluster(place_in(box + 8 * MULTIPLIERS * r, 1 - rank), both[r].a, both[r].b);
+    sync_lanes();
+    if (at.lane == 0) barrier_arrive_cluster(place_in(barrier, 1 - rank));
+    barrier_wait_cluster(barrier, meetings_ / 2 & 1);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+      const float* there = (const float*)(block_memory() + (box + 8 * MULTIPLIERS * r - memory_));
+      both[r].a += own ? there[0] : 0;
+      both[r].b += own ? there[1] : 0;
+    }
+    ++meetings_;
+    return own;
+  }
+
+ private:
+  u32 memory_, meetings_ = 0;
+};
+#else
+class Halves {
+ public:
+  __device__ __forceinline__ explicit Halves(u32) {}
+  __device__ __forceinline__ bool meet(Both (&)[ROUNDS], const Place&) { return true; }
+};
+#endif
+
+// A round's sums meet: of row tile r / GROUPS, and of ROUND tiles from r % GROUPS * ROUND on.
+__device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, const Product& product,
+                                       int tiles, const Place& at) {
+  float* memory = (float*)(block_memory() + SUMS_AT);
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int m = r / GROUPS, t = r % GROUPS * ROUND;
+    both[r] = {0, 0};
+    if (t < tiles && 8 * m < product.rows) {
+      sync_some(MULTIPLIERS);  // the sums of the round before were read
+#pragma unroll
+      for (int u = 0; u < ROUND; ++u)
+        if (t + u < TILES && t + u < tiles)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            memory[at.warp * WARP_WORDS + word_of(u, j, at.lane)] = sums[t + u][m][j];
+      sync_some(MULTIPLIERS);
+      both[r] = sum_of_warps(memory, at);
+    }
+  }
+}
+
+// Adds up a unit's sums and writes them, over the ranks too if the product says so: everything is
+// sent before anything is waited for.
+__device__ __forceinline__ void finish_unit(const Sums& sums, const Product& product, int first,
+                                            int tiles, u32 number, const Watch& watch,
+                                            Halves& halves_, const Place& at) {
+  const Peers& peers = *(const Peers*)(block_memory() + PEERS_AT);
+  Both both[ROUNDS];
+  add_up(both, sums, product, tiles, at);
+  const bool own = halves_.meet(both, at);
+  u32 words[ROUNDS];
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass)
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+      const int row = r / GROUPS * 8 + at.warp, tile = r % GROUPS * ROUND + at.lane / 8;
+      if (!own || row >= product.rows || tile >= tiles) continue;
+      const int column = 16 * (first + tile) + 2 * (at.lane % 8);
+      const long long index = (long long)row * (8 * product.tiles) + column / 2;
+      if (pass == 0) {
+        words[r] = halves(both[r].a, both[r].b);
+        if (product.exchange) send(peers, number + product.exchange, index, words[r]);
+      } else {
+        if (product.exchange)
+          words[r] = sum_over_ranks(peers, number + product.exchange, index, words[r], watch);
+        *(u32*)(product.out + (long long)row * product.out_step + column) = words[r];
+      }
+    }
+}
+
+__device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, const Watch& watch) {
+  if (threadIdx.x == 0) {
+    Patience patience(watch);
+    while ((int)(load_acquire(counter) - count) < 0 && !patience.over()) {
+    }
+  }
+  sync_some(MULTIPLIERS);
+}
+
+// number: of exchanges before this chain.
+__device__ __forceinline__ void multiply(const Product* products, int count, u32* finished, u32 goal,
+                                         u32 number, const Watch& watch, u32 memory) {
+  const Place at = {(int)threadIdx.x / 32, (int)threadIdx.x % 32};
+  Ring ring(memory);
+  Halves halves_(memory);
+  ColumnsAhead ahead(memory, at);
+  Sums sums;
+  int seen = -1;
+  Product product = products[0];
+  for (int p = 0; p < count; ++p) {
+    const Product next = products[min(p + 1, count - 1)];  // is here when it is needed
+    const Share share = share_of(product);
+    const Depth depth(share);
+    if (share.units && product.after > seen) {
+      seen = product.after;
+      wait_for_blocks(finished + seen, goal, watch);
+    }
+    if (share.units) ahead.start(product, depth, share.units);
+    for (int unit = 0; unit < share.units; ++unit) {
+      const int first = unit_start(share, unit), tiles = unit_start(share, unit + 1) - first;
+      multiply_unit(sums, product, depth, tiles, ahead, ring, at);
+      finish_unit(sums, product, first, tiles, number, watch, halves_, at);
+    }
+    if (product.awaited) {
+      sync_some(MULTIPLIERS);
+      if (threadIdx.x == 0) add_release(finished + p);
+    }
+    product = next;
+  }
+}
+
+// finished[count + 1]: blocks that have finished each awaited product (the last is), over all
+// launches; then the launches.
+extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+    chain(const Product* products, int count, u32* finished, const Peers* everybody, int exchanges,
+          int done_counts, int* stop, u64 limit) {
+  const u32 memory = shared_address(block_memory());
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
+      barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
+    }
+    for (int i = 0; i < 2; ++i) barrier_make(memory + BARRIERS_AT + 8 * (2 * SLOTS + i), WARPS);
+    barriers_made();
+  }
+  const u32 launches = finished[count], goal = (launches + 1) * gridDim.x;
+  const Watch watch = {stop, limit};
+  Peers* peers = (Peers*)(block_memory() + PEERS_AT);
+  if (exchanges && threadIdx.x == 0) *peers = *everybody;
+  const u32 number = exchanges ? everybody->done[0] : 0;
+#if CLUSTER > 1
+  sync_cluster();
+#else
+  sync_block();
+#endif
+  if (threadIdx.x >= MULTIPLIERS) {
+    if (threadIdx.x == MULTIPLIERS) read_weights(products, count, memory);
+  } else {
+    multiply(products, count, finished, goal, number, watch, memory);
+    if (blockIdx.x == 0) {  // all blocks have read `launches` and `done`: they may change now
+      wait_for_blocks(finished + count - 1, goal, watch);
+      if (threadIdx.x == 0) finished[count] = launches + 1;
+      if (exchanges)
+        for (int i = threadIdx.x; i < done_counts; i += MULTIPLIERS)
+          peers->done[i] = number + exchanges;
+    }
+  }
+#if CLUSTER > 1
+  sync_lanes();
+  sync_cluster();  // a block that has ended could not be written to
+#endif
+}
