@@ -53,8 +53,9 @@ def alone(command: cli.Command) -> int:
 
     functions: dict[str, Callable[[Any], int]] = {
         "predict": lambda config: commands.predict(config, command.given),
-        "plan": commands.advise,
+        "plan": lambda config: commands.advise(config, command.given),
         "why": commands.why,
+        "compare": commands.compare,
         "tables": commands.tables,
     }
     return functions[command.name](command.config)

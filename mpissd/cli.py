@@ -15,6 +15,7 @@ import fire
 from fire.decorators import SetParseFn
 
 from mpissd.config import (
+    CompareConfig,
     PlanConfig,
     PredictConfig,
     ProbeConfig,
@@ -37,11 +38,11 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A command's configuration, what its one word may say, and its help."""
+    """A command's configuration, its help, and what bare words may say."""
 
     config: type
     about: str
-    word: str | None = None  # the flag that a bare word stands for
+    words: tuple[str, ...] = ()  # the flags that bare words stand for, in order
 
 
 SPECS = {
@@ -49,8 +50,11 @@ SPECS = {
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
     "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
-    "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", "result"),
-    "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", "results"),
+    "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", ("result",)),
+    "compare": Spec(
+        CompareConfig, "The speedup of one result over another, with its interval.", ("a", "b")
+    ),
+    "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
 }
 
 
@@ -58,11 +62,10 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
     """A function for fire whose signature and help are the configuration's fields."""
 
     def collect(*words: str, **flags: str) -> Command:
-        given = dict(flags)
-        if len(words) == 1 and spec.word is not None and spec.word not in flags:
-            given[spec.word] = words[0]
-        elif words:
+        names = [name for name in spec.words if name not in flags]
+        if len(words) > len(names):
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
+        given = {**flags, **dict(zip(names, words, strict=False))}
         return Command(name, parse_into(spec.config, given), frozenset(given))
 
     fields = dataclasses.fields(spec.config)

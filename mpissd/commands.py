@@ -1,25 +1,36 @@
-"""The commands that need no MPI: predict, plan, why, tables. Each prints, and returns its code."""
+"""The commands that need no MPI: predict, plan, why, compare, tables. Each prints and returns its
+exit code."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
-from mpissd.backend.profile import load_profile
-from mpissd.config import PlanConfig, PredictConfig, RunConfig, TablesConfig, WhyConfig
+from mpissd.backend.profile import Profile, known_profiles, load_profile
+from mpissd.config import (
+    CompareConfig,
+    PlanConfig,
+    PredictConfig,
+    RunConfig,
+    TablesConfig,
+    WhyConfig,
+)
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
 from mpissd.predict import jobfile
-from mpissd.predict.advisor import Advice, placements, plan
+from mpissd.predict.advisor import Advice, plan
 from mpissd.predict.costs import DeviceCosts, HostCosts
+from mpissd.predict.coverage import check_device, check_job, covered
+from mpissd.predict.places import placements
 from mpissd.predict.row import predict_row
-from mpissd.predict.search import Choice
+from mpissd.predict.search import Choice, cut_law
 from mpissd.predict.why import gaps
-from mpissd.tables import load_profiles, load_rows, render
+from mpissd.tables import Pair, is_usable, load_profiles, load_rounds, load_rows, render
 
 _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), ("p_hit", "hit_a", "hit_r")
 
@@ -48,51 +59,31 @@ def _costs(
 
     given: flags that override a job's own. ConfigError where the profile does not cover them.
     """
+    _check_there(name)
     found = jobfile.load(name)
     if found is None:
         profile = load_profile(name)
-        run = _run_config(config, {}, given)
-        memory = profile.memory_bytes
-        job = resolve(run, config.tp or 1, backend="emulated", memory_bytes=memory)
+        run = _run_config(config, covered(profile), given)
+        job = resolve(run, config.tp or 1, backend="emulated", memory_bytes=profile.memory_bytes)
+        check_device(profile, job)
         return job, DeviceCosts.from_profile(profile, job), HostCosts(), None
     backend = found.backend
     base = _run_config(config, found.config, frozenset())
     measured = resolve(base, found.tp, backend=backend, memory_bytes=None)
     run, tp = _run_config(config, found.config, given), config.tp or found.tp
     job = resolve(run, tp, backend=backend, memory_bytes=None)
-    _check_covered(name, job, measured, found.device)
+    check_job(name, job, measured, found.device)
     overridden = given - {"profile", "tp"}
     return job, found.device, found.host, None if overridden else found.num_rounds
 
 
-def _check_covered(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
-    """ConfigError where a job's profile says nothing of what is asked for."""
-    pairs = (
-        ("tp", job.tp, measured.tp),
-        ("target", job.target.name, measured.target.name),
-        ("fuse, lm_head, context", job.options, measured.options),
-        ("batch_size", job.config.batch_size, measured.config.batch_size),
-    )
-    for what, asked, known in pairs:
-        if asked != known:
-            raise ConfigError(f"profile {name!r} covers {what}={known}, not {asked}")
-    if job.draft is None:
-        return
-    if measured.draft is None or device.draft is None:
-        raise ConfigError(f"profile {name!r} covers no draft: allowed: mode=ar")
-    if job.draft != measured.draft or job.inline != measured.inline:
-        raise ConfigError(f"profile {name!r} covers the draft {measured.draft.name} as it ran")
-    if job.fan_out and not measured.fan_out:
-        raise ConfigError(f"profile {name!r} is of a run that grew nothing: allowed: mode=ar, sd")
-    for what, rows, table in (
-        ("target", job.target_buckets(), device.verify),
-        ("draft", job.draft_buckets(), device.draft),
-    ):
-        if rows[-1] > table.rows[-1]:
-            raise ConfigError(
-                f"profile {name!r} covers {what} forwards of at most {table.rows[-1]} rows, "
-                f"not {rows[-1]}"
-            )
+def _check_there(name: str) -> None:
+    """ConfigError where a profile's file is missing: what would have saved it."""
+    if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
+        raise ConfigError(
+            f"profile {name!r}: no such file: allowed: what `probe` saved, a job's "
+            f"OUT/profiles/RUN_ID.json, or {', '.join(known_profiles())}"
+        )
 
 
 def _run_config(
@@ -110,12 +101,11 @@ def _run_config(
     return RunConfig(**{**known, **said, "dry_run": True, "world_size": None})
 
 
-def advise(config: PlanConfig) -> int:
+def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     """Prints which configuration to run on at most so many GPUs."""
+    _check_there(config.profile)
     profile = load_profile(config.profile)
-    fields = {f.name for f in dataclasses.fields(RunConfig)}
-    flags = {k: v for k, v in dataclasses.asdict(config).items() if k in fields}
-    run = RunConfig(**{**flags, "pair": config.pair or "8b/1b"})
+    run = _planned(config, profile, given)
     advice = plan(run, HostCosts(), placements(run, profile, config.gpus), config.gpus)
     print(f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:")
     for choice in advice.by_method:
@@ -125,6 +115,14 @@ def advise(config: PlanConfig) -> int:
     print(f"   run it: {_command(run, advice.best)}")
     print(json.dumps(_advice(advice)))
     return 0
+
+
+def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
+    """The flags that a run shares with a plan; what is not said is as it was probed."""
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    flags = {k: v for k, v in dataclasses.asdict(config).items() if k in names}
+    probed = {k: v for k, v in covered(profile).items() if k not in given}
+    return RunConfig(**{**flags, "pair": config.pair or "8b/1b", **probed})
 
 
 def _choice(choice: Choice) -> str:
@@ -161,31 +159,27 @@ def _verdict(advice: Advice) -> str:
 
 def _command(run: RunConfig, choice: Choice) -> str:
     """The line that runs a choice under the laws and options that were planned for."""
-    flags = {"pair": run.pair or "", **choice.flags(), "acceptance": run.acceptance_text}
-    defaults = {f.name: f.default for f in dataclasses.fields(RunConfig)}
-    for name in _PLANNED:
-        if getattr(run, name) != defaults[name]:
-            flags[name] = str(getattr(run, name))
-    text = " ".join(f"--{name}={value}" for name, value in flags.items())
+    flags = {"pair": run.pair or "", **choice.flags()}
+    said = {f.name for f in dataclasses.fields(RunConfig) if getattr(run, f.name) != f.default}
+    if choice.mode != "ar":
+        flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
+        if "acceptance_fast" in said:
+            flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
+        flags |= {name: str(getattr(run, name)) for name in _HITS if name in said}
+    flags |= {name: str(getattr(run, name)) for name in _FORWARD if name in said}
+    text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
 
 
-_PLANNED = (
-    "acceptance_fast",
-    "p_hit",
-    "hit_a",
-    "hit_r",
-    "batch_size",
-    "fuse",
-    "lm_head",
-    "context",
-)
+_HITS = ("p_hit", "hit_a", "hit_r")
+_FORWARD = ("batch_size", "fuse", "lm_head", "context")
 
 
 def _advice(advice: Advice) -> dict[str, Any]:
     return {
         "best": dataclasses.asdict(advice.best),
         "by_method": [dataclasses.asdict(choice) for choice in advice.by_method],
+        "alternatives": [dataclasses.asdict(choice) for choice in advice.alternatives],
         "gain": advice.gain,
         "break_even_alpha": advice.break_even_alpha,
         "break_even_p_hit": advice.break_even_p_hit,
@@ -224,6 +218,31 @@ def _find_row(config: WhyConfig) -> dict[str, Any]:
     return dict(rows[-1])
 
 
+def compare(config: CompareConfig) -> int:
+    """Prints how much faster one result is than another, and how sure that is."""
+    if config.a is None or config.b is None:
+        raise ConfigError("compare: needs two results, each a run id or a runs.jsonl")
+    found = [_result(name, config.out) for name in (config.a, config.b)]
+    (a, a_path), (b, b_path) = found
+    rounds = {**load_rounds([a_path], [a]), **load_rounds([b_path], [b])}
+    pair = Pair.of(a, b, rounds)
+    print(pair)
+    print(json.dumps(pair.to_dict()))
+    return 0
+
+
+def _result(named: str, out: str) -> tuple[dict[str, Any], Path]:
+    """The last row of a file, or a run id's row under a folder; and where it was looked for."""
+    is_file = named.endswith(".jsonl")
+    path = Path(named if is_file else out)
+    rows = load_rows([path])
+    if not is_file:
+        rows = [row for row in rows if row.get("run_id") == named]
+    if not rows:
+        raise ConfigError(f"result {named!r}: no such row in {str(path)!r}")
+    return rows[-1], path
+
+
 def tables(config: TablesConfig) -> int:
     """Prints the milestone report's tables from the rows that are there."""
     named = config.results
@@ -232,7 +251,8 @@ def tables(config: TablesConfig) -> int:
     if named and not paths:
         raise ConfigError(f"results {named!r}: no runs*.jsonl there")
     rows = load_rows(paths)
-    print(render(rows, load_profiles(paths, rows)))
+    used = [row for row in rows if is_usable(row)]
+    print(render(rows, load_profiles(paths, used), load_rounds(paths, used)))
     return 0
 
 

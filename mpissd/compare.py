@@ -2,14 +2,16 @@
 
 Rounds that follow each other have much in common (a neighbour, a clock, a hot device), so a run is
 cut into blocks, and blocks are compared: the delta method over block sums. No draws: the same
-samples give the same text.
+samples give the same text. Where the rounds of a run were not kept, its row's own statistics stand
+in for them (Rate.of_row).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,9 @@ from mpissd.errors import ConfigError
 
 _BLOCKS = 20  # a run is cut into, if there are …
 _PER_BLOCK = 5  # … so many rounds for each
+FEWEST_ROUNDS = 4 * _PER_BLOCK
 _Z = 1.959964  # 97.5% of a standard normal
+_SPREADS = (("p90", 1.281552), ("p99", 2.326348))  # and where a standard normal has them
 
 Samples = Sequence[float] | NDArray[np.float64]
 
@@ -36,14 +40,72 @@ class Comparison:
         """Whether the interval leaves 1 out."""
         return not self.low <= 1.0 <= self.high
 
+    def __str__(self) -> str:
+        """The speedup, or "no difference", and the interval."""
+        digits = 2 if self.high - self.low > 0.02 else 3
+        interval = f"95% interval {self.low:.{digits}f} to {self.high:.{digits}f}"
+        if not self.is_real:
+            return f"no difference ({interval})"
+        return f"{self.speedup:.{digits}f}× ({interval})"
+
 
 @dataclass(frozen=True)
-class _Rate:
+class Rate:
     """Tokens a second, the variance of its logarithm, and the degrees of freedom of that."""
 
     value: float
     variance: float
     freedom: int
+    from_rounds: bool = True
+
+    @classmethod
+    def of_rounds(cls, seconds: Samples, tokens: Samples | None = None) -> Rate:
+        """Of seconds a round, and tokens a round (None: all rounds alike).
+
+        ConfigError with fewer than 20 rounds, or with a round that takes no time.
+        """
+        took = np.asarray(seconds, np.float64)
+        made = np.ones_like(took) if tokens is None else np.asarray(tokens, np.float64)
+        blocks = min(_BLOCKS, len(took) // _PER_BLOCK)
+        if len(took) < FEWEST_ROUNDS or len(made) != len(took):
+            counts = f"{len(took)} rounds ({len(made)} with tokens)"
+            raise ConfigError(f"{counts}: allowed: {FEWEST_ROUNDS} or more")
+        if not (took > 0).all() or not made.sum() > 0:
+            told = f"a round of {took.min():g} s, {made.sum():g} tokens"
+            raise ConfigError(f"{told}: allowed: above 0")
+        time = np.array([part.sum() for part in np.array_split(took, blocks)])
+        done = np.array([part.sum() for part in np.array_split(made, blocks)])
+        rate = float(done.sum() / time.sum())
+        left = (done - rate * time) / done.mean()  # of a ratio of sums, relative
+        return cls(rate, float(left @ left) / (blocks * (blocks - 1)), blocks - 1)
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Rate:
+        """Of a result row alone: the luck of its draws and the spread of its rounds, added up.
+
+        Draws: sampling_sd, which the predictor has from the job's laws; without it the standard
+        error of accept_histogram's mean. Rounds: (p90 − p50)/1.28 or (p99 − p50)/2.33, whichever is
+        more, over √n: what neighbouring rounds have in common is not seen. ConfigError where a row
+        lacks them, or has fewer than 20 rounds.
+        """
+        try:
+            count, rate = int(row["num_rounds"]), float(row["tok_per_s"])
+            clock = _clock_error(row["round_us"], count)
+            luck = row.get("sampling_sd")
+            draws = _length_error(row["accept_histogram"]) if luck is None else float(luck)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error
+        if count < FEWEST_ROUNDS or not 0 < rate < math.inf:
+            told = f"row {row.get('run_id')!r}: {count} rounds, {rate:g} tok/s"
+            raise ConfigError(f"{told}: allowed: {FEWEST_ROUNDS} or more, above 0")
+        return cls(rate, draws**2 + clock**2, count - 1, from_rounds=False)
+
+
+def compare_rates(a: Rate, b: Rate) -> Comparison:
+    """b against a: the logarithms of both, by Student's t."""
+    half = _t(min(a.freedom, b.freedom)) * math.sqrt(a.variance + b.variance)
+    middle = math.log(b.value / a.value)
+    return Comparison(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 
 def compare(
@@ -52,47 +114,27 @@ def compare(
     a_tokens: Samples | None = None,
     b_tokens: Samples | None = None,
 ) -> Comparison:
-    """b against a. Seconds a round; tokens a round where they differ (None: all rounds alike).
-
-    ConfigError with fewer than 20 rounds, or with a round that takes no time.
-    """
-    a, b = _rate(a_seconds, a_tokens), _rate(b_seconds, b_tokens)
-    spread = math.sqrt(a.variance + b.variance)
-    half = _t(min(a.freedom, b.freedom)) * spread
-    middle = math.log(b.value / a.value)
-    return Comparison(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
+    """b against a, by rounds: see Rate.of_rounds."""
+    return compare_rates(Rate.of_rounds(a_seconds, a_tokens), Rate.of_rounds(b_seconds, b_tokens))
 
 
-def compare_text(
-    a_seconds: Samples,
-    b_seconds: Samples,
-    a_tokens: Samples | None = None,
-    b_tokens: Samples | None = None,
-) -> str:
-    """compare() as text: a speedup of b over a, or "no difference"."""
-    found = compare(a_seconds, b_seconds, a_tokens, b_tokens)
-    counts = f"{len(a_seconds)} and {len(b_seconds)} rounds"
-    digits = 2 if found.high - found.low > 0.02 else 3
-    interval = f"95% interval {found.low:.{digits}f} to {found.high:.{digits}f}, {counts}"
-    if not found.is_real:
-        return f"no difference ({interval})"
-    return f"{found.speedup:.{digits}f}× ({interval})"
+def _clock_error(round_us: Mapping[str, float], count: int) -> float:
+    """Relative standard error of the mean round, from its percentiles."""
+    spread = max(0.0, *((round_us[name] - round_us["p50"]) / z for name, z in _SPREADS))
+    mean = float(round_us["mean"])
+    return spread / (mean * math.sqrt(count)) if mean > 0 else 0.0
 
 
-def _rate(seconds: Samples, tokens: Samples | None) -> _Rate:
-    took = np.asarray(seconds, np.float64)
-    made = np.ones_like(took) if tokens is None else np.asarray(tokens, np.float64)
-    blocks = min(_BLOCKS, len(took) // _PER_BLOCK)
-    if blocks < 4 or len(made) != len(took):
-        least = 4 * _PER_BLOCK
-        raise ConfigError(f"{len(took)} rounds ({len(made)} with tokens): allowed: {least} or more")
-    if not (took > 0).all() or not made.sum() > 0:
-        raise ConfigError(f"a round of {took.min():g} s, {made.sum():g} tokens: allowed: above 0")
-    time = np.array([part.sum() for part in np.array_split(took, blocks)])
-    done = np.array([part.sum() for part in np.array_split(made, blocks)])
-    rate = float(done.sum() / time.sum())
-    left = (done - rate * time) / done.mean()  # of a ratio of sums, relative
-    return _Rate(rate, float(left @ left) / (blocks * (blocks - 1)), blocks - 1)
+def _length_error(histogram: Sequence[int]) -> float:
+    """Of the mean acceptance length of n rounds: standard deviation / (mean·√n)."""
+    counts = np.asarray(histogram, np.float64)
+    lengths = np.arange(len(counts)) + 1.0
+    total = float(counts.sum())
+    if not total > 0:
+        raise ValueError("accept_histogram is empty")
+    mean = float(lengths @ counts) / total
+    variance = float((lengths - mean) ** 2 @ counts) / total
+    return math.sqrt(variance / total) / mean
 
 
 def _t(freedom: int) -> float:

@@ -1,8 +1,9 @@
 """Model shapes: what a GEMM-only forward needs to know of a model, one row each, no weights.
 
-`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, or the path of a
-Hugging Face config.json; `resolve_pair("70b/1b")` takes a target and a draft. A name that is a
-preset wins over a file of that name: write `./8b` for a directory called `8b`.
+`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, the path of a Hugging
+Face config.json, or a head-sized draft of any of them, `eagle:70b` (heads.py); `resolve_pair` takes
+a target and a draft, "70b/1b". A name that is a preset wins over a file of that name: write `./8b`
+for a directory called `8b`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mpissd.errors import ConfigError, unknown
+from mpissd.heads import DraftHead, make_head, split_head
 from mpissd.hf_config import read_fields
 
 
@@ -21,7 +23,8 @@ class ModelShape:
     """Widths and depth of a decoder-only transformer; ConfigError names a field that can't be.
 
     hidden: width of the residual stream. ffn: inner width of the feed-forward block, which is three
-    products when gated (gate, up, down) and two when not (up, down).
+    products when gated (gate, up, down) and two when not (up, down). head: of a head-sized draft,
+    whose decoder layers may be none at all.
     """
 
     name: str
@@ -33,13 +36,15 @@ class ModelShape:
     ffn: int
     gated: bool
     vocab_size: int
+    head: DraftHead | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (type(value) is not int or value < 1):
+            least = 0 if field.name == "num_layers" and self.head is not None else 1
+            if field.type == "int" and (type(value) is not int or value < least):
                 raise ConfigError(
-                    f"{self.name}: {field.name}={value!r}: allowed: whole numbers from 1"
+                    f"{self.name}: {field.name}={value!r}: allowed: whole numbers from {least}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -69,14 +74,37 @@ class ModelShape:
         return attention + self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
+    def fused_width(self) -> int:
+        """Columns of the vector that a first product joins to one of `hidden`; 0: there is none."""
+        return 0 if self.head is None else self.head.fused * self.hidden
+
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """Columns of each head's product on the hidden vector."""
+        return () if self.head is None else self.head.widths
+
+    @property
+    def lm_head_inputs(self) -> tuple[int, ...]:
+        """Rows of each LM head."""
+        if self.head is None:
+            return (self.hidden,)
+        return self.head.widths or (self.hidden,) * self.head.lm_heads
+
+    @property
     def gemm_params(self) -> int:
-        """Weights of all layers' products: no embedding, no LM head, no norms or biases."""
-        return self.num_layers * self.num_params_per_layer
+        """Weights of all products but LM heads: no embedding, no norms or biases."""
+        head = self.hidden * (self.fused_width + sum(self.head_widths))
+        return self.num_layers * self.num_params_per_layer + head
 
     @property
     def lm_head_params(self) -> int:
-        """Weights of the LM head's product, hidden → vocab_size."""
-        return self.hidden * self.vocab_size
+        """Weights of the LM heads' products, hidden (or a head's width) → vocab_size."""
+        return sum(self.lm_head_inputs) * self.vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that one forward of it drafts."""
+        return 1 if self.head is None else self.head.num_tokens
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -119,6 +147,8 @@ _SHAPES = (
     ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
 )
 PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
+# Prompt lookup: no product at all, and nothing that is ever launched.
+LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
 ALIASES: dict[str, str] = {
     "70b": "llama-3.1-70b",
     "8b": "llama-3.1-8b",
@@ -149,7 +179,7 @@ PAIRS: dict[str, tuple[str, str]] = {
     "65b/noft-wide": ("llama-65b", "noft-wide-1.3b"),
 }
 _HUB_OWNERS = ("meta-llama", "huggyllama", "qwen", "facebook")
-_FORMS = "gen:layers=…,hidden=…,ffn=… or the path of a config.json"
+_FORMS = "gen:layers=…,hidden=…,ffn=…, eagle:, mtp:, medusa: or mlp:MODEL, a path of a config.json"
 
 
 def resolve_model(text: str) -> ModelShape:
@@ -157,9 +187,14 @@ def resolve_model(text: str) -> ModelShape:
 
     A preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) and with a
     depth (70b@8L); gen:layers=…,hidden=…,ffn=… and optionally heads, kv_heads, head_dim, vocab,
-    gated; a config.json or a directory that holds one. A shape's own name resolves to it again.
+    gated; a config.json or a directory that holds one; a head-sized draft of any of these; lookup.
+    A shape's own name resolves to it again.
     """
     text = text.strip()
+    if text.lower() == LOOKUP.name:
+        return LOOKUP
+    if parts := split_head(text, _is_name):
+        return _headed(*parts)
     if depth := _SCALED.search(text):
         return resolve_model(text[: depth.start()]).scaled(int(depth[1]))
     owner, _, name = text.lower().rpartition("/")
@@ -201,6 +236,20 @@ def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
         except ConfigError as error:
             reason = error
     raise ConfigError(f"pair {text!r}: {reason}")
+
+
+def _is_name(text: str) -> bool:
+    return text.lower() in PRESETS or text.startswith("gen:")
+
+
+def _headed(kind: str, number: int | None, target: str) -> ModelShape:
+    """The head-sized draft of a target, whatever the target's depth."""
+    shape = resolve_model(target)
+    if shape.head is not None:
+        raise ConfigError(f"{kind}:{target}: allowed: {kind} on a whole model, not on {shape.name}")
+    prefix, num_layers, head = make_head(kind, number, shape.hidden)
+    name = f"{prefix}-{_SCALED.sub('', shape.name)}"
+    return replace(shape, name=name, num_layers=num_layers, head=head)
 
 
 _NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")

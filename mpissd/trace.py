@@ -6,6 +6,7 @@ sums a round and slices in time (for --trace) are read off the stamps when the r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from time import perf_counter_ns
@@ -24,10 +25,11 @@ class LeadPhase(IntEnum):
     COMMIT = 1  # apply the outcome to the batch
     DRAFT_WAIT = 2  # request → speculation on the host
     BROADCAST = 3  # plan to the followers
-    LAUNCH = 4  # upload and launch the verification
-    DEVICE_WAIT = 5  # until the verification is over
-    SAMPLE = 6  # acceptance rule
-    RECORD = 7  # bookkeeping of the round
+    UPLOAD = 4  # hand the tokens to the device
+    LAUNCH = 5  # launch the verification (numpy: all of it)
+    DEVICE_WAIT = 6  # until the verification is over
+    SAMPLE = 7  # acceptance rule
+    RECORD = 8  # bookkeeping of the round
 
 
 class DraftPhase(IntEnum):
@@ -49,27 +51,28 @@ class FollowPhase(IntEnum):
 
     PLAN_WAIT = 0  # for the lead's plan
     COMMIT = 1  # apply the outcome to the batch
-    LAUNCH = 2  # upload and launch the verification
-    DEVICE_WAIT = 3  # until the verification is over
+    UPLOAD = 2  # hand the tokens to the device
+    LAUNCH = 3  # launch the verification
+    DEVICE_WAIT = 4  # until the verification is over
 
 
 class Ledger:
     """Phase times of one rank.
 
-    Stamps lie in flat lists, 50 bytes a mark: a mark is two appends, and nothing is added up while
+    Stamps lie in flat arrays, 9 bytes a mark: a mark is two appends, and nothing is added up while
     a round runs.
     """
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
-        self._ends: list[int] = []  # of every phase, in the clock's nanoseconds
-        self._phases: list[int] = []
-        self._rounds: list[tuple[int, int, int]] = []  # round, its begin, marks up to its end
+        self._ends = array("q")  # of every phase, in the clock's nanoseconds
+        self._phases = array("b")
+        self._rounds = array("q")  # three a round: its number, its begin, marks up to its end
         self._start = perf_counter_ns()
 
     def restart(self) -> None:
         """Begins a round now: what came before belongs to no round."""
-        closed = self._rounds[-1][2] if self._rounds else 0
+        closed = self._rounds[-1] if self._rounds else 0
         del self._ends[closed:], self._phases[closed:]
         self._start = perf_counter_ns()
 
@@ -81,7 +84,9 @@ class Ledger:
     def close_round(self, round_: int, phase: int) -> None:
         """Ends `phase` and the round; the next round begins at the same instant."""
         self.mark(phase)
-        self._rounds.append((round_, self._start, len(self._ends)))
+        self._rounds.append(round_)
+        self._rounds.append(self._start)
+        self._rounds.append(len(self._ends))
         self._start = self._ends[-1]
 
     def table(self, first_round: int, last_round: int) -> Int64s:
@@ -104,7 +109,8 @@ class Ledger:
 
     def _select(self, first_round: int, last_round: int) -> tuple[Int64s, Int64s, Int64s]:
         """(round [r], marks of it [r], slices [n, 4]) of rounds first … last-1."""
-        rounds, starts, stops = np.array(self._rounds, np.int64).reshape(-1, 3).T
+        # Copies: an array that is being read can't grow.
+        rounds, starts, stops = np.array(self._rounds).reshape(-1, 3).T
         counts = np.diff(stops, prepend=0)
         ends = np.array(self._ends[: stops[-1] if len(stops) else 0], np.int64)
         begins = np.concatenate([ends[-1:], ends[:-1]])  # the phase before ended there
@@ -130,7 +136,7 @@ class NullLedger(Ledger):
 
 
 def select(
-    rows: Sequence[Sequence[Any]], width: int, first_round: int, last_round: int
+    rows: Sequence[Sequence[Any]] | NDArray[Any], width: int, first_round: int, last_round: int
 ) -> NDArray[Any]:
     """The rows whose first column is a round in first … last-1, as one array."""
     table = np.array(rows).reshape(-1, width)

@@ -28,6 +28,8 @@ LAYERS = {
     "mpissd.wait": 0,
     "mpissd.presets": 0,
     "mpissd.hf_config": 0,
+    "mpissd.heads": 0,
+    "mpissd.schedules": 0,
     "mpissd.theory": 0,
     "mpissd.records": 0,
     "mpissd.trace": 0,

@@ -87,12 +87,17 @@ class GroupProbe:
 
     def _forward(self, stepper: Stepper, rows: int) -> Callable[[], float]:
         tokens = np.arange(rows, dtype=np.int32)
-        return launched(lambda: stepper.launch(rows, tokens), stepper, self._waiter)
+
+        def launch() -> None:  # forwards of other rows take turns with this one
+            stepper.upload(rows, tokens)
+            stepper.launch()
+
+        return launched(launch, stepper, self._waiter)
 
     def _launch(self, stepper: Stepper) -> Entry:
         host: list[float] = []
-        tokens, rows = np.zeros(1, np.int32), stepper.buckets[0]
-        once = launched(lambda: stepper.launch(rows, tokens), stepper, self._waiter, host)
+        stepper.upload(stepper.buckets[0], np.zeros(1, np.int32))
+        once = launched(stepper.launch, stepper, self._waiter, host)
         device = sample(once, self._pace, together=self._together)
         return {
             "from": self._source,
@@ -105,7 +110,8 @@ class GroupProbe:
         if not self._real:
             return
         rows = stepper.buckets[-1]
-        stepper.launch(rows, np.arange(rows, dtype=np.int32))
+        stepper.upload(rows, np.arange(rows, dtype=np.int32))
+        stepper.launch()
         stepper.wait(self._waiter)
         hidden = self._backend.to_host(stepper.stack.buffers.hidden)[:rows]
         what = f"{stepper.shard.shape.name}: hidden vectors of {rows} rows"

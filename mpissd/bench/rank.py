@@ -14,7 +14,8 @@ from typing import TypeVar
 from mpissd.bench.session import Session
 from mpissd.comm.link import DraftEnd, LeadEnd
 from mpissd.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.controls import AdaptiveControls, Controls
+from mpissd.decode.draft import Drafter, DraftPolicy, Share, serve
 from mpissd.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
@@ -22,11 +23,17 @@ from mpissd.decode.speculator import (
     Speculator,
 )
 from mpissd.decode.target import TargetLoop, follow
-from mpissd.rounds import Request, Source
+from mpissd.job import PRIOR_ALPHA
+from mpissd.rounds import Ints, Request, Source
+from mpissd.spec.acceptance import DEFAULT_HIT_A, DEFAULT_HIT_R
+from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
+from mpissd.spec.control import BackupController
+from mpissd.spec.fanout import FanOuts, owners_of
 from mpissd.trace import FollowPhase, Ledger
-from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.workload.base import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
+_REALLOT_ROUNDS = 50
 
 
 class Rank:
@@ -35,9 +42,9 @@ class Rank:
     def __init__(self, session: Session) -> None:
         self.session = session
         topology, job = session.topology, session.job
-        self.target: GemmTargetWorker | None = None
-        self.draft: GemmDraftWorker | None = None
-        self.lead_link: LeadEnd | None = None
+        self.target: TargetWorker | None = None
+        self.draft: DraftWorker | None = None
+        self.lead_links: list[LeadEnd] = []
         self.draft_link: DraftEnd | None = None
         self.sender: PlanSender | None = None
         self.receiver: PlanReceiver | None = None
@@ -61,32 +68,77 @@ class Rank:
             self.draft_link = draft_end(world, 0, shape, waiter)
         elif topology.is_lead:
             self.sender = PlanSender(group, shape, waiter)
-            if topology.num_drafts:
-                self.lead_link = lead_end(world, topology.tp, shape, waiter)
+            for draft in range(topology.tp, topology.tp + topology.num_drafts):
+                self.lead_links.append(lead_end(world, draft, shape, waiter))
         else:
             self.receiver = PlanReceiver(group, shape, waiter)
 
     @property
     def messages(self) -> tuple[int, int]:
         """(messages, bytes) that the lead has sent and received so far."""
-        ends = [end for end in (self.sender, self.lead_link) if end is not None]
+        ends = [end for end in (self.sender, *self.lead_links) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
-    def drafter(self, worker: GemmDraftWorker, *, ahead: bool = True) -> Drafter:
+    def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
         """A drafter over `worker`; ahead=False: nothing is grown (SD's half of an SSD job)."""
         job = self.session.job
         policy = DraftPolicy(
             lookahead=job.lookahead,
-            fan_out=job.fan_out if ahead else (),
-            backup=Source[job.config.backup.upper()],
+            fan_outs=job.fan_outs if ahead else FanOuts(),
+            backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
             backup_lookahead=job.backup_lookahead,
             on_late=job.config.on_late,
+            sampled=self.session.link_shape.sampled,
+            share=self._share(),
         )
-        return Drafter(worker, policy, job.config.batch_size, self.session.waiter)
+        controls = self._controls(policy) if ahead else None
+        return Drafter(worker, policy, job.config.batch_size, self.session.waiter, controls)
+
+    def _controls(self, policy: DraftPolicy) -> Controls:
+        """What adapts in this job."""
+        job = self.session.job
+        fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
+        config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
+        late, chooses = config.on_late == "auto", config.backup == "auto"
+        watched = job.laws is not None or job.adaptive_budget is not None or late or chooses
+        if job.is_tail or not watched:  # what a tail keeps is in no list that could be learned
+            return fixed
+        fan_out = None
+        if job.adaptive_budget is not None:
+            fan_out = AdaptiveFanOut(
+                job.adaptive_budget,
+                job.lookahead,
+                _REALLOT_ROUNDS,
+                prior_hazards=prior,
+                prior_a=DEFAULT_HIT_A,
+                prior_r=DEFAULT_HIT_R,
+                minimum=1 if config.p_hit else 0,
+            )
+        return AdaptiveControls(
+            fixed,
+            OutcomeEstimator(job.lookahead, prior) if fan_out is None else fan_out.estimator,
+            lookahead=job.lookahead,
+            fan_out=fan_out,
+            backup=BackupController(job.lookahead, job.backup_lookahead) if chooses else None,
+            late=late,
+        )
+
+    def _share(self) -> Share:
+        """Which of the drafts this one is; inline it is the only one."""
+        topology, job = self.session.topology, self.session.job
+        if topology.num_drafts < 2:
+            return Share()
+        weights = job.acceptance[Source.CACHE].probabilities()
+        hit_a, hit_r = [job.hit_law.hit_a] * len(weights), job.hit_law.hit_r
+
+        def owners(fan_out: tuple[int, ...]) -> Ints:
+            return owners_of(fan_out, topology.num_drafts, weights, hit_a, hit_r)
+
+        return Share(topology.world.rank - topology.tp, topology.num_drafts, owners)
 
     def run_pass(
         self,
-        target: GemmTargetWorker | None,
+        target: TargetWorker | None,
         drafter: Drafter | None,
         drive: Callable[[TargetLoop], Result],
     ) -> Result | None:
@@ -112,8 +164,8 @@ class Rank:
             return result
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
-        if self.lead_link is not None:
-            return RemoteSpeculator(self.lead_link)
+        if self.lead_links:
+            return RemoteSpeculator(*self.lead_links)
         return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -124,7 +176,7 @@ class Rank:
 
     def close(self) -> None:
         """Finishes the messages; graphs, groups and the backend are the session's to close."""
-        for end in (self.lead_link, self.draft_link, self.sender, self.receiver):
+        for end in (*self.lead_links, self.draft_link, self.sender, self.receiver):
             if end is not None:
                 end.close()
 

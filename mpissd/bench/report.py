@@ -116,7 +116,7 @@ def print_summary(row: dict[str, Any]) -> None:
     if row["hit_rate"] is not None:
         lines.append(("hits", f"{row['hit_rate']:.3f} of the lookups"))
     if row["stable"] is False:
-        lines.append(("", "unstable: the median round drifts between blocks"))
+        lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
     print(json.dumps(row), flush=True)
 

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,22 @@ from numpy.typing import NDArray
 from mpissd.bench.ab import Overhead
 from mpissd.bench.calibrate import JobProfile
 from mpissd.bench.provenance import provenance
+from mpissd.bench.row_times import Measured, device_means, device_times, rates
 from mpissd.bench.session import Session
 from mpissd.decode.draft import Drafter
 from mpissd.job import Job
-from mpissd.model.shard import Shard
 from mpissd.predict import jobfile
-from mpissd.predict.row import predict_row
+from mpissd.predict.row import is_foretold, predict_row
 from mpissd.records import (
     SCHEMA,
     RoundRecords,
     is_stable,
-    median,
     outcome_digest,
     percentiles_us,
     token_digest,
 )
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
-
-
-@dataclass
-class Measured:
-    """Raw results of one configuration, all ranks."""
-
-    records: RoundRecords
-    wall_s: float
-    ledger: NDArray[np.int64]  # lead: round, wall_ns, phase_ns…
-    phases: list[str]
-    draft_rounds: NDArray[Any] | None  # Drafter.COLUMNS
-    draft_ledger: NDArray[np.int64] | None
-    draft_phases: list[str]
-    profile: JobProfile
-    messages_per_round: float
-    bytes_per_round: float
-    rank_digests: list[int]  # by world rank: of the outcomes it heard
-    ledger_overhead: Overhead | None
 
 
 def make_row(session: Session, measured: Measured) -> dict[str, Any]:
@@ -61,6 +41,7 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
         "schema": SCHEMA,
         "run_id": f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
         "mode": config.mode,
+        "schedule": config.schedule,
         "workload": config.workload,
         "backend": session.backend.name,
         "device_name": session.backend.info.name,
@@ -73,13 +54,15 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
         "lookahead": job.lookahead,
         "fan_out": list(job.fan_out) or None,
         "branch_budget": sum(job.fan_out) or None,
-        "acceptance": None if job.draft is None else config.acceptance_text,
-        "hit_law": job.hit_law.label if job.fan_out else None,
+        "fan_out_miss": list(job.fan_out_miss) or None,
+        "acceptance": None if job.draft is None or job.laws else config.acceptance_text,
+        "hit_law": job.hit_law.label if job.fan_out and not job.laws else None,
         "batch_size": config.batch_size,
         **_options(session),
         **_throughput(session, measured, sequences),
         **_speculation(session, sequences),
-        **_times(session, measured),
+        "learned": measured.learned or None,
+        **device_times(session, measured),
         **_prediction(session, measured, sequences),
         **_digests(session, measured, sequences),
         "messages_per_round": round(measured.messages_per_round, 2),
@@ -108,13 +91,28 @@ def _options(session: Session) -> dict[str, Any]:
         "num_layers": job.target.num_layers,
         "full_num_layers": job.full_target.num_layers,
         "seed": config.seed,
+        **_models(job),
+    }
+
+
+def _models(job: Job) -> dict[str, Any]:
+    """Of a markov job; null where outcomes are imposed."""
+    laws = job.laws
+    return {
+        "temperature": None if laws is None else laws.temperature,
+        "vocab": None if laws is None else laws.vocab,
+        "order": None if laws is None else laws.target.order,
+        "divergence": None if laws is None else laws.draft.divergence,
+        "saguaro_c": None if laws is None else laws.saguaro_c,
+        "prompt_tokens": None if laws is None else laws.prompt_tokens,
+        "stop_token": job.config.stop_token,
     }
 
 
 def _throughput(
     session: Session, measured: Measured, sequences: NDArray[np.int64]
 ) -> dict[str, Any]:
-    num_tokens = _num_tokens(sequences, session.job.config.num_tokens)
+    num_tokens = _num_tokens(measured.records, session.job.config.num_tokens)
     rate = num_tokens / measured.wall_s
     walls = measured.ledger[:, 1] * 1e-9
     phases = measured.ledger[:, 2:]
@@ -131,22 +129,18 @@ def _throughput(
             "lead": _phase_means(measured.ledger, measured.phases),
             "draft": _phase_means(measured.draft_ledger, measured.draft_phases),
         },
+        "device_us": device_means(measured),
         "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
     }
 
 
-def _num_tokens(sequences: NDArray[np.int64], enough: int | None) -> int:
+def _num_tokens(records: RoundRecords, enough: int | None) -> int:
     """Tokens of all sequences; what a sequence emits past num_tokens doesn't count."""
-    total = 0
-    for request_id in np.unique(sequences[:, 1]):
-        count = int((sequences[sequences[:, 1] == request_id, 3] + 1).sum())
-        total += count if enough is None else min(count, enough)
-    return total
+    counts = [len(tokens) for tokens in records.tokens().values()]
+    return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
 
 
-def _phase_means(
-    ledger: NDArray[np.int64] | None, names: list[str]
-) -> dict[str, float] | None:
+def _phase_means(ledger: NDArray[np.int64] | None, names: list[str]) -> dict[str, float] | None:
     """Mean microseconds a round of each phase: they add up to the mean round."""
     if ledger is None or not len(ledger):
         return None
@@ -166,69 +160,27 @@ def _speculation(session: Session, sequences: NDArray[np.int64]) -> dict[str, An
     }
 
 
-def _times(session: Session, measured: Measured) -> dict[str, Any]:
-    job, records = session.job, measured.records
-    full = records.num_rows() == job.verify_rows
-    t_target = median(np.asarray(records.t_target_s)[full])
-    t_draft = _t_draft(job, measured)
-    t_growth = None
-    if measured.draft_rounds is not None and job.fan_out:
-        t_growth = median(measured.draft_rounds[:, Drafter.COLUMNS.index("t_growth_s")])
-    read_bytes_per_s = measured.profile.read_bytes_per_s
-    floor_bytes = _floor_bytes(session)
-    floor_s = None if read_bytes_per_s is None else floor_bytes / read_bytes_per_s
-    timed = t_target is not None and t_target > 0
-    return {
-        "t_target_s": t_target,
-        "t_draft_s": t_draft,
-        "t_growth_s": t_growth,
-        "T_SD": t_draft / t_target if timed and t_draft is not None and t_target else None,
-        "floor_us": None if floor_s is None else round(floor_s * 1e6, 3),
-        "floor_fraction": round(floor_s / t_target, 4) if timed and floor_s and t_target else None,
-        "floor_bytes": floor_bytes,
-        "cache_bytes": session.backend.info.cache_bytes,
-        "read_bytes_per_s": read_bytes_per_s,
-        "t_target_full_depth_s": _full_depth(session, t_target),
-    }
-
-
-def _t_draft(job: Job, measured: Measured) -> float | None:
-    """p50 of K sequential steps: of the measured full misses, else of the calibrated forward."""
-    if measured.draft_rounds is not None:
-        times = measured.draft_rounds[:, Drafter.COLUMNS.index("t_draft_s")]
-        if np.isfinite(times).sum() >= 10:
-            return median(times)
-    if job.draft is None:
-        return None
-    step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
-    return float(job.lookahead * step)
-
-
-def _floor_bytes(session: Session) -> int:
-    """What a verification must read on a target rank: weights and KV (THEORY, floors)."""
-    job = session.job
-    shard = Shard(job.target, job.tp)
-    itemsize = session.backend.itemsize
-    cost = shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
-    return cost.weight_bytes + cost.kv_bytes
-
-
-def _full_depth(session: Session, t_target: float | None) -> float | None:
-    """A depth-scaled target's forward, times the layers left out; None at full depth."""
-    job = session.job
-    if t_target is None or job.target.num_layers == job.full_target.num_layers:
-        return None
-    return t_target * job.full_target.num_layers / job.target.num_layers
+_FORETOLD = (
+    "predicted_tok_per_s",
+    "predicted_round_us",
+    "prediction_error",
+    "expected_tok_per_s",
+    "sampling_error",
+    "sampling_sd",
+)
 
 
 def _prediction(
     session: Session, measured: Measured, sequences: NDArray[np.int64]
 ) -> dict[str, Any]:
     """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
-    profile = measured.profile
+    job, profile = session.job, measured.profile
+    parallel = job.draft is not None and job.draft.num_tokens > 1  # the recurrence counts K steps
+    if not is_foretold(job) or job.is_tail or parallel:
+        return dict.fromkeys(_FORETOLD)
     found = predict_row(session.job, profile.device, profile.host, len(measured.records))
     rate = found["tok_per_s"]
-    measured_rate = _num_tokens(sequences, session.job.config.num_tokens) / measured.wall_s
+    measured_rate = _num_tokens(measured.records, session.job.config.num_tokens) / measured.wall_s
     return {
         "predicted_tok_per_s": rate,
         "predicted_round_us": found["round_us"],
@@ -239,9 +191,7 @@ def _prediction(
     }
 
 
-def _digests(
-    session: Session, measured: Measured, sequences: NDArray[np.int64]
-) -> dict[str, Any]:
+def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64]) -> dict[str, Any]:
     """token_digest covers the tokens that every mode has emitted by then: num_tokens a sequence,
     or one a round."""
     config = session.job.config
@@ -267,12 +217,23 @@ def _overhead(found: Overhead | None) -> dict[str, float] | None:
     return {"overhead": found.overhead, "low": found.low, "high": found.high}
 
 
+def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
+    """The emitted token ids, sequence by sequence in the order of their request ids."""
+    emitted = [tokens for _, tokens in sorted(records.tokens().items())]
+    flat = [token for tokens in emitted for token in tokens]
+    return {
+        "tokens": np.array(flat, np.int32),
+        "token_counts": np.array([len(tokens) for tokens in emitted], np.int32),
+    }
+
+
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
     """The raw rounds, as they are saved."""
     arrays: dict[str, NDArray[Any]] = {
         "round_s": np.asarray(measured.records.round_s),
         "t_target_s": np.asarray(measured.records.t_target_s),
         "sequences": measured.records.sequences(),
+        **_tokens(measured.records),
         "lead_ledger_ns": measured.ledger,
         "lead_phases": np.asarray(measured.phases),
     }
@@ -308,5 +269,5 @@ def write_row(
 
 
 def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:
-    costs = profile.device, profile.host, profile.read_bytes_per_s
+    costs = profile.device, profile.host, rates(profile)
     return jobfile.to_dict(session.job, session.backend.name, num_rounds, *costs)

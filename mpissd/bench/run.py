@@ -14,19 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.bench.ab import Overhead, ledger_pass
-from mpissd.bench.calibrate import WARM_ID, JobProfile, calibrate, requests
+from mpissd.bench.calibrate import WARM_ID, JobProfile, calibrate
 from mpissd.bench.rank import Rank
 from mpissd.bench.report import print_card, print_summary, progress_bar
-from mpissd.bench.row import Measured, make_row, round_arrays, write_row
+from mpissd.bench.row import make_row, round_arrays, write_row
+from mpissd.bench.row_times import Measured
 from mpissd.bench.session import Session, open_session
 from mpissd.bench.tracing import Span, Tracing
 from mpissd.config import RunConfig
 from mpissd.decode.draft import Drafter
-from mpissd.decode.target import TargetLoop
+from mpissd.decode.target import RoundResult, TargetLoop
 from mpissd.errors import FaultError, GateError
 from mpissd.gates import violations
 from mpissd.records import RoundRecords
-from mpissd.rounds import Outcome
 from mpissd.trace import LeadPhase
 from mpissd.wait import sharpen_sleep, within
 
@@ -42,6 +42,7 @@ class LeadReport:
     ledger: NDArray[np.int64]
     phases: list[str]
     messages: tuple[float, float]  # and bytes, a round
+    all_reduce_s: float | None  # in all of them, where the host runs the collectives
 
 
 @dataclass
@@ -51,6 +52,7 @@ class DraftReport:
     rounds: NDArray[Any]  # Drafter.COLUMNS
     ledger: NDArray[np.int64]
     phases: list[str]
+    learned: dict[str, Any]  # Controls.learned
 
 
 def execute(config: RunConfig) -> int:
@@ -75,7 +77,7 @@ def _run(session: Session) -> None:
     rank = Rank(session)
     profile = calibrate(rank)
     drafter = None if rank.draft is None else rank.drafter(rank.draft)
-    rank.prepare(requests(0, config.batch_size))
+    rank.prepare(session.requests(0, config.batch_size))
     tracing = None if config.trace is None else Tracing(session)
     lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
     world = session.topology.world
@@ -117,9 +119,11 @@ def _conclude(
         draft_rounds=None if draft is None else draft.rounds,
         draft_ledger=None if draft is None else draft.ledger,
         draft_phases=[] if draft is None else draft.phases,
+        learned={} if draft is None else draft.learned,
         profile=profile,
         messages_per_round=lead.messages[0],
         bytes_per_round=lead.messages[1],
+        all_reduce_s=lead.all_reduce_s,
         rank_digests=digests,
         ledger_overhead=overhead,
     )
@@ -135,21 +139,26 @@ def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport
     if drafter is None:
         return None
     ledger = drafter.ledger
-    return DraftReport(drafter.table(first, last), ledger.table(first, last), ledger.names)
+    return DraftReport(
+        drafter.table(first, last),
+        ledger.table(first, last),
+        ledger.names,
+        drafter.controls.learned(),
+    )
 
 
 def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
     """Warm-up on throw-away sequences, then the measured rounds."""
     config = rank.session.job.config
-    warm = requests(WARM_ID, config.batch_size)
+    warm = rank.session.requests(WARM_ID, config.batch_size)
     loop.admit(warm)
     loop.ledger.restart()
     for _ in range(config.warmup_rounds):
         loop.step()
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     loop.finish([request.request_id for request in warm])
-    loop.admit(requests(0, config.batch_size))
-    first, before = loop.round, rank.messages
+    loop.admit(rank.session.requests(0, config.batch_size))
+    first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
     records, wall_s = _rounds(loop, config, rank.session.job.lookahead)
     count = max(1, loop.round - first)
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
@@ -161,11 +170,12 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
         ledger=loop.ledger.table(first, loop.round),
         phases=loop.ledger.names,
         messages=(messages / count, sent / count),
+        all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
     )
 
 
 def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundRecords, float]:
-    records = RoundRecords(lookahead)
+    records = RoundRecords(lookahead, config.stop_token)
     emitted: dict[int, int] = dict.fromkeys(range(config.batch_size), 0)
     limit = config.max_rounds
     with progress_bar(config, limit) as advance:
@@ -173,8 +183,8 @@ def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundR
         start = last = perf_counter()
         while emitted and (limit is None or len(records) < limit):
             result = loop.step()
-            if config.num_tokens is not None:
-                loop.finish(_finished(emitted, result.outcome, config.num_tokens))
+            if config.num_tokens is not None or config.stop_token is not None:
+                loop.finish(_finished(emitted, result, config))
             records.add(result.t_target_s, result.speculation, result.outcome)
             advance(1)
             loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
@@ -184,13 +194,15 @@ def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundR
     return records, last - start
 
 
-def _finished(emitted: dict[int, int], outcome: Outcome, enough: int) -> list[int]:
-    """Counts tokens a sequence; the ids that have enough now leave `emitted`."""
-    for request_id, accepted in zip(
-        outcome.ids.tolist(), outcome.num_accepted.tolist(), strict=True
-    ):
+def _finished(emitted: dict[int, int], result: RoundResult, config: RunConfig) -> list[int]:
+    """Counts tokens a sequence; the ids that have enough, or their stop token, leave `emitted`."""
+    gone = []
+    drafts = result.speculation.tokens.tolist()
+    for row, tokens in zip(result.outcome.rows.tolist(), drafts, strict=True):
+        request_id, accepted, bonus = row[0], row[3], row[4]
         emitted[request_id] += accepted + 1
-    gone = [request_id for request_id, count in emitted.items() if count >= enough]
-    for request_id in gone:
-        del emitted[request_id]
+        enough = config.num_tokens is not None and emitted[request_id] >= config.num_tokens
+        if enough or config.stop_token in (*tokens[:accepted], bonus):
+            gone.append(request_id)
+            del emitted[request_id]
     return gone

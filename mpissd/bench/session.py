@@ -6,16 +6,17 @@ Opening: topology → backend → group → models → link. Closing: link → p
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-
-import numpy as np
 
 from mpissd.backend.base import Backend, DeviceInfo
 from mpissd.backend.registry import choose, open_backend
 from mpissd.bench.output import make_output
 from mpissd.comm.group import Group, SoloGroup
 from mpissd.comm.link import LinkShape
+from mpissd.comm.mpi_gather import MpiLogitsGather
 from mpissd.comm.mpi_group import open_group
 from mpissd.comm.topology import Refused, Topology, agree, open_topology
 from mpissd.config import RunConfig
@@ -24,9 +25,13 @@ from mpissd.job import Job, resolve
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.model.stepper import Stepper
 from mpissd.presets import ModelShape
+from mpissd.rounds import Request
 from mpissd.wait import Waiter
+from mpissd.workload.base import DraftWorker, TargetWorker
 from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
 from mpissd.workload.gemm_law import DraftStream, TokenStream
+from mpissd.workload.markov import MarkovDraftWorker, MarkovTargetWorker
+from mpissd.workload.tail import TailWorker
 
 
 @dataclass
@@ -44,26 +49,48 @@ class Session:
     @property
     def link_shape(self) -> LinkShape:
         """Sizes of the messages of this job."""
-        return LinkShape(0, self.job.config.batch_size, self.job.lookahead)
+        laws, config = self.job.laws, self.job.config
+        vocab = 0 if laws is None or self.job.lookahead == 0 else laws.vocab
+        return LinkShape(
+            0, config.batch_size, self.job.lookahead, vocab=vocab, num_drafts=config.drafts
+        )
 
-    def target_worker(self) -> GemmTargetWorker:
+    def target_worker(self) -> TargetWorker:
         """This target rank's share of the target model."""
         job = self.job
         shard = Shard(job.target, job.tp, self.topology.world.rank)
         stepper = self._stepper(self.group, shard, job.options, job.target_buckets(), 0)
+        if job.laws is not None:
+            rank, gather = self.topology.group.rank, None
+            if job.tp > 1:
+                gather = MpiLogitsGather(self.topology.group.Dup())
+            return MarkovTargetWorker(stepper, job.laws, tp=job.tp, rank=rank, gather=gather)
         batch, vocab = job.config.batch_size, job.target.vocab_size
         stream = TokenStream(job.config.seed, vocab, batch, job.lookahead)
         return GemmTargetWorker(stepper, stream)
 
-    def draft_worker(self) -> GemmDraftWorker:
+    def draft_worker(self) -> DraftWorker:
         """The whole draft model, on a draft rank or inline on the lead."""
+        worker = self._draft_worker()
+        return TailWorker(worker) if self.job.is_tail else worker
+
+    def _draft_worker(self) -> DraftWorker:
         job = self.job
         shard = Shard(_some(job.draft))
         stepper = self._stepper(SoloGroup(), shard, job.draft_options, job.draft_buckets(), 1)
+        if job.laws is not None:
+            return MarkovDraftWorker(stepper, job.laws, job.lookahead, job.fan_outs)
         batch, vocab = job.config.batch_size, job.target.vocab_size
-        laws = job.acceptance, job.hit_law, job.fan_out
-        stream = DraftStream(job.config.seed, vocab, batch, *laws)
-        return GemmDraftWorker(stepper, stream)
+        stream = DraftStream(
+            job.config.seed, vocab, batch, job.acceptance, job.hit_law, job.widest
+        )
+        return GemmDraftWorker(stepper, stream, shard.shape.num_tokens)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        """`count` sequences to decode, numbered from first_id."""
+        if self.job.laws is not None:
+            return self.job.laws.requests(first_id, count)
+        return [Request(first_id + n, first_token=n) for n in range(count)]
 
     def _stepper(
         self, group: Group, shard: Shard, options: ForwardOptions, buckets: list[int], model: int
@@ -150,15 +177,15 @@ def _resolve(
     config: RunConfig, topology: Topology, backend: Backend, infos: list[DeviceInfo]
 ) -> tuple[Job | None, MpissdError | None]:
     """Every rank resolves the same job: memory is the smallest of each role's."""
-    targets, drafts = infos[: topology.tp], infos[topology.tp :]
+    memory = memory_shares(infos, topology.hosts)
     try:
         return (
             resolve(
                 config,
                 topology.tp,
                 backend=backend.name,
-                memory_bytes=_least_memory(targets, infos, backend),
-                draft_memory_bytes=_least_memory(drafts, infos, backend) if drafts else None,
+                memory_bytes=_least(memory[: topology.tp]),
+                draft_memory_bytes=_least(memory[topology.tp :]),
             ),
             None,
         )
@@ -166,13 +193,17 @@ def _resolve(
         return None, error
 
 
-def _least_memory(
-    infos: list[DeviceInfo], everyone: list[DeviceInfo], backend: Backend
-) -> int | None:
-    known = [info.memory_bytes for info in infos]
-    if any(size is None for size in known):
-        return None
-    least = int(np.min([size for size in known if size is not None]))
-    if backend.info.kind == "cpu":  # one memory holds all ranks of a host
-        return least // max(1, len(everyone))
-    return least
+def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
+    """Bytes that each rank may fill: its GPU's, or its share of the one memory of a host's CPUs."""
+    ranks = Counter(hosts)
+    shares: list[int | None] = []
+    for info, host in zip(infos, hosts, strict=True):
+        sharers = ranks[host] if info.kind == "cpu" else 1
+        shares.append(None if info.memory_bytes is None else info.memory_bytes // sharers)
+    return shares
+
+
+def _least(sizes: Sequence[int | None]) -> int | None:
+    """The smallest; None where one is unknown, or there is none."""
+    known = [size for size in sizes if size is not None]
+    return min(known) if known and len(known) == len(sizes) else None

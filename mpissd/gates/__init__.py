@@ -8,6 +8,7 @@ unknown and judged by no gate, save the few numbers that every row has. Keys of 
 gates need:
 
     floor_bytes    what a verification of b(K+1) rows reads on a target rank: weights and KV
+    floor_flops    what it computes there (missing in old rows: their floor is of bytes alone)
     cache_bytes    the lead's last-level cache (null: unknown, or emulated)
     token_limit    --num_tokens (null: none)
     rank_digests   by world rank, the digest of the outcomes it heard (null: it doesn't say)
@@ -18,7 +19,17 @@ from __future__ import annotations
 from mpissd.errors import GateError
 from mpissd.gates.decided import counts, decisions, finite, missing, ranks, tokens
 from mpissd.gates.read import Gate, Rounds, Row
-from mpissd.gates.timed import clock, device, floor, forwards, ledger, prediction, speed, walls
+from mpissd.gates.timed import (
+    clock,
+    device,
+    floor,
+    forwards,
+    ledger,
+    prediction,
+    speed,
+    sub_phases,
+    walls,
+)
 
 GATES: tuple[Gate, ...] = (
     missing,
@@ -27,6 +38,7 @@ GATES: tuple[Gate, ...] = (
     ranks,
     floor,
     device,
+    sub_phases,
     counts,
     tokens,
     decisions,

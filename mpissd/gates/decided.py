@@ -111,7 +111,7 @@ def _counted(row: Row, rounds: Rounds, emitted: int, least: int) -> tuple[int, i
 
     What a sequence emits beyond the limit doesn't count: K at most, in its last round.
     """
-    if "token_limit" not in row:
+    if "token_limit" not in row or row.get("stop_token") is not None:
         return least, emitted
     if row["token_limit"] is None:
         return emitted, emitted

@@ -11,6 +11,7 @@ from mpissd.gates.read import Rounds, Row, differs, draft_column, number
 from mpissd.records import median, percentiles_us
 
 _NOISE = {"numpy": 0.1}  # of a CPU's read rate, as for `stable`; a GPU's is steady
+_PEAK_NOISE = {"numpy": 0.5}  # who shares a core (SMT) takes half of it while the peak is measured
 _CLOSES = 0.99  # of a round's wall, p1 over rounds
 _AT_MOST = 1.01
 _REALISTIC_US = 1000.0  # shorter rounds lose more than 1% between two stamps
@@ -48,17 +49,26 @@ def _backwards(name: str, walls: NDArray[np.float64], unit: str) -> Iterator[str
 
 
 def floor(row: Row, rounds: Rounds) -> Iterator[str]:
-    """No forward beats one read of its weights; what the last-level cache may hold is allowed."""
-    names = ("t_target_s", "floor_bytes", "cache_bytes", "read_bytes_per_s")
-    took, read, cached, rate = (number(row, name) for name in names)
-    if took is None or read is None or cached is None or not rate:
-        return
-    least = max(0.0, read - cached) / rate * (1 - _NOISE.get(str(row.get("backend")), 0.0))
-    if took < least:
-        yield (
-            f"t_target_s is {took * 1e6:.3f} µs, {read / 1e6:.1f} MB less {cached / 1e6:.1f} MB "
-            f"of cache at {rate / 1e9:.1f} GB/s take {least * 1e6:.3f} µs"
-        )
+    """No forward beats one read of its weights (what the last-level cache may hold is allowed), nor
+    its products at the device's peak. A side that is not known is not judged."""
+    took = number(row, "t_target_s")
+    for least, what in _least_s(row):
+        if took is not None and took < least:
+            yield f"t_target_s is {took * 1e6:.3f} µs, {what} take {least * 1e6:.3f} µs"
+
+
+def _least_s(row: Row) -> Iterator[tuple[float, str]]:
+    """(seconds less noise, what takes so long) of each side of the floor that is known."""
+    backend = str(row.get("backend"))
+    names = ("floor_bytes", "cache_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
+    read, cached, rate, flops, peak = (number(row, name) for name in names)
+    if read is not None and cached is not None and rate:
+        of_cache = f"{read / 1e6:.1f} MB less {cached / 1e6:.1f} MB of cache"
+        least = max(0.0, read - cached) / rate * (1 - _NOISE.get(backend, 0.0))
+        yield least, f"{of_cache} at {rate / 1e9:.1f} GB/s"
+    if flops is not None and peak:
+        least = flops / peak * (1 - _PEAK_NOISE.get(backend, 0.0))
+        yield least, f"{flops / 1e9:.1f} Gflop at {peak / 1e9:.1f} Gflop/s"
 
 
 def device(row: Row, rounds: Rounds) -> Iterator[str]:
@@ -79,6 +89,23 @@ def device(row: Row, rounds: Rounds) -> Iterator[str]:
         p50 = float(np.median(walls))
         if t_target > p50 * _AT_MOST + _EVENTS_S:
             yield f"t_target_s is {t_target * 1e6:.1f} µs, p50 of its rounds {p50 * 1e6:.1f} µs"
+
+
+def sub_phases(row: Row, rounds: Rounds) -> Iterator[str]:
+    """The device's share of a round: no part takes less than nothing, all are the mean round."""
+    names = ("forward", "all_reduce", "idle")
+    parts = [number(row, f"device_us.{name}") for name in names]
+    for name, part in zip(names, parts, strict=True):
+        if part is not None and part < -_EVENTS_S * 1e6:
+            yield f"device_us.{name} is {part:g}, a clock went backwards"
+    forward, all_reduce, idle = parts
+    if forward is None or all_reduce is None or idle is None:
+        return
+    yield from differs(row, "round_us.mean", forward + all_reduce + idle, "Σ device_us", 1e-2)
+    if "t_target_s" in rounds:
+        busy, mean = forward + all_reduce, float(np.mean(rounds["t_target_s"])) * 1e6
+        if abs(busy - mean) > 1e-3 * mean + 1e-2:
+            yield f"device_us: forward and all_reduce are {busy:.3f}, mean t_target_s {mean:.3f}"
 
 
 def _is_full(row: Row, rounds: Rounds) -> NDArray[np.bool_]:
@@ -183,15 +210,25 @@ def forwards(row: Row, rounds: Rounds) -> Iterator[str]:
     t_target, t_draft = number(row, "t_target_s"), number(row, "t_draft_s")
     if t_target and t_draft is not None:
         yield from differs(row, "T_SD", t_draft / t_target, "t_draft_s / t_target_s")
-    read, rate = number(row, "floor_bytes"), number(row, "read_bytes_per_s")
-    if read is not None and rate:
-        least = read / rate * 1e6
-        yield from differs(row, "floor_us", least, "floor_bytes / read_bytes_per_s", 1e-3)
+    yield from _floor_us(row)
     floor_us = number(row, "floor_us")
     if t_target and floor_us is not None:
         share = floor_us * 1e-6 / t_target
         yield from differs(row, "floor_fraction", share, "floor_us / t_target_s", 1e-4)
     yield from _depth(row, t_target)
+
+
+def _floor_us(row: Row) -> Iterator[str]:
+    """The floor is the longer of its sides; rows older than `floor_flops` know the bytes only."""
+    names = ("floor_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
+    read, rate, flops, peak = (number(row, name) for name in names)
+    sides, source = [(read, rate)], "floor_bytes / read_bytes_per_s"
+    if "floor_flops" in row:
+        sides.append((flops, peak))
+        source += " or floor_flops / peak_flops_per_s"
+    times = [work / speed for work, speed in sides if work is not None and speed]
+    if len(times) == len(sides):
+        yield from differs(row, "floor_us", max(times) * 1e6, source, 1e-3)
 
 
 def _depth(row: Row, t_target: float | None) -> Iterator[str]:

@@ -4,11 +4,13 @@ x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next la
 activation functions are left out: q stands in for the attention's output, gate for the FFN's inner
 vector. k, v and up are computed and read by nothing, as their bytes are what matters; tests check
 that they are written. Weight scales keep the variance, so 80 layers neither overflow nor vanish.
+A head-sized draft (mpissd.heads) begins with a product that joins its inputs, or ends in heads side
+by side on the hidden vector, each with its own LM head and read out on its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,9 @@ from mpissd.model.shard import ForwardOptions, Shard
 TABLE_ENTRIES = 1024
 _Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
 _MATRICES = 7
-_HEAD_KEY = 0x7FFF0000
+_HEAD_KEY = 0x7FFF0000  # less 2n: LM head n; less 2n + 1: what it stands on, in a head-sized draft
 _TABLE_KEY = 0x7FFF0001
+_FUSION_KEY = 0x7FFF0002
 
 
 @dataclass
@@ -38,16 +41,18 @@ class Buffers:
     """Device and host memory of a forward, for up to max_rows rows."""
 
     tokens: Any  # host [max_rows] int32
+    entry: Any | None  # [max_rows, fused_width], what a head-sized draft joins to one hidden vector
     hidden: Any  # [max_rows, hidden]
     qkv: Any  # [max_rows, q + 2 kv]
     middle: Any  # [max_rows, hidden], after o
     gate_up: Any  # [max_rows, 2 ffn] (ffn where not gated)
-    logits: Any | None  # [max_rows, vocab / T]
+    states: Any | None  # [max_rows, Σ head_widths], of the heads of a head-sized draft
+    logits: Any | None  # [max_rows, vocab / T], of one LM head after the other
     top_ids: Any
     top_values: Any
     all_ids: Any
     all_values: Any
-    result: Any  # host [T · max_rows · k] int32
+    result: Any  # host [outputs · T · max_rows · k] int32; an output is a head that is read out
 
 
 class GemmStack:
@@ -66,11 +71,20 @@ class GemmStack:
     ) -> None:
         self.backend, self.group, self.shard, self.options = backend, group, shard, options
         self._seed = seed
+        backend.plan_rows(max_rows)
         self.layers = [self._layer(n) for n in range(shard.shape.num_layers)]
-        self.head = self._head() if options.lm_head else None
-        self.table = backend.table(TABLE_ENTRIES, shard.shape.hidden, self._key(_TABLE_KEY))
+        self.fusion = [self._whole(_FUSION_KEY, *size) for size in shard.before_layers()]
+        self.heads = [
+            self._whole(_HEAD_KEY - 2 * n - 1, *size)
+            for n, size in enumerate(shard.behind_layers())
+        ]
+        self.lm_heads = [
+            self._whole(_HEAD_KEY - 2 * n, *size) for n, size in enumerate(shard.lm_heads(options))
+        ]
+        entry = shard.shape.fused_width or shard.shape.hidden
+        self.table = backend.table(TABLE_ENTRIES, entry, self._key(_TABLE_KEY))
         self.buffers = self._buffers(max_rows)
-        per_layer = shard.kv_bytes(options.context, max_sequences) // shard.shape.num_layers
+        per_layer = shard.kv_bytes(options.context, max_sequences) // max(1, len(self.layers))
         # A buffer for each layer: one that is reread would be read from the cache.
         count = shard.shape.num_layers if per_layer else 0
         self._read_kv = [backend.read(per_layer) for _ in range(count)]
@@ -81,8 +95,12 @@ class GemmStack:
         hidden = view(memory.hidden, rows, 0, self.shard.shape.hidden)
         middle = view(memory.middle, rows, 0, self.shard.shape.hidden)
 
+        entry = view(memory.entry, rows, 0, self.shard.shape.fused_width) if self.fusion else hidden
+
         def forward() -> None:
-            backend.gather(self.table, memory.tokens[:rows], hidden)
+            backend.gather(self.table, memory.tokens[:rows], entry)
+            for weight in self.fusion:
+                backend.matmul(entry, weight, hidden)
             for number, layer in enumerate(self.layers):
                 self._attention(number, layer, rows, hidden, middle)
                 self._feed_forward(layer, rows, middle, hidden)
@@ -113,24 +131,38 @@ class GemmStack:
         self.group.all_reduce(hidden)
 
     def _read_out(self, rows: int, hidden: Any) -> None:
-        """Top-k of the logits (of the hidden vector where there is no LM head) to the host.
+        """Top-k of the logits (of the hidden vector where there is no LM head) to the host, head
+        after head.
 
         Of T shards every rank gets each one's own top-k, in rank order; ids count from the shard's
         first column.
         """
         view, memory, k = self.backend.view, self.buffers, self.options.top_k
-        scores = hidden
-        if self.head is not None:
-            scores = view(memory.logits, rows, 0, self.shard.vocab)
-            self.backend.matmul(hidden, self.head, scores)
-        ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
-        self.backend.top_k(scores, k, ids, values)
-        if self.head is not None and self.group.size > 1:
-            every = self.group.size * rows
-            ids, local = view(memory.all_ids, every, 0, k), ids
-            self.group.all_gather(local, ids)
-            self.group.all_gather(values, view(memory.all_values, every, 0, k))
-        self.backend.read_out(ids, memory.result)
+        for number, state in enumerate(self._states(rows, hidden)):
+            scores = state
+            if self.lm_heads:
+                scores = view(memory.logits, rows, 0, self.shard.vocab)
+                self.backend.matmul(state, self.lm_heads[number], scores)
+            ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
+            self.backend.top_k(scores, k, ids, values)
+            if self.lm_heads and self.group.size > 1:
+                every = self.group.size * rows
+                ids, local = view(memory.all_ids, every, 0, k), ids
+                self.group.all_gather(local, ids)
+                self.group.all_gather(values, view(memory.all_values, every, 0, k))
+            count = rows * k * self.group.size
+            self.backend.read_out(ids, memory.result[number * count : (number + 1) * count])
+
+    def _states(self, rows: int, hidden: Any) -> Iterator[Any]:
+        """What is read out: the hidden vector, or what each head makes of it."""
+        if not self.heads:
+            yield hidden
+        start = 0
+        for weight, width in zip(self.heads, self.shard.shape.head_widths, strict=True):
+            state = self.backend.view(self.buffers.states, rows, start, start + width)
+            self.backend.matmul(hidden, weight, state)
+            yield state
+            start += width
 
     def _qkv_widths(self) -> list[int]:
         q, kv = self.shard.q_width, self.shard.kv_width
@@ -173,26 +205,29 @@ class GemmStack:
             return [self.backend.weight(parts)]
         return [self.backend.weight([part]) for part in parts]
 
-    def _head(self) -> Any:
-        hidden, rank, vocab = self.shard.shape.hidden, self.shard.rank, self.shard.vocab
-        columns = (rank * vocab, (rank + 1) * vocab)
-        part = WeightPart(self._key(_HEAD_KEY), 0, hidden, *columns, hidden**-0.5)
-        return self.backend.weight([part])
+    def _whole(self, which: int, rows: int, width: int) -> Any:
+        """A weight outside the layers: all rows, this rank's `width` columns."""
+        rank = self.shard.rank
+        columns = (rank * width, (rank + 1) * width)
+        return self.backend.weight([WeightPart(self._key(which), 0, rows, *columns, rows**-0.5)])
 
     def _buffers(self, rows: int) -> Buffers:
         backend, shard, k = self.backend, self.shard, self.options.top_k
+        entry, states = shard.shape.fused_width, sum(shard.shape.head_widths)
         ids, values = backend.top_buffers(rows, k)
         all_ids, all_values = backend.top_buffers(rows * self.group.size, k)
         return Buffers(
             tokens=backend.host_ints(rows),
+            entry=backend.activation(rows, entry) if entry else None,
             hidden=backend.activation(rows, shard.shape.hidden),
             qkv=backend.activation(rows, shard.q_width + 2 * shard.kv_width),
             middle=backend.activation(rows, shard.shape.hidden),
             gate_up=backend.activation(rows, sum(self._ffn_widths())),
-            logits=backend.activation(rows, shard.vocab) if self.options.lm_head else None,
+            states=backend.activation(rows, states) if states else None,
+            logits=backend.activation(rows, shard.vocab) if self.lm_heads else None,
             top_ids=ids,
             top_values=values,
             all_ids=all_ids,
             all_values=all_values,
-            result=backend.host_ints(rows * k * self.group.size),
+            result=backend.host_ints(rows * k * self.group.size * max(1, len(self.heads))),
         )

@@ -16,16 +16,21 @@ from mpissd.wait import Waiter
 class PausedForwards:
     """A forward of `rows` rows is over `pause_s(rows)` after its launch.
 
-    sleep: whether a wait sleeps (as on the emulated backend) or polls (as for a GPU's event).
+    tokens: the host buffer that the real forwards read, so that an upload is the real one. sleep:
+    whether a wait sleeps (as on the emulated backend) or polls (as for a GPU's event).
     """
 
-    def __init__(self, pause_s: Callable[[int], float], *, sleep: bool) -> None:
-        self._pause_s, self._sleep = pause_s, sleep
+    def __init__(self, pause_s: Callable[[int], float], tokens: Ints, *, sleep: bool) -> None:
+        self._pause_s, self._tokens, self._sleep = pause_s, tokens, sleep
         self._end = self._elapsed_s = 0.0
 
-    def launch(self, rows: int, tokens: Ints) -> None:
-        """Starts the pause."""
+    def upload(self, rows: int, tokens: Ints) -> None:
+        """Copies the tokens [<= rows] and says how long the next pause is."""
+        self._tokens[: len(tokens)] = tokens
         self._elapsed_s = self._pause_s(rows)
+
+    def launch(self) -> None:
+        """Starts the pause."""
         self._end = time.perf_counter() + self._elapsed_s
 
     def done(self) -> bool:

@@ -1,7 +1,7 @@
 """One rank's share of a model: widths, bytes, flops (Megatron-style column and row sharding).
 
 q, k, v, gate, up and the LM head are split by columns, o and down by rows; an all-reduce after o
-and after down makes the hidden vector whole again.
+and after down makes the hidden vector whole again. Head-sized drafts (heads.py) are held whole.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ class ForwardOptions:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `tp`; raises ConfigError where heads, ffn or vocabulary don't divide."""
+    """Rank `rank` of `tp`; raises ConfigError where heads, ffn or vocabulary don't divide, and for
+    a head-sized draft on several ranks."""
 
     shape: ModelShape
     tp: int = 1
     rank: int = 0
 
     def __post_init__(self) -> None:
+        if self.shape.head is not None and self.tp > 1:
+            raise ConfigError(f"{self.shape.name}: a head-sized draft at tp={self.tp}: allowed: 1")
         for what in ("num_heads", "num_kv_heads", "ffn"):
             check_divides(self.shape, what, self.tp)
 
@@ -63,25 +66,43 @@ class Shard:
 
     def num_params(self, options: ForwardOptions) -> int:
         """Weights that one forward reads here."""
-        head = self.shape.hidden * self.vocab if options.lm_head else 0
-        return self.shape.num_layers * self.layer_params() + head
+        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
+        return self.shape.num_layers * self.layer_params() + sum(k * n for k, n in around)
 
     def num_products(self, options: ForwardOptions) -> int:
         """Matrix products that one forward issues."""
         per_layer = self.shape.gemms_per_layer
         if options.fuse:
             per_layer = 4
-        return self.shape.num_layers * per_layer + int(options.lm_head)
+        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
+        return self.shape.num_layers * per_layer + len(around)
+
+    def before_layers(self) -> list[tuple[int, int]]:
+        """(in, out) of what fuses a head-sized draft's inputs (EAGLE, MTP)."""
+        return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
+
+    def behind_layers(self) -> list[tuple[int, int]]:
+        """(in, out) of each head's product on the hidden vector (Medusa, MLPSpeculator)."""
+        return [(self.shape.hidden, width) for width in self.shape.head_widths]
+
+    def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        """(in, out) of each LM head here, in the order in which they draft."""
+        return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
     def products(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """(in, out) of each weight of one layer here, in order; then the LM head's, if any."""
+        """(in, out) of each weight here, in order: of what stands before the layers, of one layer
+        (if there is one), of what stands behind them, of the LM heads."""
+        layer = self._layer_products(options) if self.shape.num_layers else []
+        return [*self.before_layers(), *layer, *self.behind_layers(), *self.lm_heads(options)]
+
+    def _layer_products(self, options: ForwardOptions) -> list[tuple[int, int]]:
         hidden, q, kv = self.shape.hidden, self.q_width, self.kv_width
         qkv, gate_up = [q, kv, kv], [self.ffn] * (2 if self.shape.gated else 1)
         if options.fuse:
             qkv, gate_up = [sum(qkv)], [sum(gate_up)]
         attention = [*((hidden, width) for width in qkv), (q, hidden)]
         feed_forward = [*((hidden, width) for width in gate_up), (self.ffn, hidden)]
-        return attention + feed_forward + [(hidden, self.vocab)] * options.lm_head
+        return attention + feed_forward
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
         """Which forward this is, for measured tables."""

@@ -21,8 +21,11 @@ from mpissd.wait import Waiter
 class Forwards(Protocol):
     """What a worker needs of a model: forwards, launched and waited for."""
 
-    def launch(self, rows: int, tokens: Ints) -> None:
-        """Starts a forward of `rows` rows; `tokens` [<= rows] feed the first of them."""
+    def upload(self, rows: int, tokens: Ints) -> None:
+        """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them."""
+
+    def launch(self) -> None:
+        """Starts the forward that was last uploaded."""
 
     def done(self) -> bool:
         """Whether the last launched forward is over."""
@@ -84,10 +87,16 @@ class Stepper:
         assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
         return self._buckets[bisect.bisect_left(self._buckets, rows)]
 
-    def launch(self, rows: int, tokens: Ints) -> None:
-        """Starts a forward of `rows` rows; `tokens` [<= rows] feed the first of them."""
+    def upload(self, rows: int, tokens: Ints) -> None:
+        """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them.
+
+        The device reads them from the (page-locked) host buffer when the forward begins.
+        """
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self._current = self._programs[self.bucket(rows)]
+
+    def launch(self) -> None:
+        """Starts the forward that was last uploaded."""
         self._current.launch()
 
     def done(self) -> bool:

@@ -4,25 +4,24 @@
 the exhaustive search that it is held against. Everything comes from costs and laws alone:
 
     profile = load_profile("h100")
-    advice = plan(config, HostCosts(), placements(config, profile, gpus=4), gpus=4)
+    places = places.placements(config, profile, gpus=4)
+    advice = plan(config, HostCosts(), places, gpus=4)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mpissd.backend.profile import Profile
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
-from mpissd.job import Job, resolve
-from mpissd.model.shard import Shard
 from mpissd.predict.breakeven import break_even_alpha, break_even_p_hit
-from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, forwards
+from mpissd.predict.costs import HostCosts
 from mpissd.predict.search import (
     COARSE,
     FULL,
     MOST_LOOKAHEAD,
+    ROUGH,
     Choice,
     Group,
     Laws,
@@ -33,7 +32,7 @@ from mpissd.predict.search import (
     ssd_groups,
 )
 
-_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
+_FEW = 16  # sequences, whose configurations are cheap to evaluate
 _REFINED = 3  # coarse SSD choices that are searched finely around
 
 
@@ -80,13 +79,15 @@ class Advice:
     """What to run.
 
     best: most tokens a second on at most the GPUs given. by_method: the best of AR, SD inline, SD
-    and SSD. rival: the best of the other modes on no more GPUs than best. break_even_alpha: of the
-    best choice that drafts, break_even_p_hit: of the best SSD, each against the other modes on no
-    more GPUs (see breakeven).
+    and SSD. alternatives: the next two ways to run best's mode, with another T or K. rival: the
+    best of the other modes on no more GPUs than best. break_even_alpha: of the best choice that
+    drafts, break_even_p_hit: of the best SSD, each against the other modes on no more GPUs (see
+    breakeven).
     """
 
     best: Choice
     by_method: tuple[Choice, ...]
+    alternatives: tuple[Choice, ...]
     rival: Choice | None
     break_even_alpha: float | None
     break_even_p_hit: float | None
@@ -108,11 +109,11 @@ def plan(config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: 
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
     laws = Laws.of(config)
     search = _Search(laws, config.batch_size, host, gpus)
-    choices = search.run(places, COARSE)
-    leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
-    for leader in leaders:
-        place = next(p for p in places if p.tp == leader.tp)
-        choices += search.ssd(place, _around(leader.lookahead))
+    choices = search.run(places, COARSE if config.batch_size <= _FEW else ROUGH)
+    for around in (_fan_outs, _policies):
+        leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
+        for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
+            choices += search.ssd(next(p for p in places if p.tp == tp), space)
     return _advice(_ranked(choices), laws, host, places, search.num_evaluated)
 
 
@@ -125,6 +126,7 @@ def _advice(
 ) -> Advice:
     """The advice that ranked choices amount to."""
     best = choices[0]
+    same = [choice for choice in choices if choice.mode == best.mode]
     rivals = _others(choices, best.mode, best.gpus)
     drafting = next((c for c in choices if c.mode != "ar"), None)
     ssd = next((c for c in choices if c.mode == "ssd"), None)
@@ -137,7 +139,8 @@ def _advice(
         p_hit = break_even_p_hit(ssd, others[0] if others else None, laws, host, places)
     return Advice(
         best=best,
-        by_method=tuple(_best_by_method(choices)),
+        by_method=tuple(_firsts(choices, lambda c: c.method)),
+        alternatives=tuple(_firsts(same, lambda c: (c.tp, c.lookahead))[1:3]),
         rival=rivals[0] if rivals else None,
         break_even_alpha=alpha,
         break_even_p_hit=p_hit,
@@ -155,62 +158,6 @@ def best_of(
 ) -> Choice:
     """The best choice of a whole space: exhaustive, seconds for large batches."""
     return _ranked(_Search(Laws.of(config), config.batch_size, host, gpus).run(places, space))[0]
-
-
-def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Every T that divides, fits the profile's memory and whose all-reduces the profile knows.
-
-    ConfigError, the last T's, where there is none.
-    """
-    found: list[Placement] = []
-    reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
-    for tp in range(1, gpus + 1):
-        try:
-            _resolved(config, "ar", tp, 0, profile)
-            device = device_costs(config, profile, tp)
-        except ConfigError as error:
-            reason = error
-            continue
-        drafts = tuple(d for d in (0, 1) if tp + d <= gpus and _fits(config, tp, d, profile))
-        found.append(Placement(tp, device, drafts))
-    if not found:
-        raise reason
-    return found
-
-
-def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
-    """The profile's forwards at every row count that a search may ask for."""
-    batch = config.batch_size
-    job = _resolved(config, "sd", tp, 1, replace(profile, memory_bytes=None))
-    assert job.draft is not None, "a pair without a draft"
-    target, draft = Shard(job.target, tp), Shard(job.draft)
-    verify = forwards(profile, target, _row_counts(batch, MOST_LOOKAHEAD + 1), batch, job.options)
-    rows = _row_counts(batch, _MOST_BRANCHES)
-    options = job.draft_options
-    return DeviceCosts(verify, forwards(profile, draft, rows, batch, options, EMULATED_ITEMSIZE))
-
-
-def _row_counts(batch: int, most: int) -> list[int]:
-    """Every multiple of b up to `most`, and the powers of two below."""
-    multiples = {batch * n for n in range(1, most + 1)}
-    return sorted(multiples | {1 << n for n in range((batch * most).bit_length())})
-
-
-def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile) -> Job:
-    """The pair of `config` under another mode; its laws don't matter here."""
-    if config.pair is None and (config.target is None or config.draft is None):
-        raise ConfigError("plan: needs a pair, or a target and a draft")
-    wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
-    wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3")
-    return resolve(wanted, tp, backend="emulated", memory_bytes=profile.memory_bytes)
-
-
-def _fits(config: RunConfig, tp: int, drafts: int, profile: Profile) -> bool:
-    try:
-        _resolved(config, "sd", tp, drafts, profile)
-    except ConfigError:
-        return False
-    return True
 
 
 @dataclass
@@ -247,14 +194,24 @@ class _Search:
         return choices
 
 
-def _around(lookahead: int) -> Space:
-    near = (lookahead - 1, lookahead, lookahead + 1)
-    return replace(FULL, lookaheads=tuple(k for k in near if k in FULL.lookaheads))
+def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
+    """Every fan-out at a leader's K and the next to it, with its policy; by T."""
+    near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
+    share = leader.backup_lookahead / leader.lookahead
+    policy = leader.backup == "fast", leader.on_late == "serve"
+    own = replace(FULL, backup_shares=(share,), policies=(policy,))
+    return [(leader.tp, replace(own, lookaheads=(k,))) for k in near if k in FULL.lookaheads]
+
+
+def _policies(leader: Choice) -> list[tuple[int, Space]]:
+    """Every backup, K_b and lateness at a leader's K and fan-out; by T."""
+    assert leader.fan_out is not None, leader
+    return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
 
 
 def _ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """Fastest first; of equals the fewer GPUs, then the shorter K."""
-    return sorted(choices, key=lambda c: (-c.tok_per_s, c.gpus, c.lookahead))
+    """Fastest first; of equals (to five digits) the fewer GPUs, then the shorter K."""
+    return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
 
 def _others(choices: Iterable[Choice], mode: str, gpus: int) -> list[Choice]:
@@ -262,11 +219,12 @@ def _others(choices: Iterable[Choice], mode: str, gpus: int) -> list[Choice]:
     return _ranked(c for c in choices if c.mode != mode and c.gpus <= gpus)
 
 
-def _best_by_method(choices: Iterable[Choice]) -> list[Choice]:
-    best: dict[tuple[str, int], Choice] = {}
-    for choice in _ranked(choices):
-        best.setdefault(choice.method, choice)
-    return list(best.values())
+def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
+    """The first of every kind, in order."""
+    found: dict[Hashable, Choice] = {}
+    for choice in choices:
+        found.setdefault(kind(choice), choice)
+    return list(found.values())
 
 
 def _extra_gpu(ssd: Choice, choices: Sequence[Choice]) -> ExtraGpu:

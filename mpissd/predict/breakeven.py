@@ -52,9 +52,9 @@ def break_even_p_hit(
     if rival is None:
         return 0.0
     cells = _widened(cells_of(ssd, laws))
-    width = ssd.lookahead + 1
-    rates = _rates(replace(cells, p_hits=np.tile(_GRID[:, None], (1, width))), ssd, host, places)
-    return _crossing(np.log(rates / rival.tok_per_s), 0)
+    p_hits = np.tile(_GRID[:, None], (1, ssd.lookahead + 1))
+    tried = replace(cells, p_hits=p_hits, p_hits_miss=p_hits)
+    return _crossing(np.log(_rates(tried, ssd, host, places) / rival.tok_per_s), 0)
 
 
 def _rival_rates(

@@ -17,7 +17,6 @@ With T_p ≤ r and no host cost it is THEORY's closed form.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -25,11 +24,9 @@ from numpy.typing import NDArray
 
 from mpissd.job import Job, buckets
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.predict.stationary import State, hit_counts, onto, stationary
 from mpissd.predict.timing import Ints, answer_s, found_after_s, in_buckets, steps_seen
 from mpissd.rounds import Source
-
-_TOLERANCE = 1e-6
-_MOST_ITERATIONS = 400
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,7 @@ class Cells:
     """G configurations with one draft model that share K ≥ 1, b and where the draft sits.
 
     branches: ΣF, 0 in SD. p_hits: P(hit | k accepted). hazards: of cached and just-in-time tokens.
+    *_miss: behind a trunk that a backup drafted.
     """
 
     lookahead: int
@@ -45,7 +43,9 @@ class Cells:
     hazards: Floats  # [G, K]
     hazards_fast: Floats  # [G, K]
     p_hits: Floats  # [G, K+1]
+    p_hits_miss: Floats  # [G, K+1]
     branches: Ints  # [G]
+    branches_miss: Ints  # [G]
     backup_lookahead: Ints  # [G]
     fast: NDArray[np.bool_]  # [G]
     serve: NDArray[np.bool_]  # [G]
@@ -56,15 +56,18 @@ class Cells:
     @classmethod
     def of(cls, job: Job) -> Cells:
         """The one configuration of a job that drafts."""
-        fan_out = job.fan_out or (0,) * (job.lookahead + 1)
+        nothing, chance = (0,) * (job.lookahead + 1), job.hit_law.hit_probability
+        fan_out, fan_out_miss = job.fan_out or nothing, job.fan_out_miss or nothing
         return cls(
             lookahead=job.lookahead,
             batch_size=job.config.batch_size,
             inline=job.inline,
             hazards=np.array([job.acceptance[Source.CACHE].hazards]),
             hazards_fast=np.array([job.acceptance[Source.FAST].hazards]),
-            p_hits=np.array([[job.hit_law.hit_probability(f) for f in fan_out]]),
-            branches=np.array([sum(job.fan_out)]),
+            p_hits=np.array([[chance(f) for f in fan_out]]),
+            p_hits_miss=np.array([[chance(f) for f in fan_out_miss]]),
+            branches=np.array([sum(fan_out)]),
+            branches_miss=np.array([sum(fan_out_miss)]),
             backup_lookahead=np.array([job.backup_lookahead]),
             fast=np.array([job.config.backup == "fast"]),
             serve=np.array([job.config.on_late == "serve"]),
@@ -105,12 +108,13 @@ def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
 def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
     """The expectation of every cell."""
     model = _Model(cells, device, host)
-    state = _stationary(model)
-    return _means(model, state)
+    batch, hits = cells.batch_size, model.hits
+    chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
+    return _means(model, stationary(int(hits[-1]), chance / batch, model.next))
 
 
 class _Model:
-    """Tables of a round over (served m, hits n): [G, D, b+1], D the distinct step counts j.
+    """Tables of a round over (served m, hits n): [G, D, N], D the distinct step counts j.
 
     j lies between `first` and `first` + D − 1 in each cell; index d stands for j = first + d.
     """
@@ -118,17 +122,16 @@ class _Model:
     def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts) -> None:
         self.cells, self.host = cells, host
         lookahead, batch = cells.lookahead, cells.batch_size
-        full, live = batch * (lookahead + 1), np.arange(batch + 1)
+        full, can_hit = batch * (lookahead + 1), bool(cells.branches_miss.any())
+        self.hits = hit_counts(batch if can_hit else 0)
         held = buckets(batch, full)
         rows = in_buckets(held, np.arange(full + 1))
         self.verify_s = device.verify_s(rows)
-        self.lanes_s = device.draft_s(in_buckets(held, live)) + host.step
-        branches = cells.branches * batch
-        self.step_s = device.draft_s(np.maximum(branches, 1)) + host.step
-        self.keys_s = device.draft_s(full) + host.glue + host.keys + host.keys_lane * branches
+        self.lanes_s = device.draft_s(in_buckets(held, np.arange(batch + 1))) + host.step
+        self._device, self._glue_s = device, device.draft_s(full) + host.glue + host.keys
         self.p_hit_cached, self.tokens_cached = _laws(cells.hazards, cells.p_hits)
         backup = np.where(cells.fast[:, None], cells.hazards_fast, cells.hazards)
-        p_hit, tokens = _laws(backup, cells.p_hits)
+        p_hit, tokens = _laws(backup, cells.p_hits_miss)
         self.p_hit_miss = _at(p_hit, cells.backup_lookahead)
         self.tokens_miss = _at(tokens, cells.backup_lookahead)
         self._span()
@@ -161,18 +164,20 @@ class _Model:
         What the lead loses before it finds a speculation depends on how late the outcome before
         was seen; that is taken as the mean over the (m, n) that lead there.
         """
-        cells, live = self.cells, np.arange(self.cells.batch_size + 1)
+        cells, hits = self.cells, self.hits
         left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
         backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
-        self.drafting = answer_s(self.lanes_s, live, left, cells.batch_size - live, backup)
-        late = np.zeros(self.served.shape)
+        self.drafting = answer_s(self.lanes_s, hits, left, cells.batch_size - hits, backup)
+        late, slack = np.zeros(self.served.shape), np.full(1, np.nan)
         for _ in range(2):
             arrived, answered = self.answered(late)
-            slack = answered - arrived
-            self.verified_s, steps, self.late_s = self._steps(self.served, live, slack)
+            before, slack = slack, answered - arrived
+            if np.array_equal(before, slack):
+                break
+            self.verified_s, steps, self.late_s = self._steps(self.served, hits, slack)
             self.next = np.clip(steps - self.first[:, None, None], 0, self.depth - 1)
-            ways = np.maximum(_onto(self.next, np.ones(self.next.shape)), 1)
-            late = _onto(self.next, self.late_s) / ways
+            ways = np.maximum(onto(self.next, np.ones(self.next.shape)), 1)
+            late = onto(self.next, self.late_s) / ways
 
     def answered(self, late: Floats) -> tuple[Floats, Floats]:
         """When a speculation arrives and when the lead has it, from outcome r−1 on, [G, D, n].
@@ -199,59 +204,22 @@ class _Model:
         rows = hits * (served[:, :, None] + 1) + misses * (drafted + 1)
         verified = self.verify_s[rows]
         asked = 2 * host.link + slack + host.lead_s + host.lead_send + verified
-        grows = (cells.branches > 0)[:, None, None]
-        step_s, keys = self.step_s[:, None, None], np.where(grows, self.keys_s[:, None, None], 0.0)
+        lanes = hits * cells.branches[:, None] + misses * cells.branches_miss[:, None]
+        lanes = lanes[:, None, :]  # [G, 1, n]
+        grows = lanes > 0
+        step_s = self._device.draft_s(np.maximum(lanes, 1)) + host.step
+        keys = np.where(grows, self._glue_s + host.keys_lane * lanes, 0.0)
         steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
         free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
         late = np.maximum(free - asked, found_after_s(asked - free, host))
         return verified, steps, late
 
 
-@dataclass(frozen=True)
-class _State:
-    """Stationary law: P(m) and h_m, [G, D]; P(m, n), [G, D, b+1]."""
-
-    weight: Floats
-    hit: Floats
-    joint: Floats
-
-
-def _stationary(model: _Model) -> _State:
-    """Iterates P(m), h_m from a forced miss until they stand still, cell by cell."""
-    batch, (cells, depth) = model.cells.batch_size, model.p_hit.shape
-    hits = np.arange(batch + 1)
-    chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
-    chance = chance / batch  # [G, D, n] mean P(hit next)
-    weight, hit = np.zeros((cells, depth)), np.zeros((cells, depth))
-    weight[:, -1] = 1.0
-    left = np.arange(cells)  # cells that still move
-    for _ in range(_MOST_ITERATIONS):
-        joint = weight[left, :, None] * _binomial(batch, hit[left])
-        reached = _onto(model.next[left], joint)
-        gained = _onto(model.next[left], joint * chance[left])
-        chances = gained / np.where(reached > 0, reached, 1.0)
-        change = np.abs(reached - weight[left]) + np.abs(chances - hit[left]) * reached
-        weight[left], hit[left] = reached, chances
-        left = left[change.max(axis=1) > _TOLERANCE]
-        if not len(left):
-            break
-    return _State(weight, hit, weight[:, :, None] * _binomial(batch, hit))
-
-
-def _onto(steps: Ints, parts: Floats) -> Floats:
-    """Sums parts [G, D, n] by the step count that they lead to, [G, D]."""
-    cells, depth = parts.shape[:2]
-    flat = steps + depth * np.arange(cells)[:, None, None]
-    sums = np.bincount(flat.ravel(), parts.ravel(), cells * depth)
-    return np.asarray(sums.reshape(cells, depth), np.float64)
-
-
-def _means(model: _Model, state: _State) -> Expected:
+def _means(model: _Model, state: State) -> Expected:
     """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
-    host, batch = model.host, model.cells.batch_size
-    hits = np.arange(batch + 1)
+    host, batch, hits = model.host, model.cells.batch_size, model.hits
     verified = (state.joint * model.verified_s).sum(axis=(1, 2))
-    late = _onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
+    late = onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
     late = late / np.where(state.weight > 0, state.weight, 1.0)
     _, answered = model.answered(late)
     wait = (state.joint * answered).sum(axis=(1, 2))
@@ -282,11 +250,3 @@ def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
 def _at(table: Floats, column: Ints) -> Floats:
     """table[g, column[g]]."""
     return np.asarray(np.take_along_axis(table, column[:, None], axis=1)[:, 0])
-
-
-def _binomial(count: int, chance: Floats) -> Floats:
-    """P(n of `count`), n = 0 … count, along a new last axis."""
-    n = np.arange(count + 1)
-    ways = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in n]
-    p = np.clip(chance, 1e-15, 1 - 1e-15)[..., None]
-    return np.asarray(np.exp(np.array(ways) + n * np.log(p) + (count - n) * np.log1p(-p)))

@@ -3,11 +3,12 @@
 HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trace.DraftPhase):
 
     LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast
-                  LAUNCH lead_launch · SAMPLE lead_sample · RECORD lead_record
+                  UPLOAD lead_upload · LAUNCH lead_launch · SAMPLE lead_sample
+                  RECORD lead_record
                   DRAFT_WAIT  2·link + what the draft does from `draft_read` to `draft_send`
                               − lead_commit + nap for each end that napped
                               (+ what growth delays: not a cost, the recurrence's)
-                  DEVICE_WAIT verify_s + wake (and `follower` − lead_launch, if that is more)
+                  DEVICE_WAIT verify_s + wake (and what `follower` is beyond upload and launch)
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
                   GLUE        draft_s + glue                 KEYS   keys + keys_lane · b·ΣF
@@ -42,17 +43,19 @@ class HostCosts:
 
     link: one way to a rank that polls (draft → lead: reading the message, too). nap: how much
     later a rank finds it that has waited longer than `patience` (wait.Waiter naps then; 0 where
-    ranks spin). draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting.
+    ranks spin). draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting
+    (0 where it never did: the link holds it).
     follower: plan published → launched on the slowest follower (0 at T = 1, and where ranks don't
     wait for each other, as on the emulated backend). glue, step: the host's part of a glue forward
     and of one draft step (launch, how late the wait ends, collect). keys_lane: of each of the b·ΣF
-    lanes (0 where keys was measured with the very fan-out). wake: how late a wait on the target's
-    forward ends.
+    lanes (0 in a job's own costs: keys was measured with the very fan-out). wake: how late a
+    wait on the target's forward ends.
     """
 
     lead_send: float = 0.0
     lead_commit: float = 0.0
     lead_broadcast: float = 0.0
+    lead_upload: float = 0.0
     lead_launch: float = 0.0
     lead_sample: float = 0.0
     lead_record: float = 0.0
@@ -80,7 +83,7 @@ class HostCosts:
     @property
     def lead_s(self) -> float:
         """Lead: speculation in hand → forward launched, and forward over → outcome in hand."""
-        launch = self.lead_broadcast + max(self.lead_launch, self.follower)
+        launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
         return launch + self.wake + self.lead_sample + self.lead_record
 
     @property
@@ -104,8 +107,12 @@ class HostCosts:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
-        """What to_dict made; ConfigError for a field that is missing or unknown."""
+        """What to_dict made; ConfigError for a field that is missing or unknown.
+
+        Profiles older than the phase UPLOAD count it in lead_launch: lead_upload may be missing.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
+        values = {"lead_upload": 0.0, **values}
         for name in values:
             if name not in names:
                 raise unknown("host cost", name, names)

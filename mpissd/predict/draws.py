@@ -29,8 +29,8 @@ class Draws(ABC):
         """U of x_1 … x_K at these lengths, [chains, b, K]."""
 
     @abstractmethod
-    def hits(self, length: Ints, accepted: Ints) -> NDArray[np.bool_]:
-        """Whether the true bonus is among the F_k candidates kept for it, [chains, b]."""
+    def hits(self, length: Ints, accepted: Ints, limit: Ints) -> NDArray[np.bool_]:
+        """Whether the true bonus is among the `limit` = F_k candidates kept for it, [chains, b]."""
 
     @abstractmethod
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
@@ -53,7 +53,6 @@ class ReplayDraws(Draws):
         self._true = (table(Purpose.TOKEN) * job.target.vocab_size).astype(np.int64)
         self._coins = table(Purpose.ACCEPT)
         self._ranks = job.hit_law.ranks(table(Purpose.RANK))
-        self._fan_out = np.array(job.fan_out or [0] * (lookahead + 1))
         self._ahead = np.arange(lookahead)
         self._rows = np.arange(batch)
 
@@ -61,9 +60,9 @@ class ReplayDraws(Draws):
         places = length[..., None] + self._ahead
         return np.asarray(self._coins[self._rows[:, None], places])
 
-    def hits(self, length: Ints, accepted: Ints) -> NDArray[np.bool_]:
+    def hits(self, length: Ints, accepted: Ints, limit: Ints) -> NDArray[np.bool_]:
         rank = self._ranks[self._rows, length + accepted]
-        return np.asarray(rank <= self._fan_out[accepted])
+        return np.asarray(rank <= limit)
 
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
         return np.asarray(self._true[self._rows, length + accepted])
@@ -78,15 +77,15 @@ class LawDraws(Draws):
     def __init__(self, job: Job, chains: int, seed: int = 0) -> None:
         self.chains = chains
         self._seed, self._lookahead = seed, job.lookahead
-        fan_out = job.fan_out or (0,) * (job.lookahead + 1)
-        self._p_hit = np.array([job.hit_law.hit_probability(f) for f in fan_out])
+        counts = range(job.fan_outs.widest + 1)
+        self._p_hit = np.array([job.hit_law.hit_probability(f) for f in counts])
         self._used = {Purpose.ACCEPT: 0, Purpose.RANK: 0}
 
     def coins(self, length: Ints) -> Floats:
         return self._next(Purpose.ACCEPT, (*length.shape, self._lookahead))
 
-    def hits(self, length: Ints, accepted: Ints) -> NDArray[np.bool_]:
-        return np.asarray(self._next(Purpose.RANK, length.shape) < self._p_hit[accepted])
+    def hits(self, length: Ints, accepted: Ints, limit: Ints) -> NDArray[np.bool_]:
+        return np.asarray(self._next(Purpose.RANK, length.shape) < self._p_hit[limit])
 
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
         return np.zeros_like(length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ def to_dict(
     num_rounds: int,
     device: DeviceCosts,
     host: HostCosts,
-    read_bytes_per_s: float | None,
+    rates: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    """What the file holds."""
+    """What the file holds. rates: of the lead's device, by their keys in a row."""
     config = dataclasses.asdict(job.config)
     if config["pair"] is None and config["target"] is None:  # what the machine chose
         config["target"] = job.full_target.name
@@ -39,7 +40,7 @@ def to_dict(
         "tp": job.tp,
         "num_rounds": num_rounds,
         "config": config,
-        "read_bytes_per_s": read_bytes_per_s,
+        **rates,
         "device": device.to_dict(),
         "host": host.to_dict(),
     }

@@ -61,8 +61,8 @@ class Prediction:
     def of(cls, job: Job, timing: Timing, trail: Trail) -> Prediction:
         """The rounds of a trail, stacked."""
         stacked = {name: np.array(rounds) for name, rounds in vars(trail).items()}
-        grows = sum(job.fan_out) > 0
-        growth = timing.glue_s[-1] + job.lookahead * timing.growth_s[-1]
+        grows = job.fan_outs.branches > 0
+        growth = timing.glue_s[-1] + timing.keys_s[-1] + job.lookahead * timing.growth_s[-1]
         drafts = job.lookahead * timing.lanes_s[-1]
         return cls(
             **stacked,

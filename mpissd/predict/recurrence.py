@@ -101,6 +101,10 @@ class _State:
         # Before the first round, full rounds on throw-away sequences have warmed up.
         self._sent = np.full(shape[0], -host.lead_s - host.link - timing.verify_s[-1])
         self._growing = np.full(shape[0], shape[1])  # sequences that grow since `_sent`
+        nothing = (0,) * (job.lookahead + 1)
+        fan_outs = job.fan_out_miss or nothing, job.fan_out or nothing
+        self._lists = np.array(fan_outs)  # [behind a miss, behind a hit]
+        self._lanes = np.full(shape[0], shape[1] * sum(fan_outs[1]))  # that they grow
         backup = Source[job.config.backup.upper()]
         self._backup_steps = job.backup_lookahead if backup == Source.JIT else 0
         self._hazards = np.array(
@@ -140,17 +144,23 @@ class _State:
         noticed, steps = self._poll(asked)
         self._sent = noticed + self._drafting_s(hit, steps)
         self._growing = self.live.sum(axis=1)
+        branches = self._lists.sum(axis=1)
+        won = hit.sum(axis=1)
+        self._lanes = won * branches[1] + (self._growing - won) * branches[0]
         arrived = self._sent + self._timing.host.link
         arrived += found_after_s(arrived - ready, self._timing.host)
-        return _Answer(np.maximum(ready, arrived), self._num_draft(steps), steps)
+        seen = np.maximum(ready, arrived)
+        if job.config.drafts > 1:  # TRUNK: who did not answer all begins when the lead has all
+            self._sent = seen + self._timing.host.link
+        return _Answer(seen, self._num_draft(steps), steps)
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
         """(when the draft sees the outcome, growth steps it has taken by then)."""
         timing, steps = self._timing, np.zeros(len(asked), np.int64)
         free = self._sent
-        if sum(self._job.fan_out):
-            free = free + timing.glue_s[self._growing]
-            step_s = timing.growth_s[self._growing]
+        if self._job.fan_outs.branches:
+            free = free + timing.glue_s[self._growing] + timing.keys_s[self._lanes]
+            step_s = timing.growth_s[self._lanes]
             steps = steps_seen(asked - free, step_s, timing.lookahead)
             free = free + steps * step_s
         free = free + timing.host.draft_record
@@ -160,8 +170,10 @@ class _State:
         """Draft: outcome seen → SPECULATION started (inline: handed over)."""
         serve = self._job.config.on_late == "serve"
         left = np.zeros_like(steps) if serve else self._job.lookahead - steps
+        each = max(1, self._job.config.drafts)  # drafts that share the rows
         hits = hit.sum(axis=1)
-        misses = self.live.sum(axis=1) - hits
+        misses = -(-(self.live.sum(axis=1) - hits) // each)
+        hits = -(-hits // each)
         backup = np.full_like(steps, self._backup_steps)
         drafting = answer_s(self._timing.lanes_s, hits, left, misses, backup)
         host = self._timing.host
@@ -183,7 +195,8 @@ class _State:
 
     def _commit(self, accepted: Ints) -> Ints:
         """Advances the sequences; returns the tokens [chains] that this round adds to a result."""
-        self._hit = self._draws.hits(self._length, accepted)
+        limit = self._lists[self._hit.astype(np.int64), accepted]
+        self._hit = self._draws.hits(self._length, accepted, limit)
         self._fresh = False
         count = np.where(self.live, accepted + 1, 0)
         self._length = self._length + count

@@ -15,6 +15,12 @@ _CHAINS = 64
 _LAW_ROUNDS = 32
 
 
+def is_foretold(job: Job) -> bool:
+    """Whether the recurrence holds this job: imposed laws, and nothing that adapts."""
+    fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
+    return job.laws is None and fixed
+
+
 def predict_row(
     job: Job,
     device: DeviceCosts,

@@ -1,12 +1,13 @@
 """The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
 
-A Space says which K, fan-outs, backups K_b and on_late are tried; FULL is the exhaustive grid, and
-COARSE what the advisor starts from.
+A Space says which K, fan-outs, backups K_b and on_late are tried; FULL is the exhaustive grid,
+COARSE and ROUGH what the advisor starts from.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from mpissd.errors import ConfigError
 from mpissd.predict.closed import Cells, Expected, expect, expect_ar
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.spec.acceptance import HitLaw, resolve_acceptance, resolve_hit_law
-from mpissd.spec.fanout import resolve_fan_out
+from mpissd.spec.fanout import MAX_BRANCHES, resolve_fan_out
 
 MOST_LOOKAHEAD = 16
 
@@ -34,28 +35,33 @@ class Placement:
 
 @dataclass(frozen=True)
 class Laws:
-    """What the tokens do, whatever the configuration: hazards of the longest K that is tried."""
+    """What the tokens do, whatever the configuration: hazards of the longest K that is tried, and
+    the most candidates that a row may keep (an LM head has its top 64)."""
 
     hazards: tuple[float, ...]
     hazards_fast: tuple[float, ...]
     hit: HitLaw
+    most_candidates: int = MAX_BRANCHES
 
     @classmethod
     def of(cls, config: RunConfig) -> Laws:
         """The laws of a configuration; a list of rates limits K to its length."""
         texts = config.acceptance_text, config.acceptance_fast
         most = min(_length(text) for text in texts)
-        hazards, fast = (resolve_acceptance(_cut(t, most), most).hazards for t in texts)
-        return cls(hazards, fast, resolve_hit_law(config.p_hit, config.hit_a, config.hit_r))
+        hazards, fast = (resolve_acceptance(cut_law(t, most), most).hazards for t in texts)
+        hit = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r)
+        return cls(hazards, fast, hit, 63 if config.lm_head else MAX_BRANCHES)
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried; K_b None: every 1 … K, else the given shares of K, rounded up."""
+    """What is tried. K_b: every 1 … K (None), else the given shares of K, rounded up. policies:
+    (backup=fast, on_late=serve)."""
 
     lookaheads: tuple[int, ...]
     fan_outs: tuple[str, ...]
     backup_shares: tuple[float, ...] | None = None
+    policies: tuple[tuple[bool, bool], ...] = tuple(itertools.product((False, True), repeat=2))
 
 
 def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
@@ -67,8 +73,13 @@ _BUDGETS = (4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 FULL = Space(tuple(range(1, 1 + MOST_LOOKAHEAD)), fan_outs(range(1, 11), _BUDGETS))
 COARSE = Space(
     (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
-    fan_outs((1, 2, 3, 5, 9), (8, 16, 24, 40, 64)),
+    fan_outs((1, 2, 3, 5, 9), (8, 16, 32, 64)),
     (0.0, 0.25, 0.5, 1.0),
+)
+ROUGH = Space(  # of many sequences: a cell takes as long as the number of them that may hit
+    (1, 2, 3, 4, 6, 8, 12, 16),
+    fan_outs((1, 3, 9), (8, 24, 64)),
+    (0.25, 1.0),
 )
 
 
@@ -160,56 +171,83 @@ def sd_groups(
     """SD, inline and on a draft rank: drafting K tokens is all it can do."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
         if lookahead <= len(laws.hazards):
-            rows = [((0,) * (lookahead + 1), False, lookahead, False)]
-            cells = _cells(laws, lookahead, batch, drafts == 0, rows)
+            nothing = (0,) * (lookahead + 1)
+            cells = _cells(laws, lookahead, batch, drafts == 0, [_Row(nothing, nothing, lookahead)])
             yield Group(("sd", drafts), place, cells, (None,))
 
 
 def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterator[Group]:
-    """SSD on T + 1 GPUs: one group for each K."""
+    """SSD on T + 1 GPUs, one group for each K; imposed hits need one candidate alone."""
+    texts = space.fan_outs if laws.hit.p_hit is None else ("uniform:1",)
     for lookahead in space.lookaheads:
         if 1 not in place.num_drafts or lookahead > len(laws.hazards):
             continue
-        named = dict(_resolved(space.fan_outs, laws, lookahead))
-        if not named:
-            continue
-        ways = list(itertools.product((False, True), _backups(space, lookahead), (False, True)))
-        rows = [(fan_out, *way) for fan_out in named.values() for way in ways]
-        names = tuple(name for name in named for _ in ways)
-        cells = _cells(laws, lookahead, batch, False, rows)
-        yield Group(("ssd", 1), place, cells, names)
+        ways = itertools.product(texts, _backups(space, lookahead), space.policies)
+        rows = [
+            (text, row)
+            for text, backup, (fast, serve) in ways
+            if (row := _row(text, laws, lookahead, fast, backup, serve)) is not None
+        ]
+        if rows:
+            cells = _cells(laws, lookahead, batch, False, [row for _, row in rows])
+            yield Group(("ssd", 1), place, cells, tuple(text for text, _ in rows))
 
 
 def cells_of(choice: Choice, laws: Laws) -> Cells:
     """The one cell of a choice that drafts."""
-    fan_out: tuple[int, ...] | None = (0,) * (choice.lookahead + 1)
+    nothing = (0,) * (choice.lookahead + 1)
+    row: _Row | None = _Row(nothing, nothing, choice.lookahead)
     if choice.fan_out is not None:
-        fan_out = _fan_out(choice.fan_out, laws.hazards[: choice.lookahead], laws.hit)
-    assert fan_out is not None, choice
-    ways = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
-    return _cells(
-        laws, choice.lookahead, choice.batch_size, choice.num_drafts == 0, [(fan_out, *ways)]
-    )
+        way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
+        row = _row(choice.fan_out, laws, choice.lookahead, *way)
+    assert row is not None, choice
+    return _cells(laws, choice.lookahead, choice.batch_size, choice.num_drafts == 0, [row])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a cell's arrays hold: F behind a hit and behind a miss, K_b, and the policy."""
+
+    fan_out: tuple[int, ...]
+    fan_out_miss: tuple[int, ...]
+    backup_lookahead: int
+    fast: bool = False
+    serve: bool = False
+
+
+def _row(
+    text: str, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
+) -> _Row | None:
+    """None where these laws don't allow this fan-out."""
+    drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
+    fan_out = _fan_out(text, laws.hazards[:lookahead], laws.hit)
+    cut = (*drafted, *(0.0,) * (lookahead - backup))
+    fan_out_miss = _fan_out(text, cut, laws.hit)
+    if fan_out is None or fan_out_miss is None:
+        return None
+    if max(*fan_out, *fan_out_miss) > laws.most_candidates:
+        return None
+    return _Row(fan_out, fan_out_miss, backup, fast, serve)
 
 
 def _backups(space: Space, lookahead: int) -> Sequence[int]:
     if space.backup_shares is None:
         return range(1, lookahead + 1)
-    return sorted({max(1, int(np.ceil(share * lookahead))) for share in space.backup_shares})
+    return sorted({max(1, math.ceil(share * lookahead - 1e-9)) for share in space.backup_shares})
 
 
-def _resolved(
-    texts: Iterable[str], laws: Laws, lookahead: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The fan-outs that this K and these hits allow."""
-    for text in texts:
-        fan_out = _fan_out(text, laws.hazards[:lookahead], laws.hit)
-        if fan_out is not None:
-            yield text, fan_out
+def _fan_out(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
+    """F_0 … F_K as `run` resolves them; None where the law allows none."""
+    reached = len(hazards)
+    if text.startswith("geometric") and not hit.p_hit:
+        while reached and not hazards[reached - 1]:  # behind a 0 nothing is kept: found only once
+            reached -= 1
+    found = _resolved(text, hazards[:reached], hit)
+    return None if found is None else (*found, *(0,) * (len(hazards) - reached))
 
 
 @lru_cache(maxsize=4096)
-def _fan_out(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
+def _resolved(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
     try:
         minimum = 1 if hit.p_hit else 0
         return resolve_fan_out(text, len(hazards), hazards, hit.hit_a, hit.hit_r, minimum=minimum)
@@ -217,27 +255,25 @@ def _fan_out(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, .
         return None
 
 
-def _cells(
-    laws: Laws,
-    lookahead: int,
-    batch: int,
-    inline: bool,
-    rows: Sequence[tuple[tuple[int, ...], bool, int, bool]],
-) -> Cells:
-    """Cells of (fan-out, fast, K_b, serve) rows."""
-    fans = np.array([row[0] for row in rows])  # [G, K+1]
-    table = np.array([laws.hit.hit_probability(f) for f in range(int(fans.max()) + 1)])
+def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[_Row]) -> Cells:
+    fans, fans_miss = (
+        np.array([getattr(row, name) for row in rows]) for name in ("fan_out", "fan_out_miss")
+    )  # [G, K+1]
+    widest = int(max(fans.max(), fans_miss.max()))
+    chance = np.array([laws.hit.hit_probability(f) for f in range(widest + 1)])
     return Cells(
         lookahead=lookahead,
         batch_size=batch,
         inline=inline,
         hazards=_repeat(laws.hazards, lookahead, len(rows)),
         hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
-        p_hits=table[fans],
+        p_hits=chance[fans],
+        p_hits_miss=chance[fans_miss],
         branches=fans.sum(axis=1),
-        fast=np.array([row[1] for row in rows]),
-        backup_lookahead=np.array([row[2] for row in rows]),
-        serve=np.array([row[3] for row in rows]),
+        branches_miss=fans_miss.sum(axis=1),
+        fast=np.array([row.fast for row in rows]),
+        backup_lookahead=np.array([row.backup_lookahead for row in rows]),
+        serve=np.array([row.serve for row in rows]),
     )
 
 
@@ -252,7 +288,7 @@ def _length(text: str) -> int:
     return min(listed, MOST_LOOKAHEAD)
 
 
-def _cut(text: str, most: int) -> str:
+def cut_law(text: str, most: int) -> str:
     """A list of rates, shortened to `most` values; any other law as it is."""
     kind, _, values = text.strip().partition(":")
     if kind not in ("rates", "marginal"):

@@ -28,7 +28,8 @@ class Timing:
     """Durations of a job's forwards by what they carry, host parts of the draft's included.
 
     verify_s: [b(K+1)+1] by Σ(num_draft+1). lanes_s: [b+1] one finishing step of n lanes.
-    glue_s, growth_s: [b+1] glue with keys, and one growth step, with n live sequences.
+    glue_s: [b+1] the glue of n live sequences. keys_s: [b·ΣF+1] making the keys of n candidates.
+    growth_s: likewise, one growth step while n branches grow, on all D drafts together.
     """
 
     host: HostCosts
@@ -36,6 +37,7 @@ class Timing:
     verify_s: Floats
     lanes_s: Floats
     glue_s: Floats
+    keys_s: Floats
     growth_s: Floats
 
     @classmethod
@@ -46,14 +48,15 @@ class Timing:
         verify = device.verify_s(in_buckets(job.target_buckets(), np.arange(batch * width + 1)))
         if job.draft is None:
             nothing = np.zeros(batch + 1)
-            return cls(host, job.lookahead, verify, nothing, nothing, nothing)
+            return cls(host, job.lookahead, verify, nothing, nothing, nothing, nothing)
         held = job.draft_buckets()
-        branches = live * sum(job.fan_out)
-        keys = host.keys + host.keys_lane * branches
-        glue = device.draft_s(in_buckets(held, live * width)) + host.glue + keys
-        growth = device.draft_s(in_buckets(held, branches)) + host.step
+        branches = np.arange(batch * job.fan_outs.branches + 1)
+        each = -(-branches // max(1, job.config.drafts))
+        keys = np.asarray(host.keys + host.keys_lane * branches, np.float64)
+        glue = device.draft_s(in_buckets(held, live * width)) + host.glue
+        growth = device.draft_s(in_buckets(held, each)) + host.step
         lanes = device.draft_s(in_buckets(held, live)) + host.step
-        return cls(host, job.lookahead, verify, lanes, glue, growth)
+        return cls(host, job.lookahead, verify, lanes, glue, keys, growth)
 
 
 def in_buckets(buckets: Sequence[int], rows: Ints) -> Ints:

@@ -1,8 +1,9 @@
 """Why a result is not at its floor: where the time between the two went, largest first.
 
-The floor of a round is one read of the target's weights, floor_us. What a round takes beyond it is
-split by the ledger's means (phases_us, which add up to the mean round): the forward above its
-floor, the wait for drafts (drafting, the draft's host, the link), and each host phase of the lead.
+The floor of a round is one read of the target's weights, or its products at the device's peak where
+that takes longer: floor_us. What a round takes beyond it is split by the ledger's means (phases_us,
+which add up to the mean round): the forward above its floor, the wait for drafts (drafting, the
+draft's host, the link), and each host phase of the lead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _CLOSES = {
     "send": "a smaller OUTCOME, or one that is packed with fewer copies",
     "commit": "fewer array operations where the lead applies an outcome",
     "broadcast": "fewer or leaner messages to the followers (T − 1 of them)",
-    "launch": "replaying the forward as one captured graph, and copying its tokens in place",
+    "upload": "laying the tokens out in the buffer that the device reads",
+    "launch": "replaying the forward as one captured graph",
     "sample": "a cheaper acceptance rule on the host, or one that runs on the device",
     "record": "less bookkeeping between rounds",
 }
@@ -60,21 +62,24 @@ def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
     """(name, µs a round, what closes it); together the mean round less its floor."""
     phases = row["phases_us"] or {}
     lead: Mapping[str, float] = phases.get("lead") or {}
+    at_launch = row.get("backend") == "numpy"  # nothing is asynchronous there
     if "device_wait" in lead:
-        yield from _forward(row, lead["device_wait"])
+        waited = lead["device_wait"] + (lead.get("launch", 0.0) if at_launch else 0.0)
+        yield from _forward(row, waited)
     if "draft_wait" in lead and row["mode"] != "ar":
         yield from _drafts(row, lead["draft_wait"], phases.get("draft") or {})
     for name, closes in _CLOSES.items():
-        yield name, lead.get(name, 0.0), closes
+        if not (at_launch and name == "launch"):
+            yield name, lead.get(name, 0.0), closes
 
 
 def _forward(row: Row, waited: float) -> Iterator[tuple[str, float, str]]:
-    """The lead's device wait: floor, forward above it, and what is no forward at all."""
+    """The lead's wait for the forward: floor, what is above it, and what is no forward at all."""
     forward = waited if row["t_target_s"] is None else min(waited, row["t_target_s"] * 1e6)
     if row["floor_us"] is not None:
         above = max(0.0, forward - row["floor_us"])
         reached = min(1.0, row["floor_us"] / forward) if forward else 1.0
-        yield "verification above the read floor", above, _verify_advice(row, reached)
+        yield "verification above its floor", above, _verify_advice(row, reached)
     yield (
         "waiting beyond the forward",
         waited - forward,
@@ -88,7 +93,19 @@ def _verify_advice(row: Row, reached: float) -> str:
     ways += ["--graph"] if row.get("graph") is False and row.get("backend") == "cupy" else []
     ways += ["a faster all-reduce"] if (row.get("tp") or 1) > 1 else []
     ways += ["products that lose less at their boundaries"]
-    return f"the forward reads at {reached:.0%} of the measured rate: {', '.join(ways)}"
+    does = "computes" if _bound_by_products(row) else "reads"
+    return f"the forward {does} at {reached:.0%} of the measured rate: {', '.join(ways)}"
+
+
+def _bound_by_products(row: Row) -> bool:
+    """Whether the floor is the products' (rows without their keys: the weights')."""
+    computed = _over(row, "floor_flops", "peak_flops_per_s")
+    return computed > _over(row, "floor_bytes", "read_bytes_per_s")
+
+
+def _over(row: Row, work: str, rate: str) -> float:
+    """Seconds that so much work takes at that rate; 0 where either is unknown."""
+    return float(row[work] / row[rate]) if row.get(work) and row.get(rate) else 0.0
 
 
 def _drafts(

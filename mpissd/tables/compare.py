@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from mpissd import theory
+from mpissd.compare import FEWEST_ROUNDS, Comparison, Rate, compare_rates
 from mpissd.errors import ConfigError
 from mpissd.presets import PAIRS
-from mpissd.tables.load import Row, forward_times
+from mpissd.tables.load import Rounds, Row, forward_times, rate_of
 from mpissd.tables.report import ALPHA, REPORT, ReportRow
 
 Profiles = Mapping[str, Mapping[str, Any]]  # by run_id, as `run` writes them beside its rows
+AllRounds = Mapping[str, Rounds]  # likewise
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Achieved:
-    """tok/s of SD over tok/s of AR, ± 1.96 standard errors of the drawn acceptance lengths."""
+    """tok/s of SD over tok/s of AR with its 95% interval; by the rounds, or by the rows alone."""
 
-    speedup: float
-    half_width: float
-
-    @property
-    def differs(self) -> bool:
-        """Whether 1 lies outside the interval."""
-        return abs(self.speedup - 1) > self.half_width
+    found: Comparison
+    from_rounds: bool
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,9 @@ class Table:
     device_flag: str | None = None  # --device of an emulated device
 
 
-def make_tables(rows: Sequence[Row], profiles: Profiles) -> list[Table]:
+def make_tables(
+    rows: Sequence[Row], profiles: Profiles, rounds: AllRounds | None = None
+) -> list[Table]:
     """A table for each pair and setting that has an SD row; one without a setting where none has.
 
     Raises ConfigError: a row or profile that lacks what `run` writes.
@@ -116,7 +115,7 @@ def make_tables(rows: Sequence[Row], profiles: Profiles) -> list[Table]:
     for pair, report in REPORT.items():
         used = [row for row in rows if _fits(pair, row)]
         settings = sorted({Setting.of(row) for row in used if row["mode"] == "sd"})
-        tables += [_table(pair, setting, used, profiles) for setting in settings]
+        tables += [_table(pair, setting, used, profiles, rounds or {}) for setting in settings]
         if not settings:
             tables.append(Table(pair, tuple(map(TableRow, report))))
     return tables
@@ -143,9 +142,9 @@ def _fits(pair: str, row: Row) -> bool:
 
 _TEXTS = ("run_id", "target", "device_name", "backend", "dtype", "all_reduce")
 _SWITCHES = ("graph", "fuse", "lm_head")
-_COUNTS = ("tp", "context", "num_drafts", "lookahead", "batch_size")
+_COUNTS = ("tp", "context", "num_drafts", "lookahead", "batch_size", "num_rounds")
 _NUMBERS = ("tok_per_s", "t_target_s", "T_SD")  # or null
-_OTHERS = ("draft", "acceptance", "stable", "accept_histogram", "provenance")
+_OTHERS = ("draft", "acceptance", "stable", "accept_histogram", "round_us", "provenance")
 
 
 def _check(row: Row) -> None:
@@ -157,7 +156,7 @@ def _check(row: Row) -> None:
     good |= {key: isinstance(row[key], bool) for key in _SWITCHES}
     good |= {key: _is_number(row[key]) and isinstance(row[key], int) for key in _COUNTS}
     good |= {key: row[key] is None or _is_number(row[key]) for key in _NUMBERS}
-    good["provenance"] = isinstance(row["provenance"], Mapping)
+    good |= {key: isinstance(row[key], Mapping) for key in ("round_us", "provenance")}
     counts = row["accept_histogram"]
     good["accept_histogram"] = isinstance(counts, list) and all(map(_is_number, counts))
     if bad := [key for key, is_good in good.items() if not is_good]:
@@ -169,20 +168,28 @@ def _is_number(value: Any) -> bool:
     return number and 0 <= value < math.inf
 
 
-def _table(pair: str, setting: Setting, used: Sequence[Row], profiles: Profiles) -> Table:
+def _table(
+    pair: str, setting: Setting, used: Sequence[Row], profiles: Profiles, rounds: AllRounds
+) -> Table:
     alike = [row for row in used if Setting.of(row).of_target == setting.of_target]
     ars = [row for row in alike if row["mode"] == "ar"]
     sds = [row for row in alike if row["mode"] == "sd" and Setting.of(row) == setting]
     ratios = _ratios(alike, _median(ars, "t_target_s"), profiles)
     rows = tuple(
-        _table_row(report, [r for r in sds if r["lookahead"] == report.lookahead], ars, ratios)
+        _table_row(
+            report, [r for r in sds if r["lookahead"] == report.lookahead], ars, ratios, rounds
+        )
         for report in REPORT[pair]
     )
     return Table(pair, rows, setting, bool(ars), _device_flag(sds))
 
 
 def _table_row(
-    report: ReportRow, sds: Sequence[Row], ars: Sequence[Row], ratios: Mapping[int, float]
+    report: ReportRow,
+    sds: Sequence[Row],
+    ars: Sequence[Row],
+    ratios: Mapping[int, float],
+    rounds: AllRounds,
 ) -> TableRow:
     """T_SD doesn't depend on alpha: from rows at ALPHA where there are any, else of other laws."""
     lookahead = report.lookahead
@@ -201,28 +208,32 @@ def _table_row(
         r_k=_ratio(ratios, lookahead),
         r_k1=r_k1,
         theory=speedup,
-        achieved=_achieved(wanted, ars),
+        achieved=_achieved(wanted, ars, rounds),
         num_rows=len(wanted),
         unstable=bool(timed) and any(row["stable"] is False for row in (*timed, *ars)),
     )
 
 
-def _achieved(sds: Sequence[Row], ars: Sequence[Row]) -> Achieved | None:
-    """Medians over repeats; the interval is the widest one of them, since seeds may be equal."""
-    sd, ar = _median(sds, "tok_per_s"), _median(ars, "tok_per_s")
-    if not sd or not ar:
+def _achieved(sds: Sequence[Row], ars: Sequence[Row], rounds: AllRounds) -> Achieved | None:
+    """None where one side has no row of 20 rounds."""
+    sd, ar = _rate(sds, rounds), _rate(ars, rounds)
+    if sd is None or ar is None:
         return None
-    return Achieved(sd / ar, sd / ar * 1.96 * max(map(_relative_error, sds)))
+    return Achieved(compare_rates(ar, sd), sd.from_rounds and ar.from_rounds)
 
 
-def _relative_error(row: Row) -> float:
-    """Of the mean acceptance length of n rounds: standard deviation / (mean·√n)."""
-    counts = np.asarray(row["accept_histogram"], np.float64)
-    lengths = np.arange(len(counts)) + 1.0
-    total = max(1.0, float(counts.sum()))
-    mean = float(lengths @ counts) / total
-    variance = float((lengths - mean) ** 2 @ counts) / total
-    return math.sqrt(variance / total) / mean if mean else math.inf
+def _rate(rows: Sequence[Row], rounds: AllRounds) -> Rate | None:
+    """The median over repeats, as sure as the least sure of them, since seeds may be equal."""
+    long_enough = [r for r in rows if r["tok_per_s"] and r["num_rounds"] >= FEWEST_ROUNDS]
+    rates = [rate_of(row, rounds.get(row["run_id"])) for row in long_enough]
+    if not rates:
+        return None
+    return Rate(
+        value=statistics.median(rate.value for rate in rates),
+        variance=max(rate.variance for rate in rates),
+        freedom=min(rate.freedom for rate in rates),
+        from_rounds=all(rate.from_rounds for rate in rates),
+    )
 
 
 def _ratios(

@@ -1,18 +1,43 @@
-"""Result rows (runs*.jsonl) and their jobs' profiles (profiles/RUN_ID.json), read strictly."""
+"""Result rows (runs*.jsonl), their jobs' profiles (profiles/RUN_ID.json) and their raw rounds
+(rounds/RUN_ID.npz), read strictly."""
 
 from __future__ import annotations
 
 import json
 import math
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.compare import Rate
 from mpissd.errors import ConfigError
 from mpissd.records import SCHEMA
 
 Row = Mapping[str, Any]
 Paths = Iterable[str | Path]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The measured rounds of a run, [n]: seconds, and tokens of all sequences."""
+
+    seconds: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+
+
+def rate_of(row: Row, rounds: Rounds | None) -> Rate:
+    """The row's tok_per_s and how sure it is: by its rounds, or where they were not kept by what
+    the row says of them. ConfigError: fewer than 20 rounds, or a row that lacks what `run` writes.
+    """
+    told = Rate.of_row(row)
+    if rounds is None:
+        return told
+    return replace(Rate.of_rounds(rounds.seconds, rounds.tokens), value=told.value)
 
 
 def load_rows(paths: Paths) -> list[dict[str, Any]]:
@@ -47,6 +72,48 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
                 forward_times(str(path), profile)
                 found[run_id] = profile
     return found
+
+
+def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
+    """{run_id: rounds} from rounds/RUN_ID.npz beside each runs*.jsonl, where there is one.
+
+    Raises ConfigError naming the file: no such arrays, or other rounds than the row's.
+    """
+    known = list(rows)
+    found: dict[str, Rounds] = {}
+    for folder in dict.fromkeys(path.parent / "rounds" for path in _run_files(paths)):
+        for row in known:
+            run_id = str(row.get("run_id"))
+            path = folder / f"{run_id}.npz"
+            if run_id not in found and path.is_file():
+                found[run_id] = _rounds(path, row)
+    return found
+
+
+def _rounds(path: Path, row: Row) -> Rounds:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            seconds = np.asarray(arrays["round_s"], np.float64)
+            sequences = np.asarray(arrays["sequences"], np.int64)
+            tokens = _tokens(sequences, len(seconds), row.get("token_limit"))
+    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path}: no rounds of a run: {error}") from error
+    if len(seconds) != row.get("num_rounds"):
+        raise ConfigError(f"{path}: {len(seconds)} rounds, the row has {row.get('num_rounds')}")
+    return Rounds(seconds, tokens)
+
+
+def _tokens(
+    sequences: NDArray[np.int64], num_rounds: int, limit: int | None
+) -> NDArray[np.float64]:
+    """Tokens of each round; what a sequence emits past `limit` does not count."""
+    made = np.zeros(num_rounds)
+    for request_id in np.unique(sequences[:, 1]):
+        own = sequences[sequences[:, 1] == request_id]
+        total = np.cumsum(own[:, 3] + 1)
+        counted = total if limit is None else np.minimum(total, limit)
+        np.add.at(made, own[:, 0], np.diff(counted, prepend=0))
+    return made
 
 
 def forward_times(where: str, profile: Mapping[str, Any]) -> dict[int, float]:

@@ -6,7 +6,16 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from mpissd.tables.compare import Profiles, Ratio, Setting, Table, TableRow, is_usable, make_tables
+from mpissd.tables.compare import (
+    AllRounds,
+    Profiles,
+    Ratio,
+    Setting,
+    Table,
+    TableRow,
+    is_usable,
+    make_tables,
+)
 from mpissd.tables.load import Row
 from mpissd.tables.report import ALPHA, REPORT
 
@@ -23,33 +32,38 @@ T_SD      t_draft / t_target(K+1): K draft steps over the verification of K+1 ro
 T_draft   t_draft / t_target(1) = r(K+1)·T_SD
 r(M)      t_target(M) / t_target(1), M rows against one; ~ interpolated between measured widths
 theory    E / (r(K+1) + T_draft), with E = (1 − a^(K+1)) / (1 − a) tokens a round
-achieved  tok/s of SD over tok/s of AR ± 1.96 standard errors of the drawn acceptance lengths;
-          "no difference" where that interval holds 1
+achieved  tok/s of SD over tok/s of AR, and its 95% interval from the rounds of both;
+          "no difference" where that holds 1
 ach/th    achieved / theory
 E/(1+T)   the report's formula on its own T_SD; ratio: E/(1+T) over its printed theory
-{_NONE}         no row says it; ! a row used is not stable: its median round drifted
+*         rounds were not kept: the interval is of the rows' draws and percentiles alone
+!         a row used is not stable: blocks of its rounds differ in their median
+{_NONE}         no row says it (an interval needs 20 rounds)
 Times don't depend on alpha: where no row has alpha = {ALPHA}, they come from another law's rows."""
 
 _COLUMNS = (
     ("K", 3),
-    ("T_SD", 7),
+    ("T_SD", 6),
     ("T_draft", 8),
     ("r(K)", 7),
     ("r(K+1)", 7),
     ("theory", 7),
-    ("achieved", 14),
+    ("achieved", 17),
     ("ach/th", 7),
 )
 _REPORT_COLUMNS = (("T_SD", 5), ("theory", 7), ("achieved", 9), ("E/(1+T)", 8), ("ratio", 6))
 
 
-def render(rows: Sequence[Row], profiles: Profiles | None = None) -> str:
+def render(
+    rows: Sequence[Row], profiles: Profiles | None = None, rounds: AllRounds | None = None
+) -> str:
     """The tables of all pairs and settings, why the report's don't close, and what to run.
 
     rows: of `run`, any mode. profiles: the jobs' own, by run_id; without them r(K) is interpolated
-    from the rows. Raises ConfigError: a row or profile that lacks what `run` writes.
+    from the rows. rounds: the runs' own, by run_id; without them intervals come from the rows.
+    Raises ConfigError: a row or profile that lacks what `run` writes.
     """
-    tables = make_tables(rows, {} if profiles is None else profiles)
+    tables = make_tables(rows, {} if profiles is None else profiles, rounds)
     parts = [_LEGEND, *map(_table_text, tables), _why(), _use(rows), _to_run(tables)]
     return "\n\n".join(part for part in parts if part)
 
@@ -91,11 +105,14 @@ def _label(table: Table) -> str:
 def _line(row: TableRow) -> str:
     report = row.report
     achieved = relative = _NONE
-    if row.achieved is not None and not row.achieved.differs:
+    marks = "!" * row.unstable
+    if row.achieved is not None:
+        found = row.achieved.found
         achieved = "no difference"
-    elif row.achieved is not None:
-        achieved = f"{row.achieved.speedup:.2f} ± {row.achieved.half_width:.2f}"
-        relative = _number(row.achieved.speedup / row.theory if row.theory else None, 2)
+        marks = "*" * (not row.achieved.from_rounds) + marks
+        if found.is_real:
+            achieved = f"{found.speedup:.2f} ({found.low:.2f}–{found.high:.2f})"
+            relative = _number(found.speedup / row.theory if row.theory else None, 2)
     ours = (
         f"{report.lookahead}",
         _number(row.t_sd, 3),
@@ -115,8 +132,7 @@ def _line(row: TableRow) -> str:
     )
     left = "".join(f"{text:>{width}}" for text, (_, width) in zip(ours, _COLUMNS, strict=True))
     right = zip(theirs, _REPORT_COLUMNS, strict=True)
-    mark = "!" if row.unstable else " "
-    return f"{left}{mark} |" + "".join(f"{text:>{width}}" for text, (_, width) in right)
+    return f"{left}{marks:<2}|" + "".join(f"{text:>{width}}" for text, (_, width) in right)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -34,10 +34,17 @@ def sd(pair: str, lookahead: int, *, alpha: float = 0.9, **changed: Any) -> dict
         "acceptance": f"alpha:{alpha}",
         "tok_per_s": tokens / (verify + draft),
         "accept_histogram": [round(10_000 * w) for w in weights],
+        "num_rounds": sum(round(10_000 * w) for w in weights),
+        "round_us": round_us(verify + draft),
         "t_target_s": verify,
         "T_SD": draft / verify,
     }
     return row | changed
+
+
+def round_us(seconds: float) -> dict[str, float]:
+    """Rounds that all take as long."""
+    return dict.fromkeys(("mean", "p50", "p90", "p99"), seconds * 1e6)
 
 
 def ar(pair: str, **changed: Any) -> dict[str, Any]:
@@ -62,6 +69,8 @@ def ar(pair: str, **changed: Any) -> dict[str, Any]:
         "acceptance": None,
         "tok_per_s": 1 / t_target(pair, 1),
         "accept_histogram": [1000],
+        "num_rounds": 1000,
+        "round_us": round_us(t_target(pair, 1)),
         "t_target_s": t_target(pair, 1),
         "T_SD": None,
         "stable": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from mpissd.backend.profile import load_profile
 from mpissd.config import RunConfig, parse_flags
 from mpissd.errors import ConfigError
 from mpissd.job import resolve
-from mpissd.predict.advisor import Advice, best_of, device_costs, placements, plan
-from mpissd.predict.closed import expected
+from mpissd.predict.advisor import Advice, best_of, plan
+from mpissd.predict.closed import Cells, expected
 from mpissd.predict.costs import DeviceCosts, HostCosts
-from mpissd.predict.search import FULL, Choice, Laws, Placement, fan_outs
+from mpissd.predict.places import device_costs, placements
+from mpissd.predict.search import FULL, Choice, Laws, Placement, cells_of, cut_law, fan_outs
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -36,7 +37,7 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
     """A machine, a pair, laws, a batch and a number of GPUs on which the pair fits."""
     flags: dict[str, Any] = {
         "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
-        "batch_size": rnd.choice([1, 1, 1, 2, 4, 8, 16]),
+        "batch_size": rnd.choice([1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32]),
         "alpha": rnd.uniform(0.2, 0.98),
         "acceptance_fast": f"alpha:{rnd.uniform(0, 0.6):.2f}",
         "lm_head": rnd.random() < 0.3,
@@ -212,6 +213,39 @@ def test_flags_name_what_was_chosen() -> None:
     assert choice.gpus == 3 and choice.tok_per_s_per_gpu == pytest.approx(100 / 3)
     alone = replace(choice, mode="ar", num_drafts=0, lookahead=0, fan_out=None)
     assert alone.flags() == {"mode": "ar", "num_drafts": "0"}
+
+
+@pytest.mark.parametrize("law", [{"hit_a": 0.9, "hit_r": 0.7}, {"p_hit": 0.6}, {}])
+@pytest.mark.parametrize("way", [("jit", 6), ("jit", 2), ("fast", 6), ("fast", 1)])
+@pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])
+def test_both_fan_outs_of_a_search_are_those_of_a_job(
+    fan_out: str, way: tuple[str, int], law: dict[str, Any]
+) -> None:
+    """Behind a hit and behind a backup that drafts K_b tokens of its own law."""
+    config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
+    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, "serve", 100.0, 9.0, 0.8)
+    flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
+    flags |= {name: str(value) for name, value in law.items()} | choice.flags()
+    job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
+    found, known = cells_of(choice, Laws.of(config)), Cells.of(job)
+    alike = fan_out == "uniform:4" or way == ("jit", 6)
+    assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
+    for field in fields(Cells):
+        assert np.array_equal(getattr(found, field.name), getattr(known, field.name)), field.name
+
+
+def test_a_law_is_cut_to_what_is_drafted() -> None:
+    assert cut_law("rates:.9,.8,.7", 2) == "rates:.9,.8"
+    assert cut_law("marginal:.9,.8,.7", 1) == "marginal:.9"
+    for text in ("alpha:0.8", "0.8", "histogram:a,b.json"):
+        assert cut_law(text, 1) == text
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 17, 64, 256])
+def test_an_advice_takes_less_than_a_second(batch: int) -> None:
+    start = time.process_time()
+    advise(8, pair="70b/1b", batch_size=batch)
+    assert time.process_time() - start < 1.0
 
 
 def test_needs_a_machine() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from mpissd.job import resolve
 from mpissd.predict import jobfile
 from mpissd.predict.costs import DeviceCosts, HostCosts
 
-COMMANDS = ("predict", "plan", "why", "tables", "probe")
+COMMANDS = ("predict", "plan", "why", "compare", "tables", "probe")
+PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
+EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
+SEVENTY = f"--profile={PROBED / 'h200-70b-T4.json'}"  # 70B at T=4, no draft
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,7 @@ def job_profile(**flags: Any) -> dict[str, Any]:
     target = {rows: 1e-3 + rows * 1e-5 for rows in job.target_buckets()}
     draft = {rows: 1e-4 + rows * 1e-6 for rows in job.draft_buckets()}
     device = DeviceCosts.from_points(target, draft)
-    return jobfile.to_dict(job, "numpy", 50, device, HostCosts(link=1e-6), None)
+    return jobfile.to_dict(job, "numpy", 50, device, HostCosts(link=1e-6), {})
 
 
 def save(data: Any) -> str:
@@ -145,22 +149,161 @@ def test_a_file_that_is_no_profile(text: str, capfd: pytest.CaptureFixture[str])
     assert "job.json" in refused(capfd, "predict", "--profile=job.json")
 
 
+def run_line(out: str) -> tuple[int, RunConfig]:
+    """(ranks, configuration) of the line that a plan says to run."""
+    line = next(line for line in out.splitlines() if "mpirun" in line)
+    found = re.search(r"mpirun -np (\d+) python -m mpi4py -m mpissd (run .*)", line)
+    assert found is not None
+    command = cli.parse(shlex.split(found[2]))
+    assert command is not None
+    assert isinstance(command.config, RunConfig)
+    return int(found[1]), command.config
+
+
 def test_a_plan_is_a_line_that_runs(capfd: pytest.CaptureFixture[str]) -> None:
     flags = "--gpus=3", "--profile=h100", "--pair=8b/1b", "--alpha=0.7", "--batch_size=2"
     assert main(["plan", *flags]) == 0
     out, _ = capfd.readouterr()
-    line = next(line for line in out.splitlines() if "mpirun" in line)
-    found = re.search(r"mpirun -np (\d+) python -m mpi4py -m mpissd (run .*)", line)
-    assert found is not None
-    command = cli.parse(found[2].split())
-    assert command is not None
-    config: RunConfig = command.config
+    ranks, config = run_line(out)
     best = json.loads(out.splitlines()[-1])["best"]
-    assert int(found[1]) == best["tp"] + best["num_drafts"] <= 3
+    assert ranks == best["tp"] + best["num_drafts"] <= 3
     assert (config.mode, config.batch_size) == (best["mode"], 2)
     assert config.acceptance_text == "alpha:0.7"
     job = resolve(config, best["tp"], backend="emulated", memory_bytes=80 * 10**9)
     assert job.lookahead == best["lookahead"]
+
+
+RATES = ".95,.9,.7,.4,.2,.1,.05,.02,.01,.01,.01,.01,.01,.01,.01,.01,.01,.01"
+
+
+@pytest.mark.parametrize("kind", ["rates", "marginal"])
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (("--gpus=1",), "sd"),
+        (("--gpus=2",), "ssd"),
+        (("--gpus=2", "--p_hit=0.7"), "ssd"),
+        (("--gpus=2", "--acceptance_fast=rates:.9,.8,.7,.3,.2,.1,.1,.1,.1,.1"), "ssd"),
+        (("--gpus=2", "--batch_size=16", "--fuse", "--lm_head", "--context=128"), "ssd"),
+    ],
+)
+def test_a_list_of_rates_is_cut_to_the_k_that_is_run(
+    kind: str, flags: tuple[str, ...], mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"--acceptance={kind}:{RATES}", *flags]) == 0
+    out, _ = capfd.readouterr()
+    ranks, config = run_line(out)
+    best = json.loads(out.splitlines()[-1])["best"]
+    job = resolve(config, best["tp"], backend="emulated", memory_bytes=80 * 10**9)
+    assert best["mode"] == job.config.mode == mode and job.world_size == ranks
+    assert 0 < job.lookahead == best["lookahead"] < RATES.count(",")
+    listed = config.acceptance_text.partition(":")[2].split(",")
+    assert listed == RATES.split(",")[: job.lookahead]
+
+
+def test_a_histogram_of_any_name_is_run_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("my counts.json").write_text("[1, 1, 2, 8]")
+    assert main(["plan", "--acceptance=histogram:my counts.json"]) == 0
+    _, config = run_line(capfd.readouterr()[0])
+    assert config.acceptance == "histogram:my counts.json"
+    resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+def test_where_nothing_is_drafted_no_law_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--acceptance=rates:.01,.01", "--gpus=1", "--fuse"]) == 0
+    ranks, config = run_line(capfd.readouterr()[0])
+    assert (ranks, config) == (1, RunConfig(mode="ar", num_drafts=0, pair="8b/1b", fuse=True))
+
+
+def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Pair, T and fused products are the probe's where nothing else is said."""
+    assert main(["plan", EIGHT, "--gpus=4"]) == 0
+    out, _ = capfd.readouterr()
+    found, (ranks, config) = json.loads(out.splitlines()[-1]), run_line(out)
+    assert {choice["tp"] for choice in found["by_method"]} == {1}
+    assert (ranks, config.pair, config.fuse) == (2, "8b/1b", True)
+    same = said(capfd, "predict", EIGHT, "--mode=ar")
+    assert same["tok_per_s"] == pytest.approx(found["by_method"][-1]["tok_per_s"])
+    assert said(capfd, "predict", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((EIGHT, "--pair=70b/1b"), "doesn't cover llama-3.1-70b T="),
+        ((EIGHT, "--pair=8b/0.6b"), "doesn't cover qwen3-0.6b T=1"),
+        ((EIGHT, "--pair=8b/1b", "--nofuse"), "doesn't cover llama-3.1-8b T=1: it has measured"),
+        ((EIGHT, "--lm_head"), "doesn't cover llama-3.1-8b T=1 fuse lm_head"),
+        ((EIGHT, "--context=64"), "doesn't cover llama-3.1-8b T=1 fuse kv_tokens=64"),
+        ((SEVENTY, "--pair=70b/1b"), "doesn't cover llama-3."),
+    ],
+)
+@pytest.mark.parametrize("command", [("predict", "--tp=1"), ("plan", "--gpus=1"), ("plan",)])
+def test_a_pair_that_was_not_probed_is_refused(
+    command: tuple[str, ...],
+    flags: tuple[str, ...],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One line that says what the profile covers; the memory of T=1 speaks first."""
+    if command == ("plan", "--gpus=1") and flags[0] == SEVENTY:
+        command = ("plan", "--gpus=5")
+    assert message in refused(capfd, *command, *flags)
+
+
+def test_rates_alone_model_any_pair(capfd: pytest.CaptureFixture[str]) -> None:
+    for pair in ("8b/0.6b", "32b/0.6b", "66b/125m"):
+        flags = "--profile=h200", f"--pair={pair}", "--lm_head"
+        assert said(capfd, "predict", *flags)["tok_per_s"] > 0
+        assert main(["plan", *flags, "--gpus=2"]) == 0
+        capfd.readouterr()
+
+
+def test_a_model_of_the_same_name_and_other_weights_is_refused(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data = json.loads(Path(EIGHT.partition("=")[2]).read_text())
+    for entry in data["tables"]["forwards"]:
+        entry["params"] += entry["model"] == "llama-3.1-8b"
+    Path("other.json").write_text(json.dumps(data))
+    for command in ("predict", "plan"):
+        message = refused(capfd, command, "--profile=./other.json")
+        assert "doesn't cover this llama-3.1-8b" in message
+
+
+EMULATED = ("run", "--dry_run", "--world_size=2", "--backend=emulated")
+
+
+@pytest.mark.parametrize("command", [("predict", "--profile="), ("plan", "--profile="),
+                                     (*EMULATED, "--device=")], ids=lambda c: c[0])  # fmt: skip
+def test_a_profile_of_another_schema_or_none_is_one_line(
+    command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    device = json.loads(Path(EIGHT.partition("=")[2]).read_text())
+    for change, message in (
+        ({"schema": 2}, "schema 2, this version reads 1"),
+        ({"numbers": {}}, "missing or malformed"),
+        ({"tables": {"forwards": [{"model": "x"}]}}, "missing or malformed"),
+        ({"tables": {"guesses": []}}, "missing or malformed"),
+    ):
+        Path("probed.json").write_text(json.dumps({**device, **change}))
+        *words, flag = command
+        assert message in refused(capfd, *words, f"{flag}probed.json")
+    assert "never.json" in refused(capfd, *words, f"{flag}never.json")
+
+
+@pytest.mark.parametrize("command", ["predict", "plan"])
+def test_a_probe_that_was_never_made_is_named(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capfd, command, "--profile=out/profiles/mine.json")
+    assert "'out/profiles/mine.json': no such file: allowed: what `probe` saved" in message
+
+
+def test_a_job_s_profile_of_another_schema(capfd: pytest.CaptureFixture[str]) -> None:
+    name = save({**job_profile(), "schema": 2})
+    assert "schema 2, this version reads 1" in refused(capfd, "predict", f"--profile={name}")
+    assert "allowed: a device's" in refused(capfd, "plan", f"--profile={save(job_profile())}")
 
 
 @pytest.mark.parametrize(

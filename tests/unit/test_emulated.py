@@ -85,12 +85,19 @@ def test_a_wait_sleeps(backend: EmulatedBackend) -> None:
     assert time.thread_time() - before < 0.5 * 10 * FORWARD_S
 
 
+def test_rates_are_the_profile_s() -> None:
+    backend = EmulatedBackend(load_profile("h100"))
+    assert backend.peak_flops() == backend.profile.peak_flops_per_s
+    assert backend.read_bandwidth(1) == backend.profile.read_bytes_per_s
+
+
 def test_null_measures_the_framework_alone() -> None:
     null = open_backend("emulated", device="null", local_rank=0)
     program = null.program(never, cost(10**6))
     program.launch()
     assert program.done() and program.elapsed_s() == 0.0
     assert null.read_bandwidth(10**9) is None and null.info.memory_bytes is None
+    assert null.peak_flops() is None
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -102,7 +109,8 @@ def test_a_70b_steps_on_a_laptop(tp: int) -> None:
     stepper = Stepper(
         backend, SoloGroup(tp), shard, options, buckets=[1, 8], num_sequences=1, seed=0
     )
-    stepper.launch(5, stepper.result[:0])
+    stepper.upload(5, stepper.result[:0])
+    stepper.launch()
     assert stepper.elapsed_s() == profile.forward_s(shard.cost(8, 1, 2, options))
     assert stepper.elapsed_s() > profile.forward_s(shard.cost(8, 1, 2, ForwardOptions()))
     stepper.close()

@@ -12,7 +12,7 @@ import pytest
 from mpissd.errors import GateError
 from mpissd.gates import check, violations
 from mpissd.trace import LeadPhase
-from tests.unit.clean_row import K, Rounds, Row, make, make_row
+from tests.unit.clean_row import K, Rounds, Row, device_means, make, make_row
 
 Spoil = Callable[[Row, Rounds], None]
 
@@ -50,6 +50,7 @@ def consistently(times: float) -> Spoil:
         rounds["t_target_s"] *= times
         row["t_target_s"] *= times
         row["T_SD"] /= times
+        row["device_us"] = device_means(rounds)
         row["floor_fraction"] = round(row["floor_us"] * 1e-6 / row["t_target_s"], 4)
 
     return spoil
@@ -82,6 +83,11 @@ def drop_a_round(row: Row, rounds: Rounds) -> None:
 SPOILED: dict[str, tuple[str, Spoil, str]] = {
     # name: (the gate, what was done, what the message says)
     "faster than its floor": ("floor", consistently(0.5), "of cache at 4500.0 GB/s take 1766.667"),
+    "faster than its products": (
+        "floor",
+        put("floor_flops", 2e12),
+        "2000.0 Gflop at 800000.0 Gflop/s take 2500.000 µs",
+    ),
     "two ranks disagree": (
         "ranks",
         put("rank_digests", ["5f1c93a0", "11111111"]),
@@ -146,7 +152,7 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
     "phases that add up to less": (
         "ledger",
         put("phases_us.lead.device_wait", 1000.0),
-        "adds up to 1565",
+        "adds up to 156",
     ),
     "a better closure than it was": ("ledger", put("ledger_closure", 1.05), "ledger_closure is"),
     "a device slower than the wall": (
@@ -154,9 +160,29 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
         consistently(1.5),
         "within a launch and wait of 2",
     ),
+    "an idle device that takes less than nothing": (
+        "sub_phases",
+        put("device_us.idle", -50.0),
+        "device_us.idle is -50, a clock",
+    ),
+    "a device that idles longer than the round": (
+        "sub_phases",
+        put("device_us.idle", 2000.0),
+        "round_us.mean is 29",
+    ),
+    "all-reduces that were counted twice": (
+        "sub_phases",
+        put("device_us.all_reduce", 320.0),
+        "forward and all_reduce are 2400.1",
+    ),
     "another forward": ("forwards", put("t_target_s", 0.002), "t_target_s is 0.002, median of"),
     "another T_SD": ("forwards", put("T_SD", 0.5), "T_SD is 0.5, t_draft_s / t_target_s: 0.14"),
     "another floor": ("forwards", put("floor_us", 1000.0), "floor_us is 1000, floor_bytes"),
+    "a floor of fewer flops": (
+        "forwards",
+        put("floor_flops", 1.6e12),
+        "or floor_flops / peak_flops_per_s: 2000",
+    ),
     "a better prediction than it was": ("prediction", put("prediction_error", 0.0), "error is 0"),
     "another batch": ("decisions", put("batch_size", 2), "batch_size is 2, round 0 has 1"),
     "a depth that nobody scaled": ("forwards", put("num_layers", 8), "num_layers is 8 of 32"),
@@ -208,6 +234,34 @@ def test_the_floor_allows_for_the_cache(
     assert len(violations(row, rounds)) == 1
     row[key] = value
     assert violations(row, rounds) == []
+
+
+def test_the_cache_saves_no_product(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    row |= {"cache_bytes": 8e9, "floor_flops": 2e12, "floor_us": 2500.0}
+    row["floor_fraction"] = round(2.5e-3 / row["t_target_s"], 4)
+    assert [line[:20] for line in violations(row, rounds)] == ["floor: t_target_s is"]
+    row["backend"] = "numpy"  # 2.5 ms, and half of it may be noise
+    assert violations(row, rounds) == []
+    row |= {"floor_flops": 4e12, "floor_us": 5000.0, "floor_fraction": 5e-3 / row["t_target_s"]}
+    assert [line[:20] for line in violations(row, rounds)] == ["floor: t_target_s is"]
+
+
+def test_a_side_of_the_floor_that_is_unknown_is_not_judged(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    row |= {"peak_flops_per_s": None, "floor_us": None, "floor_fraction": None}
+    assert violations(row, rounds) == []
+    consistently_faster = row | {"floor_us": 1.0}
+    consistently(0.5)(consistently_faster, rounds)
+    assert len([v for v in violations(consistently_faster, rounds) if "GB/s" in v]) == 1
+
+
+def test_rows_older_than_the_flops_have_a_floor_of_bytes(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    del row["floor_flops"], row["peak_flops_per_s"]
+    assert violations(row, rounds) == []
+    row["floor_us"] *= 0.9
+    assert any("floor_bytes / read_bytes_per_s: " in line for line in violations(row, rounds))
 
 
 def test_a_cpu_has_a_noisy_floor(clean: tuple[Row, Rounds]) -> None:

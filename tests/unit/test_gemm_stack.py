@@ -15,7 +15,7 @@ from mpissd.comm.group import Group, SoloGroup
 from mpissd.model.gemm_stack import GemmStack
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.model.stepper import Stepper
-from mpissd.presets import ModelShape
+from mpissd.presets import ModelShape, resolve_model
 from mpissd.wait import Waiter
 
 ROWS, MOST = 5, 8
@@ -227,7 +227,8 @@ class TestStepper:
     @pytest.mark.parametrize("rows", [1, 3, 5, 8])
     def test_a_padded_forward_is_the_same_forward(self, rows: int) -> None:
         stepper, tokens = self.make(1, 4, 8), np.resize(TOKENS, rows)
-        stepper.launch(rows, tokens)
+        stepper.upload(rows, tokens)
+        stepper.launch()
         stepper.wait(Waiter(60.0, spin=False))
         assert stepper.done() and stepper.elapsed_s() > 0
         whole = forward(build(GATED, ForwardOptions(), SoloGroup()), rows)
@@ -249,3 +250,119 @@ class TestStepper:
             return stepper.stack.layers[0].o
 
         assert np.array_equal(table(1), table(1)) and not np.array_equal(table(1), table(2))
+
+
+SMALL = "gen:layers=3,hidden=24,ffn=36,heads=12,head_dim=4,vocab=96"  # q is 48 wide, as of GATED
+KINDS = ("eagle", "mtp", "medusa3", "mlp16", "mlp")
+BUFFERS = ("entry", "hidden", "middle", "qkv", "gate_up", "states", "logits", "top_values")
+
+
+def headed(kind: str, options: ForwardOptions) -> GemmStack:
+    return build(resolve_model(f"{kind}:{SMALL}"), options, SoloGroup())
+
+
+class Recorded:
+    """The (in, out) of every product that a stack issues, and the weights it read."""
+
+    def __init__(self, stack: GemmStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[tuple[int, int]] = []
+        self.read: list[int] = []
+        multiply = stack.backend.matmul
+
+        def matmul(x: Any, weight: Any, out: Any) -> None:
+            assert x.shape[1] == weight.shape[0] and np.isfinite(x).all()
+            self.sizes.append(weight.shape)
+            self.read.append(id(weight))
+            multiply(x, weight, out)
+
+        monkeypatch.setattr(stack.backend, "matmul", matmul)
+
+
+def every_weight(stack: GemmStack) -> list[Any]:
+    layers = [w for n in stack.layers for w in (*n.qkv, n.o, *n.gate_up, n.down)]
+    return [*stack.fusion, *layers, *stack.heads, *stack.lm_heads]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_sized_draft_issues_the_products_that_it_is_charged_for(
+    kind: str, lm_head: bool, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ForwardOptions(fuse=fuse, lm_head=lm_head)
+    stack = headed(kind, options)
+    recorded = Recorded(stack, monkeypatch)
+    forward(stack)
+    assert sorted(recorded.sizes) == sorted(stack.shard.products(options))
+    assert len(recorded.sizes) == stack.shard.num_products(options)
+    assert sorted(recorded.read) == sorted(id(weight) for weight in every_weight(stack))
+    assert sum(w.size for w in every_weight(stack)) == stack.shard.num_params(options)
+
+
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_sized_draft_writes_all_that_it_should_and_no_more(kind: str, lm_head: bool) -> None:
+    stack = headed(kind, ForwardOptions(lm_head=lm_head, top_k=2))
+    stack.buffers.result[:] = -7
+    forward(stack)
+    layers = stack.shard.shape.num_layers
+    for name in BUFFERS:
+        buffer = getattr(stack.buffers, name)
+        written = name not in ("middle", "qkv", "gate_up") or layers
+        if buffer is not None:
+            assert np.isfinite(buffer[:ROWS]).all() == bool(written), name
+            assert np.isnan(buffer[ROWS:]).all(), name
+    outputs = max(1, len(stack.heads))
+    assert (stack.buffers.result[: outputs * ROWS * 2] >= 0).all()
+    assert (stack.buffers.result[outputs * ROWS * 2 :] == -7).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_a_head_sized_draft_decides(kind: str) -> None:
+    """k, v and up apart, which nothing reads: a weight that is zeroed changes what is read out."""
+    options = ForwardOptions(lm_head=True)
+    want = forward(headed(kind, options)).buffers.result.copy()
+    unread = {1, 2, 5} if resolve_model(f"{kind}:{SMALL}").num_layers else set()
+    fused = len(headed(kind, options).fusion)
+    for n in range(len(every_weight(headed(kind, options)))):
+        stack = headed(kind, options)
+        every_weight(stack)[n][...] = 0
+        same = np.array_equal(forward(stack).buffers.result, want)
+        assert same == (n - fused in unread), n
+
+
+def test_eagle_by_hand() -> None:
+    """A token's row is two vectors side by side, fused to one; then a layer, then the LM head."""
+    stack = forward(headed("eagle", ForwardOptions(lm_head=True)))
+    assert stack.table.shape[1] == 48
+    (fusion,), (layer,), (lm_head,) = stack.fusion, stack.layers, stack.lm_heads
+    x = stack.table[TOKENS % 1024] @ fusion
+    x = x @ layer.qkv[0] @ layer.o @ layer.gate_up[0] @ layer.down
+    np.testing.assert_allclose(hidden(stack), x, rtol=2e-4, atol=2e-5)
+    assert stack.buffers.result[:ROWS].tolist() == (x @ lm_head).argmax(axis=1).tolist()
+    assert 0.3 < float(np.std(x)) < 3  # scales keep the variance
+
+
+@pytest.mark.parametrize("kind", ["medusa3", "mlp16"])
+@pytest.mark.parametrize("lm_head", [False, True])
+def test_heads_side_by_side_by_hand(kind: str, lm_head: bool) -> None:
+    """Each head stands on the same hidden vector, and is read out on its own, one by one."""
+    stack = forward(headed(kind, ForwardOptions(lm_head=lm_head)))
+    x = stack.table[TOKENS % 1024]
+    states = [x @ weight for weight in stack.heads]
+    np.testing.assert_allclose(
+        stack.buffers.states[:ROWS], np.concatenate(states, axis=1), rtol=2e-4, atol=2e-5
+    )
+    scores = states
+    if lm_head:
+        scores = [s @ w for s, w in zip(states, stack.lm_heads, strict=True)]
+    want = [token for score in scores for token in score.argmax(axis=1).tolist()]
+    assert stack.buffers.result[: len(want)].tolist() == want
+    assert len({tuple(w.ravel()[:5]) for w in stack.heads}) == len(stack.heads)
+
+
+def test_a_lookup_has_no_weight_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = build(resolve_model("lookup"), ForwardOptions(lm_head=True), SoloGroup())
+    recorded = Recorded(stack, monkeypatch)
+    forward(stack)
+    assert recorded.sizes == [] and every_weight(stack) == []

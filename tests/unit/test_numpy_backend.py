@@ -7,7 +7,7 @@ import pytest
 
 from mpissd.backend import weights
 from mpissd.backend.base import Cost, WeightPart
-from mpissd.backend.numpy_backend import NumpyBackend
+from mpissd.backend.numpy_backend import NumpyBackend, _product_s
 from mpissd.wait import Waiter
 
 COST = Cost(1, 0, 0, 0, 0, 0, 0, 1)
@@ -102,6 +102,37 @@ def test_a_few_bytes_are_not_read_for_ever(
     monkeypatch.setattr("mpissd.backend.numpy_backend.time.perf_counter", tick)
     assert backend.read_bandwidth(num_bytes) == pytest.approx(max(4, num_bytes // 4 * 4) * 1e6)
     assert looks[0] <= 2 * 10**5
+
+
+def test_a_product_s_time_is_its_fastest_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one loads the library: launches of 1, 5, 3 and 4 s."""
+    ticks = iter([0.0, 1.0, 1.0, 6.0, 6.0, 9.0, 9.0, 13.0])
+    monkeypatch.setattr("mpissd.backend.numpy_backend.time.perf_counter", lambda: next(ticks))
+    assert _product_s(8, 3) == 3.0
+
+
+def test_the_peak_is_physical(backend: NumpyBackend) -> None:
+    peak = backend.peak_flops()
+    assert peak is not None and 1e7 < peak < 1e15
+
+
+def test_the_peak_takes_a_bounded_time(
+    backend: NumpyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of 10 Gflop/s takes 3.4 ms for a square of 256: the side stays, 50 ms are spent."""
+    asked = []
+
+    def product_s(side: int, count: int = 1) -> float:
+        asked.append((side, count))
+        return 2 * side**3 / 10e9
+
+    monkeypatch.setattr("mpissd.backend.numpy_backend._product_s", product_s)
+    assert backend.peak_flops() == pytest.approx(10e9)
+    assert asked == [(256, 1), (256, 14)]
+    asked.clear()
+    monkeypatch.setattr("mpissd.backend.numpy_backend._product_s", lambda *_: product_s(*_) / 100)
+    backend.peak_flops()
+    assert [side for side, _ in asked] == [256, 512, 1024, 1024] and asked[-1][1] == 23
 
 
 def test_what_this_machine_is(backend: NumpyBackend) -> None:

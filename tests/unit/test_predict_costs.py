@@ -97,6 +97,11 @@ def test_costs_survive_json() -> None:
     assert HostCosts.from_dict(json.loads(json.dumps(host.to_dict()))) == host
 
 
+def test_costs_older_than_the_upload_count_it_in_the_launch() -> None:
+    old = {k: v for k, v in HostCosts(lead_launch=2e-5).to_dict().items() if k != "lead_upload"}
+    assert HostCosts.from_dict(old) == HostCosts(lead_launch=2e-5, lead_upload=0.0)
+
+
 def test_bad_costs_are_one_line() -> None:
     good = HostCosts().to_dict()
     with pytest.raises(ConfigError, match=r"did you mean 'link'\?"):

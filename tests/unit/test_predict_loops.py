@@ -36,7 +36,8 @@ from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
 from mpissd.workload.gemm_law import DraftStream, TokenStream
 
 HOST = HostCosts(
-    lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_launch=9e-6, lead_sample=60e-6,
+    lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_upload=5e-6, lead_launch=9e-6,
+    lead_sample=60e-6,
     lead_record=7e-6, link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=21e-6,
     draft_send=8e-6, draft_record=4e-6, glue=50e-6, keys=65e-6, step=45e-6, wake=55e-6,
     nap=120e-6, patience=500e-6,
@@ -99,8 +100,10 @@ class VirtualForwards:
         self._clock, self._seconds = clock, seconds
         self._end = self._elapsed_s = 0.0
 
-    def launch(self, rows: int, tokens: Any) -> None:
+    def upload(self, rows: int, tokens: Any) -> None:
         self._elapsed_s = float(self._seconds(next(n for n in self._seconds.rows if n >= rows)))
+
+    def launch(self) -> None:
         self._end = self._clock.now + self._elapsed_s
 
     def done(self) -> bool:
@@ -125,9 +128,13 @@ class TargetWorker(GemmTargetWorker):
         self.clock.spend(HOST.lead_commit)
         super().begin_round(*args)
 
-    def launch(self, *args: Any) -> None:
-        self.clock.spend(HOST.lead_broadcast + HOST.lead_launch)
-        super().launch(*args)
+    def upload(self, *args: Any) -> None:
+        self.clock.spend(HOST.lead_broadcast + HOST.lead_upload)
+        super().upload(*args)
+
+    def launch(self) -> None:
+        self.clock.spend(HOST.lead_launch)
+        super().launch()
 
     def wait(self, waiter: Waiter) -> None:
         super().wait(waiter)
@@ -212,12 +219,12 @@ class VirtualRun:
         assert self.device.draft is not None
         vocab, batch = job.target.vocab_size, config.batch_size
         laws = job.acceptance, job.hit_law
-        stream = DraftStream(config.seed, vocab, batch, *laws, job.fan_out)
+        stream = DraftStream(config.seed, vocab, batch, *laws, max(1, job.fan_outs.widest))
         worker = DraftWorker(VirtualForwards(self.draft, self.device.draft), stream)
         worker.clock = self.draft
         policy = DraftPolicy(
             job.lookahead,
-            job.fan_out,
+            job.fan_outs,
             Source[config.backup.upper()],
             job.backup_lookahead,
             config.on_late,

@@ -102,8 +102,9 @@ def test_a_lead_that_commits_slowly_delays_the_round() -> None:
 def test_a_follower_that_launches_late_delays_the_forward() -> None:
     job = make_job(mode="ar")
     device = DeviceCosts.from_points({1: 1e-3})
-    lead = replay(job, device, HostCosts(lead_launch=1e-5), 5)
-    late = replay(job, device, HostCosts(lead_launch=1e-5, follower=3e-5), 5)
+    costs = {"lead_upload": 4e-6, "lead_launch": 6e-6}
+    lead = replay(job, device, HostCosts(**costs), 5)
+    late = replay(job, device, HostCosts(**costs, follower=3e-5), 5)
     assert late.mean_round_s - lead.mean_round_s == pytest.approx(2e-5)
 
 

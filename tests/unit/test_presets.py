@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from mpissd.errors import ConfigError
-from mpissd.presets import ALIASES, PAIRS, PRESETS, ModelShape, resolve_model, resolve_pair
+from mpissd.presets import (
+    ALIASES,
+    LOOKUP,
+    PAIRS,
+    PRESETS,
+    ModelShape,
+    resolve_model,
+    resolve_pair,
+)
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -282,3 +290,88 @@ def test_pair_errors_name_the_side_that_fails(text: str, message: str) -> None:
         resolve_pair(text)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+# Weights without LM heads, by hand from the sources that heads.py names.
+H, LAYER_8B = 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+HEADS = {
+    "eagle:8b": ("eagle-llama-3.1-8b", 1, 2 * H * H + LAYER_8B, (H,), 1),
+    "mtp:8b": ("mtp-llama-3.1-8b", 1, 2 * H * H + LAYER_8B, (H,), 1),
+    "medusa:8b": ("medusa4-llama-3.1-8b", 0, 4 * H * H, (H,) * 4, 4),
+    "medusa7:8b": ("medusa7-llama-3.1-8b", 0, 7 * H * H, (H,) * 7, 7),
+    "mlp:8b": ("mlp4096-llama-3.1-8b", 0, H * H, (H,), 1),
+    "mlp3072:8b": ("mlp3072-llama-3.1-8b", 0, H * 3072, (3072,), 1),
+}
+
+
+@pytest.mark.parametrize("text", HEADS)
+def test_head_sized_drafts_scale_with_their_target(text: str) -> None:
+    name, layers, params, lm_heads, tokens = HEADS[text]
+    shape = resolve_model(text)
+    assert (shape.name, shape.num_layers, shape.gemm_params) == (name, layers, params)
+    assert shape.lm_head_inputs == lm_heads and shape.num_tokens == tokens
+    assert shape.lm_head_params == sum(lm_heads) * 128256
+    for other in (name, text.upper(), f"{text}@8L", text.replace("8b", "meta-llama/Llama-3.1-8B")):
+        assert resolve_model(other) == shape
+    assert resolve_pair(f"8b/{text}") == (resolve_model("8b"), shape)
+
+
+def test_heads_have_the_published_sizes() -> None:
+    """EAGLE's own list of checkpoints: 0.25B for Llama-3-8B, 0.99B for Llama-3-70B."""
+    for target, billions in (("8b", 0.25), ("70b", 0.99)):
+        assert resolve_model(f"eagle:{target}").gemm_params / 1e9 == pytest.approx(
+            billions, abs=5e-3
+        )
+
+
+def test_heads_of_generated_targets_and_of_files(write: Write) -> None:
+    small = resolve_model("mtp:gen:layers=3,hidden=256,ffn=512")
+    assert resolve_model(small.name) == small and small.num_layers == 1
+    assert small.gemm_params == 2 * 256**2 + 4 * 256**2 + 3 * 256 * 512
+    path = write(LLAMA_8B)
+    assert resolve_model(f"eagle:{path}").name == "eagle-some-model"
+    assert resolve_pair(f"{path}/eagle:{path}")[1].gemm_params == HEADS["eagle:8b"][2]
+
+
+def test_lookup_is_a_draft_without_products() -> None:
+    assert resolve_model("Lookup") is LOOKUP and resolve_pair("8b/lookup")[1] is LOOKUP
+    assert (LOOKUP.gemm_params, LOOKUP.lm_head_params, LOOKUP.kv_bytes_per_token) == (0, 0, 0)
+    assert LOOKUP.num_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eagle:9b", "unknown model '9b'"),
+        ("eagle:", "unknown model 'eagle:'"),
+        ("eagle", "unknown model 'eagle'.*eagle:, mtp:, medusa: or mlp:MODEL"),
+        ("eagle3:8b", "eagle3: allowed: eagle:TARGET, without a number"),
+        ("mtp1:8b", "mtp1: allowed"),
+        ("medusa0:8b", "medusa0: allowed: a number from 1"),
+        ("mlp0:8b", "mlp0: allowed"),
+        ("eagle:medusa:8b", "allowed: eagle on a whole model, not on medusa4-llama-3.1-8b"),
+        ("mlp:lookup", "not on lookup"),
+        ("eagle-8b", "unknown model 'eagle-8b'"),
+        ("medusa4-no-such", "unknown model"),
+    ],
+)
+def test_head_errors_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_model(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_may_begin_like_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "eagle-mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("eagle-mine").head is None
+
+
+def test_only_a_head_may_have_no_layer() -> None:
+    fields: dict[str, Any] = {**vars(PRESETS["toy-draft"]), "num_layers": 0}
+    with pytest.raises(ConfigError, match="num_layers=0: allowed: whole numbers from 1"):
+        ModelShape(**fields)
+    with pytest.raises(ConfigError, match="num_layers=-1: allowed: whole numbers from 0"):
+        ModelShape(**{**vars(LOOKUP), "num_layers": -1})

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mpissd.records import (
     RoundRecords,
@@ -19,6 +20,7 @@ from mpissd.records import (
 from mpissd.rounds import Outcome, Speculation
 
 K = 2
+Floats = NDArray[np.float64]
 
 
 def add(records: RoundRecords, round_: int, *rows: tuple[int, int, int, int, list[int]]) -> None:
@@ -99,9 +101,56 @@ def test_a_median_is_of_the_numbers_that_are_there() -> None:
     assert median([math.nan]) is None and median([]) is None
 
 
-def test_stable_means_that_no_block_drifts() -> None:
+def test_too_few_rounds_say_nothing_of_stability() -> None:
     assert is_stable([1.0] * 49, 0.01) is None
     assert is_stable([1.0] * 50, 0.01) is True
-    assert is_stable([1.0] * 40 + [1.02] * 10, 0.01) is False
-    assert is_stable([1.0] * 40 + [1.02] * 10, 0.03) is True
-    assert is_stable([1.0, 9.0, 1.0] * 20, 0.01) is True  # outliers are no drift
+    assert is_stable([0.0] * 50, 0.01) is True  # a null device
+
+
+def rounds(seed: int, count: int, level_s: float = 1.0, noise: float = 0.01) -> Floats:
+    """Seconds a round with independent noise."""
+    return np.asarray(level_s * (1 + noise * np.random.default_rng(seed).normal(size=count)))
+
+
+@pytest.mark.parametrize("count", [50, 60, 200, 1000])
+def test_what_the_blocks_share_is_stable(count: int) -> None:
+    """A drift of 30%, a step of 2%, a burst, rare outliers: in all blocks alike."""
+    line = np.linspace(1, 1.3, count)
+    late = np.where(np.arange(count) < 0.8 * count, 1.0, 1.02)
+    burst = np.where(np.arange(count) // 10 == 2, 9.0, 1.0)
+    for seconds in (late, burst, np.tile([1.0, 9.0, 1.0], count)[:count]):
+        assert is_stable(seconds.tolist(), 0.01) is True
+    assert is_stable(line.tolist(), 0.03) is True
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 6, 7, 10, 25])
+def test_a_slow_round_now_and_then_is_in_all_blocks(every: int) -> None:
+    """A fifth, say, or a tenth: dealt without the shift, one block would get them all."""
+    seconds = np.where(np.arange(400) % every == 0, 1.5, 1.0)
+    median = float(np.median(seconds))
+    assert median in (1.0, 1.25) and is_stable(seconds.tolist(), 0.01) is True
+
+
+def test_a_median_that_would_not_come_again_is_not_stable() -> None:
+    """Two levels by chance, evenly: a block's median is the one or the other (seeds 0 … 19)."""
+    found = []
+    for seed in range(20):
+        slow = np.random.default_rng(seed).random(200) < 0.5
+        found.append(is_stable(np.where(slow, 1.1, 1.0).tolist(), 0.01))
+    assert found.count(False) >= 18
+
+
+def test_wide_noise_needs_more_rounds() -> None:
+    """Five medians of n rounds spread by 2.3 · 1.25σ/√n: σ = 5% passes 1% from some 2000 rounds on,
+    σ = 1% from some 90, and 10% are enough for all of it."""
+    assert is_stable(rounds(1, 200, noise=0.05).tolist(), 0.01) is False
+    assert is_stable(rounds(1, 20_000, noise=0.05).tolist(), 0.01) is True
+    assert is_stable(rounds(1, 500, noise=0.01).tolist(), 0.01) is True
+    assert is_stable(rounds(1, 200, noise=0.05).tolist(), 0.10) is True
+
+
+def test_stability_is_relative() -> None:
+    seconds = rounds(3, 200, noise=0.05)
+    for scale in (1e-6, 1.0, 1e3):
+        assert is_stable((scale * seconds).tolist(), 0.01) is False
+        assert is_stable((scale * seconds).tolist(), 0.10) is True

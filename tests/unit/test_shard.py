@@ -75,3 +75,48 @@ def test_what_does_not_divide(tp: int, message: str) -> None:
 def test_an_ffn_that_does_not_divide() -> None:
     with pytest.raises(ConfigError, match="ffn=13 is not divisible by tp=2"):
         Shard(ModelShape("t", 1, 8, 4, 2, 2, 13, True, 10), 2)
+
+
+HEADS = {  # (products, LM heads, all-in-one weights without LM heads) of 8-wide targets
+    "eagle": ([(16, 8)], [(8, 10)], 1),
+    "mtp": ([(16, 8)], [(8, 10)], 1),
+    "medusa3": ([(8, 8)] * 3, [(8, 10)] * 3, 0),
+    "mlp6": ([(8, 6)], [(6, 10)], 0),
+}
+TINY = "gen:layers=5,hidden=8,ffn=12,heads=4,kv_heads=2,vocab=10"
+LAYER = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 12
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_sized_draft_reads_its_own_products(kind: str, lm_head: bool, fuse: bool) -> None:
+    around, heads, layers = HEADS[kind]
+    shard, options = Shard(resolve_model(f"{kind}:{TINY}")), ForwardOptions(fuse, lm_head, 50)
+    params = sum(k * n for k, n in around + heads * lm_head) + layers * LAYER
+    products = len(around) + len(heads) * lm_head + layers * (4 if fuse else 7)
+    assert shard.num_params(options) == params == sum(k * n for k, n in shard.products(options))
+    assert shard.num_products(options) == products == len(shard.products(options))
+    cost = shard.cost(6, 3, 2, options)
+    assert (cost.weight_bytes, cost.flops) == (2 * params, 12 * params)
+    assert cost.kv_bytes == layers * 3 * 50 * 2 * 4 * 2 and cost.num_all_reduces == 0
+
+
+def test_what_is_read_first_comes_first() -> None:
+    eagle = Shard(resolve_model(f"eagle:{TINY}")).products(HEAD)
+    assert eagle[0] == (16, 8) and eagle[1] == (8, 8) and eagle[-1] == (8, 10)
+    assert Shard(resolve_model(f"mlp6:{TINY}")).products(HEAD) == [(8, 6), (6, 10)]
+
+
+def test_a_lookup_moves_and_computes_nothing() -> None:
+    shard = Shard(resolve_model("lookup"))
+    cost = shard.cost(8, 4, 2, ForwardOptions(lm_head=True, context=1000))
+    assert (cost.weight_bytes, cost.kv_bytes, cost.flops, cost.num_products) == (0, 0, 0, 0)
+    assert shard.products(HEAD) == []
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "lookup"])
+def test_a_head_sized_draft_is_held_whole(kind: str) -> None:
+    shape = resolve_model("lookup" if kind == "lookup" else f"{kind}:{TINY}")
+    with pytest.raises(ConfigError, match=f"{shape.name}: a head-sized draft at tp=2: allowed: 1"):
+        Shard(shape, 2)

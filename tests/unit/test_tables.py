@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpissd import theory
+from mpissd.compare import compare
 from mpissd.config import parse_flags
 from mpissd.tables import render
 from mpissd.tables.compare import Table, TableRow, make_tables
+from mpissd.tables.load import Rounds
 from mpissd.tables.report import REPORT
 from tests.unit.tables_model import (
     LOOKAHEADS,
@@ -85,7 +89,7 @@ def test_a_known_model_is_found_again(pair: str) -> None:
             assert row.r_k.value == pytest.approx(ratio(pair, k))
         known = theory.expected_tokens(0.9, k) / (ratio(pair, k + 1) + draft / t_target(pair, 1))
         assert row.theory == pytest.approx(known)
-        assert row.achieved and row.achieved.speedup == pytest.approx(known)
+        assert row.achieved and row.achieved.found.speedup == pytest.approx(known)
         assert row.num_rows == 1 and not row.unstable
 
 
@@ -111,18 +115,56 @@ def test_nothing_is_extrapolated() -> None:
     assert [row.r_k, row.r_k1, row.t_draft, row.theory, row.achieved] == [None] * 5
 
 
-def test_the_interval_is_that_of_the_drawn_lengths() -> None:
+def test_without_rounds_the_interval_is_that_of_the_drawn_lengths() -> None:
     histogram = [30, 0, 70]  # lengths 1 and 3: mean 2.4, variance .84
-    row = line(table([ar("8b/1b"), sd("8b/1b", 2, accept_histogram=histogram)]), 2)
-    assert row.achieved
-    relative = row.achieved.half_width / row.achieved.speedup
-    assert relative == pytest.approx(1.96 * (0.84 / 100) ** 0.5 / 2.4)
+    shown = sd("8b/1b", 2, accept_histogram=histogram, num_rounds=100)
+    rows = [ar("8b/1b"), shown]
+    row = line(table(rows), 2)
+    assert row.achieved and not row.achieved.from_rounds
+    found = row.achieved.found
+    relative = math.log(found.high / found.speedup)
+    assert relative == pytest.approx(1.984 * (0.84 / 100) ** 0.5 / 2.4, rel=1e-3)  # t of 99
+    assert found.low * found.high == pytest.approx(found.speedup**2)
+    assert re.search(r"^  2 .*\d\.\d\d \(\d\.\d\d–\d\.\d\d\) +\d\.\d\d\* \|", render(rows), re.M)
+
+
+def kept(row: dict[str, Any], spread: float, seed: int) -> Rounds:
+    """Rounds whose tokens and seconds vary independently."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.choice([1.0, 3.0], row["num_rounds"])
+    mean = tokens.mean() / row["tok_per_s"]
+    return Rounds(mean * (1 + spread * rng.normal(size=len(tokens))), tokens)
+
+
+def test_with_rounds_the_interval_is_theirs() -> None:
+    first, second = ar("8b/1b"), sd("8b/1b", 2, num_rounds=400)
+    rounds = {row["run_id"]: kept(row, 0.1, seed) for seed, row in enumerate([first, second])}
+    (found,) = [t for t in make_tables([first, second], {}, rounds) if t.pair == "8b/1b"]
+    row = line(found, 2)
+    pair = rounds[first["run_id"]], rounds[second["run_id"]]
+    known = compare(*(r.seconds for r in pair), *(r.tokens for r in pair))
+    assert row.achieved and row.achieved.from_rounds
+    assert row.achieved.found.speedup == pytest.approx(second["tok_per_s"] / first["tok_per_s"])
+    for end in ("low", "high"):
+        relative = getattr(row.achieved.found, end) / row.achieved.found.speedup
+        assert relative == pytest.approx(getattr(known, end) / known.speedup, rel=1e-9)
+    text = render([first, second], {}, rounds)
+    assert re.search(r"^  2 .*\) +\d\.\d\d  \|", text, re.M)
+    only_one = render([first, second], {}, {first["run_id"]: rounds[first["run_id"]]})
+    assert re.search(r"^  2 .*\) +\d\.\d\d\* \|", only_one, re.M)
+
+
+def test_too_few_rounds_are_no_speedup() -> None:
+    for count, there in ((19, False), (20, True)):
+        rows = [ar("8b/1b"), sd("8b/1b", 2, num_rounds=count)]
+        assert (line(table(rows), 2).achieved is not None) == there
 
 
 def test_an_interval_that_holds_1_is_no_difference() -> None:
-    slow = sd("8b/1b", 2, tok_per_s=1.01 / T1_S["8b/1b"], accept_histogram=[30, 0, 70])
+    few = {"accept_histogram": [30, 0, 70], "num_rounds": 100}
+    slow = sd("8b/1b", 2, tok_per_s=1.01 / T1_S["8b/1b"], **few)
     text = render([ar("8b/1b"), slow])
-    assert re.search(r"^  2 .* no difference +–  \|", text, re.M) and "1.01 ±" not in text
+    assert re.search(r"^  2 .* no difference +–\* \|", text, re.M) and "1.01 (" not in text
 
 
 def test_repeats_count_by_their_median_and_a_drift_is_marked() -> None:
@@ -131,9 +173,9 @@ def test_repeats_count_by_their_median_and_a_drift_is_marked() -> None:
     drifting = sd("8b/1b", 4, stable=False)
     found = table([ar("8b/1b"), *repeats, drifting])
     row = line(found, 2)
-    assert row.achieved and row.achieved.speedup == pytest.approx(110 * T1_S["8b/1b"])
+    assert row.achieved and row.achieved.found.speedup == pytest.approx(110 * T1_S["8b/1b"])
     assert row.num_rows == 3 and not row.unstable and line(found, 4).unstable
-    assert re.search(r"^  4 .*! \|", render([ar("8b/1b"), drifting]), re.M)
+    assert re.search(r"^  4 .*\*!\|", render([ar("8b/1b"), drifting]), re.M)
 
 
 def test_times_come_from_any_law_but_the_speedup_only_from_the_report_s() -> None:
@@ -208,7 +250,7 @@ def test_what_a_run_may_leave_null_is_a_dash() -> None:
     rows = [ar("8b/1b"), sd("8b/1b", 2, **nulls)]
     row = line(table(rows), 2)
     assert row.t_sd is None and row.theory is None and row.achieved is not None
-    assert re.search(r"^  2( +–){5} +\d\.\d\d ± \d\.\d\d +–  \|", render(rows), re.M)
+    assert re.search(r"^  2( +–){5} +\d\.\d\d \(\S+\) +–\* \|", render(rows), re.M)
 
 
 # --- the text
@@ -234,7 +276,7 @@ def test_a_line_of_the_table_to_the_digit() -> None:
     text = render(*everything("8b/1b"))
     (found,) = re.findall(r"^  4 .*$", text.partition("70B/1B")[0], re.M)
     assert found.split() == (
-        "4 1.058 1.000 0.940 0.945 2.11 2.11 ± 0.01 1.00 | 0.69 2.57 2.64 2.42 0.943".split()
+        "4 1.058 1.000 0.940 0.945 2.11 2.11 (2.09–2.12) 1.00* | 0.69 2.57 2.64 2.42 0.943".split()
     )
 
 

@@ -60,18 +60,18 @@ def named(row: dict[str, Any], count: int = 3) -> dict[str, float]:
 def test_three_largest_of_each_mode() -> None:
     above = 5693.7 - 4451.666
     assert named(SD) == pytest.approx({
-        "drafting exposed": 5230.9, "verification above the read floor": above, "link": 90.8,
+        "drafting exposed": 5230.9, "verification above its floor": above, "link": 90.8,
     })  # fmt: skip
     assert named(SSD) == pytest.approx({
-        "drafting exposed": 1399.9, "verification above the read floor": above,
+        "drafting exposed": 1399.9, "verification above its floor": above,
         "link, and growth steps that an outcome waits for": 2449.5 - 1399.9 - 24.9,
     })  # fmt: skip
     assert named(INLINE) == pytest.approx({
-        "drafting exposed": 5217.2, "verification above the read floor": above,
+        "drafting exposed": 5217.2, "verification above its floor": above,
         "waiting beyond the forward": 5745.4 - 5693.7,
     })  # fmt: skip
     assert named(AR) == pytest.approx({
-        "verification above the read floor": above, "waiting beyond the forward": 5739.9 - 5693.7,
+        "verification above its floor": above, "waiting beyond the forward": 5739.9 - 5693.7,
         "sample": 22.2,
     })  # fmt: skip
 
@@ -94,18 +94,18 @@ def test_advice_fits_the_row() -> None:
     assert "--on_late=serve" in text["drafting exposed"]
     late = text["link, and growth steps that an outcome waits for"]
     assert "6.56 ms" in late and "5.69 ms" in late
-    assert "78%" in text["verification above the read floor"]
-    assert "--fuse" in text["verification above the read floor"]
+    assert "78%" in text["verification above its floor"]
+    assert "--fuse" in text["verification above its floor"]
     fused = {gap.name: gap.advice for gap in gaps(SSD | {"fuse": True, "tp": 2}, 99)}
-    assert "--fuse" not in fused["verification above the read floor"]
-    assert "all-reduce" in fused["verification above the read floor"]
+    assert "--fuse" not in fused["verification above its floor"]
+    assert "all-reduce" in fused["verification above its floor"]
     assert "--mode=ssd" in gaps(SD)[0].advice and "--mode=ssd" in gaps(INLINE)[0].advice
 
 
 def test_what_is_null_is_left_out() -> None:
-    assert "verification above the read floor" not in named(SD | {"floor_us": None}, 99)
+    assert "verification above its floor" not in named(SD | {"floor_us": None}, 99)
     blind = named(SD | {"t_target_s": None}, 99)
-    assert blind["verification above the read floor"] == pytest.approx(5736.1 - 4451.666)
+    assert blind["verification above its floor"] == pytest.approx(5736.1 - 4451.666)
     assert "waiting beyond the forward" not in blind
     without = copy.deepcopy(SD)
     without["phases_us"]["draft"] = None
@@ -113,6 +113,23 @@ def test_what_is_null_is_left_out() -> None:
     assert gaps(SD | {"phases_us": None}) == []
     assert gaps(SD | {"round_us": {"mean": None}}) == []
     assert gaps(SSD | {"hit_rate": None, "t_growth_s": None})
+
+
+def test_numpy_computes_in_its_launch() -> None:
+    """The body runs inside launch there: no gap named "launch", the forward holds it."""
+    row = copy.deepcopy(AR) | {"backend": "numpy"}
+    row["phases_us"]["lead"] |= {"upload": 3.0, "launch": 5735.0, "device_wait": 0.2}
+    found = named(row, 99)
+    assert "launch" not in found and found["upload"] == 3.0
+    assert found["verification above its floor"] == pytest.approx(5693.7 - 4451.666)
+    assert found["waiting beyond the forward"] == pytest.approx(5735.2 - 5693.7)
+
+
+@pytest.mark.parametrize(("peak", "says"), [(1e14, "reads at 78%"), (1e12, "computes at 78%")])
+def test_the_longer_side_of_the_floor_is_named(peak: float, says: str) -> None:
+    rates = {"read_bytes_per_s": 3e12, "peak_flops_per_s": peak}
+    row = SD | rates | {"floor_bytes": 13.35e9, "floor_flops": 70e9}
+    assert says in {gap.name: gap.advice for gap in gaps(row, 99)}["verification above its floor"]
 
 
 def test_a_forward_that_takes_no_time_is_no_gap() -> None:

@@ -1,0 +1,82 @@
+"""Where a pair can run on a machine: every T that fits, and what forwards take there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpissd.backend.profile import Profile
+from mpissd.config import RunConfig
+from mpissd.errors import ConfigError
+from mpissd.job import Job, resolve
+from mpissd.model.shard import Shard
+from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, forwards
+from mpissd.predict.coverage import check_device
+from mpissd.predict.search import MOST_LOOKAHEAD, Placement
+
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
+
+
+def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
+    """Every T that divides, fits the profile's memory and whose all-reduces the profile knows; of a
+    probed profile, every T that was probed.
+
+    ConfigError where there is none: what the profile covers, or what is wrong with the last T.
+    """
+    found: list[Placement] = []
+    reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
+    uncovered: ConfigError | None = None
+    for tp in range(1, gpus + 1):
+        try:
+            _resolved(config, "ar", tp, 0, profile)
+        except ConfigError as error:
+            reason = error
+            continue
+        try:
+            device = device_costs(config, profile, tp)
+        except ConfigError as error:
+            uncovered = uncovered or error
+            continue
+        drafts = tuple(d for d in (0, 1) if tp + d <= gpus and _fits(config, tp, d, profile))
+        found.append(Placement(tp, device, drafts))
+    if not found:
+        raise uncovered or reason
+    return found
+
+
+def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
+    """The profile's forwards at every row count that a search may ask for.
+
+    ConfigError: a probed profile doesn't cover them, or all-reduces over T ranks are not known.
+    """
+    batch = config.batch_size
+    job = _resolved(config, "sd", tp, 1, replace(profile, memory_bytes=None))
+    assert job.draft is not None, "a pair without a draft"
+    check_device(profile, job)
+    target, draft = Shard(job.target, tp), Shard(job.draft)
+    verify = forwards(profile, target, _row_counts(batch, MOST_LOOKAHEAD + 1), batch, job.options)
+    rows = _row_counts(batch, _MOST_BRANCHES)
+    options = job.draft_options
+    return DeviceCosts(verify, forwards(profile, draft, rows, batch, options, EMULATED_ITEMSIZE))
+
+
+def _row_counts(batch: int, most: int) -> list[int]:
+    """Every multiple of b up to `most`, and the powers of two below."""
+    multiples = {batch * n for n in range(1, most + 1)}
+    return sorted(multiples | {1 << n for n in range((batch * most).bit_length())})
+
+
+def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile) -> Job:
+    """The pair of `config` under another mode; its laws don't matter here."""
+    if config.pair is None and (config.target is None or config.draft is None):
+        raise ConfigError("plan: needs a pair, or a target and a draft")
+    wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
+    wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3")
+    return resolve(wanted, tp, backend="emulated", memory_bytes=profile.memory_bytes)
+
+
+def _fits(config: RunConfig, tp: int, drafts: int, profile: Profile) -> bool:
+    try:
+        _resolved(config, "sd", tp, drafts, profile)
+    except ConfigError:
+        return False
+    return True

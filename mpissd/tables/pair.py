@@ -1,0 +1,133 @@
+"""Two result rows side by side: whether comparing them means anything, and what it says."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from mpissd.compare import Comparison, compare_rates
+from mpissd.errors import ConfigError
+from mpissd.tables.load import Rounds, Row, rate_of
+
+_WIDTH = 100
+# What decides which tokens are decoded, and how much work one is.
+_SAME = (
+    "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
+    "stop_token"
+).split()
+# What may differ, and is said.
+_CHOSEN = (
+    "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
+    "fan_out_miss acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
+    "backup_lookahead all_reduce graph fuse"
+).split()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """b against a, in tokens a second and in tokens a second and rank.
+
+    differ: what they were told differently, {key: (a's, b's)}. from_rounds: the intervals are of
+    the rounds of both; else at least one of them comes from a row alone (Rate.of_row).
+    """
+
+    a: Row
+    b: Row
+    found: Comparison
+    per_gpu: Comparison
+    from_rounds: bool
+    differ: dict[str, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, a: Row, b: Row, rounds: dict[str, Rounds]) -> Pair:
+        """Raises ConfigError where a comparison would mean nothing, or with under 20 rounds."""
+        check_alike(a, b)
+        rates = [rate_of(row, rounds.get(str(row["run_id"]))) for row in (a, b)]
+        found = compare_rates(*rates)
+        share = a["world_size"] / b["world_size"]
+        scaled = (share * value for value in (found.speedup, found.low, found.high))
+        return cls(
+            a=a,
+            b=b,
+            found=found,
+            per_gpu=Comparison(*scaled),
+            from_rounds=all(rate.from_rounds for rate in rates),
+            differ={k: (a.get(k), b.get(k)) for k in _CHOSEN if a.get(k) != b.get(k)},
+        )
+
+    def __str__(self) -> str:
+        """A few lines for a terminal."""
+        lines = [f"{name} = {_side(row)}" for name, row in (("a", self.a), ("b", self.b))]
+        told = "; ".join(f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items())
+        lines.append(f"differ in: {told or 'nothing'}")
+        lines.append(f"b over a: {self.found}")
+        if self.a["world_size"] != self.b["world_size"]:
+            lines.append(f"per GPU: {self.per_gpu}")
+        if not self.from_rounds:
+            lines.append(
+                "(rounds not kept: intervals from the rows' draws and percentiles, which don't see "
+                "what neighbouring rounds have in common)"
+            )
+        for name, row in (("a", self.a), ("b", self.b)):
+            if row.get("stable") is False:
+                lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
+        wrap = textwrap.TextWrapper(_WIDTH, initial_indent="   ", subsequent_indent="      ")
+        return "\n".join(wrap.fill(line) for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; a speedup is null where its interval holds 1."""
+        return {
+            "a": self.a["run_id"],
+            "b": self.b["run_id"],
+            **_told(self.found),
+            "per_gpu": _told(self.per_gpu),
+            "from_rounds": self.from_rounds,
+            "differ": {key: list(values) for key, values in self.differ.items()},
+        }
+
+
+def check_alike(a: Row, b: Row) -> None:
+    """ConfigError unless both decoded the same tokens of the same model, and both on machines of
+    one kind: emulated forwards are modelled, so they say nothing of measured ones."""
+    for key in (*_SAME, "world_size", "num_rounds", "token_digest", "backend"):
+        for row in (a, b):
+            if key not in row and key not in _SAME:
+                raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
+        if key in _SAME and a.get(key) != b.get(key):
+            told = f"{key}={a.get(key)!r} and {b.get(key)!r}"
+            raise ConfigError(f"{told}: allowed: two runs of one {key}")
+    if (a["backend"] == "emulated") != (b["backend"] == "emulated"):
+        told = f"backend={a['backend']!r} and {b['backend']!r}"
+        raise ConfigError(f"{told}: allowed: two measured runs, or two emulated ones")
+    # Above temperature 0 equal laws may well give unequal tokens.
+    if not a.get("temperature") and _cover_alike(a, b) and a["token_digest"] != b["token_digest"]:
+        told = f"token_digest={a['token_digest']!r} and {b['token_digest']!r}"
+        raise ConfigError(f"{told}: allowed: two runs that decoded the same tokens")
+
+
+def _cover_alike(a: Row, b: Row) -> bool:
+    """Whether both digests are of as many tokens: num_tokens a sequence, else one a round."""
+    limits = a.get("token_limit"), b.get("token_limit")
+    return limits[0] == limits[1] and (limits[0] is not None or a["num_rounds"] == b["num_rounds"])
+
+
+def _side(row: Row) -> str:
+    ranks = f"{row['world_size']} rank{'s' * (row['world_size'] > 1)}"
+    return f"{row['run_id']}: {row['tok_per_s']:.1f} tok/s, {ranks}, {row['num_rounds']} rounds"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "–" if value is None else str(value)
+
+
+def _told(found: Comparison) -> dict[str, Any]:
+    verdict = "faster" if found.speedup > 1 else "slower"
+    return {
+        "verdict": verdict if found.is_real else "no difference",
+        "speedup": found.speedup if found.is_real else None,
+        "low": found.low,
+        "high": found.high,
+    }

@@ -1,0 +1,159 @@
+"""The studies of predictor and advisor: what they count, on rows that are made up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.config import parse_flags
+from mpissd.job import resolve
+from mpissd.predict.row import is_foretold
+from mpissd.tables.load import Rounds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name: str) -> ModuleType:
+    """launch/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+predictions, advisor = script("predictions"), script("advisor")
+
+
+def row(mode: str, rate: float, *, cell: int = 0, sd: float = 0.01, **changed: Any) -> Any:
+    """A row of 100 rounds whose draws are worth `sd`; what was foretold is what was measured."""
+    flat = {"mean": 1e4, "p50": 1e4, "p90": 1e4, "p99": 1e4}
+    told = {"mode": mode, "tok_per_s": rate, "predicted_tok_per_s": rate, "prediction_error": 0.0}
+    known = {"seed": cell, "target": "t", "tp": 1, "device_name": "d", "batch_size": 1}
+    known |= {"run_id": f"{mode}-{cell}", "num_rounds": 100, "round_us": flat, "sampling_sd": sd}
+    return {**known, **told, **changed}
+
+
+# --- launch/predictions.py
+
+
+def test_cells_whose_interval_holds_0_are_not_counted() -> None:
+    """±2.8%: 10% more or less is told, 2% is not, however right or wrong it was foretold."""
+    rows = []
+    for cell, (ssd, foretold) in enumerate([(110, 105), (110, 90), (90, 80), (102, 120), (98, 90)]):
+        rows += [row("sd", 100.0, cell=cell)]
+        rows += [row("ssd", float(ssd), cell=cell, predicted_tok_per_s=float(foretold))]
+    assert predictions.signs(rows, {}) == (2, 3, 2)
+    wide = [{**r, "sampling_sd": 0.1} for r in rows]
+    assert predictions.signs(wide, {}) == (0, 0, 5)
+
+
+def test_rounds_count_where_they_were_kept() -> None:
+    """Rows of much luck, rounds of none: the rounds are believed."""
+    rows = [row("sd", 100.0, sd=0.2), row("ssd", 103.0, sd=0.2)]
+    assert predictions.signs(rows, {}) == (0, 0, 1)
+    kept = {r["run_id"]: Rounds(np.full(100, 0.01), np.ones(100)) for r in rows}
+    assert predictions.signs(rows, kept) == (1, 1, 0)
+    assert "by the rounds of 2 rows" in predictions.table(rows, kept)
+    assert "by the rows' own statistics" in predictions.table(rows, {})
+
+
+def test_a_cell_of_one_mode_is_no_cell() -> None:
+    assert predictions.signs([row("sd", 100.0), row("ssd", 150.0, cell=1)], {}) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("study", ["emulated-predictions", "h200-predictions"])
+def test_the_committed_table_is_what_the_rows_say(study: str) -> None:
+    """And it meets its bars."""
+    folder = ROOT / "results" / study
+    rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    text = predictions.table(rows, {})
+    assert text in (ROOT / "docs" / "predictions.md").read_text()
+    right, told, _ = predictions.signs(rows, {})
+    assert right >= 0.98 * told > 0
+    median, p95 = (float(part.strip(" %")) for part in text.splitlines()[4].split("|")[3:5])
+    assert median <= 3 and p95 <= 8
+
+
+# --- launch/advisor.py
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[Any]:
+    return [advisor.Cell.draw(number, 1) for number in range(6)]
+
+
+def test_cells_are_the_same_each_time_and_their_lines_run(cells: list[Any]) -> None:
+    assert advisor.Cell.draw(3, 1) == cells[3] != advisor.Cell.draw(3, 2)
+    for cell in cells:
+        lines = [cell.flags(choice) for choice in cell.rivals]
+        assert len({tuple(line) for line in lines}) == len(lines) == 5
+        assert {choice.mode for choice in cell.rivals} == {"ar", "sd", "ssd"}
+        assert cell.rivals[0].tok_per_s == max(choice.tok_per_s for choice in cell.rivals)
+        for choice, line in zip(cell.rivals, lines, strict=True):
+            config = parse_flags(dict(flag[2:].split("=", 1) for flag in line))
+            job = resolve(config, choice.tp, backend="emulated", memory_bytes=None)
+            assert job.world_size == choice.gpus <= cell.gpus and is_foretold(job)
+            assert config.rounds is not None and config.rounds >= 20
+
+
+def test_close_rivals_run_twice_and_in_turn(cells: list[Any]) -> None:
+    for cell in cells:
+        turns = list(advisor.turns(cell))
+        assert [choice for _, choice in turns[:5]] == list(cell.rivals)
+        again = [choice for turn, choice in turns[5:] if turn == 1]
+        assert again[0] == cell.rivals[0] and len(again) == len(turns) - 5
+        assert all(choice.tok_per_s >= 0.95 * cell.rivals[0].tok_per_s for choice in again)
+
+
+def measured(cell: Any, rates: list[float], luck: list[float] | None = None) -> list[Any]:
+    """Rows of a cell's rivals, as fast as said."""
+    rows = []
+    for n, (choice, rate) in enumerate(zip(cell.rivals, rates, strict=True)):
+        command = ["run", "--out=somewhere", *cell.flags(choice)]
+        told = {"provenance": {"command": command}, "sampling_error": luck[n] if luck else 0.0}
+        rows.append(row(choice.mode, rate, run_id=f"{cell.number}-{n}", sd=0.005, **told))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rates", "luck", "verdict"),
+    [
+        ([100, 90, 80, 50, 60], None, ("the same", 1, 1)),
+        ([99, 100, 80, 50, 60], None, ("1.0% (no difference)", 1, 1)),
+        ([97, 100, 80, 50, 60], None, ("| 3.0% | 3.0% |", 0, 0)),
+        ([97, 100, 80, 50, 60], [-0.03, 0, 0, 0, 0], ("| 3.0% | 0.0% |", 0, 1)),
+        ([100, 99, 80, 50, 60], [0.05, 0, 0, 0, 0], ("| 0.0% | 3.8% |", 1, 0)),
+    ],
+)
+def test_an_advice_behind_the_best_is_seen(
+    rates: list[float], luck: list[float] | None, verdict: tuple[str, int, int], cells: list[Any]
+) -> None:
+    told, passed, fair = verdict
+    text = advisor.table(cells[:1], measured(cells[0], rates, luck), {})
+    assert told in text
+    assert f"no different from it: {passed} of 1 cells" in text
+    assert f"luck of the draws: {fair} of 1." in text
+
+
+def test_a_cell_that_was_not_run_through_is_left_out(cells: list[Any]) -> None:
+    rows = measured(cells[0], [100, 90, 80, 50, 60])
+    assert "of 0 cells" in advisor.table(cells[:1], rows[:4], {})
+
+
+def test_both_studies_print_what_is_there(tmp_path: Path) -> None:
+    for name in ("advisor", "predictions"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "launch" / f"{name}.py"), str(tmp_path), "--table"],
+            capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True,
+        )  # fmt: skip
+        assert done.stdout.startswith("|") and done.stderr == ""
