@@ -6,8 +6,7 @@
 A cell is one machine, pair, K, law and batch, run as SD and as SSD; every row carries the
 prediction made from its own job's profile. Rows go to OUT/runs.jsonl as always, so an interrupted
 study goes on where it stopped; --table only prints what is there. The bars: median |error| <= 3%,
-p95 <= 8%, and the sign of SSD - SD right in >= 98% of the cells that
-can be told.
+p95 <= 8%, and the sign of SSD - SD right in >= 98% of the cells whose 95% interval leaves 0 out.
 """
 
 from __future__ import annotations
@@ -22,6 +21,11 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from mpissd.compare import compare_rates  # noqa: E402
+from mpissd.tables.load import Rounds, load_rounds, rate_of  # noqa: E402
+
 ROUNDS = 60
 MACHINES = [  # device, pair, T
     ("h100", "8b/1b", 1),
@@ -52,8 +56,14 @@ def draw(rng: random.Random, seed: int, gpus: int) -> tuple[int, list[str]]:
 
 def ahead(rng: random.Random, lookahead: int) -> list[str]:
     """The flags that SSD alone has."""
-    flags = [rng.choice([f"--fan_out=uniform:{rng.randint(1, 5)}",
-                         f"--fan_out=geometric:{rng.randint(2 * lookahead + 2, 40)}"])]
+    flags = [
+        rng.choice(
+            [
+                f"--fan_out=uniform:{rng.randint(1, 5)}",
+                f"--fan_out=geometric:{rng.randint(2 * lookahead + 2, 40)}",
+            ]
+        )
+    ]
     if rng.random() < 0.5:
         flags.append(f"--p_hit={rng.choice([0, 0.3, 0.6, 0.9, 1])}")
     else:
@@ -99,8 +109,8 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def table(rows: list[dict]) -> str:
-    """The study's verdict as Markdown, by mode and over all."""
+def table(rows: list[dict], rounds: dict[str, Rounds]) -> str:
+    """The study's verdict as Markdown, by mode and over all. rounds: by run_id, where kept."""
     rows = [row for row in rows if row["prediction_error"] is not None]
     lines = ["| rows | n | median \\|error\\| | p95 | worst |", "|---|---|---|---|---|"]
     for name, chosen in (
@@ -115,14 +125,21 @@ def table(rows: list[dict]) -> str:
                 f"| {name} | {len(chosen)} | {statistics.median(errors):.2%} | {p95:.2%} "
                 f"| {max(errors):.2%} |"
             )
-    right, told, skipped = signs(rows)
-    lines += ["", f"Sign of SSD − SD right in {right} of {told} cells"
-              f" ({skipped} within 2% of a tie, where neither may be told)."]
+    right, told, skipped = signs(rows, rounds)
+    source = f"by the rounds of {len(rounds)} rows" if rounds else "by the rows' own statistics"
+    lines += [
+        "",
+        f"Sign of SSD − SD right in {right} of {told} cells whose 95% interval leaves 0 out",
+        f"({skipped} can't be told; intervals {source}).",
+    ]
     return "\n".join(lines)
 
 
-def signs(rows: list[dict]) -> tuple[int, int, int]:
-    """(right, told, too close to tell) over the cells that have both modes."""
+def signs(rows: list[dict], rounds: dict[str, Rounds]) -> tuple[int, int, int]:
+    """(right, told, can't be told) over the cells that have both modes.
+
+    A cell is told where the interval of SSD over SD leaves 1 out (mpissd.compare).
+    """
     cells: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         key = (row["seed"], row["target"], row["tp"], row["device_name"], row["batch_size"])
@@ -131,13 +148,14 @@ def signs(rows: list[dict]) -> tuple[int, int, int]:
     for cell in cells.values():
         if len(cell) < 2:
             continue
-        measured = cell["ssd"]["tok_per_s"] / cell["sd"]["tok_per_s"] - 1
-        foretold = cell["ssd"]["predicted_tok_per_s"] / cell["sd"]["predicted_tok_per_s"] - 1
-        if abs(measured) < 0.02:
+        sd, ssd = cell["sd"], cell["ssd"]
+        rates = [rate_of(row, rounds.get(row["run_id"])) for row in (sd, ssd)]
+        measured = compare_rates(*rates)
+        if not measured.is_real:
             skipped += 1
             continue
         told += 1
-        right += (measured > 0) == (foretold > 0)
+        right += (measured.speedup > 1) == (ssd["predicted_tok_per_s"] > sd["predicted_tok_per_s"])
     return right, told, skipped
 
 
@@ -153,7 +171,8 @@ def main() -> int:
     os.environ.setdefault("PYTHON", sys.executable)
     if not told.table:
         measure(told.out, told.cells, told.seed, told.gpus)
-    print(table(rows_of(told.out)))
+    rows = rows_of(told.out)
+    print(table(rows, load_rounds([told.out], rows)))
     return 0
 
 

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Runs every schedule on equal GPUs under one outcome law, emulated, and prints one table a cell.
+
+    launch/schedules.py OUT [--gpus=3] [--device=h100] [--tokens=1500] [--repeats=1] [--table]
+
+A cell is a target (8b, 70b) and an alpha (.8, .6). A draft on a rank of its own leaves T = GPUs − 1
+to the target, or the next smaller T that divides it; an inline one leaves all of them. K (SSD: and
+K_b) is the best of 1 … 12 by the schedule's own formula over the profile's forwards. Rows go to
+OUT/runs.jsonl; what is there already is not run again, and --table only prints. The rounds of a
+repetition are the same ones, and what else runs on the machine only adds time to them: of several
+the fastest is shown. docs/schedules.md says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from mpissd.backend.profile import load_profile  # noqa: E402
+from mpissd.model.shard import ForwardOptions, Shard  # noqa: E402
+from mpissd.presets import resolve_model  # noqa: E402
+
+TARGETS, ALPHAS = ("8b", "70b"), (0.8, 0.6)
+OPTIONS = ForwardOptions(fuse=True, lm_head=True)
+LONGEST, LOOKED_UP, FAN_OUT = 12, 8, 3
+HEADS = {  # of the sizes that were published: EAGLE, Medusa's default, IBM's accelerators
+    "8b": {"eagle": "eagle:8b", "mtp": "mtp:8b", "medusa": "medusa4:8b", "mlp": "mlp3072:8b"},
+    "70b": {"eagle": "eagle:70b", "mtp": "mtp:70b", "medusa": "medusa4:70b", "mlp": "mlp8192:70b"},
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table: what is run, and by which formula its K is chosen."""
+
+    name: str
+    flags: tuple[str, ...]
+    draft: str = "1b"
+    inline: bool = False
+    drafting: str = "exposed"  # the formula's name (lengths), or a K
+
+
+def entries(target: str, alpha: float) -> Iterator[Entry]:
+    """All schedules. One branch behind the tail is right as often as a drafted token: A = 1 − alpha
+    (temperature 0); candidates behind a rejection miss by the default law."""
+    first_choice = f"--hit_a={1 - alpha:.2f}"
+    yield Entry("ar", ("--mode=ar",), inline=True, drafting="0")
+    yield Entry("sd-inline", ("--schedule=sd-inline",), inline=True)
+    for name, draft in HEADS[target].items():
+        drafting = "4" if name == "medusa" else "exposed"
+        flags = ("--schedule=sd-inline",)
+        yield Entry(f"{name}, inline", flags, draft, inline=True, drafting=drafting)
+    for rate in (alpha, 0.3):
+        flags = ("--schedule=lookup", f"--acceptance_fast=alpha:{rate}")
+        yield Entry(f"lookup at {rate}", flags, inline=True, drafting=str(LOOKED_UP))
+    yield Entry("sd", ("--mode=sd",))
+    yield Entry("pearl", ("--schedule=pearl", first_choice), drafting="hidden")
+    yield Entry("amusd", ("--schedule=amusd", first_choice), drafting="served")
+    yield Entry("ssd, A = 0.75", ("--mode=ssd",), drafting="ssd")
+    yield Entry(f"ssd, A = {1 - alpha:.2f}", ("--mode=ssd", first_choice), drafting="ssd")
+
+
+def ranks_for(target: str, gpus: int) -> int:
+    """The largest T that divides the target, at most so many."""
+    shape = resolve_model(target)
+    widths = shape.num_heads, shape.num_kv_heads, shape.ffn, shape.vocab_size
+    return max(t for t in range(1, gpus + 1) if not any(width % t for width in widths))
+
+
+def lengths(entry: Entry, device: str, target: str, tp: int, alpha: float) -> tuple[int, int]:
+    """(K, K_b) with the most tokens a second; E(K) tokens a round, t the verification, s a step.
+
+    exposed: E(K)/(t + K·s). hidden: E(K)/max(t, (K+1)·s). served: likewise, and two more: what
+    there is is served, K only bounds it. ssd: hits as hidden ones, misses after K_b exposed steps.
+    """
+    if entry.drafting.isdigit():
+        return int(entry.drafting), int(entry.drafting)
+    t, s = forward_s(device, target, tp, LONGEST + 1), forward_s(device, entry.draft, 1, 1)
+    hit = 0.0 if entry.drafting == "exposed" else 1.0
+    if entry.drafting == "ssd":
+        hit = 1 - (1 - alpha if "--hit_a" in " ".join(entry.flags) else 0.75) / FAN_OUT
+
+    def tok_per_s(k: int, backup: int) -> float:
+        hits, misses = hit * max(t, (k + 1) * s), (1 - hit) * (t + backup * s)
+        return (hit * mean_tokens(alpha, k) + (1 - hit) * mean_tokens(alpha, backup)) / (
+            hits + misses
+        )
+
+    ways = [(k, b) for k in range(1, LONGEST + 1) for b in range(1, k + 1) if b == k or 0 < hit < 1]
+    best, backup = max(ways, key=lambda way: tok_per_s(*way))
+    return best + 2 * (entry.drafting == "served"), backup
+
+
+def mean_tokens(alpha: float, count: int) -> float:
+    """E: tokens of a round that verifies so many drafted ones."""
+    return float((1 - alpha ** (count + 1)) / (1 - alpha))
+
+
+@cache
+def forward_s(device: str, model: str, tp: int, rows: int) -> float:
+    """A forward of the profile's device."""
+    cost = Shard(resolve_model(model), tp).cost(rows, 1, 2, OPTIONS)
+    return load_profile(device).forward_s(cost)
+
+
+def command(told: argparse.Namespace, target: str, alpha: float, entry: Entry) -> list[str]:
+    """[ranks, flags …] of one run."""
+    tp = ranks_for(target, told.gpus if entry.inline else told.gpus - 1)
+    count, backup = lengths(entry, told.device, target, tp, alpha)
+    pair = f"--pair={target}/{entry.draft}"
+    law = [f"--alpha={alpha}", f"--num_tokens={told.tokens}", f"--seed={told.seed}"]
+    where = ["--backend=emulated", f"--device={told.device}", "--fuse", "--lm_head"]
+    drafts = [] if count == 0 else [f"--lookahead={count}"]
+    drafts += [f"--backup_lookahead={backup}"] if entry.drafting == "ssd" else []
+    return [str(tp + (not entry.inline)), *where, pair, *law, *drafts, *entry.flags]
+
+
+def measure(told: argparse.Namespace, cell: tuple[str, float]) -> None:
+    """Runs what OUT does not hold yet."""
+    done = Counter(flags_of(row) for row in rows_of(told.out))
+    for entry in entries(*cell):
+        ranks, *flags = command(told, *cell, entry)
+        run = [str(HERE / "local.sh"), ranks, f"--out={told.out}", *flags]
+        for _ in range(told.repeats - done[tuple(flags)]):
+            ended = subprocess.run(run, stdout=subprocess.DEVNULL, timeout=600, check=False)
+            state = "" if ended.returncode == 0 else f" FAILED ({ended.returncode})"
+            print(f"{cell[0]} {cell[1]} {entry.name}: {' '.join(flags)}{state}", file=sys.stderr)
+
+
+def flags_of(row: dict) -> tuple[str, ...]:
+    """The flags of a row that name its configuration, as `command` writes them."""
+    flags = row["provenance"]["command"][1:]
+    return tuple(flag for flag in flags if not flag.startswith(("--out=", "--progress=")))
+
+
+def rows_of(out: Path) -> list[dict]:
+    """The rows measured so far."""
+    path = out / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(told: argparse.Namespace, cell: tuple[str, float]) -> str:
+    """One cell as Markdown; entries that were not run are left out."""
+    by_speed = sorted(rows_of(told.out), key=lambda row: float(row["tok_per_s"]))
+    held = {flags_of(row): row for row in by_speed}  # the fastest of each
+    found = [
+        (entry, held[tuple(flags)])
+        for entry in entries(*cell)
+        for flags in [command(told, *cell, entry)[1:]]
+        if tuple(flags) in held
+    ]
+    lines = [
+        f"**{cell[0]}, alpha {cell[1]}, {told.gpus} × {told.device}**",
+        "",
+        "| schedule | T + D | draft | K (K_b) | tok/s | tok/s per GPU | × AR | tokens a round "
+        "| hits | t_draft / t_target | foretold |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = next((row["tok_per_s"] for entry, row in found if entry.name == "ar"), None)
+    lines += [line(told, entry, row, base) for entry, row in found]
+    same = len({row["token_digest"] for _, row in found}) == 1
+    return "\n".join([*lines, "", f"All emitted the same tokens: {'yes' if same else 'NO'}."])
+
+
+def line(told: argparse.Namespace, entry: Entry, row: dict, base: float | None) -> str:
+    """One line of the table."""
+    idle = told.gpus - row["world_size"]
+    place = f"{row['tp']} + {row['num_drafts']}" + (f", {idle} idle" if idle else "")
+    rate, foretold = row["tok_per_s"], row["predicted_tok_per_s"]
+    cells = [
+        entry.name,
+        place,
+        row["draft"] or "–",
+        length(row),
+        f"{rate:.1f}",
+        f"{rate / told.gpus:.1f}",
+        "–" if base is None else f"{rate / base:.2f}",
+        f"{row['acceptance_length']:.2f}",
+        "–" if row["hit_rate"] is None else f"{row['hit_rate']:.2f}",
+        "–" if row["T_SD"] is None else f"{row['T_SD']:.2f}",
+        "–" if foretold is None else f"{foretold:.1f} ({rate / foretold - 1:+.1%})",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def length(row: dict) -> str:
+    """K, and K_b where it is another."""
+    backup = row["backup_lookahead"]
+    return str(row["lookahead"]) + (
+        f" ({backup})" if backup not in (None, row["lookahead"]) else ""
+    )
+
+
+def main() -> int:
+    """Measures what is missing, prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gpus", type=int, default=3, help="T + D, at least 2")
+    parser.add_argument("--device", default="h100", help="an emulated device")
+    parser.add_argument("--tokens", type=int, default=1500, help="of one sequence")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest is shown")
+    parser.add_argument("--table", action="store_true", help="only print what is there")
+    told = parser.parse_args()
+    if told.gpus < 2:
+        parser.error(f"--gpus={told.gpus}: allowed: 2 or more")
+    os.environ.setdefault("PYTHON", sys.executable)
+    for cell in [(target, alpha) for target in TARGETS for alpha in ALPHAS]:
+        if not told.table:
+            measure(told, cell)
+        print(table(told, cell), end="\n\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
