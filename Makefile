@@ -7,7 +7,7 @@
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
-##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b  WORKLOAD=gemm
+##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b  WORKLOAD=gemm|markov
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
 ##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  ARGS="--lm_head …" (any other flag)
