@@ -19,7 +19,7 @@ from mpissd.spec.acceptance import (
     resolve_hit_law,
 )
 from mpissd.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
-from mpissd.workload.markov import MarkovLaws
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import MarkovModel
 
 # Tried in this order: the largest pair whose shards fit is the default.

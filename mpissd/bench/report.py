@@ -52,6 +52,13 @@ def _law(session: Session) -> str:
     job = session.job
     if job.draft is None:
         return "none: every round emits one token a sequence"
+    if job.laws is not None:
+        laws = job.laws
+        sampled = f"temperature {laws.temperature:g}, Saguaro C {laws.saguaro_c:g}"
+        return (
+            f"markov models of {laws.vocab} tokens, order {laws.target.order}, "
+            f"divergence {laws.draft.divergence:g}; {sampled}"
+        )
     hits = f", hits {job.hit_law.label}" if job.fan_out else ""
     return f"acceptance {job.config.acceptance_text}{hits}"
 

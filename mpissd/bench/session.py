@@ -50,7 +50,8 @@ class Session:
     def link_shape(self) -> LinkShape:
         """Sizes of the messages of this job."""
         laws, config = self.job.laws, self.job.config
-        vocab = 0 if laws is None or self.job.lookahead == 0 else laws.vocab
+        sampled = laws is not None and self.job.lookahead > 0 and laws.temperature > 0
+        vocab = laws.vocab if laws is not None and sampled else 0  # greedy tokens are certain
         return LinkShape(
             0, config.batch_size, self.job.lookahead, vocab=vocab, num_drafts=config.drafts
         )

@@ -155,11 +155,11 @@ class LeadEnd:
         self._count(4 * (wire.HEADER + rows.size))
         return rows
 
-    def skip_proposals(self) -> None:
-        """Waits for the PROPOSALS of a round that needed none of them, and drops them."""
+    def skip_proposals(self, round_: int, count: int) -> None:
+        """Waits for the `count` rows of a round that needed none of them, and drops them."""
         assert self._side is not None, "proposals without a side carrier"
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
-        self._side.incoming.read_header()
+        wire.check_proposals(self._side.incoming, round_, count)
         self._side.carrier.release()
 
     def _count(self, num_bytes: int) -> None:

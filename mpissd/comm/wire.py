@@ -133,11 +133,16 @@ def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float
     return HEADER + sum(len(row) for row in rows)
 
 
-def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArray[np.float32]:
-    """The `count` recorded distributions of round `round_`, [count, V], copied out."""
+def check_proposals(buffer: Buffer, round_: int, count: int) -> None:
+    """ProtocolError unless the `count` rows of round `round_` arrived."""
     _, got, _ = buffer.read_header(round_)
     if got != count:
         raise ProtocolError(f"round {round_}: PROPOSALS of {got} rows, expected {count}")
+
+
+def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArray[np.float32]:
+    """The `count` recorded distributions of round `round_`, [count, V], copied out."""
+    check_proposals(buffer, round_, count)
     rows = _rows(buffer, 0, count, vocab).view(np.float32)
     if not (np.isfinite(rows).all() and (rows >= 0).all()):
         raise ProtocolError(f"round {round_}: PROPOSALS hold a number that is no probability")

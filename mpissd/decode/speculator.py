@@ -140,8 +140,9 @@ class RemoteSpeculator(Speculator):
         return found
 
     def _drop_proposals(self) -> None:
-        for n in self._waiting:
-            self._links[n].skip_proposals()
+        for n, count in self._waiting.items():
+            assert self._served is not None, "proposals before a speculation"
+            self._links[n].skip_proposals(self._served.round, count)
         self._waiting, self._rows = {}, {}
 
     def stop(self, outcome: Outcome) -> None:

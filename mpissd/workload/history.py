@@ -73,3 +73,20 @@ class Histories:
     def rows(self, batch: Batch) -> list[History]:
         """The histories of the batch, in its order."""
         return [self._by_slot[slot] for slot in batch.slots.tolist()]
+
+
+def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
+    """Prompt lookup: up to `count` tokens that followed the latest earlier occurrence of the
+    sequence's last n tokens, of the largest n ≤ longest that has one; [] where there is none."""
+    best = start = 0
+    for end in range(len(tokens) - 1, 0, -1):
+        if tokens[end - 1] != tokens[-1]:
+            continue
+        n = 1
+        while n < min(longest, end) and tokens[end - 1 - n] == tokens[-1 - n]:
+            n += 1
+        if n > best:
+            best, start = n, end
+            if n == longest:
+                break
+    return list(tokens[start : start + count]) if best else []

@@ -9,16 +9,13 @@ gathers them: a follower that lost its place changes the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpissd.errors import ConfigError
 from mpissd.model.stepper import Forwards
 from mpissd.rng import Purpose, uniforms
-from mpissd.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
+from mpissd.rounds import Batch, Ints, Source, Speculation, verify_rows
 from mpissd.spec import sampling
 from mpissd.spec.fanout import FanOuts
 from mpissd.wait import Waiter
@@ -31,8 +28,10 @@ from mpissd.workload.base import (
     Rollout,
     TargetWorker,
 )
-from mpissd.workload.history import Histories, History
+from mpissd.workload.history import Histories, History, looked_up
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import Logits, MarkovModel
+from mpissd.workload.sampled import Lane, SampledRollout
 
 _ROUND = 512  # draws that a round may use of a stream: a lookahead is at most 256
 _EPOCH = 1 << 32  # rounds that an epoch may have
@@ -62,42 +61,6 @@ class OwnLogits:
 
     def result(self) -> Logits:
         return self._local[None]
-
-
-@dataclass(frozen=True)
-class MarkovLaws:
-    """What a markov job decodes.
-
-    saguaro_c: C of σ_{F,C} (1: plain sampling). prompt_tokens: length of each sequence's prompt.
-    """
-
-    target: MarkovModel
-    draft: MarkovModel
-    temperature: float
-    seed: int
-    saguaro_c: float = 1.0
-    prompt_tokens: int = 1
-
-    def __post_init__(self) -> None:
-        if self.target.vocab != self.draft.vocab:
-            raise ConfigError(
-                f"vocabularies of {self.target.vocab} and {self.draft.vocab} tokens: allowed: one"
-            )
-
-    @property
-    def vocab(self) -> int:
-        """V."""
-        return self.target.vocab
-
-    def prompt(self, request_id: int) -> list[int]:
-        """The prompt of a sequence, drawn uniformly."""
-        u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
-        return [int(x) for x in u * self.vocab]
-
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        """`count` sequences numbered from first_id, behind their prompts."""
-        ids = range(first_id, first_id + count)
-        return [Request(n, first_token=self.prompt(n)[-1]) for n in ids]
 
 
 class MarkovTargetWorker(TargetWorker):
@@ -231,37 +194,6 @@ class _DraftRows:
         return self._proposals(self._row, before)
 
 
-@dataclass
-class _Lane:
-    """What a lane grows behind: its sequence, where the draws begin of the round that its tokens
-    are for, and its context."""
-
-    sequence: int
-    first_draw: int
-    context: tuple[int, ...]
-    fan_out: tuple[int, ...]  # the list that its round will have: σ damps the tokens it keeps
-
-
-class SampledRollout(Rollout):
-    """A rollout whose tokens are drawn from the draft model."""
-
-    def __init__(self, rows: NDArray[np.int64], first: Ints, lanes: list[_Lane], K: int) -> None:
-        super().__init__(rows, first, np.zeros((len(first), K), np.int32))
-        self.q = np.ones((len(first), K))
-        self.lanes = lanes
-        self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes]
-
-    def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
-        super().keep(lanes, rows)
-        assert self.q is not None
-        self.q = self.q.take(np.array(lanes, np.int64), axis=0)
-        self.lanes = [self.lanes[n] for n in lanes]
-        self.recorded = [self.recorded[n] for n in lanes]
-
-    def proposals(self, lane: int) -> list[NDArray[np.float32]]:
-        return [row for row in self.recorded[lane] if row is not None]
-
-
 class MarkovDraftWorker(DraftWorker):
     """Drafts with the draft model."""
 
@@ -302,7 +234,7 @@ class MarkovDraftWorker(DraftWorker):
         self._fan_outs = fan_outs
         model = self._laws.draft
         found: list[tuple[int, int, int, int]] = []  # row, k, place, token
-        lanes: list[_Lane] = []
+        lanes: list[Lane] = []
         won = speculation.hit.tolist()
         for row, history in enumerate(self._histories.rows(batch)):
             fan_out = fan_outs.after_hit if won[row] else fan_outs.after_miss
@@ -313,7 +245,7 @@ class MarkovDraftWorker(DraftWorker):
                     found.append((row, k, place, token))
                     behind = model.context((*context, token))
                     sequence, draws = history.request.request_id, _first_draw(history, 1)
-                    lanes.append(_Lane(sequence, draws, behind, fan_outs.after_hit))
+                    lanes.append(Lane(sequence, draws, behind, fan_outs.after_hit))
         table = np.array(found, np.int64).reshape(-1, 4)
         first = table[:, 3].astype(np.int32)
         rollout = SampledRollout(np.zeros(0, np.int64), first, lanes, self._lookahead)
@@ -324,7 +256,7 @@ class MarkovDraftWorker(DraftWorker):
         """FAST tokens are certain: from the sequence's own past, else the likeliest of all."""
         histories = self._histories.rows(batch)
         lanes = [
-            _Lane(
+            Lane(
                 histories[row].request.request_id,
                 _first_draw(histories[row]),
                 self._laws.draft.context(histories[row].tokens),
@@ -365,7 +297,7 @@ class MarkovDraftWorker(DraftWorker):
                 lane.context = self._laws.draft.context((*lane.context, token))
             rollout.steps += 1
 
-    def _propose(self, lane: _Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
+    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
         """The lane's token at its place in the round, its probability, and the row it is from."""
         laws = self._laws
         top = lane.fan_out[place] if lane.fan_out else 0
@@ -375,20 +307,3 @@ class MarkovDraftWorker(DraftWorker):
 
     def close(self) -> None:
         self.stepper.close()
-
-
-def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
-    """Prompt lookup: up to `count` tokens that followed the latest earlier occurrence of the
-    sequence's last n tokens, of the largest n ≤ longest that has one; [] where there is none."""
-    best = start = 0
-    for end in range(len(tokens) - 1, 0, -1):
-        if tokens[end - 1] != tokens[-1]:
-            continue
-        n = 1
-        while n < min(longest, end) and tokens[end - 1 - n] == tokens[-1 - n]:
-            n += 1
-        if n > best:
-            best, start = n, end
-            if n == longest:
-                break
-    return list(tokens[start : start + count]) if best else []
