@@ -30,13 +30,17 @@ late() {
         measure 2 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late \
             --backup_lookahead=3
     done
+    [ "$gpus" -lt 3 ] || for on_late in finish auto; do
+        measure 3 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late \
+            --num_drafts=2
+    done
 }
 backup() {
     local batch way
     for batch in 1 4 16 64; do
         for way in jit fast auto; do
             measure 2 "${small[@]}" --lookahead=4 --fan_out=geometric:12 --batch_size=$batch \
-                --backup=$way --rounds=200
+                --backup=$way
         done
     done
 }
