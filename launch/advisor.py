@@ -7,26 +7,29 @@ A cell is one machine, pair, number of GPUs, law and batch. Five configurations 
 advice, the best AR and SD (or SSD, where SD is advised), and the two nearest alternatives of the
 mode that is advised. All have the cell's seed, hence the same text and the same luck at each of its
 positions. Those that are foretold within 5% of the best are run a second time, when each has been
-run once. Rows go to OUT/runs.jsonl as always, so an interrupted study goes on where it stopped;
---table only prints what is there. The bar: in every cell the advice is within 2% of the best that
-was measured, or no different from it (95% interval). Some six minutes on two idle cores.
+run once. Ranks that sleep through modelled forwards need their cores when they wake: a run beside
+which other programs took more than a tenth of the machine is not kept, and tried again later.
+
+Rows go to OUT/runs.jsonl, so an interrupted study goes on where it stopped; --table only prints
+what is there. The bar: in every cell the advice is within 2% of the best that was measured, or no
+different from it (95% interval). Some six minutes on two idle cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from study import rows_of, run_alone, told  # noqa: E402
 
 from mpissd.backend.profile import load_profile  # noqa: E402
 from mpissd.compare import Rate, compare_rates  # noqa: E402
@@ -105,15 +108,8 @@ def measure(out: Path, cells: list[Cell]) -> None:
             flags = cell.flags(choice)
             if done.count(tuple(flags)) > turn:
                 continue
-            ended = subprocess.run(
-                command(choice.gpus, flags, out),
-                check=False,
-                timeout=120,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-            done.append(tuple(flags))
-            state = "" if ended.returncode == 0 else f" FAILED ({ended.returncode})"
+            state = run_alone(choice.gpus, flags, out)
+            done += [tuple(flags)] * (state == "")
             print(f"{cell.number + 1}/{len(cells)} {name_of(choice)}{state}", file=sys.stderr)
 
 
@@ -122,23 +118,6 @@ def turns(cell: Cell) -> Iterator[tuple[int, Choice]]:
     yield from ((0, choice) for choice in cell.rivals)
     least = CLOSE * cell.rivals[0].tok_per_s
     yield from ((1, choice) for choice in cell.rivals if choice.tok_per_s >= least)
-
-
-def command(ranks: int, flags: list[str], out: Path) -> list[str]:
-    """As launch/local.sh, without its dry run."""
-    line = '. "$0"; np=$1; shift; exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd run "$@"'
-    return ["bash", "-c", line, str(HERE / "env.sh"), str(ranks), f"--out={out}", *flags]
-
-
-def told(row: dict) -> tuple[str, ...]:
-    """The flags of a row that name its configuration, as `measure` writes them."""
-    return tuple(f for f in row["provenance"]["command"][1:] if not f.startswith("--out="))
-
-
-def rows_of(out: Path) -> list[dict]:
-    """The rows measured so far."""
-    path = out / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ p95 <= 8%, and the sign of SSD - SD right in >= 98% of the cells whose 95% inter
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -21,7 +20,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from study import rows_of, told  # noqa: E402
 
 from mpissd.compare import compare_rates  # noqa: E402
 from mpissd.tables.load import Rounds, load_rounds, rate_of  # noqa: E402
@@ -91,18 +92,6 @@ def measure(out: Path, cells: int, seed: int, gpus: int) -> None:
             print(f"{number + 1}/{cells} {mode} {' '.join(flags[2:])}{state}", file=sys.stderr)
 
 
-def told(row: dict) -> tuple[str, ...]:
-    """The flags of a row that name its configuration, as `measure` writes them."""
-    flags = row["provenance"]["command"][1:]
-    return tuple(flag for flag in flags if not flag.startswith(("--out=", "--progress=")))
-
-
-def rows_of(out: Path) -> list[dict]:
-    """The rows measured so far."""
-    path = out / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def percentile(values: list[float], share: float) -> float:
     """The value at this share of the sorted list."""
     ordered = sorted(values)
@@ -125,11 +114,11 @@ def table(rows: list[dict], rounds: dict[str, Rounds]) -> str:
                 f"| {name} | {len(chosen)} | {statistics.median(errors):.2%} | {p95:.2%} "
                 f"| {max(errors):.2%} |"
             )
-    right, told, skipped = signs(rows, rounds)
+    right, counted, skipped = signs(rows, rounds)
     source = f"by the rounds of {len(rounds)} rows" if rounds else "by the rows' own statistics"
     lines += [
         "",
-        f"Sign of SSD − SD right in {right} of {told} cells whose 95% interval leaves 0 out",
+        f"Sign of SSD − SD right in {right} of {counted} cells whose 95% interval leaves 0 out",
         f"({skipped} can't be told; intervals {source}).",
     ]
     return "\n".join(lines)
@@ -144,7 +133,7 @@ def signs(rows: list[dict], rounds: dict[str, Rounds]) -> tuple[int, int, int]:
     for row in rows:
         key = (row["seed"], row["target"], row["tp"], row["device_name"], row["batch_size"])
         cells.setdefault(key, {})[row["mode"]] = row
-    right = told = skipped = 0
+    right = counted = skipped = 0
     for cell in cells.values():
         if len(cell) < 2:
             continue
@@ -154,9 +143,9 @@ def signs(rows: list[dict], rounds: dict[str, Rounds]) -> tuple[int, int, int]:
         if not measured.is_real:
             skipped += 1
             continue
-        told += 1
+        counted += 1
         right += (measured.speedup > 1) == (ssd["predicted_tok_per_s"] > sd["predicted_tok_per_s"])
-    return right, told, skipped
+    return right, counted, skipped
 
 
 def main() -> int:
@@ -167,12 +156,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0, help="0: emulated")
     parser.add_argument("--table", action="store_true", help="only print what is there")
-    told = parser.parse_args()
+    given = parser.parse_args()
     os.environ.setdefault("PYTHON", sys.executable)
-    if not told.table:
-        measure(told.out, told.cells, told.seed, told.gpus)
-    rows = rows_of(told.out)
-    print(table(rows, load_rounds([told.out], rows)))
+    if not given.table:
+        measure(given.out, given.cells, given.seed, given.gpus)
+    rows = rows_of(given.out)
+    print(table(rows, load_rounds([given.out], rows)))
     return 0
 
 

@@ -40,6 +40,7 @@ class Job:
     lookahead: int  # 0 in AR
     fan_out: tuple[int, ...]  # empty unless SSD; behind a hit
     fan_out_miss: tuple[int, ...]  # behind a trunk that a backup drafted
+    fan_out_fast: tuple[int, ...] | None  # backup=auto: behind FAST tokens; else None
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -97,7 +98,7 @@ class Job:
     @property
     def fan_outs(self) -> FanOuts:
         """Both lists."""
-        return FanOuts(self.fan_out, self.fan_out_miss)
+        return FanOuts(self.fan_out, self.fan_out_miss, self.fan_out_fast)
 
     @property
     def num_lanes(self) -> int:
@@ -219,6 +220,7 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
     backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
     fan_out: tuple[int, ...] = ()
     fan_out_miss: tuple[int, ...] = ()
+    fan_out_fast: tuple[int, ...] | None = None
     if config.mode == "ssd":
         text = tail_list(config.fan_out, lookahead, lookahead)
         fan_out = _fan_out(config, text, lookahead, primary.hazards, hit_law)
@@ -227,7 +229,11 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         cut = (*backup, *(0.0,) * (lookahead - backup_lookahead))
         text = tail_list(config.fan_out_miss or config.fan_out, lookahead, backup_lookahead)
         fan_out_miss = _fan_out(config, text, lookahead, cut, hit_law)
-        for listed in (fan_out, fan_out_miss):
+        if config.backup == "auto":
+            hazards = acceptance[Source.FAST].hazards
+            fast = tuple(rate * (rank < backup_lookahead) for rank, rate in enumerate(hazards))
+            fan_out_fast = _fan_out(config, text, lookahead, fast, hit_law)
+        for listed in (fan_out, fan_out_miss, fan_out_fast or fan_out):
             _check_fan_out(config, listed, target, draft)
     return Job(
         config=config,
@@ -238,6 +244,7 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         lookahead=lookahead,
         fan_out=fan_out,
         fan_out_miss=fan_out_miss,
+        fan_out_fast=fan_out_fast,
         acceptance=acceptance,
         hit_law=hit_law,
         backup_lookahead=backup_lookahead,

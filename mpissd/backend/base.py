@@ -109,8 +109,8 @@ class Backend(ABC):
     itemsize: int  # bytes of a weight or activation
     dtype_name: str
 
-    def plan_rows(self, max_rows: int) -> None:  # noqa: B027  (few backends choose a layout)
-        """Says how many rows the products with the weights made from now on have at most."""
+    def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
+        """Rows that products with the weights made from now on have at most; None: not known."""
 
     @abstractmethod
     def weight(self, parts: Sequence[WeightPart]) -> Array:

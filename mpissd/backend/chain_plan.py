@@ -39,16 +39,13 @@ class Geometry:
     slots: int
     ahead: int
     flying: int
-    cluster: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block (CHAIN_BYTES)."""
         columns = self.ahead * self.row_tiles * _LANE_BYTES * 32 * _WARPS
-        rounds = self.row_tiles * -(-self.tiles // 4)
-        halves = (self.cluster - 1) * 2 * rounds * 32 * _WARPS * 8
-        barriers = (2 * self.slots + 2) * 8
-        return self.slots * _SLOT_BYTES + columns + _SUM_BYTES + halves + barriers + _PEERS_BYTES
+        barriers = 2 * self.slots * 8
+        return self.slots * _SLOT_BYTES + columns + _SUM_BYTES + barriers + _PEERS_BYTES
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -58,7 +55,7 @@ class Geometry:
 
 
 GEOMETRIES = {  # by row tiles
-    1: Geometry(1, tiles=8, slots=11, ahead=4, flying=4),
+    1: Geometry(1, tiles=8, slots=11, ahead=4, flying=3),
     2: Geometry(2, tiles=8, slots=10, ahead=3, flying=4),
     3: Geometry(3, tiles=6, slots=8, ahead=3, flying=4),
     4: Geometry(4, tiles=4, slots=8, ahead=2, flying=4),

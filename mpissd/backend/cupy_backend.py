@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cupy
@@ -25,16 +23,15 @@ import numpy as np
 from cupy.cuda import runtime
 from numpy.typing import NDArray
 
-from mpissd.backend import kernels
+from mpissd.backend import cupy_rates, kernels
 from mpissd.backend.base import Backend, Cost, WeightPart
-from mpissd.backend.chain_plan import MAX_ROWS, PAIR, Operand, aligned, pack, unpack
+from mpissd.backend.chain_plan import MAX_ROWS, Operand, aligned
 from mpissd.backend.cublas import WORKSPACE_BYTES, open_gemm
 from mpissd.backend.cupy_chain import (
     ChainRunner,
     Inboxes,
     operand,
     packed_product,
-    suits,
     why_not,
 )
 from mpissd.backend.cupy_device import (
@@ -46,33 +43,12 @@ from mpissd.backend.cupy_device import (
     step,
 )
 from mpissd.backend.cupy_program import CupyProgram
+from mpissd.backend.cupy_weight import HALF, Weight, fill, made
 
-HALF = np.dtype(np.float16)
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # of top_k: 16 warps of 32 lanes, 8 columns each
 _FILL_COLUMNS = 4096  # row length of a buffer that is only read
 _READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
-_MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9  # of one timed sample; of its buffer
-_READ_SAMPLES, _WARM_UP_S = 7, 0.05
-_SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03  # of peak_flops
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight in the layout its products want: row-major [in, out], neither operand transposed.
-
-    packed: in the chain's order instead, in an array of the same shape.
-    """
-
-    values: Any
-    packed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(in, out), whatever the layout."""
-        rows, columns = self.values.shape
-        return rows, columns
 
 
 class CupyBackend(Backend):
@@ -111,23 +87,13 @@ class CupyBackend(Backend):
     def capture(self) -> bool:
         return self._graph and self._gemm is not None
 
-    def plan_rows(self, max_rows: int) -> None:
+    def plan_rows(self, max_rows: int | None) -> None:
         """More rows than a chain's registers hold would read the weights more than once."""
-        self._packs = self._chain is not None and max_rows <= MAX_ROWS
+        few = max_rows is not None and max_rows <= MAX_ROWS
+        self._packs = few and self._chain is not None
 
     def weight(self, parts: Sequence[WeightPart]) -> Weight:
-        rows = parts[0].in_stop - parts[0].in_start
-        widths = [p.out_stop - p.out_start for p in parts]
-        values = device_empty((rows, sum(widths)), HALF)
-        weight = Weight(values, self._packs and suits(widths, rows))
-        column = 0
-        for part, width in zip(parts, widths, strict=True):
-            if weight.packed:
-                self._fill_packed(weight.values.data.ptr + 2 * rows * column, part)
-            else:
-                self._fill(weight.values[:, column : column + width], part)
-            column += width
-        return weight
+        return made(parts, self._packs, self._launch)
 
     def activation(self, rows: int, width: int) -> Any:
         return self._filled((rows, width), HALF, np.nan)
@@ -143,7 +109,7 @@ class CupyBackend(Backend):
 
     def table(self, entries: int, width: int, key: int) -> Any:
         values = device_empty((entries, width), HALF)
-        self._fill(values, WeightPart(key, 0, entries, 0, width, 1.0))
+        fill(self._launch, values, WeightPart(key, 0, entries, 0, width, 1.0))
         return values
 
     def gather(self, table: Any, tokens: Any, out: Any) -> None:
@@ -172,8 +138,8 @@ class CupyBackend(Backend):
         self._gemm.multiply(m, n, k, *operands)
 
     def read(self, num_bytes: int) -> Callable[[], None]:
-        buffer = self._random(num_bytes)
-        return lambda: self._read(buffer, num_bytes, 1)
+        buffer = self.random_words(num_bytes)
+        return lambda: self.read_words(buffer, num_bytes, 1)
 
     def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
         rows, width = values.shape
@@ -218,70 +184,28 @@ class CupyBackend(Backend):
         self.stream.synchronize()
 
     def to_host(self, array: Any) -> Any:
-        values = array.values if isinstance(array, Weight) else array
-        host = cupy.asnumpy(values, stream=self.stream)
-        if isinstance(array, Weight) and array.packed:
-            host = unpack(host)
+        if isinstance(array, Weight):
+            host = array.row_major(cupy.asnumpy(array.values, stream=self.stream))
+        else:
+            host = cupy.asnumpy(array, stream=self.stream)
         return host.astype(np.float32) if host.dtype == HALF else host
 
     def from_host(self, values: Any, out: Any) -> None:
         target = out.values if isinstance(out, Weight) else out
-        if isinstance(out, Weight) and out.packed:
-            values = pack(np.asarray(values))
+        if isinstance(out, Weight):
+            values = out.in_order(np.asarray(values))
         with self.stream:
             target[...] = cupy.asarray(np.ascontiguousarray(values, dtype=target.dtype))
         self.synchronize()
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Reads a buffer of num_bytes (at most 4 GB, or half of what is free) again and again.
-
-        Seven samples of at least 4 GiB each, timed by events; bytes over the median. Warmed up for
-        50 ms: after memory was allocated or freed an H200 read at 3.9 TB/s for some milliseconds,
-        and at 4.5 from then on.
-        """
-        room = min(_MAX_READ_BYTES, runtime.memGetInfo()[0] // 2)
-        size = max(16, min(num_bytes, room) // 16 * 16)
-        passes = ceil_div(_MIN_SAMPLE_BYTES, size)
-        buffer = self._random(size)
-        program = CupyProgram(self.stream, lambda: self._read(buffer, size, passes), capture=True)
-        return float(size * passes / self._median_s(program))
+        return cupy_rates.read_bandwidth(self, num_bytes)
 
     def copy_bandwidth(self, num_bytes: int) -> float | None:
-        """As read_bandwidth, by copies of half a buffer (of at most 4 GB) onto its other half.
-
-        Of whole MiB: an H200 copied 928 MiB at 4.26 TB/s, and 10^9 bytes at 2.76.
-        """
-        half = min(num_bytes, _MAX_READ_BYTES, runtime.memGetInfo()[0] // 2) // 2
-        half = max(16, half // _MIB * _MIB or half // 16 * 16)
-        passes = ceil_div(_MIN_SAMPLE_BYTES, 2 * half)
-        source, to = self._random(half), device_empty((half,), np.uint8)
-        operands = (to.data.ptr, source.data.ptr, half, runtime.memcpyDeviceToDevice)
-
-        def copy() -> None:
-            for _ in range(passes):
-                runtime.memcpyAsync(*operands, self.stream.ptr)
-
-        program = CupyProgram(self.stream, copy, capture=True)
-        return float(2 * half * passes / self._median_s(program))
+        return cupy_rates.copy_bandwidth(self, num_bytes)
 
     def peak_flops(self) -> float | None:
-        """A square product of float16, of 8192 if there is room; None where 1024 is too much.
-
-        Launched for 30 ms (three times at least), timed by events; the fastest, as chips slow down
-        when they get hot.
-        """
-        room = runtime.memGetInfo()[0] // 2  # for x, weight and out
-        side = next((n for n in _SQUARES if 3 * n * n * self.itemsize <= room), None)
-        if side is None:
-            return None
-        x, weight = self.table(side, side, 1), Weight(self.table(side, side, 2))
-        out = device_empty((side, side), HALF)
-        body = partial(self.matmul, x, weight, out)
-        program = CupyProgram(self.stream, body, capture=self.capture)
-        seconds = [self._timed(program)]
-        while sum(seconds) < _PEAK_S or len(seconds) < 3:
-            seconds.append(self._timed(program))
-        return float(2 * side**3 / min(seconds))
+        return cupy_rates.peak_flops(self)
 
     def copy_out(self, array: Any, host: Any) -> None:
         """Starts a copy of a contiguous device array to page-locked `host` (same bytes)."""
@@ -327,23 +251,6 @@ class CupyBackend(Backend):
         self._workspace = self._sums = None
         self._scratches.clear()
 
-    def _fill(self, out: Any, part: WeightPart) -> None:
-        rows, columns = out.shape
-        grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
-        first = (np.uint32(part.in_start), np.uint32(part.out_start))
-        sizes = (np.int32(rows), np.int32(columns))
-        key = np.uint32(part.key & 0xFFFFFFFF)
-        args = (out, np.int64(step(out)), key, *first, *sizes, np.float32(part.scale))
-        self._launch("fill", grid, (32, 8), args)
-
-    def _fill_packed(self, address: int, part: WeightPart) -> None:
-        rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
-        lanes = rows * columns // 8
-        first = (np.uint32(part.in_start), np.uint32(part.out_start))
-        key, scale = np.uint32(part.key & 0xFFFFFFFF), np.float32(part.scale)
-        args = (np.uintp(address), np.int64(lanes), np.int32(rows // PAIR), key, *first, scale)
-        self._launch("fill_packed", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
-
     def _multiply_packed(self, x: Operand, weight: int, out: Operand) -> None:
         if self._chain is not None and aligned(x, out):
             self._chain.multiply(x, weight, out)
@@ -368,25 +275,13 @@ class CupyBackend(Backend):
             self._scratches[count] = device_empty((count,), np.uint32)
         return self._scratches[count]
 
-    def _random(self, num_bytes: int) -> Any:
+    def random_words(self, num_bytes: int) -> Any:
         """A buffer of at least num_bytes with nothing in it that could be read for free."""
         return self.table(ceil_div(max(num_bytes, 16), 2 * _FILL_COLUMNS), _FILL_COLUMNS, 1)
 
-    def _read(self, buffer: Any, num_bytes: int, passes: int) -> None:
+    def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None:
         args = (buffer, np.int64(ceil_div(num_bytes, 16)), np.int32(passes), self._sums)
         self._launch("read_words", (self._read_blocks,), (_READ_THREADS,), args)
-
-    def _median_s(self, program: CupyProgram) -> float:
-        """Of some launches, after a warm-up."""
-        warm_s = 0.0
-        while warm_s < _WARM_UP_S:
-            warm_s += self._timed(program)
-        return float(np.median([self._timed(program) for _ in range(_READ_SAMPLES)]))
-
-    def _timed(self, program: CupyProgram) -> float:
-        program.launch()
-        self.synchronize()
-        return program.elapsed_s()
 
     def _filled(self, shape: tuple[int, int], dtype: Any, value: float) -> Any:
         array = device_empty(shape, dtype)

@@ -24,7 +24,6 @@ from mpissd.backend.chain_plan import (
     MAX_ROWS,
     PAIR,
     THREADS,
-    TILE,
     Multiplication,
     Operand,
 )
@@ -165,7 +164,7 @@ class ChainRunner:
         )
         with self._stream:
             self._kernel(chain.row_tiles)(
-                (self._num_sms // geometry.cluster * geometry.cluster,),
+                (self._num_sms,),
                 (THREADS,),
                 args,
                 shared_mem=geometry.shared_bytes,
@@ -227,11 +226,6 @@ def packed_product(launch: Launch, x: Operand, weight: int, out: Operand) -> Non
 def operand(array: Any) -> Operand:
     """A two-dimensional array as its address and steps."""
     return Operand(int(array.data.ptr), int(array.shape[0]), int(array.shape[1]), step(array))
-
-
-def suits(widths: list[int], depth: int) -> bool:
-    """Whether parts of these widths, side by side, can be packed."""
-    return chain_plan.suits(depth, sum(widths)) and all(width % TILE == 0 for width in widths)
 
 
 def _flat(array: Operand) -> tuple[int, int, int, int]:

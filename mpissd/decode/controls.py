@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.rounds import Ints, Source
 from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
@@ -55,12 +54,8 @@ class Controls:
         self, fan_outs: FanOuts, backup: Source, lookahead: int, *, on_late: str = "finish"
     ) -> None:
         self.fan_outs = fan_outs
+        self.speculates_ahead = fan_outs.branches > 0  # grows while the target verifies (SSD)
         self._backup, self._lookahead, self._serves = backup, lookahead, on_late == "serve"
-
-    @property
-    def speculates_ahead(self) -> bool:
-        """Whether anything is grown while the target verifies (SSD)."""
-        return self.fan_outs.branches > 0
 
     def backup(self, num_misses: int, num_live: int) -> Source:
         """What drafts this round's misses."""
@@ -102,6 +97,7 @@ class AdaptiveControls(Controls):
         self._fixed, self._lookahead = fixed, lookahead
         self._fan_out, self._controller, self._late = fan_out, backup, late
         self.fan_outs = fixed.fan_outs if fan_out is None else fan_out.plan()
+        self.speculates_ahead = fixed.speculates_ahead
         self._rounds = 0
         self._hazards = estimator.hazards()
         self._tokens = self._round_s = 0.0  # a sequence and round, smoothed
@@ -130,10 +126,12 @@ class AdaptiveControls(Controls):
 
     def learned(self) -> dict[str, Any]:
         within, end = self.estimator.fits()
+        fast = self.fan_outs.after_fast
         return {
             "outcomes": self.estimator.count,
             "fan_out": list(self.fan_outs.after_hit) or None,
             "fan_out_miss": list(self.fan_outs.after_miss) or None,
+            "fan_out_fast": None if fast is None else list(fast),
             "hazards": [round(rate, 4) for rate in self.estimator.hazards()],
             "hit_law_rejected": None if within is None else asdict(within),
             "hit_law_all_accepted": None if end is None else asdict(end),
@@ -166,10 +164,11 @@ def smoothed(value: float, sample: float) -> float:
 
 
 def ranks_of(
-    lanes: list[int | None], place: Ints, accepted: Ints, won: NDArray[np.bool_], fans: FanOuts
+    lanes: list[int | None], place: Ints, accepted: Ints, source: Ints, fans: FanOuts
 ) -> tuple[Ints, Ints]:
     """(rank, limit) of each outcome: its lane's place among k's candidates, and F_k."""
     rank = [0 if lane is None else int(place[lane]) + 1 for lane in lanes]
-    lists = np.array([fans.after_miss, fans.after_hit], np.int32)
-    limit: Ints = lists[won.astype(np.int64), accepted]
-    return np.array(rank, np.int32), limit
+    limit = [
+        fans.behind(kind)[k] for kind, k in zip(source.tolist(), accepted.tolist(), strict=True)
+    ]
+    return np.array(rank, np.int32), np.array(limit, np.int32)

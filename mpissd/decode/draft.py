@@ -44,13 +44,14 @@ class Share:
         """Whether a miss in this batch row is drafted here."""
         return row % self.num_drafts == self.index
 
-    def lanes(self, branches: Branches, won: NDArray[np.bool_], fan_outs: FanOuts) -> Ints:
-        """The draft that grows each lane, [lanes]; won: [b] batch rows that were hits."""
+    def lanes(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> Ints:
+        """The draft that grows each lane, [lanes]; source: [b] what drafted each trunk."""
         lanes = branches.lanes
         owner = np.empty(len(lanes.k), np.int32)
-        ahead = won[lanes.rows]
-        for mask, fan_out in ((ahead, fan_outs.after_hit), (~ahead, fan_outs.after_miss)):
-            starts, owners = self._table(fan_out)
+        behind = source[lanes.rows]
+        for kind in set(source.tolist()):
+            mask = behind == kind
+            starts, owners = self._table(fan_outs.behind(kind))
             owner[mask] = owners[starts[lanes.k[mask]] + lanes.place[mask]]
         return owner
 
@@ -276,7 +277,8 @@ class Drafter:
         if branches is not None:  # who was committed comes first among those that are live
             committed = lanes[: len(rows)]
             place = branches.lanes.place
-            rank, limit = ranks_of(committed, place, accepted, hit != 0, self._fan_outs)
+            source = served.source[rows]
+            rank, limit = ranks_of(committed, place, accepted, source, self._fan_outs)
         seen = Seen(accepted, served.num_draft[rows], served.source[rows], hit, rank, limit)
         self._controls.observe(seen, self._clocks)
 
@@ -293,7 +295,7 @@ class Drafter:
         self._cache.fill(self._keys(speculation.round, branches))
         self._branches, self._growth = branches, branches.rollout
         if self._policy.share.num_drafts > 1:
-            self._keep_own(branches, speculation.hit != 0, fan_outs)
+            self._keep_own(branches, speculation.source, fan_outs)
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
@@ -306,9 +308,9 @@ class Drafter:
         ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
         return zip(repeat(round_), ids, epochs, k, first)
 
-    def _keep_own(self, branches: Branches, won: NDArray[np.bool_], fan_outs: FanOuts) -> None:
+    def _keep_own(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> None:
         share = self._policy.share
-        mine = np.flatnonzero(share.lanes(branches, won, fan_outs) == share.index)
+        mine = np.flatnonzero(share.lanes(branches, source, fan_outs) == share.index)
         self._own = np.full(len(branches.lanes.k), -1, np.int64)
         self._own[mine] = np.arange(len(mine))
         branches.rollout.keep(mine.tolist(), ())

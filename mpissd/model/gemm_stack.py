@@ -81,6 +81,7 @@ class GemmStack:
         self.lm_heads = [
             self._whole(_HEAD_KEY - 2 * n, *size) for n, size in enumerate(shard.lm_heads(options))
         ]
+        backend.plan_rows(None)
         entry = shard.shape.fused_width or shard.shape.hidden
         self.table = backend.table(TABLE_ENTRIES, entry, self._key(_TABLE_KEY))
         self.buffers = self._buffers(max_rows)

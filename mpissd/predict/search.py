@@ -53,6 +53,9 @@ class Laws:
         return cls(hazards, fast, hit, 63 if config.lm_head else MAX_BRANCHES)
 
 
+_POLICIES = ((False, False), (False, True), (True, False), (True, True))
+
+
 @dataclass(frozen=True)
 class Space:
     """What is tried. K_b: every 1 … K (None), else the given shares of K, rounded up. policies:
@@ -61,7 +64,7 @@ class Space:
     lookaheads: tuple[int, ...]
     fan_outs: tuple[str, ...]
     backup_shares: tuple[float, ...] | None = None
-    policies: tuple[tuple[bool, bool], ...] = tuple(itertools.product((False, True), repeat=2))
+    policies: tuple[tuple[bool, bool], ...] = _POLICIES
 
 
 def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:

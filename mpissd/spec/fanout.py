@@ -12,11 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError, unknown
+from mpissd.rounds import Source
 from mpissd.theory import accept_probabilities, power_law_miss
 
 Ints = NDArray[np.int32]
@@ -150,24 +152,40 @@ def _whole(text: str, value: str) -> int:
 @dataclass(frozen=True)
 class FanOuts:
     """F_0 … F_K for a trunk that was pre-speculated, and for one that a backup drafted; both empty:
-    nothing is grown."""
+    nothing is grown. after_fast: behind FAST tokens, where the backup may be either (auto)."""
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()
+    after_fast: tuple[int, ...] | None = None
 
-    def behind(self, hit: bool) -> tuple[int, ...]:
-        """The list behind a hit, or behind a miss."""
-        return self.after_hit if hit else self.after_miss
+    def behind(self, source: int) -> tuple[int, ...]:
+        """The list behind a trunk that this Source drafted."""
+        if source == Source.CACHE:
+            return self.after_hit
+        if source == Source.FAST and self.after_fast is not None:
+            return self.after_fast
+        return self.after_miss
+
+    @property
+    def lists(self) -> tuple[tuple[int, ...], ...]:
+        """Those that there are."""
+        found = self.after_hit, self.after_miss
+        return found if self.after_fast is None else (*found, self.after_fast)
+
+    @cached_property
+    def is_one(self) -> bool:
+        """Whether all trunks have the same list."""
+        return len(set(self.lists)) == 1
 
     @property
     def widest(self) -> int:
-        """The largest F_k of both."""
-        return max((*self.after_hit, *self.after_miss, 0))
+        """The largest F_k of all."""
+        return max((0, *(f for fan_out in self.lists for f in fan_out)))
 
     @property
     def branches(self) -> int:
-        """ΣF_k, of the longer list."""
-        return max(sum(self.after_hit), sum(self.after_miss))
+        """ΣF_k, of the longest list."""
+        return max(sum(fan_out) for fan_out in self.lists)
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:

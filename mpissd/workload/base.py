@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,8 +131,7 @@ class Lanes:
         return self.rows.tolist(), self.k.tolist()
 
 
-@dataclass(frozen=True)
-class Branches:
+class Branches(NamedTuple):
     """A lane for each bonus candidate, and the rollout that grows from it."""
 
     lanes: Lanes

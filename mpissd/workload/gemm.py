@@ -111,14 +111,16 @@ class GemmDraftWorker(DraftWorker):
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Lane (s, k, t*) grows from position n + k + 1, behind its bonus token."""
-        if fan_outs.after_hit == fan_outs.after_miss:
+        if fan_outs.is_one:
             return self._branches(speculation, fan_outs.after_hit)
-        won = speculation.hit != 0
-        if won.all() or not won.any():
-            return self._branches(speculation, fan_outs.behind(bool(won[0])))
+        sources = sorted(set(speculation.source.tolist()))
+        if len(sources) == 1:
+            return self._branches(speculation, fan_outs.behind(sources[0]))
         parts = [
-            self._branches(speculation, fan_outs.behind(hit), np.flatnonzero(won == hit))
-            for hit in (True, False)
+            self._branches(
+                speculation, fan_outs.behind(source), np.flatnonzero(speculation.source == source)
+            )
+            for source in sources
         ]
         lanes = Lanes(
             *(

@@ -235,9 +235,9 @@ class MarkovDraftWorker(DraftWorker):
         model = self._laws.draft
         found: list[tuple[int, int, int, int]] = []  # row, k, place, token
         lanes: list[Lane] = []
-        won = speculation.hit.tolist()
+        sources = speculation.source.tolist()
         for row, history in enumerate(self._histories.rows(batch)):
-            fan_out = fan_outs.after_hit if won[row] else fan_outs.after_miss
+            fan_out = fan_outs.behind(sources[row])
             for k, context in enumerate(trunk(model, history.tokens, history.served)):
                 served = history.served[k] if k < len(history.served) else None
                 ids = sampling.largest(model.logits(context), fan_out[k], served).tolist()

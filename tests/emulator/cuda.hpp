@@ -2,8 +2,8 @@
 // several "devices" at once, is a fibre that gives way wherever it would wait. It stands for
 // types.cu and hopper.cu, whose functions are the only ones that hold machine instructions.
 //
-// Copies into shared memory arrive late, at a random moment, and the order in which threads run is
-// random too: what is not synchronised is likely to be seen.
+// Copies into shared memory arrive late, at a random moment, the order in which threads run is random
+// too, and blocks stop for a while: what is not synchronised is likely to be seen.
 #include <ucontext.h>
 
 #include <cmath>
@@ -20,7 +20,6 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -82,6 +81,7 @@ struct Block {
   std::vector<Warp> warps;
   std::map<int, Meeting> meetings;
   std::vector<Copy> copies;
+  u64 asleep_until = 0;
 };
 
 struct OwnCopy {
@@ -100,8 +100,7 @@ struct Fibre {
 };
 
 struct Grid {
-  int blocks, threads, cluster;
-  std::vector<Meeting> clusters;
+  int blocks, threads;
 };
 
 inline std::vector<Grid> grids;
@@ -132,11 +131,11 @@ inline void start() {
   give_way();
 }
 
-inline void launch(int blocks, int threads, int cluster, u32 bytes, std::function<void()> body) {
+inline void launch(int blocks, int threads, u32 bytes, std::function<void()> body) {
   const int grid = (int)grids.size();
-  grids.push_back({blocks, threads, cluster, std::vector<Meeting>(blocks / cluster)});
+  grids.push_back({blocks, threads});
   for (int b = 0; b < blocks; ++b) {
-    Block* block = new Block{b, grid, std::vector<unsigned char>(bytes, 0xFF), {}, {}, {}, {}};
+    Block* block = new Block{b, grid, std::vector<unsigned char>(bytes, 0xFF), {}, {}, {}, {}, 0};
     block->warps.resize((threads + 31) / 32);
     all_blocks.push_back(block);
     for (int t = 0; t < threads; ++t) {
@@ -174,12 +173,14 @@ inline bool run(u64 rounds) {
     const size_t first = random_() % fibres.size();
     for (size_t i = 0; i < fibres.size(); ++i) {
       Fibre* fibre = fibres[(first + i) % fibres.size()];
-      if (fibre->over || random_() % 8 == 0) continue;
+      if (fibre->over || fibre->block->asleep_until > round || random_() % 8 == 0) continue;
       current = fibre;
       swapcontext(&scheduler, &fibre->context);
       if (fibre->over) --left;
     }
     deliver(true);
+    for (Block* block : all_blocks)  // some fall far behind the others, now and then
+      if (random_() % 256 == 0) block->asleep_until = round + random_() % 256;
     clock_ += 1000;
   }
   for (Fibre* fibre : fibres) delete fibre;
@@ -196,15 +197,6 @@ inline Grid& grid() { return grids[block().grid]; }
 struct Index {
   int x;
 };
-
-inline Block& neighbour(u32 place) {
-  const int in_cluster = (int)(place >> 28) - 1, cluster = grid().cluster;
-  for (Block* other : all_blocks)
-    if (other->grid == block().grid &&
-        other->index == block().index / cluster * cluster + in_cluster)
-      return *other;
-  abort();
-}
 
 }  // namespace emulator
 
@@ -306,11 +298,6 @@ inline void sync_block() {
   emulator::meet(emulator::block().meetings[0], emulator::grid().threads, [] {});
 }
 inline void sync_lanes() { emulator::meet(emulator::warp().lanes, 32, [] {}); }
-inline void sync_cluster() {
-  emulator::Grid& grid = emulator::grid();
-  emulator::meet(grid.clusters[emulator::block().index / grid.cluster],
-                 grid.cluster * grid.threads, [] {});
-}
 inline void add_release(u32* counter) { ++*counter; }
 inline u32 load_acquire(const u32* counter) {
   emulator::give_way();
@@ -334,14 +321,3 @@ inline void peek_two(const u64* from, u64& first, u64& second) {
 inline int load_host(const int* from) { return *(const volatile int*)from; }
 inline void store_host(int* to, int value) { *to = value; }
 inline u64 nanoseconds() { return emulator::clock_ + 1; }
-inline u32 place_in(u32 at, u32 rank) { return at | (rank + 1) << 28; }
-inline void store_cluster(u32 place, float a, float b) {
-  float values[2] = {a, b};
-  memcpy(emulator::neighbour(place).memory.data() + (place & 0xFFFFFFF), values, 8);
-}
-inline void barrier_arrive_cluster(u32 place) {
-  emulator::Barrier& barrier = emulator::neighbour(place).barriers.at(place & 0xFFFFFFF);
-  --barrier.pending;
-  barrier.settle();
-}
-inline void barrier_wait_cluster(u32 at, u32 parity) { barrier_wait(at, parity); }

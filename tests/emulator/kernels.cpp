@@ -8,7 +8,7 @@ extern "C" {
 
 void queue_chain(int blocks, const void* products, int count, u32* finished, const void* peers,
                  int exchanges, int done_counts, int* stop, u64 limit) {
-  emulator::launch(blocks, CHAIN_THREADS, CLUSTER, CHAIN_BYTES, [=] {
+  emulator::launch(blocks, CHAIN_THREADS, CHAIN_BYTES, [=] {
     chain((const Product*)products, count, finished, (const Peers*)peers, exchanges, done_counts,
           stop, limit);
   });
@@ -16,7 +16,7 @@ void queue_chain(int blocks, const void* products, int count, u32* finished, con
 
 void queue_exchange(int blocks, int threads, const void* peers, const u32* from, u32* out,
                     long long words, int mode, int* stop, u64 limit) {
-  emulator::launch(blocks, threads, 1, 0, [=] {
+  emulator::launch(blocks, threads, 0, [=] {
     exchange((const Peers*)peers, from, out, words, mode, stop, limit);
   });
 }

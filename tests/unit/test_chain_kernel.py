@@ -1,6 +1,6 @@
 """The chain and exchange kernels on a processor (tests/emulator), against NumPy; no GPU.
 
-Blocks, warps, rings, late copies, clusters and the inboxes of several ranks are emulated thread by
+Blocks, warps, rings, late copies and the inboxes of several ranks are emulated thread by
 thread in random order. What is left to a GPU: its instructions, and its memory's own ordering.
 """
 
@@ -30,17 +30,17 @@ PEERS = np.dtype([("inbox", "u8", 8), ("done", "u8"), ("rank", "i4"), ("size", "
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Any]:
-    """The emulated kernels of (row_tiles, cluster); a small ring, so that all of it is reused."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """The emulated kernels for so many row tiles; a small ring, so that all of it is reused."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     folder, built = tmp_path_factory.mktemp("kernels"), {}
 
-    def build(row_tiles: int, cluster: int) -> Any:
-        if (row_tiles, cluster) not in built:
-            path = folder / f"chain_{row_tiles}_{cluster}.so"
-            geometry = Geometry(row_tiles, 6, slots=3, ahead=3, flying=2, cluster=cluster)
+    def build(row_tiles: int) -> Any:
+        if row_tiles not in built:
+            path = folder / f"chain_{row_tiles}.so"
+            geometry = Geometry(row_tiles, 6, slots=3, ahead=3, flying=3)
             macros = geometry.options[1:]
             includes = ["-I", str(ROOT / "mpissd/backend/kernels")]
             source = str(ROOT / "tests/emulator/kernels.cpp")
@@ -53,9 +53,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], An
             if "_Float16" in done.stderr:
                 pytest.skip("the C++ compiler knows no _Float16")
             assert done.returncode == 0, done.stderr
-            built[row_tiles, cluster] = ctypes.CDLL(str(path))
-            assert built[row_tiles, cluster].chain_bytes() == geometry.shared_bytes
-        return built[row_tiles, cluster]
+            built[row_tiles] = ctypes.CDLL(str(path))
+            assert built[row_tiles].chain_bytes() == geometry.shared_bytes
+        return built[row_tiles]
 
     return build
 
@@ -126,24 +126,20 @@ def run(kernels: Any, seed: int = 1) -> None:
     assert kernels.run_queued(ctypes.c_uint64(ROUNDS), seed), "not over"
 
 
-CASES = [  # row tiles, cluster, rows, shapes
-    (1, 1, 1, [(64, 48), (32, 80), (64, 16)]),
-    (1, 1, 5, [(1120, 96), (96, 1056), (1056, 64)]),  # depths of several slots, and a rest
-    (1, 2, 8, [(1120, 96), (96, 1056), (1056, 64)]),
-    (1, 2, 3, [(32, 32), (32, 48)]),  # half of the blocks get no depth
-    (2, 1, 13, [(96, 640), (640, 32)]),  # 10 tiles a block: two units
-    (2, 2, 16, [(96, 640), (640, 32)]),
-    (3, 2, 24, [(64, 448), (448, 64)]),
-    (4, 1, 32, [(64, 448), (448, 64)]),
-    (4, 2, 70, [(64, 192), (192, 64)]),  # three groups of rows
+CASES = [  # row tiles, rows, shapes
+    (1, 1, [(64, 48), (32, 80), (64, 16)]),
+    (1, 5, [(1120, 96), (96, 1056), (1056, 64)]),  # depths of several slots, and a rest
+    (2, 13, [(96, 640), (640, 32)]),  # 10 tiles a block: two units
+    (3, 24, [(64, 448), (448, 64)]),
+    (4, 70, [(64, 192), (192, 64)]),  # three groups of rows
 ]
 
 
-@pytest.mark.parametrize("row_tiles, cluster, rows, shapes", CASES)
+@pytest.mark.parametrize("row_tiles, rows, shapes", CASES)
 def test_a_chain_is_numpys(
-    library: Any, row_tiles: int, cluster: int, rows: int, shapes: list[tuple[int, int]]
+    library: Any, row_tiles: int, rows: int, shapes: list[tuple[int, int]]
 ) -> None:
-    kernels, rank = library(row_tiles, cluster), Rank(rows)
+    kernels, rank = library(row_tiles), Rank(rows)
     widths = [shapes[0][0]] + [columns for _, columns in shapes]
     buffers = [rank.memory.poisoned(rows, width + 16) for width in widths]
     inputs = [rank.memory.random(rows, widths[0]) for _ in range(2)]
@@ -179,7 +175,7 @@ def test_a_chain_is_numpys(
 
 def test_products_of_one_input_are_shared_out_together(library: Any) -> None:
     """q, k, v, then o from q: 17 tiles over four blocks, which begin and end within products."""
-    kernels, rank, rows = library(1, 1), Rank(3), 5
+    kernels, rank, rows = library(1), Rank(3), 5
     x = rank.memory.random(rows, 544)
     qkv, out = rank.memory.poisoned(rows, 17 * 16), rank.memory.poisoned(rows, 64)
     edges = [0, 192, 208, 272]
@@ -199,10 +195,10 @@ def test_products_of_one_input_are_shared_out_together(library: Any) -> None:
     assert relative_error(out, expected) <= tolerance(1)
 
 
-@pytest.mark.parametrize("size, row_tiles, cluster", [(2, 1, 1), (2, 2, 2), (4, 1, 2)])
-def test_ranks_add_up_within_a_chain(library: Any, size: int, row_tiles: int, cluster: int) -> None:
+@pytest.mark.parametrize("size, row_tiles", [(2, 1), (2, 2), (4, 1)])
+def test_ranks_add_up_within_a_chain(library: Any, size: int, row_tiles: int) -> None:
     """Four exchanges a launch, two launches: slots of the inboxes are used again and again."""
-    kernels, rows, width, capacity = library(row_tiles, cluster), 8 * row_tiles - 1, 96, 4096
+    kernels, rows, width, capacity = library(row_tiles), 8 * row_tiles - 1, 96, 4096
     ranks = [Rank(10 + number, size, capacity) for number in range(size)]
     jobs = []
     for number, rank in enumerate(ranks):
@@ -237,7 +233,7 @@ def test_ranks_add_up_within_a_chain(library: Any, size: int, row_tiles: int, cl
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("words", [1, 2, 255, 256, 1300])
 def test_ranks_add_up_and_gather(library: Any, size: int, words: int) -> None:
-    kernels, capacity = library(1, 1), 2048
+    kernels, capacity = library(1), 2048
     ranks = [Rank(20 + number, size, capacity) for number in range(size)]
     for number, rank in enumerate(ranks):
         rank.introduce(number, ranks, capacity)
@@ -260,7 +256,7 @@ def test_ranks_add_up_and_gather(library: Any, size: int, words: int) -> None:
 
 
 def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
-    kernels, capacity, width = library(1, 1), 256, 32
+    kernels, capacity, width = library(1), 256, 32
     ranks = [Rank(number, 2, capacity) for number in range(2)]
     ranks[0].introduce(0, ranks, capacity)
     rank = ranks[0]

@@ -6,9 +6,13 @@ without rounds of ours; the decoding loops have to commit the same tokens, round
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.__main__ import main
+from mpissd.backend.profile import load_profile
 from mpissd.config import PredictConfig, RunConfig, parse_flags, parse_into
 from mpissd.decode.draft import Drafter, DraftPolicy
 from mpissd.decode.speculator import InlineSpeculator, Speculator
@@ -415,7 +420,7 @@ COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_ro
 )
 @needs_mpi[0]
 @needs_mpi[1]
-def test_a_whole_job(tmp_path: Any, np_: int, flags: tuple[str, ...], draft: str) -> None:
+def test_a_whole_job(tmp_path: Path, np_: int, flags: tuple[str, ...], draft: str) -> None:
     """It passes the gates, says what it was, and emits the tokens that every mode emits."""
     done = launch(np_, *COMMON, *flags, folder=tmp_path / "out")
     row = done.row
@@ -434,19 +439,97 @@ def test_a_whole_job(tmp_path: Any, np_: int, flags: tuple[str, ...], draft: str
         assert names["config"]["pair"] == "8b/medusa:8b"
 
 
+MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
+MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=2", "--batch_size=3")
+
+
+@pytest.fixture(scope="module")
+def ar_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of what the target alone emits."""
+    folder = tmp_path_factory.mktemp("ar") / "out"
+    return str(launch(1, *MARKOV, "--mode=ar", folder=folder).row["token_digest"])
+
+
 @needs_mpi[0]
 @needs_mpi[1]
 @pytest.mark.parametrize("schedule", ["pearl", "amusd", "lookup"])
-def test_a_schedule_is_lossless_on_language_models(tmp_path: Any, schedule: str) -> None:
+def test_a_schedule_is_lossless_on_language_models(
+    tmp_path: Path, ar_digest: str, schedule: str
+) -> None:
     """At temperature 0 it emits what AR emits."""
-    flags = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov")
-    flags += ("--num_tokens=40", "--vocab=12", "--prompt_tokens=20", "--warmup_rounds=2")
     np_ = 1 if schedule == "lookup" else 2
-    done = launch(np_, *flags, f"--schedule={schedule}", folder=tmp_path / "a")
-    ar = launch(1, *flags, "--mode=ar", folder=tmp_path / "b")
-    assert done.row["token_digest"] == ar.row["token_digest"]
-    assert done.row["acceptance_length"] > 1
+    done = launch(np_, *MARKOV, f"--schedule={schedule}", folder=tmp_path / "out")
+    assert done.row["token_digest"] == ar_digest and done.row["acceptance_length"] > 1
 
 
 def test_a_run_config_made_by_hand_needs_no_schedule() -> None:
     assert RunConfig(mode="sd", backup="fast", target="8b").is_lookup
+
+
+# The table.
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDIES = [("2", "h200"), ("3", "h100")]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """launch/schedules.py as a module."""
+    where = ROOT / "launch" / "schedules.py"
+    spec = importlib.util.spec_from_file_location("launch_schedules", where)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(gpus: str, device: str) -> argparse.Namespace:
+    out = ROOT / "results" / "emulated-schedules"
+    return argparse.Namespace(out=out, gpus=int(gpus), device=device, tokens=1000, seed=1)
+
+
+@pytest.mark.parametrize(("gpus", "device"), STUDIES)
+def test_every_line_of_the_table_is_a_run_on_equal_gpus(
+    script: Any, gpus: str, device: str
+) -> None:
+    memory = load_profile(device).memory_bytes
+    for target in script.TARGETS:
+        for alpha in script.ALPHAS:
+            lines = [
+                (entry, *script.command(told(gpus, device), target, alpha, entry))
+                for entry in script.entries(target, alpha)
+            ]
+            assert len({tuple(flags) for _, _, *flags in lines}) == len(lines) == 13
+            for entry, ranks, *flags in lines:
+                parts = [flag[2:].partition("=") for flag in flags]
+                config = parse_flags({name: value or "True" for name, _, value in parts})
+                tp = int(ranks) - config.drafts
+                found = resolve(config, tp, backend="emulated", memory_bytes=memory)
+                assert found.world_size == int(ranks) <= int(gpus) and found.tp in (1, 2)
+                assert found.world_size == int(gpus) or (gpus == "3" and entry.inline)
+
+
+def test_k_is_the_best_by_its_formula(script: Any) -> None:
+    """On an H200: 17.9 ms a 70B verification at T = 2, 0.93 ms a 1B step with its LM head."""
+    by_name = {entry.name: entry for entry in script.entries("70b", 0.8)}
+    t = script.forward_s("h200", "70b", 2, 13)
+    s = script.forward_s("h200", "1b", 1, 1)
+    rates = [(1 - 0.8 ** (k + 1)) / 0.2 / (t + k * s) for k in range(1, 13)]
+    assert script.lengths(by_name["sd"], "h200", "70b", 2, 0.8)[0] == 1 + int(np.argmax(rates))
+    assert script.lengths(by_name["pearl"], "h200", "70b", 2, 0.8)[0] == 12  # all of it is hidden
+    assert script.lengths(by_name["amusd"], "h200", "70b", 2, 0.8)[0] == 14
+    k, backup = script.lengths(by_name["ssd, A = 0.75"], "h200", "70b", 2, 0.8)
+    assert k == 12 and 1 < backup < 12
+    assert script.ranks_for("70b", 3) == script.ranks_for("8b", 2) == 2
+    assert script.ranks_for("8b", 1) == 1
+
+
+@pytest.mark.parametrize(("gpus", "device"), STUDIES)
+def test_the_committed_tables_are_what_the_rows_say(script: Any, gpus: str, device: str) -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text("utf-8")
+    for target in script.TARGETS:
+        for alpha in script.ALPHAS:
+            text = script.table(told(gpus, device), (target, alpha))
+            assert text in page and text.endswith("All emitted the same tokens: yes.")
+            assert text.count("\n| ") == 14  # the head, and a line for each

@@ -3,21 +3,21 @@
 // Weights do not depend on what is computed: one warp of each block (the reader) copies the block's
 // share of all weights, product after product, through a ring in shared memory, as fast as memory
 // gives it. The other warps multiply what is there. Between two products they wait until all blocks
-// have written; the ring keeps the memory busy meanwhile (192 KiB a block, 5.6 us on an H200).
+// have written (2.2 us on an H200); the ring, 176 KiB a block, keeps the memory busy meanwhile.
 //
-// A block owns some columns of each product, 16 at a time (a tile), and multiplies TILES at
-// most at once (a unit). Its warps share the depth: a slot of the ring holds 512 rows of a tile, of
-// which each warp takes 64. So every lane reads its own part of x and no other's, AHEAD slots before
-// it is needed, and the warps' sums meet at the end of a unit. With CLUSTER = 2 two blocks share
-// twice as many columns and each takes half of the depth: x is read half as often.
+// A block owns some columns of each product, 16 at a time (a tile), and multiplies at most TILES
+// tiles at once (a unit). Its warps share the depth: a slot of the ring holds 512 rows of a tile, of
+// which each warp takes 64. So every lane reads its own part of x and no other's, some slots before
+// it is needed, and the warps' sums meet at the end of a unit.
 //
-// Weights lie in the order in which lanes take them (see pack in cupy_chain.py): [tile][pair of 16
+// Weights lie in the order in which lanes take them (pack in chain_plan.py): [tile][pair of 16
 // rows][2][lane][8]. Lane 4 r + c of step h holds columns r and r + 8, rows 8 c + 4 h to 8 c + 4 h + 3
 // of the pair's 32; so 16 bytes of x, rows 8 c to 8 c + 7, are its share of both steps.
 //
-// Macros: ROW_TILES (of 8 rows of x), CLUSTER, SLOTS, AHEAD, TILES (of a unit): as many as 168
-// registers a thread hold, which is what nine warps get; FLYING: copies that a block has under way.
-// More than memory needs to be busy would only queue, and what the blocks tell each other with them.
+// Macros: ROW_TILES (of 8 rows of x); SLOTS of the ring; AHEAD, places for x; TILES of a unit, as many
+// as 168 registers a thread hold, which is what nine warps get; FLYING, copies that a block has under
+// way: more than memory needs to be busy would only queue, and what the blocks tell each other behind
+// them (8B, one row: 3.34 ms with 6, 3.25 with 3).
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
 constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
 constexpr int ROUND = 4;                            // tiles whose sums meet at once
@@ -27,10 +27,10 @@ constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
 constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // of x, for one slot
 constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
 constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
-constexpr int HALVES_AT = SUMS_AT + WARPS * WARP_WORDS * 4;        // from the other block
-constexpr int BARRIERS_AT = HALVES_AT + (CLUSTER - 1) * 2 * ROUNDS * MULTIPLIERS * 8;
-constexpr int PEERS_AT = BARRIERS_AT + (2 * SLOTS + 2) * 8;
+constexpr int BARRIERS_AT = SUMS_AT + WARPS * WARP_WORDS * 4;
+constexpr int PEERS_AT = BARRIERS_AT + 2 * SLOTS * 8;
 constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
+static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
 static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
 
 struct Product {
@@ -46,19 +46,16 @@ struct Product {
   int before;       // tiles of the group before this product's
 };
 
-struct Share {
+struct Share {  // of a block
   int first, last;  // tiles
-  int begin, end;   // pairs
   int units;
 };
 
 __device__ __forceinline__ Share share_of(const Product& product) {
-  const int groups = gridDim.x / CLUSTER, group = blockIdx.x / CLUSTER, half = blockIdx.x % CLUSTER;
+  const int blocks = gridDim.x, block = blockIdx.x;
   Share s;
-  s.first = min(product.tiles, max(0, product.group_tiles * group / groups - product.before));
-  s.last = min(product.tiles, max(0, product.group_tiles * (group + 1) / groups - product.before));
-  s.begin = product.pairs * half / CLUSTER;
-  s.end = product.pairs * (half + 1) / CLUSTER;
+  s.first = min(product.tiles, max(0, product.group_tiles * block / blocks - product.before));
+  s.last = min(product.tiles, max(0, product.group_tiles * (block + 1) / blocks - product.before));
   s.units = (s.last - s.first + TILES - 1) / TILES;
   return s;
 }
@@ -69,13 +66,13 @@ __device__ __forceinline__ int unit_start(const Share& share, int unit) {
 
 // The depth in slots. Blocks begin at different ones: all would want the same lines of x at once.
 struct Depth {
-  int begin, end, slots, first;
-  __device__ __forceinline__ explicit Depth(const Share& share)
-      : begin(share.begin), end(share.end), slots((end - begin + SLOT_PAIRS - 1) / SLOT_PAIRS),
-        first(slots ? blockIdx.x % slots : 0) {}
+  int pairs, slots, first;
+  __device__ __forceinline__ explicit Depth(const Product& product)
+      : pairs(product.pairs), slots((pairs + SLOT_PAIRS - 1) / SLOT_PAIRS),
+        first(blockIdx.x % slots) {}
   __device__ __forceinline__ int start(int i) const {
     int slot = first + i;
-    return begin + SLOT_PAIRS * (slot < slots ? slot : slot - slots);
+    return SLOT_PAIRS * (slot < slots ? slot : slot - slots);
   }
 };
 
@@ -105,11 +102,11 @@ __device__ void read_weights(const Product* products, int count, u32 memory) {
   for (int p = 0; p < count; ++p) {
     const Product next = products[min(p + 1, count - 1)];  // is here when it is needed
     const Share share = share_of(product);
-    const Depth depth(share);
+    const Depth depth(product);
     for (int unit = 0; unit < share.units; ++unit) {
       const int tile = unit_start(share, unit), stop = unit_start(share, unit + 1);
       for (int i = 0; i < depth.slots; ++i) {
-        const int pair = depth.start(i), pairs = min(SLOT_PAIRS, depth.end - pair);
+        const int pair = depth.start(i), pairs = min(SLOT_PAIRS, depth.pairs - pair);
         for (int t = tile; t < stop; ++t) {
           const u16* from = product.weight + ((long long)t * product.pairs + pair) * (PAIR_BYTES / 2);
           if (++flying > FLYING) {
@@ -167,7 +164,7 @@ class ColumnsAhead {
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
-        const bool wanted = mine < depth.end && row < product.rows;
+        const bool wanted = mine < depth.pairs && row < product.rows;
         const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
                           8 * (at_.lane % 4);
         copy_own(to + i * (16 * MULTIPLIERS), wanted ? from : product.x, wanted);
@@ -211,7 +208,7 @@ __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product
   for (int i = 0; i < depth.slots; ++i) {
     Columns x;
     ahead.take(x, product, depth);
-    const int pairs = depth.end - depth.start(i);
+    const int pairs = depth.pairs - depth.start(i);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       if (t >= tiles) break;
@@ -249,45 +246,6 @@ __device__ __forceinline__ Both sum_of_warps(const float* sums, const Place& at)
   return both;
 }
 
-#if CLUSTER > 1
-// Two blocks, each with half of the depth: tile by tile one of them gets the other's sums.
-class Halves {
- public:
-  __device__ __forceinline__ explicit Halves(u32 memory) : memory_(memory) {}
-
-  // Whether this lane's places are this block's to finish; `both` is then whole.
-  __device__ __forceinline__ bool meet(Both (&both)[ROUNDS], const Place& at) {
-    const u32 rank = blockIdx.x % CLUSTER, parity = meetings_ & 1;
-    const bool own = at.lane / 8 % 2 == rank;
-    const u32 box = memory_ + HALVES_AT + 8 * (parity * ROUNDS * MULTIPLIERS + 32 * at.warp + at.lane);
-    const u32 barrier = memory_ + BARRIERS_AT + 8 * (2 * SLOTS + parity);
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r)
-      if (!own) store_cluster(place_in(box + 8 * MULTIPLIERS * r, 1 - rank), both[r].a, both[r].b);
-    sync_lanes();
-    if (at.lane == 0) barrier_arrive_cluster(place_in(barrier, 1 - rank));
-    barrier_wait_cluster(barrier, meetings_ / 2 & 1);
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-      const float* there = (const float*)(block_memory() + (box + 8 * MULTIPLIERS * r - memory_));
-      both[r].a += own ? there[0] : 0;
-      both[r].b += own ? there[1] : 0;
-    }
-    ++meetings_;
-    return own;
-  }
-
- private:
-  u32 memory_, meetings_ = 0;
-};
-#else
-class Halves {
- public:
-  __device__ __forceinline__ explicit Halves(u32) {}
-  __device__ __forceinline__ bool meet(Both (&)[ROUNDS], const Place&) { return true; }
-};
-#endif
-
 // A round's sums meet: of row tile r / GROUPS, and of ROUND tiles from r % GROUPS * ROUND on.
 __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, const Product& product,
                                        int tiles, const Place& at) {
@@ -314,18 +272,17 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
 // sent before anything is waited for.
 __device__ __forceinline__ void finish_unit(const Sums& sums, const Product& product, int first,
                                             int tiles, u32 number, const Watch& watch,
-                                            Halves& halves_, const Place& at) {
+                                            const Place& at) {
   const Peers& peers = *(const Peers*)(block_memory() + PEERS_AT);
   Both both[ROUNDS];
   add_up(both, sums, product, tiles, at);
-  const bool own = halves_.meet(both, at);
   u32 words[ROUNDS];
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass)
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
       const int row = r / GROUPS * 8 + at.warp, tile = r % GROUPS * ROUND + at.lane / 8;
-      if (!own || row >= product.rows || tile >= tiles) continue;
+      if (row >= product.rows || tile >= tiles) continue;
       const int column = 16 * (first + tile) + 2 * (at.lane % 8);
       const long long index = (long long)row * (8 * product.tiles) + column / 2;
       if (pass == 0) {
@@ -353,7 +310,6 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
                                          u32 number, const Watch& watch, u32 memory) {
   const Place at = {(int)threadIdx.x / 32, (int)threadIdx.x % 32};
   Ring ring(memory);
-  Halves halves_(memory);
   ColumnsAhead ahead(memory, at);
   Sums sums;
   int seen = -1;
@@ -361,7 +317,7 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
   for (int p = 0; p < count; ++p) {
     const Product next = products[min(p + 1, count - 1)];  // is here when it is needed
     const Share share = share_of(product);
-    const Depth depth(share);
+    const Depth depth(product);
     if (share.units && product.after > seen) {
       seen = product.after;
       wait_for_blocks(finished + seen, goal, watch);
@@ -370,7 +326,7 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
     for (int unit = 0; unit < share.units; ++unit) {
       const int first = unit_start(share, unit), tiles = unit_start(share, unit + 1) - first;
       multiply_unit(sums, product, depth, tiles, ahead, ring, at);
-      finish_unit(sums, product, first, tiles, number, watch, halves_, at);
+      finish_unit(sums, product, first, tiles, number, watch, at);
     }
     if (product.awaited) {
       sync_some(MULTIPLIERS);
@@ -383,9 +339,6 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
 // finished[count + 1]: blocks that have finished each awaited product (the last is), over all
 // launches; then the launches.
 extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
-#endif
     chain(const Product* products, int count, u32* finished, const Peers* everybody, int exchanges,
           int done_counts, int* stop, u64 limit) {
   const u32 memory = shared_address(block_memory());
@@ -394,7 +347,6 @@ extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
       barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
       barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
     }
-    for (int i = 0; i < 2; ++i) barrier_make(memory + BARRIERS_AT + 8 * (2 * SLOTS + i), WARPS);
     barriers_made();
   }
   const u32 launches = finished[count], goal = (launches + 1) * gridDim.x;
@@ -402,11 +354,7 @@ extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
   Peers* peers = (Peers*)(block_memory() + PEERS_AT);
   if (exchanges && threadIdx.x == 0) *peers = *everybody;
   const u32 number = exchanges ? everybody->done[0] : 0;
-#if CLUSTER > 1
-  sync_cluster();
-#else
   sync_block();
-#endif
   if (threadIdx.x >= MULTIPLIERS) {
     if (threadIdx.x == MULTIPLIERS) read_weights(products, count, memory);
   } else {
@@ -419,8 +367,4 @@ extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
           peers->done[i] = number + exchanges;
     }
   }
-#if CLUSTER > 1
-  sync_lanes();
-  sync_cluster();  // a block that has ended could not be written to
-#endif
 }

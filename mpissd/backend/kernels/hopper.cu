@@ -103,32 +103,3 @@ __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-
-// The same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ u32 place_in(u32 at, u32 rank) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
-
-__device__ __forceinline__ void store_cluster(u32 place, float a, float b) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(a), "f"(b) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive_cluster(u32 place) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
-               ::"r"(place) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
-  u32 over = 0;
-  while (!over)
-    asm volatile("{\n.reg .pred over;\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, over;\n}"
-                 : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
