@@ -22,6 +22,7 @@ Config = TypeVar("Config")
 
 _MOST_DRAFTS = 4
 DEFAULT_VOCAB = 64
+_ACCEPTANCE_FAST = "alpha:0.3"
 _LAWS = ("alpha", "acceptance", "p_hit", "hit_a", "hit_r")  # of the gemm workload alone
 _MODELS = (  # of the markov workload alone
     "temperature",
@@ -129,7 +130,7 @@ class RunConfig:
     acceptance: str | None = flag(
         None, words, "alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE (default alpha:0.8)"
     )
-    acceptance_fast: str = flag("alpha:0.3", words, "acceptance of --backup=fast tokens")
+    acceptance_fast: str = flag(_ACCEPTANCE_FAST, words, "acceptance of --backup=fast tokens")
     p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence (ssd)")
     hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r (ssd)")
     hit_r: float | None = flag(None, number(0), "r of the hit law")
@@ -149,7 +150,7 @@ class RunConfig:
     saguaro_c: float | None = flag(
         None, number(0, 1), "C of Saguaro sampling (markov, ssd; default 1: plain)"
     )
-    prompt_tokens: int | None = flag(None, integer(1), "prompt length (markov; default 1)")
+    prompt_tokens: int | None = flag(None, integer(1, 1 << 20), "prompt length (markov; default 1)")
     stop_token: int | None = flag(None, integer(0), "ends a sequence (markov; default none)")
     all_reduce: str = flag(
         "auto", choice("auto", "oneshot", "nccl", "mpi", "staged"), "how target ranks add up"
@@ -190,11 +191,12 @@ class RunConfig:
         if (self.target is None) != (self.draft is None) and needs_draft:
             missing = "draft" if self.draft is None else "target"
             raise ConfigError(f"{missing}: needed beside the other with mode={self.mode}")
-        one_list = is_tail(self.fan_out) or self.fan_out.startswith("adaptive")
-        if one_list and self.fan_out_miss is not None:
-            raise ConfigError(f"fan_out_miss with fan_out={self.fan_out}: allowed: one of them")
+        if self.fan_out_miss is not None:
+            self._check_lists(self.fan_out_miss)
         if self.backup == "auto" and self.mode != "ssd":
             raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
+        if self.backup == "auto" and self.drafts > 1:  # each would time the others' misses, too
+            raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
         self._check_workload()
         if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
             raise ConfigError(
@@ -210,6 +212,15 @@ class RunConfig:
         if self.world_size is not None and not self.dry_run:
             raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
 
+    def _check_lists(self, fan_out_miss: str) -> None:
+        """A list that follows what is served or committed is one for all trunks."""
+        for name, text in (("fan_out", self.fan_out), ("fan_out_miss", fan_out_miss)):
+            if is_tail(text) or text.strip().startswith("adaptive"):
+                raise ConfigError(
+                    f"{name}={text} with both fan_out and fan_out_miss: allowed: uniform, "
+                    "geometric, list"
+                )
+
     def _check_workload(self) -> None:
         """Flags of one workload are refused with the other: they would change nothing."""
         markov = self.workload == "markov"
@@ -220,8 +231,18 @@ class RunConfig:
                 raise ConfigError(
                     f"{name}={value} with workload={self.workload}: allowed: workload={other}"
                 )
-        if self.saguaro_c is not None and self.saguaro_c < 1 and self.mode != "ssd":
-            raise ConfigError(f"saguaro_c={self.saguaro_c} with mode={self.mode}: allowed: 1")
+        if markov and self.acceptance_fast != _ACCEPTANCE_FAST:
+            raise ConfigError(
+                f"acceptance_fast={self.acceptance_fast} with workload=markov: allowed: "
+                "workload=gemm"
+            )
+        damped = self.saguaro_c is not None and self.saguaro_c < 1
+        if damped and (self.mode != "ssd" or self.temperature == 0):
+            at = f"mode={self.mode}, temperature={self.temperature:g}"
+            raise ConfigError(
+                f"saguaro_c={self.saguaro_c} with {at}: allowed: 1, or mode=ssd and a "
+                "temperature above 0"
+            )
         if self.stop_token is not None and self.stop_token >= (self.vocab or DEFAULT_VOCAB):
             raise ConfigError(
                 f"stop_token={self.stop_token}: allowed: 0..{(self.vocab or DEFAULT_VOCAB) - 1}"
@@ -294,7 +315,7 @@ class PlanConfig:
     pair: str | None = flag(None, words, "TARGET/DRAFT (default 8b/1b)")
     alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
     acceptance: str | None = flag(None, words, "as in run")
-    acceptance_fast: str = flag("alpha:0.3", words, "acceptance of --backup=fast tokens")
+    acceptance_fast: str = flag(_ACCEPTANCE_FAST, words, "acceptance of --backup=fast tokens")
     p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence")
     hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r")
     hit_r: float | None = flag(None, number(0), "r of the hit law")

@@ -25,6 +25,7 @@ from mpissd.workload.markov_model import MarkovModel
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
 PRIOR_ALPHA = 0.8  # of an acceptance that nobody told
+_MOST_ROW_BYTES = 1 << 30
 _SPARE_BYTES = 1 << 30  # of device memory, for activations, graphs and libraries
 
 
@@ -221,6 +222,9 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
     fan_out: tuple[int, ...] = ()
     fan_out_miss: tuple[int, ...] = ()
     fan_out_fast: tuple[int, ...] | None = None
+    if config.mode == "sd":  # nothing is grown, but what was said has to make sense
+        text = tail_list(config.fan_out, lookahead, lookahead)
+        _fan_out(config, text, lookahead, primary.hazards, hit_law)
     if config.mode == "ssd":
         text = tail_list(config.fan_out, lookahead, lookahead)
         fan_out = _fan_out(config, text, lookahead, primary.hazards, hit_law)
@@ -233,8 +237,9 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
             hazards = acceptance[Source.FAST].hazards
             fast = tuple(rate * (rank < backup_lookahead) for rank, rate in enumerate(hazards))
             fan_out_fast = _fan_out(config, text, lookahead, fast, hit_law)
+        budget = adaptive_budget(config.fan_out)
         for listed in (fan_out, fan_out_miss, fan_out_fast or fan_out):
-            _check_fan_out(config, listed, target, draft)
+            _check_fan_out(config, max(budget or 0, *listed), target, draft)
     return Job(
         config=config,
         tp=tp,
@@ -264,23 +269,40 @@ def _fan_out(
 
 
 def _check_fan_out(
-    config: RunConfig, fan_out: tuple[int, ...], target: ModelShape, draft: ModelShape | None
+    config: RunConfig, widest: int, target: ModelShape, draft: ModelShape | None
 ) -> None:
     """ConfigError where a row can't have so many candidates."""
-    if config.lm_head and draft and max(fan_out) + 1 > min(64, draft.vocab_size):
+    if config.lm_head and draft and widest + 1 > min(64, draft.vocab_size):
         most = min(64, draft.vocab_size) - 1
-        raise ConfigError(f"fan_out {fan_out} with lm_head: allowed: at most {most} a row")
+        raise ConfigError(
+            f"fan_out {config.fan_out} with lm_head: {widest} a row: allowed: at most {most}"
+        )
     if config.workload == "markov":  # a small vocabulary has fewer, and grows fewer
         return
-    if max(fan_out) + 2 > target.vocab_size:
+    if widest + 2 > target.vocab_size:
         raise ConfigError(
-            f"fan_out {fan_out}: allowed: at most vocab_size - 2 = {target.vocab_size - 2}"
+            f"fan_out {config.fan_out}: {widest} a row: allowed: at most vocab_size - 2 = "
+            f"{target.vocab_size - 2}"
+        )
+
+
+def _check_rows(job: Job) -> None:
+    """ConfigError where the rows of a round's proposals don't fit one message."""
+    laws, config = job.laws, job.config
+    if laws is None or laws.temperature == 0:
+        return
+    size = 4 * config.batch_size * job.lookahead * laws.vocab
+    if size > _MOST_ROW_BYTES:
+        raise ConfigError(
+            f"batch_size={config.batch_size}, lookahead={job.lookahead}, vocab={laws.vocab}: "
+            f"{size / 1e9:.1f} GB of sampled rows a round: allowed: {_MOST_ROW_BYTES / 1e9:.1f} GB"
         )
 
 
 def _check_memory(
     job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None
 ) -> None:
+    _check_rows(job)
     target, draft = job.rank_bytes(itemsize)
     for name, need, have in (
         (job.target.name, target, memory_bytes),

@@ -44,6 +44,7 @@ class DraftPhase(IntEnum):
     KEYS = 6  # candidates, cache
     GROW = 7  # steps over the branches, polls between them
     RECORD = 8
+    TRUNK = 9  # wait for what the other drafts answered (D > 1)
 
 
 class FollowPhase(IntEnum):

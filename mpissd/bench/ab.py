@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from mpissd.decode.draft import Drafter
 from mpissd.decode.target import TargetLoop
-from mpissd.rounds import Request
 from mpissd.trace import DraftPhase, LeadPhase, Ledger, NullLedger
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def ledger_pass(rank: Rank, *, quads: int = 10, per_block: int = 50) -> Overhead
     count = rank.session.job.config.batch_size
 
     def drive(loop: TargetLoop) -> Overhead:
-        loop.admit([Request(n, first_token=n) for n in range(count)])
+        loop.admit(rank.session.requests(0, count))
         return ledger_overhead(blocks_of(loop), quads=quads, per_block=per_block)
 
     return rank.run_pass(rank.target, drafter, drive)

@@ -119,9 +119,10 @@ def _draft_costs(
         costs |= _growth_costs(session, drafts[1], pause_s, again)
     steps_s = plain[DraftPhase.SPECULATE] - costs["draft_assemble"]
     if backup:
-        costs["step"] = steps_s / backup - pause_s(job.config.batch_size) + again
+        rows = -(-job.config.batch_size // max(1, job.config.drafts))
+        costs["step"] = steps_s / backup - pause_s(rows) + again
     elif drafts[-1].grow_s is not None:
-        branches = job.config.batch_size * sum(job.fan_out)
+        branches = job.config.batch_size * job.num_lanes
         costs["step"] = drafts[-1].grow_s - pause_s(branches) + again
     return costs
 

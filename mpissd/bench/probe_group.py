@@ -191,7 +191,7 @@ def open_groups(
     if backend.info.kind == "cpu":
         return {own.name: own}, []
     groups, refused = {own.name: own}, []
-    for choice in ("nccl", "staged") + ("device",) * cuda_aware:
+    for choice in ("oneshot", "nccl", "staged") + ("device",) * cuda_aware:
         if choice in groups:
             continue
         try:

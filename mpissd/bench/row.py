@@ -77,6 +77,7 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
 
 def _options(session: Session) -> dict[str, Any]:
     config, job = session.job.config, session.job
+    drafts_fast = job.laws is None and config.backup in ("fast", "auto") and job.draft is not None
     return {
         "inline_draft": job.inline,
         "all_reduce": session.group.name,
@@ -87,7 +88,7 @@ def _options(session: Session) -> dict[str, Any]:
         "on_late": config.on_late if job.fan_out else None,
         "backup": config.backup if job.draft else None,  # SD drafts by its backup alone
         "backup_lookahead": job.backup_lookahead if job.draft else None,
-        "acceptance_fast": config.acceptance_fast if config.backup == "fast" else None,
+        "acceptance_fast": config.acceptance_fast if drafts_fast else None,
         "num_layers": job.target.num_layers,
         "full_num_layers": job.full_target.num_layers,
         "seed": config.seed,
@@ -175,8 +176,7 @@ def _prediction(
 ) -> dict[str, Any]:
     """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
     job, profile = session.job, measured.profile
-    parallel = job.draft is not None and job.draft.num_tokens > 1  # the recurrence counts K steps
-    if not is_foretold(job) or job.is_tail or parallel:
+    if not is_foretold(job):
         return dict.fromkeys(_FORETOLD)
     found = predict_row(session.job, profile.device, profile.host, len(measured.records))
     rate = found["tok_per_s"]

@@ -161,6 +161,7 @@ class LeadEnd:
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
         wire.check_proposals(self._side.incoming, round_, count)
         self._side.carrier.release()
+        self._count(4 * (wire.HEADER + count * self._vocab))
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += 1

@@ -357,8 +357,10 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
         drafter.ledger.mark(DraftPhase.WAIT)
         if stop:
             return
-        speculation = _reply(link, drafter, drafter.answer(outcome))
+        answer = drafter.answer(outcome)
+        _reply(link, drafter, answer)
         drafter.ledger.mark(DraftPhase.SEND)
+        speculation = _served(link, drafter, answer)
         drafter.hear(speculation)
         if drafter.begin_growth(speculation):
             while drafter.growing and not link.outcome_arrived():
@@ -366,17 +368,21 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
         drafter.close_round(speculation)
 
 
-def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
-    """Sends what this draft answers; returns what is served, of all drafts."""
+def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
+    """Sends what this draft answers, if it answers anything."""
     policy = drafter.policy
-    if policy.share.num_drafts == 1 and not policy.sampled:
+    if policy.share.num_drafts == 1 or answer.source.any():
         link.send_speculation(answer)
-        return answer
-    mine = int(np.count_nonzero(answer.source))
-    if mine or policy.share.num_drafts == 1:
-        link.send_speculation(answer)
-    if rows := drafter.proposals():
+    if policy.sampled and (rows := drafter.proposals()):
         link.send_proposals(answer.round, rows)
-    if mine == drafter.num_live:
+
+
+def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
+    """What is served, of all drafts."""
+    policy = drafter.policy
+    if policy.share.num_drafts == 1 or answer.source.all():
         return answer
-    return link.trunk(answer.round, drafter.num_live, policy.lookahead, sampled=policy.sampled)
+    lookahead, sampled = policy.lookahead, policy.sampled
+    served = link.trunk(answer.round, drafter.num_live, lookahead, sampled=sampled)
+    drafter.ledger.mark(DraftPhase.TRUNK)
+    return served

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mpissd.errors import ConfigError
 from mpissd.job import Job
 from mpissd.predict.closed import expected
 from mpissd.predict.costs import DeviceCosts, HostCosts
@@ -16,9 +17,11 @@ _LAW_ROUNDS = 32
 
 
 def is_foretold(job: Job) -> bool:
-    """Whether the recurrence holds this job: imposed laws, and nothing that adapts."""
+    """Whether the recurrence holds this job: imposed laws, nothing that adapts, and a draft that
+    takes K steps over lists that are the same in every round."""
     fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
-    return job.laws is None and fixed
+    stepwise = job.draft is None or job.draft.num_tokens == 1
+    return job.laws is None and fixed and stepwise and not job.is_tail
 
 
 def predict_row(
@@ -34,7 +37,13 @@ def predict_row(
     exposed_us (mean draft wait), T_p, expected_tok_per_s (the laws' mean, long run), sampling_error
     (tok_per_s / expected_tok_per_s − 1: what these draws are worth) and sampling_sd (the standard
     deviation of that error over runs of as many rounds). Measured / tok_per_s − 1 is model error.
+    Raises ConfigError for a job that can't be foretold.
     """
+    if not is_foretold(job):
+        raise ConfigError(
+            "no prediction for what is sampled (markov), adapts (adaptive, auto), follows the last "
+            "served token (tail) or drafts several tokens a forward: allowed: fixed choices, gemm"
+        )
     found = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
     law = expect_by_law(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)

@@ -15,7 +15,7 @@ Rounds = dict[str, NDArray[Any]]
 
 K, N = 4, 200
 LEAD = [phase.name.lower() for phase in LeadPhase]
-DRAFT = [phase.name.lower() for phase in DraftPhase]
+DRAFT = [phase.name.lower() for phase in DraftPhase if phase != DraftPhase.TRUNK]
 
 
 def ledger(rng: np.random.Generator, us: list[float]) -> NDArray[np.int64]:

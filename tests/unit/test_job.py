@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -152,3 +153,28 @@ def test_a_draft_with_a_head_reads_out_the_candidates_it_may_need() -> None:
     assert job(pair="toy", lookahead=2, fan_out="list:1,7,2").draft_options.top_k == 1
     deep = job(pair="toy", lookahead=2, fan_out="list:1,7,2", lm_head=True)
     assert deep.draft_options.top_k == 8 and deep.options.top_k == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mode": "sd", "fan_out": "garbage"}, "unknown fan_out 'garbage'"),
+        ({"lm_head": True, "fan_out": "adaptive:100"}, "100 a row: allowed: at most 63"),
+        ({"fan_out": "adaptive:5000"}, "5000: allowed: 1 to 4096"),
+    ],
+)
+def test_lists_are_judged_whether_they_are_used_or_not(
+    flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(RunConfig(pair="8b/1b", **flags), 1, backend="emulated", memory_bytes=None)
+
+
+def test_rows_of_proposals_have_to_fit_a_message() -> None:
+    config = RunConfig(
+        pair="8b/1b", workload="markov", vocab=50000, batch_size=4096, lookahead=16, temperature=1.0
+    )
+    with pytest.raises(ConfigError, match="GB of sampled rows a round"):
+        resolve(config, 1, backend="emulated", memory_bytes=None)
+    greedy = replace(config, temperature=0.0)  # certain tokens have no rows
+    assert resolve(greedy, 1, backend="emulated", memory_bytes=None).laws is not None

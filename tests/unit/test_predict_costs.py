@@ -123,7 +123,7 @@ def test_every_phase_that_costs_the_host_has_a_field() -> None:
     lead = {phase.name.lower() for phase in LeadPhase}
     assert {waits.get(name, f"lead_{name}") for name in lead} <= names
     mixed = {"wait": "draft_read", "speculate": "draft_assemble"}
-    mixed |= {"glue": "glue", "keys": "keys", "grow": "step"}
+    mixed |= {"glue": "glue", "keys": "keys", "grow": "step", "trunk": "link"}
     draft = {phase.name.lower() for phase in DraftPhase}
     assert {mixed.get(name, f"draft_{name}") for name in draft} <= names
 

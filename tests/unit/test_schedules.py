@@ -79,7 +79,10 @@ def test_what_the_user_says_stands_beside_a_schedule() -> None:
         ({"schedule": "amusd", "num_drafts": "2"}, "num_drafts=2 with schedule=amusd: allowed: 1"),
         ({"schedule": "lookup", "backup": "jit"}, "backup=jit with schedule=lookup: allowed: fast"),
         ({"schedule": "sd-inline", "num_drafts": "1"}, "num_drafts=1 with schedule=sd-inline"),
-        ({"schedule": "pearl", "fan_out_miss": "uniform:1"}, "fan_out_miss with fan_out=tail:1"),
+        (
+            {"schedule": "pearl", "fan_out_miss": "uniform:1"},
+            "fan_out=tail:1 with both fan_out and fan_out_miss",
+        ),
         ({"backup_lookahead": "0", "mode": "sd"}, "backup_lookahead=0 with mode=sd"),
         ({"backup_lookahead": "0"}, "0 with mode=ssd and fan_out=tail:F"),
         ({"draft": "1b", "mode": "sd", "backup": "fast"}, "target: needed"),
@@ -160,7 +163,7 @@ def test_a_lookup_holds_no_draft() -> None:
         ({"fan_out": "tail:0"}, "allowed: a sum from 1"),
         ({"fan_out": "tail:x"}, "'x': allowed: whole numbers"),
         (
-            {"fan_out": "tail:1", "workload": "markov", "saguaro_c": "0.5"},
+            {"fan_out": "tail:1", "workload": "markov", "saguaro_c": "0.5", "temperature": "1"},
             "saguaro_c=0.5 with fan_out=tail:1: allowed: 1",
         ),
     ],
