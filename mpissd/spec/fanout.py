@@ -53,7 +53,7 @@ def resolve_fan_out(
         a = [hit_a] * width if isinstance(hit_a, (int, float)) else list(hit_a)
         budget = _count(text, values, MAX_BRANCHES)
         return _geometric(text, budget, accept_probabilities(alpha_rates), a, hit_r, minimum)
-    known = unknown("fan_out", kind, ("uniform", "geometric", "list", "adaptive"))
+    known = unknown("fan_out", kind, ("uniform", "geometric", "list", "adaptive", "tail"))
     raise ConfigError(f"{known}, as in uniform:3, geometric:24, list:4,3,3 or adaptive:24")
 
 
