@@ -116,7 +116,10 @@ def test_help_is_shown_and_nothing_runs(
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--acceptance=beta:3",), "unknown acceptance 'beta'"),
         (("--acceptance=histogram:none",), "cannot read 'none'"),
-        (("--target=gen:layers=1,hidden=8,ffn=8,heads=2,vocab=4", "--draft=1b"), "fan_out (3, 3"),
+        (
+            ("--target=gen:layers=1,hidden=8,ffn=8,heads=2,vocab=4", "--draft=1b"),
+            "fan_out uniform:3: 3 a row",
+        ),
         (("--out=" + "a" * 300,), "File name too long"),
     ],
 )
