@@ -40,6 +40,7 @@ class Cells:
     lookahead: int
     batch_size: int
     inline: bool
+    num_drafts: int  # that share rows and lanes; 1 inline
     hazards: Floats  # [G, K]
     hazards_fast: Floats  # [G, K]
     p_hits: Floats  # [G, K+1]
@@ -62,6 +63,7 @@ class Cells:
             lookahead=job.lookahead,
             batch_size=job.config.batch_size,
             inline=job.inline,
+            num_drafts=max(1, job.config.drafts),
             hazards=np.array([job.acceptance[Source.CACHE].hazards]),
             hazards_fast=np.array([job.acceptance[Source.FAST].hazards]),
             p_hits=np.array([[chance(f) for f in fan_out]]),
@@ -75,9 +77,9 @@ class Cells:
 
     def take(self, chosen: Ints) -> Cells:
         """The configurations `chosen`, in that order."""
-        kept = {"lookahead", "batch_size", "inline"}
+        kept = {"lookahead", "batch_size", "inline", "num_drafts"}
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in kept}
-        return Cells(self.lookahead, self.batch_size, self.inline, **arrays)
+        return Cells(self.lookahead, self.batch_size, self.inline, self.num_drafts, **arrays)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,9 @@ class _Model:
         cells, hits = self.cells, self.hits
         left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
         backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
-        self.drafting = answer_s(self.lanes_s, hits, left, cells.batch_size - hits, backup)
+        each = cells.num_drafts
+        won, missed = -(-hits // each), -(-(cells.batch_size - hits) // each)
+        self.drafting = answer_s(self.lanes_s, won, left, missed, backup)
         late, slack = np.zeros(self.served.shape), np.full(1, np.nan)
         for _ in range(2):
             arrived, answered = self.answered(late)
@@ -205,10 +209,13 @@ class _Model:
         verified = self.verify_s[rows]
         asked = 2 * host.link + slack + host.lead_s + host.lead_send + verified
         lanes = hits * cells.branches[:, None] + misses * cells.branches_miss[:, None]
-        lanes = lanes[:, None, :]  # [G, 1, n]
+        each = -(-lanes[:, None, :] // cells.num_drafts)  # [G, 1, n] that one draft grows
+        lanes = lanes[:, None, :]
         grows = lanes > 0
-        step_s = self._device.draft_s(np.maximum(lanes, 1)) + host.step
+        step_s = self._device.draft_s(np.maximum(each, 1)) + host.step
         keys = np.where(grows, self._glue_s + host.keys_lane * lanes, 0.0)
+        if cells.num_drafts > 1:  # TRUNK: growth begins when the lead has all, and a link later
+            asked = asked - slack - 2 * host.link
         steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
         free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
         late = np.maximum(free - asked, found_after_s(asked - free, host))

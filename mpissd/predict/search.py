@@ -268,6 +268,7 @@ def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[
         lookahead=lookahead,
         batch_size=batch,
         inline=inline,
+        num_drafts=1,
         hazards=_repeat(laws.hazards, lookahead, len(rows)),
         hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
         p_hits=chance[fans],
