@@ -107,7 +107,7 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
     device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3})
     host = HostCosts(link=2e-5, keys=5e-5, step=4e-5)
     parts = [Cells.of(job) for job in jobs]
-    shared = {"lookahead": 6, "batch_size": 3, "inline": False}
+    shared = {"lookahead": 6, "batch_size": 3, "inline": False, "num_drafts": 1}
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in dataclasses.fields(Cells)
