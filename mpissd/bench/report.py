@@ -59,6 +59,8 @@ def _law(session: Session) -> str:
             f"markov models of {laws.vocab} tokens, order {laws.target.order}, "
             f"divergence {laws.draft.divergence:g}; {sampled}"
         )
+    if job.config.is_lookup:
+        return f"acceptance {job.config.acceptance_fast} of looked-up tokens"
     hits = f", hits {job.hit_law.label}" if job.fan_out else ""
     return f"acceptance {job.config.acceptance_text}{hits}"
 
