@@ -57,8 +57,11 @@ def keep(tried: Path, out: Path) -> None:
     (out / "rounds").mkdir(parents=True, exist_ok=True)
     for path in (tried / "rounds").iterdir():
         shutil.move(path, out / "rounds" / path.name)
+    (row,) = rows_of(tried)
+    command = row["provenance"]["command"]
+    row["provenance"]["command"] = [f"--out={out}" if f == f"--out={tried}" else f for f in command]
     with (out / "runs.jsonl").open("a") as file:
-        file.write((tried / "runs.jsonl").read_text())
+        file.write(json.dumps(row) + "\n")
 
 
 @dataclass(frozen=True)
