@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from mpissd.comm import wire
 from mpissd.comm.link import DraftEnd, LeadEnd, LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy, Share, serve
+from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.share import Share
 from mpissd.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
