@@ -8,6 +8,8 @@ prediction  what that simulation found, round by round and in sum
 row         predict_row: a prediction with the keys of a result row
 closed      the expectation without sampling, over many configurations at once
 search      the configurations that an advisor may choose from
+stationary  the long-run law of a chain of rounds; coverage: what a profile has measured
+places      where a pair can run on a machine
 advisor     which mode, T, K, fan-out and backup to run on given GPUs; breakeven: where that ties
 why         the largest gaps between a result row and its floor
 
