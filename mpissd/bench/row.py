@@ -122,7 +122,7 @@ def _throughput(
         "num_rounds": len(measured.records),
         "token_limit": session.job.config.num_tokens,
         "num_tokens": num_tokens,
-        "wall_s": round(measured.wall_s, 6),
+        "wall_s": round(measured.wall_s, 9),
         "tok_per_s": round(rate, 3),
         "tok_per_s_per_gpu": round(rate / session.job.world_size, 3),
         "round_us": percentiles_us(walls.tolist()),
