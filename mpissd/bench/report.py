@@ -135,7 +135,7 @@ def _target(row: dict[str, Any]) -> str:
         return "no full round was measured"
     text = f"{_us(row['t_target_s'] * 1e6)} a forward"
     if row["floor_fraction"] is not None:
-        text += f", {row['floor_fraction']:.0%} of the read floor ({_us(row['floor_us'])})"
+        text += f", {row['floor_fraction']:.0%} of the floor ({_us(row['floor_us'])})"
     return text
 
 
