@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass, one row a flag, validated before MPI starts.
 
 The flags of the command line, their help and their defaults are read off these fields, so there is
-one place to add one. Values arrive as text and are typed here.
+one place to add one. Values arrive as text and are typed by their fields (mpissd.flags).
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from mpissd.errors import ConfigError, unknown
-from mpissd.schedules import SCHEDULES, is_tail, with_schedule
-
-Parse = Callable[[str, str], Any]
-Config = TypeVar("Config")
+from mpissd.errors import ConfigError
+from mpissd.flags import choice, flag, integer, number, parse_into, switch, words
+from mpissd.schedules import SCHEDULES, is_tail
 
 _MOST_DRAFTS = 4
 DEFAULT_VOCAB = 64
@@ -33,69 +29,6 @@ _MODELS = (  # of the markov workload alone
     "prompt_tokens",
     "stop_token",
 )
-
-
-def integer(minimum: int, maximum: float = math.inf) -> Parse:
-    """Parses a whole number in [minimum, maximum]."""
-
-    def parse(name: str, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value <= maximum:
-            limit = f">= {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
-            raise ConfigError(f"{name}={text}: allowed: a whole number {limit}")
-        return value
-
-    return parse
-
-
-def number(low: float, high: float = math.inf) -> Parse:
-    """Parses a finite number in [low, high]."""
-
-    def parse(name: str, text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and math.isfinite(value)):
-            limit = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
-            raise ConfigError(f"{name}={text}: allowed: a number {limit}")
-        return value
-
-    return parse
-
-
-def choice(*allowed: str) -> Parse:
-    """Parses one of a few names."""
-
-    def parse(name: str, text: str) -> str:
-        if text not in allowed:
-            raise unknown(name, text, allowed)
-        return text
-
-    return parse
-
-
-def switch(name: str, text: str) -> bool:
-    """Parses --flag, --flag=true, --noflag, --flag=false."""
-    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
-    if text.lower() not in values:
-        raise ConfigError(f"{name}={text}: allowed: true, false")
-    return values[text.lower()]
-
-
-def words(name: str, text: str) -> str:
-    """Takes text as it is; a flag without a value is refused."""
-    if text in ("", "True"):
-        raise ConfigError(f"{name}: needs a value")
-    return text
-
-
-def flag(default: Any, parse: Parse, text: str) -> Any:
-    """A dataclass field that is a flag."""
-    return field(default=default, metadata={"parse": parse, "help": text})
 
 
 @dataclass(frozen=True)
@@ -349,20 +282,24 @@ class TablesConfig:
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
 
 
+@dataclass(frozen=True)
+class ExportConfig:
+    """Of `export`: which rows, and as what."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+    to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
+
+
+@dataclass(frozen=True)
+class CollectivesConfig:
+    """Of `collectives`: what nccl-tests measured, and the profile that it joins."""
+
+    file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
+    profile: str | None = flag(None, words, "the device profile to start from, a name or a file")
+    ranks: int | None = flag(None, integer(2), "GPUs that took part, where FILE does not say")
+    to: str | None = flag(None, words, "file to write: a .json for --profile and --device")
+
+
 def parse_flags(flags: Mapping[str, str]) -> RunConfig:
     """Flags as text → a validated RunConfig; ConfigError with a did-you-mean for unknown names."""
     return parse_into(RunConfig, flags)
-
-
-def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Flags as text → a validated configuration of this kind."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    told = {}
-    for name, text in flags.items():
-        short = [f for f in fields if len(name) == 1 and f.startswith(name)]
-        name = short[0] if len(short) == 1 else name  # -m=sd, as the help offers
-        if name not in fields:
-            raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
-        told[name] = str(text)
-    parse = {name: fields[name].metadata["parse"] for name in fields}
-    return kind(**{name: parse[name](name, text) for name, text in with_schedule(told).items()})

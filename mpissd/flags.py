@@ -1,0 +1,95 @@
+"""Flags as text: each is a dataclass field that knows how its text is typed, bounded and explained.
+
+A configuration is a frozen dataclass of such fields; `parse_into` makes one of what was said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any, TypeVar
+
+from mpissd.errors import ConfigError, unknown
+from mpissd.schedules import with_schedule
+
+Parse = Callable[[str, str], Any]
+Config = TypeVar("Config")
+
+
+def integer(minimum: int, maximum: float = math.inf) -> Parse:
+    """Parses a whole number in [minimum, maximum]."""
+
+    def parse(name: str, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if not minimum <= value <= maximum:
+            limit = f">= {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
+            raise ConfigError(f"{name}={text}: allowed: a whole number {limit}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Parse:
+    """Parses a finite number in [low, high]."""
+
+    def parse(name: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and math.isfinite(value)):
+            limit = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
+            raise ConfigError(f"{name}={text}: allowed: a number {limit}")
+        return value
+
+    return parse
+
+
+def choice(*allowed: str) -> Parse:
+    """Parses one of a few names."""
+
+    def parse(name: str, text: str) -> str:
+        if text not in allowed:
+            raise unknown(name, text, allowed)
+        return text
+
+    return parse
+
+
+def switch(name: str, text: str) -> bool:
+    """Parses --flag, --flag=true, --noflag, --flag=false."""
+    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+    if text.lower() not in values:
+        raise ConfigError(f"{name}={text}: allowed: true, false")
+    return values[text.lower()]
+
+
+def words(name: str, text: str) -> str:
+    """Takes text as it is; a flag without a value is refused."""
+    if text in ("", "True"):
+        raise ConfigError(f"{name}: needs a value")
+    return text
+
+
+def flag(default: Any, parse: Parse, text: str) -> Any:
+    """A dataclass field that is a flag."""
+    return field(default=default, metadata={"parse": parse, "help": text})
+
+
+def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
+    """Flags as text → a validated configuration of this kind."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    told = {}
+    for name, text in flags.items():
+        short = [f for f in fields if len(name) == 1 and f.startswith(name)]
+        name = short[0] if len(short) == 1 else name  # -m=sd, as the help offers
+        if name not in fields:
+            raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
+        told[name] = str(text)
+    parse = {name: fields[name].metadata["parse"] for name in fields}
+    return kind(**{name: parse[name](name, text) for name, text in with_schedule(told).items()})
