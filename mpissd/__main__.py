@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
-    from mpissd import commands
+    from mpissd import commands, exchange
 
     functions: dict[str, Callable[[Any], int]] = {
         "predict": lambda config: commands.predict(config, command.given),
@@ -57,6 +57,8 @@ def alone(command: cli.Command) -> int:
         "why": commands.why,
         "compare": commands.compare,
         "tables": commands.tables,
+        "export": exchange.export,
+        "collectives": exchange.collectives,
     }
     return functions[command.name](command.config)
 

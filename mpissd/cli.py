@@ -15,16 +15,18 @@ import fire
 from fire.decorators import SetParseFn
 
 from mpissd.config import (
+    CollectivesConfig,
     CompareConfig,
+    ExportConfig,
     PlanConfig,
     PredictConfig,
     ProbeConfig,
     RunConfig,
     TablesConfig,
     WhyConfig,
-    parse_into,
 )
 from mpissd.errors import ConfigError, unknown
+from mpissd.flags import parse_into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,12 @@ SPECS = {
         CompareConfig, "The speedup of one result over another, with its interval.", ("a", "b")
     ),
     "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
+    "export": Spec(
+        ExportConfig, "Rows as tidy CSV or Parquet, or as vLLM's K by batch size.", ("results",)
+    ),
+    "collectives": Spec(
+        CollectivesConfig, "A profile whose all-reduces are what nccl-tests measured.", ("file",)
+    ),
 }
 
 

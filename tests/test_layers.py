@@ -30,6 +30,7 @@ LAYERS = {
     "mpissd.hf_config": 0,
     "mpissd.heads": 0,
     "mpissd.schedules": 0,
+    "mpissd.flags": 0,
     "mpissd.theory": 0,
     "mpissd.records": 0,
     "mpissd.trace": 0,
@@ -39,6 +40,7 @@ LAYERS = {
     "mpissd.chrome": 1,
     "mpissd.tables": 1,
     "mpissd.compare": 1,
+    "mpissd.interchange": 1,
     "mpissd.backend": 2,
     "mpissd.comm": 2,
     "mpissd.model": 3,
@@ -48,6 +50,7 @@ LAYERS = {
     "mpissd.decode": 5,
     "mpissd.bench": 6,
     "mpissd.commands": 6,
+    "mpissd.exchange": 6,
     "mpissd.cli": 6,
     "mpissd.__main__": 6,
 }

@@ -3,13 +3,13 @@
 acceptance  alpha:0.8          every token with 0.8 (0.8 alone says the same)
             rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
             marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted
+            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also as vLLM
+                               and SGLang tell them (spec/histogram.py)
 hits        an imposed p_hit, or the power law miss(F) = min(1, A·F^{−r})
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError, unknown
+from mpissd.spec.histogram import read_histogram
 from mpissd.theory import accept_probabilities, power_law_miss
 
 Ints = NDArray[np.int32]
@@ -87,42 +88,6 @@ def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
     at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
     pairs = pairwise(at_least[: lookahead + 1])
     return tuple(reached / before if before else 0.0 for before, reached in pairs)
-
-
-def read_histogram(path: Path) -> list[int]:
-    """Counts of rounds with k = 0, 1, 2, … tokens accepted; ConfigError naming the file.
-
-    A JSON list, {"counts": […]}, a result row (its accept_histogram), one whole number a line, or
-    one line with commas.
-    """
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
-    counts = _parse_counts(text)
-    if counts is None or min(counts, default=-1) < 0 or sum(counts) == 0:
-        raise ConfigError(
-            f"{str(path)!r}: allowed: counts of rounds with 0, 1, 2, … tokens accepted, not all 0: "
-            'a JSON list, {"counts": […]}, one whole number a line, or one line with commas'
-        )
-    return counts
-
-
-def _parse_counts(text: str) -> list[int] | None:
-    """The integers in the text, None where it holds anything else."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        lines = text.strip().splitlines()
-        parts = lines[0].split(",") if len(lines) == 1 else lines
-        data = [_integer(part.strip()) for part in parts]
-    if isinstance(data, dict):
-        data = data.get("counts", data.get("accept_histogram"))
-    data = [data] if type(data) is int else data
-    if isinstance(data, list) and all(type(count) is int for count in data):
-        return data
-    return None
 
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
@@ -223,10 +188,6 @@ def _is_number(value: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _integer(value: str) -> int | None:
-    return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else None
 
 
 def _probability(what: str, value: float) -> float:

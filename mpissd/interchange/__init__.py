@@ -1,0 +1,1 @@
+"""What other tools read and write: nccl-tests' collectives, tidy tables, vLLM's schedules of K."""
