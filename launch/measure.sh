@@ -9,16 +9,9 @@ out=${1:?usage: launch/measure.sh OUT NUM_GPUS} gpus=${2:?usage: launch/measure.
 here=${0%/*}
 parts=(framework one two three four)
 read -ra wanted <<<"${PARTS:-${parts[*]:0:$((gpus + 1))}}"
-failed=0
-
-measure() { # ranks, flags of mpissd run
-    local np=$1
-    shift
-    echo "== np=$np $*"
-    timeout -k 5 "${LIMIT_S:-120}" "$here/local.sh" "$np" --backend=cupy --fuse \
-        --out="$out" --rounds="${ROUNDS:-1000}" "$@" | grep -v '^{' ||
-        { echo "FAILED: np=$np $*"; failed=1; }
-}
+LIMIT_S=${LIMIT_S:-120} ROUNDS=${ROUNDS:-1000} study=(--backend=cupy --fuse)
+# shellcheck source-path=SCRIPTDIR
+. "$here/study.sh"
 
 framework() {
     for _ in 1 2 3; do
@@ -61,7 +54,7 @@ probe() { # what the machine gives each pair: profiles for the emulated backend 
     local np=$1
     shift
     echo "== probe np=$np $*"
-    COMMAND=probe timeout -k 5 "${LIMIT_S:-120}" "$here/local.sh" "$np" --backend=cupy --fuse \
+    COMMAND=probe timeout -k 5 "$LIMIT_S" "$here/local.sh" "$np" --backend=cupy --fuse \
         --out="$out" "$@" || { echo "FAILED: probe np=$np $*"; failed=1; }
 }
 probes() {

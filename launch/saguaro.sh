@@ -9,16 +9,9 @@ here=${0%/*}
 parts=(framework late backup fanout sampled)
 [ "$gpus" -lt 4 ] || parts+=(drafts)
 read -ra wanted <<<"${PARTS:-${parts[*]}}"
-failed=0
-
-measure() { # ranks, flags of mpissd run
-    local np=$1
-    shift
-    echo "== np=$np $*"
-    timeout -k 5 "${LIMIT_S:-60}" "$here/local.sh" "$np" --backend=cupy --fuse --progress=off \
-        --out="$out" --rounds="${ROUNDS:-400}" "$@" | grep -v '^{' ||
-        { echo "FAILED: np=$np $*"; failed=1; }
-}
+LIMIT_S=${LIMIT_S:-60} ROUNDS=${ROUNDS:-400} study=(--backend=cupy --fuse --progress=off)
+# shellcheck source-path=SCRIPTDIR
+. "$here/study.sh"
 
 framework() { measure 2 --mode=ssd --backend=emulated --device=null --pair=toy --rounds=5000; }
 small=(--pair=8b/1b --alpha=.8)
