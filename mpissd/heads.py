@@ -17,14 +17,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpissd.errors import ConfigError
-from mpissd.schedules import is_tail
-
-if TYPE_CHECKING:
-    from mpissd.config import RunConfig
-    from mpissd.presets import ModelShape
 
 MEDUSA_HEADS = 4
 _FORM = re.compile(r"(eagle|mtp|medusa|mlp)(\d{1,5})?([:-])(.+)", re.IGNORECASE | re.DOTALL)
@@ -77,44 +71,3 @@ def make_head(kind: str, number: int | None, hidden: int) -> tuple[str, int, Dra
         return f"medusa{count}", 0, DraftHead(widths=(hidden,) * count, lm_heads=count)
     inner = number or hidden
     return f"mlp{inner}", 0, DraftHead(widths=(inner,))
-
-
-def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:
-    """ConfigError where a draft's shape, or branches behind the tail alone, make no sense."""
-    if target.head is not None:
-        raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
-    if config.mode == "ssd" and is_tail(config.fan_out):
-        _check_tail(config)
-    if draft is None or draft.head is None or config.mode == "ar":
-        return
-    if draft.head.lm_heads == 0 and not config.is_lookup:
-        told = f"draft={draft.name} with mode={config.mode}, backup={config.backup}"
-        raise ConfigError(f"{told}: allowed: mode=sd, backup=fast")
-    if draft.num_tokens > 1:
-        _check_parallel(config, draft)
-
-
-def _check_tail(config: RunConfig) -> None:
-    """One draft grows the branch; controls learn from lists, and σ_{F,C} damps for what they keep,
-    and a tail is none."""
-    for name, value, allowed in (
-        ("num_drafts", config.drafts, (1,)),
-        ("saguaro_c", config.saguaro_c, (1, None)),
-        ("on_late", config.on_late, ("finish", "serve")),
-        ("backup", config.backup, ("jit", "fast")),
-    ):
-        if value not in allowed:
-            told = ", ".join(str(one) for one in allowed if one is not None)
-            raise ConfigError(f"{name}={value} with fan_out={config.fan_out}: allowed: {told}")
-
-
-def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
-    """Heads that draft K tokens in one forward can neither stop earlier nor see what they drew."""
-    if config.workload != "gemm":
-        raise ConfigError(f"draft={draft.name} with workload={config.workload}: allowed: gemm")
-    if config.lookahead != draft.num_tokens:
-        what = f"{draft.num_tokens}, one head a token (medusaN:MODEL has N)"
-        raise ConfigError(f"lookahead={config.lookahead} with {draft.name}: allowed: {what}")
-    if config.backup_lookahead not in (None, 0, config.lookahead):
-        told = f"backup_lookahead={config.backup_lookahead} with {draft.name}"
-        raise ConfigError(f"{told}: allowed: {config.lookahead}, which one forward drafts")
