@@ -156,25 +156,30 @@ def backup_crossover(
     t_slow: float,
     t_fast: float,
     verify_ratio: float = 1.0,
+    t_growth: float = 0.0,
+    interruptible: bool = True,
 ) -> float:
-    """b*: the slow (drafting) backup wins below this batch size, the fast one above [S, thm 17].
+    """b*: up to this batch size the slow (drafting) backup is no worse, above it the fast one is
+    better [S, thm 17, for T_p ≤ r = 1]. inf: always; 0: never.
 
-    For T_p ≤ r, with N_i = h·E_hit + (1−h)·E_i, the backups tie where
-    1 − h^b = r·(N_s − N_f) / (N_f·T_s − N_s·T_f) [D: r; the theorem has r = 1]. inf: the slow
-    one always wins; 0: it never does.
+    With M = max(r, T_p), N_i = h·E_hit + (1−h)·E_i, D = N_s − N_f and G = N_f·T_s − N_s·T_f, the
+    slow one's speedup_ssd is no less where h^b·(G + (M − r)·D) ≥ G − r·D [D]. Growth that a miss
+    can't abort (interruptible=False) has M for r. ConfigError: t_slow < t_fast, which may have no
+    single crossover.
     """
     _probability("p_hit", p_hit)
-    if t_slow < t_fast:
+    if not t_slow >= t_fast:
         raise ConfigError(f"t_slow={t_slow}: allowed: at least t_fast={t_fast}")
     slow = p_hit * tokens_hit + (1 - p_hit) * tokens_slow
     fast = p_hit * tokens_hit + (1 - p_hit) * tokens_fast
-    if slow <= fast:
-        return math.inf if p_hit == 1 else 0.0
-    gain = fast * t_slow - slow * t_fast
-    all_hit = 1 - verify_ratio * (slow - fast) / gain if gain > 0 else 0.0
-    if all_hit <= 0:
+    gain, cost = slow - fast, fast * t_slow - slow * t_fast
+    longest = max(verify_ratio, t_growth)
+    least = verify_ratio if interruptible else longest
+    if p_hit == 1 or (gain >= 0 and cost <= least * gain):
         return math.inf
-    return math.log(all_hit) / math.log(p_hit) if p_hit else 0.0
+    if p_hit == 0 or gain < 0:
+        return 0.0
+    return math.log((cost - least * gain) / (cost + (longest - least) * gain)) / math.log(p_hit)
 
 
 def break_even_alpha(

@@ -40,7 +40,7 @@ LAYERS = {
     "mpissd.chrome": 1,
     "mpissd.tables": 1,
     "mpissd.compare": 1,
-    "mpissd.interchange": 1,
+    "mpissd.interchange": 2,
     "mpissd.backend": 2,
     "mpissd.comm": 2,
     "mpissd.model": 3,

@@ -15,7 +15,8 @@ from mpissd.bench.session import Session
 from mpissd.comm.link import DraftEnd, LeadEnd
 from mpissd.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.decode.controls import AdaptiveControls, Controls
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.draft import Drafter, DraftPolicy
+from mpissd.decode.serve import serve
 from mpissd.decode.share import Share
 from mpissd.decode.speculator import (
     InlineSpeculator,

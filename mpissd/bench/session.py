@@ -30,7 +30,8 @@ from mpissd.wait import Waiter
 from mpissd.workload.base import DraftWorker, TargetWorker
 from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
 from mpissd.workload.gemm_law import DraftStream, TokenStream
-from mpissd.workload.markov import MarkovDraftWorker, MarkovTargetWorker
+from mpissd.workload.markov_draft import MarkovDraftWorker
+from mpissd.workload.markov_target import MarkovTargetWorker
 from mpissd.workload.tail import TailWorker
 
 

@@ -13,24 +13,11 @@ from typing import Any
 import numpy as np
 
 from mpissd.rounds import Ints, Source
-from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
+from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator, Seen
 from mpissd.spec.control import BackupController, steps_to_serve
 from mpissd.spec.fanout import FanOuts
 
 _REFRESH_ROUNDS = 32
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One round's outcomes, each [b]: k accepted of num_draft tokens from `source` (hit: cached);
-    the rank of the bonus among the `limit` candidates that were kept at k, 0: not among them."""
-
-    accepted: Ints
-    num_draft: Ints
-    source: Ints
-    hit: Ints
-    rank: Ints
-    limit: Ints
 
 
 @dataclass
@@ -138,11 +125,7 @@ class AdaptiveControls(Controls):
         }
 
     def observe(self, seen: Seen, clocks: Clocks) -> None:
-        told = seen.accepted, seen.num_draft, seen.source, seen.rank, seen.limit, seen.hit
-        if self._fan_out is not None:
-            self._fan_out.observe(*told)
-        else:
-            self.estimator.observe(*told)
+        (self._fan_out or self.estimator).observe(seen)
         if not len(seen.accepted):
             return
         self._tokens = smoothed(self._tokens, float(seen.accepted.mean()) + 1)

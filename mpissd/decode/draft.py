@@ -8,16 +8,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.comm.link import DraftEnd
-from mpissd.decode.controls import Clocks, Controls, Seen, ranks_of, smoothed
+from mpissd.decode.controls import Controls
 from mpissd.decode.share import Share
+from mpissd.decode.watch import Watch
 from mpissd.rounds import Batch, Event, Ints, Outcome, Source, Speculation
 from mpissd.spec.cache import Key, SpeculationCache
 from mpissd.spec.fanout import FanOuts
@@ -63,10 +63,7 @@ class Drafter:
             policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
         )
         self._backup, self._fan_outs = policy.backup, policy.fan_outs
-        self._served: Speculation | None = None
-        self._heard: tuple[Outcome, list[int | None], Branches | None] | None = None
-        self._clocks = Clocks()
-        self._began = self._sent_at = self._backup_s = 0.0
+        self._watch = Watch(self._controls)
         self._batch = Batch(capacity)
         self._cache = SpeculationCache()
         self._branches: Branches | None = None
@@ -105,8 +102,7 @@ class Drafter:
         answers have source NONE.
         """
         mark = self.ledger.mark
-        if self._controls.watches:
-            self._read_clocks(perf_counter())
+        self._watch.heard()
         self._worker.begin_round(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         lanes = self._lookup(outcome)
@@ -114,20 +110,11 @@ class Drafter:
         rollouts = self._winners(lanes) + self._backups(lanes)
         self._finish(rollouts)
         speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
-        if self._controls.watches:
-            self._heard = outcome, lanes, self._branches
+        self._watch.looked_up(outcome, lanes, self._branches, self._fan_outs)
         self._cache.clear()
         self._growth = self._branches = self._own = None
         mark(DraftPhase.SPECULATE)
         return speculation
-
-    def _read_clocks(self, now: float) -> None:
-        """An OUTCOME was found: the round that it ends took as long as this."""
-        clocks = self._clocks
-        if self._sent_at:
-            clocks.away_s = smoothed(clocks.away_s, now - self._sent_at)
-        clocks.round_s, clocks.backup_s = now - self._began, self._backup_s
-        self._began = now
 
     def _lookup(self, outcome: Outcome) -> list[int | None]:
         """The lane that answers each live sequence; None is a miss."""
@@ -177,9 +164,8 @@ class Drafter:
             self._step(short)
             steps += 1
         drafting_s = perf_counter() - start
-        if steps:
-            self._clocks.step_s = smoothed(self._clocks.step_s, drafting_s / steps)
-        self._backup_s = drafting_s if rollouts and rollouts[-1] is not self._growth else 0.0
+        has_misses = bool(rollouts) and rollouts[-1] is not self._growth
+        self._watch.drafted(drafting_s, steps, has_misses=has_misses)
         only_jit = self._num_jit == len(self._batch) > 0
         complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead
         self._draft_s = drafting_s if complete else float("nan")
@@ -187,7 +173,7 @@ class Drafter:
     def _wanted(self, rollout: Rollout) -> int:
         if rollout is not self._growth:
             return self._policy.backup_lookahead
-        return self._controls.late_steps(rollout.steps, self._clocks)
+        return self._controls.late_steps(rollout.steps, self._watch.clocks)
 
     def _step(self, rollouts: Sequence[Rollout]) -> None:
         self._worker.launch_step(rollouts)
@@ -224,26 +210,7 @@ class Drafter:
     def hear(self, speculation: Speculation) -> None:
         """Takes in what was served, of all drafts."""
         self._worker.served(self._batch, speculation)
-        if self._controls.watches:
-            self._sent_at = perf_counter()
-            self._observe()
-            self._served = speculation
-
-    def _observe(self) -> None:
-        """Shows the controls what the last outcome said of the speculation before this one."""
-        if self._served is None or self._heard is None or not self._began:
-            return
-        served, (outcome, lanes, branches) = self._served, self._heard
-        rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
-        accepted, hit = outcome.num_accepted[rows], served.hit[rows]
-        rank = limit = np.zeros(len(rows), np.int32)
-        if branches is not None:  # who was committed comes first among those that are live
-            committed = lanes[: len(rows)]
-            place = branches.lanes.place
-            source = served.source[rows]
-            rank, limit = ranks_of(committed, place, accepted, source, self._fan_outs)
-        seen = Seen(accepted, served.num_draft[rows], served.source[rows], hit, rank, limit)
-        self._controls.observe(seen, self._clocks)
+        self._watch.served(speculation)
 
     def begin_growth(self, speculation: Speculation) -> bool:
         """Runs the glue over the served trunk and makes the keys; False: nothing to grow."""
@@ -307,45 +274,3 @@ class Drafter:
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Rows of COLUMNS for rounds first … last-1."""
         return select(np.array(self._rows), len(self.COLUMNS), first_round, last_round)
-
-
-def serve(link: DraftEnd, drafter: Drafter) -> None:
-    """The draft loop: answers outcomes until one says stop, and grows in between.
-
-    The link is polled between growth steps, so an outcome waits for at most one step.
-    """
-    drafter.ledger.restart()
-    for round_ in count(-1):  # the first outcome only admits
-        outcome, stop = link.outcome(round_)
-        drafter.ledger.mark(DraftPhase.WAIT)
-        if stop:
-            return
-        answer = drafter.answer(outcome)
-        _reply(link, drafter, answer)
-        drafter.ledger.mark(DraftPhase.SEND)
-        speculation = _served(link, drafter, answer)
-        drafter.hear(speculation)
-        if drafter.begin_growth(speculation):
-            while drafter.growing and not link.outcome_arrived():
-                drafter.grow_step()
-        drafter.close_round(speculation)
-
-
-def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
-    """Sends what this draft answers, if it answers anything."""
-    policy = drafter.policy
-    if policy.share.num_drafts == 1 or answer.source.any():
-        link.send_speculation(answer)
-    if policy.sampled and (rows := drafter.proposals()):
-        link.send_proposals(answer.round, rows)
-
-
-def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
-    """What is served, of all drafts."""
-    policy = drafter.policy
-    if policy.share.num_drafts == 1 or answer.source.all():
-        return answer
-    lookahead, sampled = policy.lookahead, policy.sampled
-    served = link.trunk(answer.round, drafter.num_live, lookahead, sampled=sampled)
-    drafter.ledger.mark(DraftPhase.TRUNK)
-    return served

@@ -41,8 +41,8 @@ def write_tidy(rows: Iterable[Mapping[str, Any]], path: Path) -> tuple[int, int]
 
 def tidy(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """[rows, columns]; columns in the order in which rows bring them."""
-    table = pd.DataFrame([dict(_flat("", row)) for row in rows])
-    return table.convert_dtypes()  # a whole number stays one where other rows have none
+    table: pd.DataFrame = pd.DataFrame([dict(_flat("", row)) for row in rows]).convert_dtypes()
+    return table  # a whole number has stayed one where other rows have none
 
 
 def _flat(prefix: str, value: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

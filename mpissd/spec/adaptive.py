@@ -13,12 +13,13 @@ draft rank that saw the same outcomes allots the same fan-out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError
-from mpissd.rounds import Ints, Source
+from mpissd.rounds import Source
 from mpissd.spec.fanout import MAX_BRANCHES, FanOuts, optimal_fan_out
 from mpissd.spec.fit import Group, PowerLawFit, fit_power_law, shrunk_power_laws
 from mpissd.theory import accept_probabilities
@@ -26,9 +27,22 @@ from mpissd.theory import accept_probabilities
 WINDOW = 2048  # outcomes: a hazard of .8 that every one of them tells of is known to ±.009
 PRIOR_COUNT = 4.0  # outcomes that a prior hazard weighs as many as, at least
 _MOST_PRIOR_COUNT = 500.0
-_ACCEPTED, _NUM_DRAFT, _SOURCE, _HIT, _RANK, _LIMIT = range(6)
-_CACHE, _DRAFTED_FAST = int(Source.CACHE), int(Source.FAST)
+_ACCEPTED, _NUM_DRAFT, _SOURCE, _HIT, _RANK, _LIMIT = range(6)  # the fields of Seen
+_DRAFTED_FAST = int(Source.FAST)
 Counts = NDArray[np.int64]
+Whole = NDArray[np.integer[Any]]
+
+
+class Seen(NamedTuple):
+    """One round's outcomes, each [b]: k accepted of num_draft tokens from `source` (hit: cached);
+    the rank of the bonus among the `limit` candidates that were kept at k, 0: not among them."""
+
+    accepted: Whole
+    num_draft: Whole
+    source: Whole
+    hit: NDArray[np.generic]
+    rank: Whole
+    limit: Whole
 
 
 class OutcomeEstimator:
@@ -61,30 +75,15 @@ class OutcomeEstimator:
         self._rows = np.zeros((6, window), np.int32)
         self._seen = 0  # outcomes, ever
 
-    def observe(
-        self,
-        accepted: Ints,
-        num_draft: Ints,
-        source: Ints,
-        rank: Ints,
-        limit: Ints,
-        hit: NDArray[np.generic] | None = None,
-    ) -> None:
-        """One round's outcomes, all [b].
-
-        accepted: k of num_draft; source: what drafted those tokens; limit: candidates kept at k;
-        rank: that of the bonus among them from 1, 0 where it is not among them; hit: whether the
-        tokens were cached (default: source is CACHE).
-        """
-        hit = source == _CACHE if hit is None else hit
-        columns = (accepted, num_draft, source, hit, rank, limit)
-        window, done, batch = self._rows.shape[1], 0, len(accepted)
+    def observe(self, seen: Seen) -> None:
+        """Takes in a round."""
+        window, done, batch = self._rows.shape[1], 0, len(seen.accepted)
         while done < batch:
             at = self._seen % window
             count = min(batch - done, window - at)
             block = self._rows[:, at : at + count]
             for column in range(6):
-                block[column] = columns[column][done : done + count]
+                block[column] = seen[column][done : done + count]
             self._seen += count
             done += count
 
@@ -175,17 +174,9 @@ class AdaptiveFanOut:
         self._rounds = 0
         self._plan = self._allot()
 
-    def observe(
-        self,
-        accepted: Ints,
-        num_draft: Ints,
-        source: Ints,
-        rank: Ints,
-        limit: Ints,
-        hit: NDArray[np.generic],
-    ) -> None:
-        """One round's outcomes, as OutcomeEstimator takes them."""
-        self.estimator.observe(accepted, num_draft, source, rank, limit, hit)
+    def observe(self, seen: Seen) -> None:
+        """Takes in a round."""
+        self.estimator.observe(seen)
         self._rounds += 1
 
     def plan(self) -> FanOuts:

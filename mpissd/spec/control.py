@@ -3,9 +3,8 @@
 Nothing here reads what is proposed, only what was committed and how long it took: what serves a
 sequence, and how much of it, may depend on no more if SSD is to be lossless.
 
-    better_backup, crossover_batch   theorem 17 of Kumar, Dao, May 2026, with T_p > r allowed
-    BackupController                 the same choice from what a run measures of itself
-    steps_to_serve                   growth steps before a late hit is served
+    BackupController   theory.backup_crossover's choice, from what a run measures of itself
+    steps_to_serve     growth steps before a late hit is served
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError
-from mpissd.rounds import Ints, Source
-from mpissd.theory import speedup_ssd, stationary_hit_rate
+from mpissd.rounds import Source
+from mpissd.spec.adaptive import Whole
+from mpissd.theory import stationary_hit_rate
 
 BACKUPS = (Source.JIT, Source.FAST)
 EXPLORE = 0.005  # of the time, at most, goes to trying the backup that seems the worse
@@ -34,71 +34,6 @@ _LIKE_CACHE = 16.0  # outcomes: what a backup's length weighs as long as cached 
 _LIKE_OTHER = 64.0  # outcomes: what a backup's hit rate weighs as long as the other's tells it
 _LEAST_S = 1e-9  # a modelled device may take no time at all
 _ALONE = 4.0  # rounds: what "sequences hit independently" weighs
-
-
-def better_backup(
-    batch: int,
-    hit: float,
-    length_hit: float,
-    length_slow: float,
-    length_fast: float,
-    t_primary: float,
-    t_slow: float,
-    t_fast: float,
-    *,
-    verify_ratio: float = 1.0,
-    interruptible: bool = True,
-) -> Source:
-    """JIT (slow) or FAST, by the rate of speedup_ssd with H = h^b; of equals JIT.
-
-    Lengths are tokens a round, bonus included; times are in one unit, verify_ratio the verify's.
-    """
-    slow, fast = (
-        speedup_ssd(
-            hit,
-            length_hit,
-            length,
-            verify_ratio=verify_ratio,
-            t_growth=t_primary,
-            t_backup=t_backup,
-            batch_size=batch,
-            interruptible=interruptible,
-        )
-        for length, t_backup in ((length_slow, t_slow), (length_fast, t_fast))
-    )
-    return Source.JIT if slow >= fast else Source.FAST
-
-
-def crossover_batch(
-    hit: float,
-    length_hit: float,
-    length_slow: float,
-    length_fast: float,
-    t_primary: float,
-    t_slow: float,
-    t_fast: float,
-    *,
-    verify_ratio: float = 1.0,
-    interruptible: bool = True,
-) -> float:
-    """b*: better_backup is JIT up to this batch size. inf: always; 0: never.
-
-    With M = max(r, T_p), D = N_s − N_f and G = N_f·T_s − N_s·T_f, JIT is no worse where
-    h^b·(G + (M − r)·D) ≥ G − r·D. T_p ≤ r gives theory.backup_crossover. Growth that a miss
-    can't abort has M for r. ConfigError: t_slow < t_fast, which may have no single crossover.
-    """
-    if not t_slow >= t_fast:
-        raise ConfigError(f"t_slow={t_slow}: allowed: at least t_fast={t_fast}")
-    slow = hit * length_hit + (1 - hit) * length_slow
-    fast = hit * length_hit + (1 - hit) * length_fast
-    gain, cost = slow - fast, fast * t_slow - slow * t_fast
-    longest = max(verify_ratio, t_primary)
-    least = verify_ratio if interruptible else longest
-    if hit == 1 or (gain >= 0 and cost <= least * gain):
-        return math.inf
-    if hit == 0 or gain < 0:
-        return 0.0
-    return math.log((cost - least * gain) / (cost + (longest - least) * gain)) / math.log(hit)
 
 
 class BackupController:
@@ -136,8 +71,8 @@ class BackupController:
 
     def observe(
         self,
-        accepted: Ints,
-        source: Ints,
+        accepted: Whole,
+        source: Whole,
         found: NDArray[np.bool_],
         *,
         round_s: float,
@@ -184,7 +119,7 @@ class BackupController:
         paid = self._lost_s + self._loss_s <= self._explore * self._elapsed_s
         return other if paid else self._best
 
-    def _count(self, accepted: Ints, source: Ints, found: NDArray[np.bool_]) -> list[list[int]]:
+    def _count(self, accepted: Whole, source: Whole, found: NDArray[np.bool_]) -> list[list[int]]:
         """[rows, tokens, tokens of the first K_b, keys found] by source, remembered as well."""
         tallies = [[0, 0, 0, 0] for _ in Source]
         for k, kind, key in zip(accepted.tolist(), source.tolist(), found.tolist(), strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.model.stepper import Forwards
-from mpissd.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.spec.fanout import FanOuts
 from mpissd.wait import Waiter
 
@@ -43,33 +43,34 @@ class Worker(ABC):
         """Follows an applied outcome: takes new sequences into their slots (a slot taken again
         forgets its last tenant) and makes what the round will need available."""
 
-    @abstractmethod
     def done(self) -> bool:
         """Whether the launched forward is over (never blocks)."""
+        return self.stepper.done()
 
-    @abstractmethod
     def wait(self, waiter: Waiter) -> None:
         """Returns when the launched forward is over."""
+        self.stepper.wait(waiter)
 
-    @abstractmethod
     def elapsed_s(self) -> float:
         """Device time of the last finished forward."""
+        return self.stepper.elapsed_s()
 
-    @abstractmethod
     def close(self) -> None:
         """Frees the forwards; before the group's communicator."""
+        self.stepper.close()
 
 
 class TargetWorker(Worker):
     """One target rank's share of the target model."""
 
-    @abstractmethod
     def upload(self, batch: Batch, speculation: Speculation) -> None:
         """Hands the tokens of Σ(num_draft+1) rows to the device, for the next launch."""
+        tokens = verify_rows(batch.last_tokens, speculation)
+        self.stepper.upload(len(tokens), tokens)
 
-    @abstractmethod
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""
+        self.stepper.launch()
 
     @abstractmethod
     def judge(
@@ -141,9 +142,13 @@ class Branches(NamedTuple):
 class DraftWorker(Worker):
     """The draft model of one draft rank (or inline, on the lead)."""
 
-    @abstractmethod
+    lookahead: int
+
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the (K+1)-row forward a sequence that scores the trunk just served."""
+        tokens = verify_rows(batch.last_tokens, speculation)
+        self.stepper.upload(len(batch) * (self.lookahead + 1), tokens)
+        self.stepper.launch()
 
     def served(self, batch: Batch, speculation: Speculation) -> None:
         """Hears what was served, of all drafts; before the glue, and where there is none."""
@@ -160,9 +165,12 @@ class DraftWorker(Worker):
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         """Lanes that continue batch rows `rows` from their newest committed token."""
 
-    @abstractmethod
     def launch_step(self, rollouts: Sequence[Rollout]) -> None:
         """Starts one forward that grows every lane of every rollout by one token."""
+        inputs = [rollout.inputs for rollout in rollouts]
+        tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
+        self.stepper.upload(len(tokens), tokens)
+        self.stepper.launch()
 
     @abstractmethod
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpissd.model.stepper import Forwards
-from mpissd.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
+from mpissd.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.spec.acceptance import count_accepted
 from mpissd.spec.fanout import FanOuts, lanes_of
-from mpissd.wait import Waiter
 from mpissd.workload.base import (
     Admissions,
     Branches,
@@ -47,22 +46,6 @@ class GemmTargetWorker(TargetWorker):
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
 
-    def upload(self, batch: Batch, speculation: Speculation) -> None:
-        tokens = verify_rows(batch.last_tokens, speculation)
-        self.stepper.upload(len(tokens), tokens)
-
-    def launch(self) -> None:
-        self.stepper.launch()
-
-    def done(self) -> bool:
-        return self.stepper.done()
-
-    def wait(self, waiter: Waiter) -> None:
-        self.stepper.wait(waiter)
-
-    def elapsed_s(self) -> float:
-        return self.stepper.elapsed_s()
-
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
@@ -72,16 +55,14 @@ class GemmTargetWorker(TargetWorker):
         row_starts = np.arange(0, true.size, len(self._ahead))
         return accepted, true.reshape(-1).take(row_starts + accepted)
 
-    def close(self) -> None:
-        self.stepper.close()
-
 
 class GemmDraftWorker(DraftWorker):
     """Drafts with GEMMs; tokens and bonus candidates come from the laws."""
 
     def __init__(self, stepper: Forwards, stream: DraftStream, num_tokens: int = 1) -> None:
         """num_tokens: how many one forward drafts (Medusa: all K)."""
-        self.stepper, self._stream, self._num_tokens = stepper, stream, num_tokens
+        self.stepper, self.lookahead = stepper, stream.lookahead
+        self._stream, self._num_tokens = stream, num_tokens
         self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}  # by list and batch size
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:
@@ -94,20 +75,6 @@ class GemmDraftWorker(DraftWorker):
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
-
-    def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
-        tokens = verify_rows(batch.last_tokens, speculation)
-        self.stepper.upload(len(batch) * (self._stream.lookahead + 1), tokens)
-        self.stepper.launch()
-
-    def done(self) -> bool:
-        return self.stepper.done()
-
-    def wait(self, waiter: Waiter) -> None:
-        self.stepper.wait(waiter)
-
-    def elapsed_s(self) -> float:
-        return self.stepper.elapsed_s()
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Lane (s, k, t*) grows from position n + k + 1, behind its bonus token."""
@@ -163,15 +130,6 @@ class GemmDraftWorker(DraftWorker):
         tokens = self._stream.drafts(source, np.zeros((), np.int64), chosen)
         return Rollout(chosen, batch.last_tokens[chosen], tokens)
 
-    def launch_step(self, rollouts: Sequence[Rollout]) -> None:
-        inputs = [rollout.inputs for rollout in rollouts]
-        tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
-        self.stepper.upload(len(tokens), tokens)
-        self.stepper.launch()
-
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             rollout.steps += self._num_tokens
-
-    def close(self) -> None:
-        self.stepper.close()

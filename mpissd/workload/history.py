@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from mpissd.errors import ProtocolError
 from mpissd.rounds import Batch, Request, Speculation
 from mpissd.workload.base import Admissions
+from mpissd.workload.markov_model import MarkovModel
 
+_ROUND = 512  # draws that a round may use of a stream: a lookahead is at most 256
+_EPOCH = 1 << 32  # rounds that an epoch may have
 Prompt = Callable[[Request], Sequence[int]]
 
 
@@ -25,6 +28,11 @@ class History:
     committed: int  # Batch.lengths, which counts the prompt as one token
     age: int = 0
     served: list[int] = field(default_factory=list)
+
+    def first_draw(self, later: int = 0) -> int:
+        """Where the draws of its round, or one `later`, begin in its streams: no two rounds of a
+        sequence, nor of its epochs, share a draw."""
+        return (self.request.epoch * _EPOCH + self.age + later) * _ROUND
 
 
 class Histories:
@@ -73,6 +81,15 @@ class Histories:
     def rows(self, batch: Batch) -> list[History]:
         """The histories of the batch, in its order."""
         return [self._by_slot[slot] for slot in batch.slots.tolist()]
+
+
+def trunk(
+    model: MarkovModel, tokens: Sequence[int], served: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The contexts behind 0, 1, … len(served) served tokens."""
+    recent = [*tokens[-model.order :], *served]
+    known = len(recent) - len(served)
+    return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:

@@ -15,7 +15,6 @@ import numpy as np
 from mpissd.model.stepper import Forwards
 from mpissd.rounds import Batch, Request, Source, Speculation
 from mpissd.spec.fanout import FanOuts
-from mpissd.wait import Waiter
 from mpissd.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
 
 
@@ -25,7 +24,7 @@ class TailWorker(DraftWorker):
     def __init__(self, worker: DraftWorker) -> None:
         """worker: does everything else."""
         self._worker = worker
-        self.stepper = worker.stepper
+        self.stepper, self.lookahead = worker.stepper, worker.lookahead
 
     def twin(self, stepper: Forwards) -> TailWorker:
         """The same laws over other forwards (calibration)."""
@@ -51,29 +50,11 @@ class TailWorker(DraftWorker):
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.begin_round(batch, admissions)
 
-    def done(self) -> bool:
-        return self._worker.done()
-
-    def wait(self, waiter: Waiter) -> None:
-        self._worker.wait(waiter)
-
-    def elapsed_s(self) -> float:
-        return self._worker.elapsed_s()
-
-    def close(self) -> None:
-        self._worker.close()
-
-    def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
-        self._worker.launch_glue(batch, speculation)
-
     def served(self, batch: Batch, speculation: Speculation) -> None:
         self._worker.served(batch, speculation)
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         return self._worker.restart(batch, rows, source)
-
-    def launch_step(self, rollouts: Sequence[Rollout]) -> None:
-        self._worker.launch_step(rollouts)
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         self._worker.collect_step(rollouts)

@@ -21,7 +21,7 @@ from mpissd.decode.target import TargetLoop
 from mpissd.rounds import Batch, Ints, Outcome, Source, Speculation
 from mpissd.spec import sampling
 from mpissd.spec.fanout import FanOuts
-from mpissd.workload import markov
+from mpissd.workload import markov_draft, markov_target
 from mpissd.workload.base import Branches, Proposals
 from tests.loop.choices import Choices, Name, Path
 from tests.loop.harness import CountingForwards, NoPlans
@@ -34,7 +34,7 @@ EXACT = 1e-12  # what rounding may add to a total variation of 0
 _UNSEEN = 0.5  # a number for draws that nobody will look at
 
 
-class Watched(markov.MarkovDraftWorker):
+class Watched(markov_draft.MarkovDraftWorker):
     """The draft worker; lanes that are known to have lost draw numbers that part no paths."""
 
     decoding: Decoding
@@ -189,7 +189,7 @@ class Decoding(RemoteSpeculator):
                 self.drafter.grow_step()
 
 
-class _Target(markov.MarkovTargetWorker):
+class _Target(markov_target.MarkovTargetWorker):
     """The target worker, whose verdict in the last round is every verdict that it can come to."""
 
     def __init__(self, decoding: Decoding) -> None:
@@ -238,7 +238,10 @@ def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[
     stack = [prefix]
     while stack:
         choices = Choices(stack.pop(), len(prefix), case)
-        with mock.patch.object(markov, "uniforms", choices.uniforms):
+        with (
+            mock.patch.object(markov_target, "uniforms", choices.uniforms),
+            mock.patch.object(markov_draft, "uniforms", choices.uniforms),
+        ):
             decoding = Decoding(case, choices, last)
             yield from decoding.run()
         served.add(decoding.served)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from mpissd.comm import wire
 from mpissd.comm.link import LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.draft import Drafter, DraftPolicy
+from mpissd.decode.serve import serve
 from mpissd.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from mpissd.comm import wire
 from mpissd.comm.link import DraftEnd, LeadEnd, LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.draft import Drafter, DraftPolicy
+from mpissd.decode.serve import serve
 from mpissd.decode.share import Share
 from mpissd.decode.speculator import (
     InlineSpeculator,
@@ -30,8 +31,10 @@ from mpissd.records import RoundRecords
 from mpissd.rounds import Ints, Outcome, Source, Speculation
 from mpissd.spec.fanout import FanOuts, owners_of
 from mpissd.wait import Waiter
-from mpissd.workload.markov import MarkovDraftWorker, MarkovLaws, MarkovTargetWorker
+from mpissd.workload.markov_draft import MarkovDraftWorker
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import Logits, MarkovModel
+from mpissd.workload.markov_target import MarkovTargetWorker
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)

@@ -14,7 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.comm.link import DraftEnd
-from mpissd.decode.draft import Drafter, serve
+from mpissd.decode.draft import Drafter
+from mpissd.decode.serve import serve
 from mpissd.rounds import Event, Outcome, Source, Speculation
 from mpissd.spec.cache import Key, SpeculationCache
 from tests.loop.harness import (

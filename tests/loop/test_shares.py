@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.comm.link import LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.draft import Drafter, DraftPolicy
+from mpissd.decode.serve import serve
 from mpissd.decode.share import Share
 from mpissd.decode.speculator import RemoteSpeculator
 from mpissd.rounds import Ints, Source

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpissd.comm.link import queue_link
-from mpissd.decode.draft import serve
+from mpissd.decode.serve import serve
 from mpissd.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
 from mpissd.decode.target import RoundResult, TargetLoop
 from mpissd.errors import FaultError, ProtocolError

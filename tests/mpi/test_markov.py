@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.workload.markov import MarkovLaws
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import MarkovModel
 from tests.loop.markov_rig import conditionals
 from tests.mpi.harness import needs_mpi, start

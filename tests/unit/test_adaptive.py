@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from mpissd.errors import ConfigError
 from mpissd.rounds import Source
 from mpissd.spec.acceptance import HitLaw
-from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
+from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator, Seen
 from mpissd.spec.fanout import optimal_fan_out
 from mpissd.theory import accept_probabilities, miss_probability, stationary_hit_rate
 
@@ -58,7 +59,7 @@ class Draws:
             limit = np.array([plan.after_miss, plan.after_hit])[won, k]
             rank = np.where(rank <= limit, rank, 0)
             source = np.where(self.won, Source.CACHE, self.backup)
-            adaptive.observe(k, served[won], source, rank, limit, self.won)
+            adaptive.observe(Seen(k, served[won], source, self.won, rank, limit))
             self.won = rank > 0
 
     def hit_rate(self, fan_out: tuple[int, ...]) -> float:
@@ -81,8 +82,10 @@ def rates(kind: float | str, lookahead: int) -> tuple[float, ...]:
     return (kind,) * lookahead
 
 
-def arrays(*columns: list[int]) -> list[np.ndarray]:
-    return [np.array(column, np.int32) for column in columns]
+def seen(*columns: Sequence[int] | np.ndarray) -> Seen:
+    """k, num_draft, source, rank and limit of each outcome; cached tokens are the hits."""
+    k, num_draft, source, rank, limit = (np.array(column, np.int32) for column in columns)
+    return Seen(k, num_draft, source, source == Source.CACHE, rank, limit)
 
 
 LAWS = (0.6, 0.7, 0.8, 0.9, 0.95, "falling", "rising")
@@ -138,12 +141,12 @@ def test_hazards_are_the_shares_of_those_that_got_there() -> None:
     estimator = OutcomeEstimator(3, (0.5, 0.5, 0.5))
     k = [0] * 100 + [1] * 300 + [2] * 200 + [3] * 400
     for part in range(0, 1000, 50):
-        some = arrays(k[part : part + 50], [3] * 50, [Source.JIT] * 50, [0] * 50, [0] * 50)
-        estimator.observe(*some)
+        some = seen(k[part : part + 50], [3] * 50, [Source.JIT] * 50, [0] * 50, [0] * 50)
+        estimator.observe(some)
     assert estimator.hazards() == pytest.approx((0.9, 2 / 3, 2 / 3), abs=0.01)
     assert estimator.hazards(fast=True) == (0.5, 0.5, 0.5)
     short = [Source.CACHE] * 500, [0] * 500, [0] * 500
-    estimator.observe(*arrays([1] * 500, [1] * 500, *short))  # x_2 was never asked about
+    estimator.observe(seen([1] * 500, [1] * 500, *short))  # x_2 was never asked about
     assert estimator.hazards() == pytest.approx((1400 / 1500, 2 / 3, 2 / 3), abs=0.01)
 
 
@@ -152,7 +155,7 @@ def test_positions_that_agree_share_what_they_know() -> None:
     rng = np.random.default_rng(SEED)
     estimator = OutcomeEstimator(8, (0.9,) * 8)
     k = np.logical_and.accumulate(rng.random((500, 8)) < 0.6, axis=1).sum(axis=1)
-    estimator.observe(k, np.full(500, 8), np.full(500, 1), np.zeros(500), np.zeros(500))
+    estimator.observe(seen(k, [8] * 500, [1] * 500, [0] * 500, [0] * 500))
     assert estimator.hazards() == pytest.approx((0.6,) * 8, abs=0.06)
 
 
@@ -161,7 +164,7 @@ def test_a_prior_stands_until_outcomes_come_and_keeps_its_shape() -> None:
     estimator = OutcomeEstimator(4, prior, (0.3,) * 4)
     assert estimator.hazards() == pytest.approx(prior)
     assert estimator.hazards(fast=True) == pytest.approx((0.3,) * 4)
-    estimator.observe(*arrays([2] * 8, [2] * 8, [Source.CACHE] * 8, [0] * 8, [0] * 8))
+    estimator.observe(seen([2] * 8, [2] * 8, [Source.CACHE] * 8, [0] * 8, [0] * 8))
     first, second, third, _ = estimator.hazards()
     assert first == 1.0 and 0.9 < second <= 1 and 0.5 < third < 1
 
@@ -170,11 +173,11 @@ def test_the_window_forgets_whole_outcomes_oldest_first() -> None:
     estimator = OutcomeEstimator(2, (0.5, 0.5), window=10)
     for k in (0, 2):
         for _ in range(5):
-            estimator.observe(*arrays([k] * 4, [2] * 4, [1] * 4, [1] * 4, [3] * 4))
+            estimator.observe(seen([k] * 4, [2] * 4, [1] * 4, [1] * 4, [3] * 4))
         assert estimator.count == 10
     assert estimator.trunks(True).sum() == 10
     assert estimator.hazards()[0] > 0.8  # no 0 is left
-    estimator.observe(*arrays([0] * 25, [2] * 25, [1] * 25, [0] * 25, [3] * 25))
+    estimator.observe(seen([0] * 25, [2] * 25, [1] * 25, [0] * 25, [3] * 25))
     assert estimator.count == 10 and estimator.hazards()[0] < 0.2
 
 
@@ -191,7 +194,7 @@ def test_a_budget_no_candidate_of_which_seems_to_hit_still_looks() -> None:
     adaptive = AdaptiveFanOut(1, 2, 1, (0.9, 0.9), 1.0, 1.0)
     assert adaptive.plan().after_hit == (0, 0, 1)
     for _ in range(100):
-        adaptive.observe(*arrays([2], [2], [1], [1], [1]), np.array([True]))
+        adaptive.observe(seen([2], [2], [1], [1], [1]))
     assert adaptive.plan().after_hit == (0, 0, 1)
 
 
@@ -200,11 +203,11 @@ def test_fan_outs_change_every_so_many_rounds_and_follow_from_outcomes_alone() -
     plans = []
     for draw in draws:
         adaptive = AdaptiveFanOut(16, 3, 20, (0.95,) * 3, 0.75, 1.0)
-        seen = []
+        made = []
         for _ in range(100):
             draw.play(adaptive, BATCH)
-            seen.append(adaptive.plan())
-        plans.append(seen)
+            made.append(adaptive.plan())
+        plans.append(made)
     assert plans[0] == plans[1]
     changes = [n for n in range(1, 100) if plans[0][n] != plans[0][n - 1]]
     assert changes and all((n + 1) % 20 == 0 for n in changes)
@@ -225,7 +228,7 @@ def test_any_outcomes_give_lists_within_the_budget(
     adaptive = AdaptiveFanOut(budget, 4, 1, (0.8,) * 4, a, r, minimum)
     for one, two, source, rank in rows:
         k, num_draft = min(one, two), max(one, two)
-        adaptive.observe(*arrays([k], [num_draft], [source], [rank], [9]), np.array([source == 1]))
+        adaptive.observe(seen([k], [num_draft], [source], [rank], [9]))
     plan = adaptive.plan()
     estimator = adaptive.estimator
     for hit, fan_out in ((True, plan.after_hit), (False, plan.after_miss)):
@@ -250,7 +253,7 @@ def test_more_acceptance_moves_candidates_to_later_rows(
             np.arange(4), np.round(400 * np.array(accept_probabilities([rate] * 3))).astype(int)
         )
         same = np.ones_like(k)
-        adaptive.observe(k, 3 * same, same, np.where(np.arange(len(k)) % 4, 1, 0), 2 * same, same)
+        adaptive.observe(seen(k, 3 * same, same, np.arange(len(k)) % 4 > 0, 2 * same))
         plans.append(adaptive.plan().after_hit)
     assert plans[1][3] >= plans[0][3] and plans[1][0] <= plans[0][0]
 
@@ -258,12 +261,12 @@ def test_more_acceptance_moves_candidates_to_later_rows(
 def test_a_round_costs_microseconds() -> None:
     """Best of several, so that a busy machine passes; 3 µs were measured, 20 are allowed."""
     estimator = OutcomeEstimator(7, (0.8,) * 7)
-    outcome = arrays([3], [7], [1], [1], [4])
+    outcome = seen([3], [7], [1], [1], [4])
     least = math.inf
     for _ in range(10):
         start = time.perf_counter()
         for _ in range(500):
-            estimator.observe(*outcome)
+            estimator.observe(outcome)
         least = min(least, (time.perf_counter() - start) / 500)
     assert least < 20e-6
 

@@ -10,92 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.errors import ConfigError
 from mpissd.rounds import Source
-from mpissd.spec.control import (
-    EXPLORE,
-    BackupController,
-    better_backup,
-    crossover_batch,
-    steps_to_serve,
-)
-from mpissd.theory import backup_crossover, expected_tokens, expected_tokens_from_rates
+from mpissd.spec.control import EXPLORE, BackupController, steps_to_serve
+from mpissd.theory import expected_tokens, expected_tokens_from_rates
 
 SEED = 20260304
 BOTH = (Source.JIT, Source.FAST)
-Times = st.floats(0, 4)
-Lengths = st.floats(1, 8)
-
-
-def rate_of(batch: int, hit: float, tokens: tuple[float, float], times: tuple[float, ...]) -> float:
-    """Tokens a unit of time, written out; times: verify, growth, backup."""
-    verify, growth, backup = times
-    all_hit = hit**batch
-    time = all_hit * max(verify, growth) + (1 - all_hit) * (verify + backup)
-    return (hit * tokens[0] + (1 - hit) * tokens[1]) / time
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.floats(0, 1), Lengths, Lengths, Lengths, Times, Times, Times, st.floats(0.5, 2))
-@example(0.9, 4.0, 4.0, 1.5, 0.5, 1.0, 0.0, 1.0)
-@example(0.9, 4.0, 4.0, 1.5, 2.5, 1.0, 0.0, 1.0)
-def test_the_crossover_parts_the_batches_where_each_backup_wins(
-    hit: float,
-    length_hit: float,
-    slow: float,
-    fast: float,
-    growth: float,
-    t_slow: float,
-    t_fast: float,
-    verify: float,
-) -> None:
-    assume(t_slow >= t_fast)
-    terms = (hit, length_hit, slow, fast, growth, t_slow, t_fast)
-    crossover = crossover_batch(*terms, verify_ratio=verify)
-    for batch in range(1, 65):
-        rates = [
-            rate_of(batch, hit, (length_hit, length), (verify, growth, t))
-            for length, t in ((slow, t_slow), (fast, t_fast))
-        ]
-        if math.isclose(*rates, rel_tol=1e-9):
-            continue
-        winner = Source.JIT if rates[0] > rates[1] else Source.FAST
-        assert better_backup(batch, *terms, verify_ratio=verify) is winner
-        assert winner is (Source.JIT if batch <= crossover else Source.FAST)
-    if growth <= verify and slow != fast:
-        theirs = backup_crossover(
-            hit, length_hit, slow, fast, t_slow=t_slow, t_fast=t_fast, verify_ratio=verify
-        )
-        if 0 < theirs < 1e3:
-            assert crossover == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-
-
-def test_the_crossover_moves_when_growth_outlasts_the_verification() -> None:
-    """An all-hit round that lasts longer makes the backup matter less, tokens more."""
-    terms = (0.9, 4.0, 4.0, 1.5)
-    hidden, late = (crossover_batch(*terms, growth, 0.1, 0.0) for growth in (1.0, 2.0))
-    assert 1 < hidden < late < 64
-    assert hidden == pytest.approx(backup_crossover(*terms, t_slow=0.1, t_fast=0.0))
-    uninterrupted = crossover_batch(*terms, 2.0, 0.2, 0.0, interruptible=False)
-    assert uninterrupted == pytest.approx(
-        backup_crossover(*terms, t_slow=0.2, t_fast=0.0, verify_ratio=2.0)
-    )
-    last = math.floor(uninterrupted)
-    for batch, winner in ((last, Source.JIT), (last + 1, Source.FAST)):
-        assert better_backup(batch, *terms, 2.0, 0.2, 0.0, interruptible=False) is winner
-
-
-def test_the_ends_of_the_crossover() -> None:
-    assert crossover_batch(1.0, 4.0, 4.0, 1.0, 0.5, 2.0, 0.0) == math.inf  # no miss ever
-    assert crossover_batch(0.0, 4.0, 4.0, 1.0, 0.5, 0.1, 0.0) == math.inf
-    assert crossover_batch(0.0, 4.0, 1.2, 1.0, 0.5, 2.0, 0.0) == 0.0
-    assert crossover_batch(0.5, 4.0, 1.0, 2.0, 0.5, 2.0, 0.0) == 0.0  # slow and worse
-    assert crossover_batch(0.5, 4.0, 2.0, 2.0, 0.5, 1.0, 1.0) == math.inf  # a tie is JIT's
-    with pytest.raises(ConfigError, match=r"t_slow=0\.1: allowed: at least t_fast=0\.2"):
-        crossover_batch(0.5, 4.0, 2.0, 2.0, 0.5, 0.1, 0.2)
 
 
 @dataclass

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from mpissd.errors import ProtocolError
 from mpissd.rng import Purpose
-from mpissd.rounds import Batch, Event, Outcome, Request, Speculation
+from mpissd.rounds import Batch, Event, Outcome, Request, Source, Speculation
 from mpissd.spec.fanout import FanOuts
-from mpissd.workload import markov
-from mpissd.workload.history import Histories
-from mpissd.workload.markov import MarkovDraftWorker, MarkovLaws, MarkovTargetWorker
+from mpissd.workload.history import Histories, looked_up, trunk
+from mpissd.workload.markov_draft import MarkovDraftWorker
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import MarkovModel
+from mpissd.workload.markov_target import MarkovTargetWorker
 from tests.loop.harness import CountingForwards
 
 K, CAPACITY = 3, 4
@@ -87,9 +88,9 @@ def test_a_prompt_that_ends_elsewhere_is_refused(tokens: list[int]) -> None:
 @pytest.mark.parametrize("known", range(5))
 def test_a_trunk_s_contexts_are_those_of_its_prefixes(order: int, known: int) -> None:
     model, tokens, served = MarkovModel(9, order, 0), [4, 1, 7, 3][:known], [8, 2, 5]
-    found = markov.trunk(model, tokens, served)
+    found = trunk(model, tokens, served)
     assert found == [model.context([*tokens, *served[:n]]) for n in range(4)]
-    assert markov.trunk(model, tokens, []) == [model.context(tokens)]
+    assert trunk(model, tokens, []) == [model.context(tokens)]
 
 
 @settings(deadline=None)
@@ -104,7 +105,7 @@ def test_prompt_lookup_finds_the_latest_longest_match(
 
     found = [n for n in range(1, longest + 1) if n < len(tokens) and matches(n)]
     want = tokens[max(matches(max(found))) :][:count] if found else []
-    assert markov.looked_up(tokens, longest, count) == want
+    assert looked_up(tokens, longest, count) == want
 
 
 def first_draft(epoch: int, seed: int = 6) -> tuple[list[int], list[float]]:
@@ -117,7 +118,7 @@ def first_draft(epoch: int, seed: int = 6) -> tuple[list[int], list[float]]:
     admissions = batch.apply(Outcome.admission(-1, [request]))
     for worker in (draft, target):
         worker.begin_round(batch, admissions)
-    rollout = draft.restart(batch, [0], markov.Source.JIT)
+    rollout = draft.restart(batch, [0], Source.JIT)
     for _ in range(40):
         draft.launch_step([rollout])
         draft.collect_step([rollout])

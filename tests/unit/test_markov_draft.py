@@ -8,8 +8,10 @@ import pytest
 from mpissd.rounds import Batch, Outcome, Source, Speculation
 from mpissd.spec import sampling
 from mpissd.spec.fanout import FanOuts
-from mpissd.workload.markov import MarkovDraftWorker, MarkovLaws, SampledRollout
+from mpissd.workload.markov_draft import MarkovDraftWorker
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import MarkovModel
+from mpissd.workload.sampled import SampledRollout
 from tests.loop.harness import CountingForwards
 
 K, V = 3, 30

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpissd.errors import ConfigError
 from mpissd.spec.sampling import probabilities
-from mpissd.workload.markov import MarkovLaws
+from mpissd.workload.markov_laws import MarkovLaws
 from mpissd.workload.markov_model import SHARPNESS, MarkovModel
 
 MODEL = MarkovModel(40, 2, 7, 0.3)

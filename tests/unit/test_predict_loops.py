@@ -17,7 +17,8 @@ import numpy as np
 from mpissd.backend.profile import load_profile
 from mpissd.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape
 from mpissd.config import RunConfig
-from mpissd.decode.draft import Drafter, DraftPolicy, serve
+from mpissd.decode.draft import Drafter, DraftPolicy
+from mpissd.decode.serve import serve
 from mpissd.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,

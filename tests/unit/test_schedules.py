@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from mpissd.__main__ import main
 from mpissd.backend.profile import load_profile
-from mpissd.config import PredictConfig, RunConfig, parse_flags, parse_into
+from mpissd.config import PredictConfig, RunConfig, parse_flags
 from mpissd.decode.draft import Drafter, DraftPolicy
 from mpissd.decode.speculator import InlineSpeculator, Speculator
 from mpissd.decode.target import TargetLoop
 from mpissd.errors import ConfigError
+from mpissd.flags import parse_into
 from mpissd.job import Job, resolve
 from mpissd.presets import LOOKUP
 from mpissd.rng import Purpose, uniforms

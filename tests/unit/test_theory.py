@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mpissd import theory
@@ -225,8 +226,117 @@ def test_backup_crossover_at_the_ends() -> None:
     assert theory.backup_crossover(0.5, 4, 1, 1, **times) == 0  # the slow one is no better
     assert theory.backup_crossover(0.5, 4, 3, 1, t_slow=0.1, t_fast=0.1) == math.inf
     assert theory.backup_crossover(0.0, 4, 3, 2.9, t_slow=3.0, t_fast=0.1) == 0
-    with pytest.raises(ConfigError, match=r"t_slow=0\.1"):
+    with pytest.raises(ConfigError, match=r"t_slow=0\.1: allowed: at least t_fast=0\.2"):
         theory.backup_crossover(0.5, 4, 3, 1, t_slow=0.1, t_fast=0.2)
+
+
+def rate_of(batch: int, hit: float, tokens: tuple[float, float], times: tuple[float, ...]) -> float:
+    """Tokens a unit of time, written out; times: verify, growth, backup."""
+    verify, growth, backup = times
+    all_hit = hit**batch
+    time = all_hit * max(verify, growth) + (1 - all_hit) * (verify + backup)
+    return (hit * tokens[0] + (1 - hit) * tokens[1]) / time
+
+
+def slow_wins(
+    batch: int, hit: float, tokens: tuple[float, float, float], times: tuple[float, ...], **how: Any
+) -> bool:
+    """By speedup_ssd; tokens of a hit and of both backups, times of growth and of both backups."""
+    rates = [
+        theory.speedup_ssd(
+            hit, tokens[0], length, t_growth=times[0], t_backup=t, batch_size=batch, **how
+        )
+        for length, t in zip(tokens[1:], times[1:], strict=True)
+    ]
+    return rates[0] >= rates[1]
+
+
+def theorem_17(
+    hit: float, tokens: tuple[float, float, float], verify: float, t_slow: float, t_fast: float
+) -> float:
+    """Where growth hides (T_p ≤ r): 1 − h^b = r·(N_s − N_f) / (N_f·T_s − N_s·T_f); 0: nowhere."""
+    slow, fast = (hit * tokens[0] + (1 - hit) * length for length in tokens[1:])
+    gain = fast * t_slow - slow * t_fast
+    all_hit = 1 - verify * (slow - fast) / gain if slow > fast and gain > 0 else 0.0
+    return math.log(all_hit) / math.log(hit) if all_hit > 0 and 0 < hit < 1 else 0.0
+
+
+Times = st.floats(0, 4)
+Lengths = st.floats(1, 8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0, 1), Lengths, Lengths, Lengths, Times, Times, Times, st.floats(0.5, 2))
+@example(0.9, 4.0, 4.0, 1.5, 0.5, 1.0, 0.0, 1.0)
+@example(0.9, 4.0, 4.0, 1.5, 2.5, 1.0, 0.0, 1.0)
+def test_the_crossover_parts_the_batches_where_each_backup_wins(
+    hit: float,
+    length_hit: float,
+    slow: float,
+    fast: float,
+    growth: float,
+    t_slow: float,
+    t_fast: float,
+    verify: float,
+) -> None:
+    assume(t_slow >= t_fast)
+    tokens = (length_hit, slow, fast)
+    crossover = theory.backup_crossover(
+        hit, *tokens, t_slow=t_slow, t_fast=t_fast, verify_ratio=verify, t_growth=growth
+    )
+    for batch in range(1, 65):
+        rates = [
+            rate_of(batch, hit, (length_hit, length), (verify, growth, t))
+            for length, t in ((slow, t_slow), (fast, t_fast))
+        ]
+        if math.isclose(*rates, rel_tol=1e-9):
+            continue
+        winner = rates[0] > rates[1]
+        times = (growth, t_slow, t_fast)
+        assert slow_wins(batch, hit, tokens, times, verify_ratio=verify) == winner
+        assert winner == (batch <= crossover)
+    if growth <= verify and slow != fast:
+        theirs = theorem_17(hit, tokens, verify, t_slow, t_fast)
+        if 0 < theirs < 1e3:
+            assert crossover == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+def test_the_crossover_moves_when_growth_outlasts_the_verification() -> None:
+    """An all-hit round that lasts longer makes the backup matter less, tokens more."""
+    tokens = (4.0, 4.0, 1.5)
+    hidden, late = (
+        theory.backup_crossover(0.9, *tokens, t_slow=0.1, t_fast=0.0, t_growth=growth)
+        for growth in (1.0, 2.0)
+    )
+    assert 1 < hidden < late < 64
+    assert hidden == pytest.approx(theorem_17(0.9, tokens, 1.0, 0.1, 0.0))
+    uninterrupted = theory.backup_crossover(
+        0.9, *tokens, t_slow=0.2, t_fast=0.0, t_growth=2.0, interruptible=False
+    )
+    assert uninterrupted == pytest.approx(theorem_17(0.9, tokens, 2.0, 0.2, 0.0))
+    last = math.floor(uninterrupted)
+    for batch, wins in ((last, True), (last + 1, False)):
+        how = {"verify_ratio": 1.0, "interruptible": False}
+        assert slow_wins(batch, 0.9, tokens, (2.0, 0.2, 0.0), **how) == wins
+
+
+@pytest.mark.parametrize(
+    ("hit", "tokens", "t_slow", "t_fast", "crossover"),
+    [
+        (1.0, (4.0, 4.0, 1.0), 2.0, 0.0, math.inf),  # no miss ever
+        (0.0, (4.0, 4.0, 1.0), 0.1, 0.0, math.inf),
+        (0.0, (4.0, 1.2, 1.0), 2.0, 0.0, 0.0),
+        (0.5, (4.0, 1.0, 2.0), 2.0, 0.0, 0.0),  # slow and worse
+        (0.5, (4.0, 2.0, 2.0), 1.0, 1.0, math.inf),  # a tie is the slow one's
+    ],
+)
+def test_the_ends_of_the_crossover(
+    hit: float, tokens: tuple[float, float, float], t_slow: float, t_fast: float, crossover: float
+) -> None:
+    for growth in (0.0, 0.5):
+        assert crossover == theory.backup_crossover(
+            hit, *tokens, t_slow=t_slow, t_fast=t_fast, t_growth=growth
+        )
 
 
 @given(st.integers(1, 12), st.floats(1, 1.5), st.floats(0, 1), st.floats(1, 3))

@@ -1,0 +1,82 @@
+"""What a draft sees of its own rounds, for controls that adapt: committed outcomes and clocks.
+
+Round after round: heard() → drafted() → looked_up() → served(). Nothing is kept for controls that
+do not watch.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import numpy as np
+
+from mpissd.decode.controls import Clocks, Controls, ranks_of, smoothed
+from mpissd.rounds import Event, Outcome, Speculation
+from mpissd.spec.adaptive import Seen
+from mpissd.spec.fanout import FanOuts
+from mpissd.workload.base import Branches
+
+Lookup = tuple[Outcome, list[int | None], "Branches | None", FanOuts]
+
+
+class Watch:
+    """Shows `controls` each round when the next one has been served."""
+
+    def __init__(self, controls: Controls) -> None:
+        self.clocks = Clocks()
+        self._controls, self._watches = controls, controls.watches
+        self._lookup: Lookup | None = None
+        self._served: Speculation | None = None
+        self._heard_at = self._served_at = self._backup_s = 0.0
+
+    def heard(self) -> None:
+        """An OUTCOME was found: the round that it ends took as long as this."""
+        if not self._watches:
+            return
+        now, clocks = perf_counter(), self.clocks
+        if self._served_at:
+            clocks.away_s = smoothed(clocks.away_s, now - self._served_at)
+        clocks.round_s, clocks.backup_s = now - self._heard_at, self._backup_s
+        self._heard_at = now
+
+    def drafted(self, seconds: float, steps: int, *, has_misses: bool) -> None:
+        """Hits were finished and misses drafted, in so many steps."""
+        if steps:
+            self.clocks.step_s = smoothed(self.clocks.step_s, seconds / steps)
+        self._backup_s = seconds if has_misses else 0.0
+
+    def looked_up(
+        self,
+        outcome: Outcome,
+        lanes: list[int | None],
+        branches: Branches | None,
+        fan_outs: FanOuts,
+    ) -> None:
+        """The lane that answers each live sequence, of the branches that grew by `fan_outs`."""
+        if self._watches:
+            self._lookup = outcome, lanes, branches, fan_outs
+
+    def served(self, speculation: Speculation) -> None:
+        """A speculation is with the target: what the last outcome said of the one before it."""
+        if not self._watches:
+            return
+        self._served_at = perf_counter()
+        if self._served is not None and self._lookup is not None:
+            self._controls.observe(_seen(self._served, *self._lookup), self.clocks)
+        self._served = speculation
+
+
+def _seen(
+    served: Speculation,
+    outcome: Outcome,
+    lanes: list[int | None],
+    branches: Branches | None,
+    fan_outs: FanOuts,
+) -> Seen:
+    rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
+    accepted, source = outcome.num_accepted[rows], served.source[rows]
+    rank = limit = np.zeros(len(rows), np.int32)
+    if branches is not None:  # who was committed comes first among those that are live
+        committed, place = lanes[: len(rows)], branches.lanes.place
+        rank, limit = ranks_of(committed, place, accepted, source, fan_outs)
+    return Seen(accepted, served.num_draft[rows], source, served.hit[rows], rank, limit)
