@@ -3,6 +3,8 @@
 #   launch/setup.sh [test]    mpissd and what this machine needs for it; "test" adds the test tools
 #   launch/setup.sh --extras  only prints the extras of setup.cfg that this machine needs
 #
+# MPISSD_CUDA=cuda12 or cuda13 names the CUDA extra where nvidia-smi can't: on a login node.
+#
 # .venv/.mpissd says what .venv holds: a key, the extras, the GPUs seen and their CUDA extra. It is
 # emptied before an installation and written after it, so that an interrupted one starts over. While
 # it is valid a call starts a handful of small processes and no Python.
@@ -24,6 +26,7 @@ mpi_extra() {
 # The CUDA extra, for the oldest driver and GPU that nvidia-smi lists. CUDA 13's wheels need driver
 # 580 and Turing (7.5), CUDA 12's driver 525. An answer that is not understood means none.
 cuda_extra() {
+    [ -z "${MPISSD_CUDA:-}" ] || { echo "$MPISSD_CUDA"; return; }
     command -v nvidia-smi >/dev/null || return 0
     timeout "${NVIDIA_SMI_TIMEOUT_S:-20}" \
         nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null |
@@ -50,7 +53,7 @@ read_stamp() {
     [ ! -s .venv/.mpissd ] || {
         read -r old_key && read -r installed && read -r old_gpus && read -r cuda
     } <.venv/.mpissd || :
-    [ "$gpus" = "$old_gpus" ] || cuda=${answer=$(cuda_extra)} # asked once
+    [ "$gpus${MPISSD_CUDA:-}" = "$old_gpus" ] || cuda=${answer=$(cuda_extra)} # asked once
     need="$(mpi_extra) $cuda $wanted"
 }
 
@@ -129,6 +132,10 @@ install() {
 gpus=$(gpu_identity)
 key=$(echo "$PWD" | cat - setup.cfg pyproject.toml | cksum)
 wanted=${1:-}
+case ${MPISSD_CUDA:-} in
+    '' | cuda12 | cuda13) ;;
+    *) stop "CUDA=$MPISSD_CUDA: allowed: cuda12, cuda13" ;;
+esac
 # shellcheck disable=SC2046
 case $wanted in
     --extras) echo $(mpi_extra) $(cuda_extra); exit ;;

@@ -162,6 +162,21 @@ def test_nodes_that_share_a_venv(machine: Machine) -> None:
     assert machine.installed() == [".[mpi]", ".[mpi,cuda13]", ".[mpi,cuda12]"]
 
 
+def test_a_login_node_is_told_what_the_gpus_need(machine: Machine) -> None:
+    machine.setup()
+    _, err = machine.setup(MPISSD_CUDA="cuda12")  # also where .venv is there already
+    assert "installing mpissd[mpi,cuda12]" in err
+    assert machine.setup() == ("", "")
+    machine.gpus("580.95.05, 9.0")
+    assert machine.setup() == ("", "")  # on a node with GPUs
+    assert machine.installed() == [".[mpi]", ".[mpi,cuda12]"]
+
+
+def test_an_unknown_cuda_is_refused(machine: Machine) -> None:
+    _, err = machine.setup(code=1, MPISSD_CUDA="cuda11")
+    assert err == "set-up: CUDA=cuda11: allowed: cuda12, cuda13"
+
+
 def test_nvidia_smi_is_asked_once(machine: Machine) -> None:
     machine.program("nvidia-smi", "#!/bin/bash\necho >> asked; echo 580.95.05, 9.0\n")
     for _ in range(3):

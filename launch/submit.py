@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Judges a job, prints the sbatch line, runs it; `make submit` calls this.
+
+    launch/submit.py --ranks=5 --partition=GPU --gpu_type=h100-80 -- --mode=ssd --pair=70b/1b
+
+What follows -- are flags of `mpissd run` (of `mpissd sweep` with --array). --dry only asks Slurm
+when such a job would start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mpissd import cli  # noqa: E402
+from mpissd.comm.topology import check_world  # noqa: E402
+from mpissd.errors import ConfigError  # noqa: E402
+from mpissd.job import resolve  # noqa: E402
+from mpissd.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
+from mpissd.sweeping import check_sweep  # noqa: E402
+
+WORDS = ("partition", "gpu_type", "account", "time", "array")
+COUNTS = ("gpus", "nodes", "cpus")
+EXPORTS = ("tp", "command", "python", "mpirun")
+# What launch/job.sh reads; make's contract is that only MPIRUN counts from the environment.
+UNSEEN = ("BACKEND", "COMMAND", "DEVICE", "NUM_LAYERS", "OUT", "PAIR", "PYTHON", "ROUNDS", "TP")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options; a make variable each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--script")
+    for name in ("cluster", *WORDS, *COUNTS):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--sbatch", default="", help="further options of sbatch")
+    for name in EXPORTS:
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--dry", nargs="?", const="1", default="")
+    parser.add_argument("flags", nargs="*")
+    return parser
+
+
+def count(name: str, text: str | None) -> int | None:
+    """A count from 1, where one is given."""
+    if text and not (text.isdecimal() and int(text)):
+        raise ConfigError(f"{name.upper()}={text}: allowed: a whole number from 1")
+    return int(text) if text else None
+
+
+def request_of(given: argparse.Namespace) -> Request:
+    """What is asked for."""
+    script = given.script or ("launch/array.sh" if given.array else "launch/slurm.sh")
+    try:
+        header = read_header((ROOT / script).read_text())
+    except OSError as error:
+        raise ConfigError(f"SCRIPT={script}: {error.strerror}") from error
+    told = {name: getattr(given, name) for name in EXPORTS if getattr(given, name)}
+    if not given.script:  # T = tasks - D there
+        told.pop("tp", None)
+    if bad := [name for name, value in told.items() if "," in value]:
+        raise ConfigError(f"{bad[0].upper()}={told[bad[0]]}: sbatch takes no comma there")
+    sizes: dict[str, Any] = {name: count(name, getattr(given, name)) for name in COUNTS}
+    return Request(
+        script=script,
+        ranks=given.ranks,
+        header=header,
+        cluster=given.cluster or "bridges2",
+        extra=tuple(shlex.split(given.sbatch)),
+        exports={name.upper(): value for name, value in told.items()},
+        flags=tuple(given.flags),
+        **{name: getattr(given, name) or None for name in WORDS},
+        **sizes,
+    )
+
+
+def check_flags(request: Request) -> None:
+    """ConfigError for what the job would refuse when its turn comes: flags, memory, no CuPy."""
+    is_sweep = request.script == "launch/array.sh"
+    name = "sweep" if is_sweep else request.exports.get("COMMAND", "run")
+    command = cli.parse([name, *request.flags])
+    config = command.config if command else None
+    if command and is_sweep:
+        check_sweep(replace(command.config, world_size=request.ranks), command.given)
+    asked = request.resolve().get("gpus")
+    if config is None or asked is None or getattr(config, "backend", "") not in ("auto", "cupy"):
+        return
+    if request.script == "launch/slurm.sh" and name == "run":
+        gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
+        memory = gpu.memory_bytes if gpu else None
+        tp = check_world(request.ranks, config.drafts)
+        resolve(config, tp, backend="cupy", memory_bytes=memory)
+    if importlib.util.find_spec("cupy") is None:
+        raise ConfigError(
+            f"{sys.executable} has no CuPy, and a login node cannot tell which one the GPUs need: "
+            "make venv CUDA=cuda12 (V100 and newer), or BACKEND=emulated"
+        )
+
+
+def main() -> int:
+    """Exit 2 with one line where a job would be refused; otherwise sbatch's code."""
+    given = arguments().parse_args()
+    try:
+        request = request_of(given)
+        command = request.command()
+        check_flags(request)
+    except ConfigError as error:
+        print(f"submit: {error}", file=sys.stderr)
+        return error.exit_code
+    print(shown(command), flush=True)
+    os.chdir(ROOT)
+    if given.dry:
+        return ask_when(command)
+    if shutil.which("sbatch") is None:
+        print("submit: no sbatch here: log in to the cluster, or DRY=1", file=sys.stderr)
+        return 2
+    return call(command)
+
+
+def call(command: list[str]) -> int:
+    """Runs it, without what a shell may hold for other reasons; its code."""
+    env = {name: text for name, text in os.environ.items() if name not in UNSEEN}
+    return subprocess.run(command, env=env, check=False).returncode
+
+
+def ask_when(command: list[str]) -> int:
+    """Slurm's own estimate of the start, where there is a Slurm."""
+    if shutil.which("sbatch") is None:
+        return 0
+    return call([command[0], "--test-only", *command[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

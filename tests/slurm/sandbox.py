@@ -1,0 +1,214 @@
+"""A Slurm of its own on this machine: one node of fake GPUs, on loopback, in a temporary folder.
+
+Ports are free ones and munge has a key and a socket of its own, so several may run at once. Needs
+root: slurmd starts jobs as their users, and a fake GPU is a character device.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
+START_S = 30.0  # of a daemon; a second on an idle machine
+COMMAND_S = 60.0
+NULL_DEVICE = os.makedev(1, 3)
+
+# Bridges-2's partitions, and two of its nodes in one: 8 V100s, 8 H100s, 40 cores. `sbatch --wait`
+# asks every 2 s as long as MinJobAge is at most 4, and every 8 or 32 s otherwise.
+CONFIG = """\
+ClusterName=sandbox
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+SlurmctldPort={ctld_port}
+SlurmdPort={slurmd_port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1
+KillWait=10
+MinJobAge=4
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs=40 RealMemory=1000 Gres=gpu:v100-32:8,gpu:h100-80:8
+PartitionName=GPU Nodes={host} DefaultTime=1:00:00 MaxTime=48:00:00 State=UP
+PartitionName=GPU-shared Nodes={host} DefaultTime=1:00:00 MaxTime=48:00:00 State=UP Default=YES
+"""
+GPUS = """\
+AutoDetect=off
+Name=gpu Type=v100-32 File={folder}/dev/gpu[0-7]
+Name=gpu Type=h100-80 File={folder}/dev/gpu[8-15]
+"""
+
+
+def why_not() -> str:
+    """Why there can be no sandbox here; empty where there can."""
+    if missing := [name for name in PROGRAMS if which(name) is None]:
+        return f"there is no {', no '.join(missing)}"
+    if os.geteuid() != 0:
+        return "a Slurm of one's own needs root"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            os.mknod(Path(folder, "gpu"), stat.S_IFCHR | 0o666, NULL_DEVICE)
+        except OSError as error:
+            return f"no fake GPU can be made: {error.strerror}"
+    return ""
+
+
+def which(program: str) -> str | None:
+    """Daemons lie in /usr/sbin, which not every PATH holds."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+class Sandbox:
+    """A context: Slurm runs inside, and outside of it nothing that it started does."""
+
+    def __init__(self) -> None:
+        self.env: dict[str, str] = {}
+        self.left: list[int] = []  # what had to be killed at the end
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._held = ExitStack()
+
+    def __enter__(self) -> Sandbox:
+        with ExitStack() as undo:
+            undo.callback(self._end)
+            self.folder = Path(self._held.enter_context(tempfile.TemporaryDirectory("-slurm")))
+            self.folder.chmod(0o755)
+            self._write()
+            told = os.environ.items()
+            self.env = {k: v for k, v in told if not k.startswith(("SLURM_", "SBATCH_"))}
+            self.env["SLURM_CONF"] = str(self.folder / "slurm.conf")
+            self._start_munge()
+            self._start("slurmctld", "-D")
+            self._start("slurmd", "-D")
+            wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), "an idle node")
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def ask(self, *command: str) -> str:
+        """stdout of a Slurm command."""
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=COMMAND_S
+        )
+        return done.stdout
+
+    def processes(self, job: str = "") -> list[int]:
+        """Whatever lives of this Slurm: daemons, jobs and their children; or of one job of it."""
+        wanted = {f"SLURM_CONF={self.env['SLURM_CONF']}"}
+        if job:
+            wanted.add(f"SLURM_JOB_ID={job}")
+        return [pid for pid in all_processes() if wanted <= environ(pid)]
+
+    def _write(self) -> None:
+        for name in ("state", "spool", "dev", "munge"):
+            (self.folder / name).mkdir(mode=0o755)
+        for number in range(16):
+            os.mknod(self.folder / "dev" / f"gpu{number}", stat.S_IFCHR | 0o666, NULL_DEVICE)
+        with socket.socket() as ctld, socket.socket() as slurmd:
+            for each in (ctld, slurmd):
+                each.bind(("127.0.0.1", 0))
+            told = {
+                "folder": self.folder,
+                "host": socket.gethostname().partition(".")[0],
+                "ctld_port": ctld.getsockname()[1],
+                "slurmd_port": slurmd.getsockname()[1],
+            }
+        (self.folder / "slurm.conf").write_text(CONFIG.format(**told))
+        (self.folder / "gres.conf").write_text(GPUS.format(**told))
+        (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        key = folder / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        files = [f"--{name}-file={folder / name}" for name in ("key", "log", "pid", "seed")]
+        self._start("munged", "--foreground", "--force", f"--socket={folder / 'socket'}", *files)
+        wait_until((folder / "socket").exists, "munge's socket")
+
+    def _start(self, program: str, *arguments: str) -> None:
+        found = which(program)
+        assert found is not None
+        log = (self.folder / f"{program}.log").open("wb")
+        with log:
+            self._daemons.append(
+                subprocess.Popen(
+                    [found, *arguments],
+                    env=self.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+
+    def _end(self) -> None:
+        """Jobs first, by their own Slurm; then the daemons; then whatever is left."""
+        if len(self._daemons) > 1:
+            self.ask("scancel", "--full", "--user=root")
+            deadline(lambda: not self.ask("squeue", "-h"), 15.0)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in reversed(self._daemons):
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self.left = self.processes() if self.env else []
+        for pid in self.left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._daemons.clear()
+        self._held.close()
+
+
+def all_processes() -> list[int]:
+    """Of this machine."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def environ(pid: int) -> set[str]:
+    """A process's environment, name=value; empty where it is gone."""
+    try:
+        told = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return set()
+    return set(told.decode(errors="replace").split("\0"))
+
+
+def deadline(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    end = time.monotonic() + seconds
+    while not (held := bool(condition())) and time.monotonic() < end:
+        time.sleep(0.05)
+    return held
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = START_S) -> None:
+    """Fails where the condition does not come true in time."""
+    assert deadline(condition, seconds), f"no {what} in {seconds:.0f} s"
