@@ -1,0 +1,150 @@
+"""Cores, threads, memory, limits and the clock of each host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpissd.doctor.facts import Facts
+from mpissd.doctor.finding import Finding, ok, warn
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_SHM_A_RANK = 32 * _MIB  # MPI's segments and NCCL's
+_FILES_A_RANK, _FILES = 32, 256
+_LOCKED = 64 * _MIB  # what a fabric pins, where hosts are several
+_GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase")
+_CLOCK_NS = 500.0
+
+
+def check_cores(facts: Facts) -> Iterator[Finding]:
+    """A core a rank, and a device's NUMA node among those of its rank's cores."""
+    for host in facts.hosts:
+        ranks = facts.of_host(host.host)
+        if not host.cores or not ranks:
+            continue
+        found = f"{host.cores} for {len(ranks)} rank{'s' * (len(ranks) != 1)} on {host.host}"
+        if host.cores < len(ranks):
+            yield warn(
+                "cores",
+                found,
+                "ranks share cores, so times are noisy: ask for more (--cpus-per-task), or a "
+                "smaller TP",
+            )
+        else:
+            yield ok("cores", found)
+        for rank in ranks:
+            far = rank.gpu_numa is not None and rank.core_numa is not None
+            if far and rank.gpu_numa not in (rank.core_numa or ()):
+                yield warn(
+                    "NUMA",
+                    f"rank {rank.rank}'s GPU is on node {rank.gpu_numa}, its cores on "
+                    f"{rank.core_numa}",
+                    "bind ranks near their GPUs: mpirun --map-by numa, or none: --bind-to none",
+                )
+
+
+def check_threads(facts: Facts) -> Iterator[Finding]:
+    """NumPy's threads times ranks fit the cores: uncapped, a 2.7 ms round took 104 ms."""
+    for host in facts.hosts:
+        threads = [rank.blas_threads or 1 for rank in facts.of_host(host.host)]
+        if not threads or not host.cores:
+            continue
+        found = f"{max(threads)} a rank, {sum(threads)} in all on {host.cores} cores"
+        if sum(threads) > max(host.cores, len(threads)):
+            yield warn("BLAS threads", found, f"export {_CAPS} (or start by launch/local.sh)")
+        else:
+            yield ok("BLAS threads", found)
+
+
+_CAPS = "OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_NUM_THREADS=1"
+
+
+def check_shared_memory(facts: Facts) -> Iterator[Finding]:
+    """/dev/shm, in which local ranks meet; and whether they may read each other."""
+    for host in facts.hosts:
+        ranks = facts.of_host(host.host)
+        if len(ranks) < 2:
+            continue
+        if host.shm_free is None:
+            yield warn("/dev/shm", f"none on {host.host}", "mount -t tmpfs tmpfs /dev/shm")
+        elif host.shm_free < _SHM_A_RANK * len(ranks):
+            found = f"{_size(host.shm_free)} free on {host.host} for {len(ranks)} ranks"
+            need = -(-_SHM_A_RANK * len(ranks) // _GIB)
+            yield warn("/dev/shm", found, f"docker run --shm-size={need}g, or remove old files")
+        else:
+            yield ok("/dev/shm", f"{_size(host.shm_free)} free on {host.host}")
+        blocked = [rank.rank for rank in ranks if rank.reads_neighbour is False]
+        if blocked:
+            yield warn(
+                "single copy",
+                f"rank {blocked[0]} may not read its neighbour's memory (process_vm_readv)",
+                "export MPIR_CVAR_CH4_CMA_ENABLE=0 (MPICH), or docker run "
+                "--cap-add=SYS_PTRACE; Open MPI copies twice by itself",
+            )
+        elif any(rank.reads_neighbour for rank in ranks):
+            yield ok("single copy", f"ranks of {host.host} read each other's memory")
+
+
+def check_limits(facts: Facts) -> Iterator[Finding]:
+    """Open files a host, and locked memory where a fabric needs it."""
+    several = len(facts.hosts) > 1
+    for host in facts.hosts:
+        need = _FILES + _FILES_A_RANK * len(facts.of_host(host.host))
+        if host.open_files is not None and host.open_files < need:
+            found = f"{host.open_files} on {host.host}"
+            yield warn("open files", found, f"ulimit -n {max(1024, need)}")
+        elif host.open_files is not None:
+            yield ok("open files", f"{host.open_files} on {host.host}")
+        if several and host.locked_bytes is not None and host.locked_bytes < _LOCKED:
+            yield warn(
+                "locked memory",
+                f"{_size(host.locked_bytes)} on {host.host}, and the ranks span "
+                f"{len(facts.hosts)} hosts",
+                "ulimit -l unlimited (InfiniBand pins its buffers)",
+            )
+
+
+def check_watch(facts: Facts) -> Iterator[Finding]:
+    """A rank that dies is seen and named at once."""
+    for host in facts.hosts:
+        if host.watch_error:
+            yield warn(
+                "watch",
+                f"{host.watch_error} on {host.host}: a dead rank may be seen late or not be named",
+                "Linux >= 5.3; in a container: docker run --security-opt seccomp=unconfined",
+            )
+
+
+def check_clock(facts: Facts) -> Iterator[Finding]:
+    """A clock that is read without a system call: every phase of a round is stamped."""
+    for host in facts.hosts:
+        if host.clock_ns is None:
+            continue
+        found = f"{host.clock_source or 'unknown'}, {host.clock_ns:.0f} ns a reading on {host.host}"
+        known = not host.clock_source or host.clock_source in _GOOD_CLOCKS
+        if known and host.clock_ns < _CLOCK_NS:
+            yield ok("clock", found)
+        else:
+            folder = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+            yield warn("clock", found, f"as root: echo tsc > {folder}")
+
+
+def check_host_memory(facts: Facts) -> Iterator[Finding]:
+    """What the ranks of a host need together, where their memory is the host's."""
+    session = facts.session
+    if session is None or session.error or session.backend != "numpy":
+        return
+    for host in facts.hosts:
+        need = sum(session.needs[rank.rank] for rank in facts.of_host(host.host))
+        found = f"{_size(need)} for the weights on {host.host}"
+        if host.memory_free is not None:
+            found += f", {_size(host.memory_free)} free"
+        if host.memory_limit is not None and need + _GIB > host.memory_limit:
+            mend = "ask for more memory (--mem, docker run --memory), a larger TP or another PAIR"
+            yield warn("memory", f"{found}, {_size(host.memory_limit)} left to this job", mend)
+        else:
+            yield ok("memory", found)
+
+
+def _size(count: int) -> str:
+    """Bytes as people say them."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

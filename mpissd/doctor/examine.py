@@ -1,0 +1,84 @@
+"""The command `doctor`: one table of everything that can be wrong; exit code 0 where a run works.
+
+    mpissd doctor --tp=2 --mode=ssd …              starts the ranks itself, under a deadline
+    mpirun -np 3 python -m mpi4py -m mpissd doctor --mode=ssd …       the ranks are there already
+
+`launch/local.sh` calls a command without MPI first (--dry_run): then there is a table, on stderr,
+only where the ranks need not be started at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from mpissd.comm.topology import launcher_size
+from mpissd.config import DoctorConfig, RunConfig
+from mpissd.doctor.facts import Asked, Facts, LaunchFacts
+from mpissd.doctor.finding import BAD
+from mpissd.doctor.judge import judge
+from mpissd.doctor.launcher import read_launch
+from mpissd.doctor.ranks import Seen, examine_rank
+from mpissd.doctor.table import render
+from mpissd.doctor.trial import MARK, try_ranks
+
+Check = Callable[[RunConfig], None]
+
+
+def doctor(config: DoctorConfig, check: Check) -> int:
+    """Prints the table once; 0 where a run of these flags works, else 2.
+
+    check: what `run` refuses before MPI starts; raises ConfigError.
+    """
+    size = config.world_size or (None if config.tp else launcher_size())
+    if config.json or (size is not None and not config.dry_run):
+        return _as_rank(config, size or 1, check)
+    num_ranks = size or (config.tp or 1) + config.drafts
+    launch = read_launch(config, num_ranks, False, check)
+    findings = judge(Facts(_asked(config, num_ranks), launch))
+    startable = all(finding.verdict != BAD for finding in findings)
+    if config.dry_run and startable:
+        return 0
+    if not startable:
+        return _say(config, launch, Seen())
+    seen, problem = try_ranks(config, launch.mpirun, launch.mpirun_path, num_ranks)
+    return _say(config, replace(launch, trial_error=problem), seen, tried=True)
+
+
+def _as_rank(config: DoctorConfig, size: int, check: Check) -> int:
+    """Under a launcher: rank 0 tells the one that started it, or prints the table itself."""
+    if config.json:
+
+        def tell(seen: Seen) -> int:
+            sys.stdout.write(f"{MARK}{seen.to_json()}\n")
+            sys.stdout.flush()
+            return 0
+
+        return examine_rank(config, check, tell)
+
+    def say(seen: Seen) -> int:
+        return _say(config, read_launch(config, size, True, check), seen, tried=True)
+
+    return examine_rank(config, check, say)
+
+
+def _say(config: DoctorConfig, launch: LaunchFacts, seen: Seen, tried: bool = False) -> int:
+    asked = _asked(config, launch.num_ranks)
+    facts = Facts(asked, launch, seen.ranks, seen.hosts, seen.session, tried)
+    findings = judge(facts)
+    stream = sys.stderr if config.dry_run else sys.stdout
+    stream.write(render(findings))
+    stream.flush()
+    return 2 if any(finding.verdict == BAD for finding in findings) else 0
+
+
+def _asked(config: DoctorConfig, num_ranks: int) -> Asked:
+    return Asked(
+        mode=config.mode,
+        backend=config.backend,
+        pair=config.pair or config.target,
+        tp=num_ranks - config.drafts,
+        drafts=config.drafts,
+        all_reduce=config.all_reduce,
+    )

@@ -1,0 +1,204 @@
+"""What the doctor saw. Plain values only: facts travel as JSON, also between unlike versions.
+
+None, "" and empty lists mean that something could not be learned; `*_error` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi tells it; memory in bytes, clocks in MHz."""
+
+    index: int
+    uuid: str
+    bus_id: str
+    name: str
+    driver: str
+    capability: float | None = None
+    memory_total: int | None = None
+    memory_free: int | None = None
+    persistence: bool | None = None
+    compute_mode: str = ""
+    mig: bool | None = None
+    ecc_errors: int | None = None  # uncorrected since the driver was loaded
+    clock: int | None = None
+    max_clock: int | None = None
+    throttle: int | None = None  # bit mask of clocks_event_reasons.active
+
+
+@dataclass(frozen=True)
+class GpuUser:
+    """A process that holds a GPU; bytes where the driver tells."""
+
+    uuid: str
+    pid: int
+    name: str
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class CudaView:
+    """What CuPy sees in a rank's environment, asked in a child; versions as loaded."""
+
+    error: str = ""
+    cupy: str = ""
+    runtime: int | None = None  # 13020 is 13.2
+    driver: int | None = None  # the newest CUDA that the driver serves
+    nccl: int | None = None  # 22809 is 2.28.9
+    nccl_built: int | None = None
+    nccl_error: str = ""
+    nvmath_error: str = ""
+    count: int = 0
+    name: str = ""
+    uuid: str = ""
+    bus_id: str = ""
+    capability: str = ""
+    memory_free: int | None = None
+    memory_total: int | None = None
+    peers: list[list[bool]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One host, told by its first rank."""
+
+    host: str
+    cores: int | None = None  # that any of its ranks may run on
+    memory_free: int | None = None
+    memory_limit: int | None = None  # what the control group leaves
+    shm_free: int | None = None
+    shm_total: int | None = None
+    clock_source: str = ""
+    clock_ns: float | None = None  # of one reading
+    watch_error: str = ""  # why ranks that die may be seen late, or not be named
+    open_files: int | None = None
+    locked_bytes: int | None = None  # None: unlimited or unknown
+    gpus: list[Gpu] = field(default_factory=list)
+    gpu_error: str = ""
+    gpu_users: list[GpuUser] = field(default_factory=list)
+    links: dict[str, dict[str, str]] = field(default_factory=dict)  # GPU0 → GPU1 → NV18
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank; rank and role as MPI gives them, launcher_* as its environment does."""
+
+    rank: int
+    host: str
+    pid: int
+    python: str
+    python_version: str
+    mpissd: str
+    folder: str
+    role: str = "?"
+    local_rank: int = 0
+    world_size: int | None = None
+    launcher_rank: int = 0
+    launcher_size: int | None = None
+    library: str = ""
+    library_path: str = ""
+    cores: list[int] = field(default_factory=list)
+    core_numa: list[int] | None = None
+    gpu_numa: int | None = None
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    blas_threads: int | None = None
+    reads_neighbour: bool | None = None  # memory of the next rank of this host (CMA)
+    cuda: CudaView | None = None  # None: CuPy is not installed
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """The process that asks, before MPI; in a rank's environment where `inside`."""
+
+    python: str
+    python_version: str
+    mpissd: str
+    folder: str
+    num_ranks: int
+    inside: bool = False  # under a launcher already
+    mpirun: str = ""  # as asked for
+    mpirun_path: str = ""
+    mpirun_version: str = ""
+    mpi4py: str = ""
+    mpi4py_error: str = ""
+    library: str = ""
+    library_path: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    stray: list[str] = field(default_factory=list)  # launcher variables outside a launcher
+    out: str = ""
+    out_free: int | None = None
+    config_error: str = ""
+    trial_error: str = ""  # of mpirun
+    slurm: dict[str, str] = field(default_factory=dict)
+    slurm_seconds_left: float | None = None
+    has_slurm: bool = False  # its commands are there
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """A session of the run, opened and closed again: what a run would choose."""
+
+    error: str = ""
+    backend: str = ""
+    device_name: str = ""
+    all_reduce: str = ""
+    all_reduce_why: str = ""
+    target: str = ""
+    draft: str = ""
+    needs: list[int] = field(default_factory=list)  # bytes by rank
+    memory: list[int | None] = field(default_factory=list)  # bytes by rank
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which run is examined."""
+
+    mode: str
+    backend: str
+    pair: str | None
+    tp: int
+    drafts: int
+    all_reduce: str = "auto"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it; no ranks: they did not start."""
+
+    asked: Asked
+    launch: LaunchFacts
+    ranks: list[RankFacts] = field(default_factory=list)
+    hosts: list[HostFacts] = field(default_factory=list)
+    session: SessionFacts | None = None
+    tried: bool = False  # whether the ranks were started, or tried to
+
+    def of_host(self, host: str) -> list[RankFacts]:
+        """The ranks of a host."""
+        return [rank for rank in self.ranks if rank.host == host]
+
+
+def build(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
+    """A record from what its asdict became as JSON; fields that it does not know are left out."""
+    known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in data.items() if name in known})
+
+
+def build_rank(data: Mapping[str, Any]) -> RankFacts:
+    """Likewise, with what it nests."""
+    cuda = data.get("cuda")
+    return build(RankFacts, {**data, "cuda": None if cuda is None else build(CudaView, cuda)})
+
+
+def build_host(data: Mapping[str, Any]) -> HostFacts:
+    """Likewise, with what it nests."""
+    gpus = [build(Gpu, gpu) for gpu in data.get("gpus", ())]
+    users = [build(GpuUser, user) for user in data.get("gpu_users", ())]
+    return build(HostFacts, {**data, "gpus": gpus, "gpu_users": users})

@@ -1,0 +1,165 @@
+"""What a host and a process of it tell without MPI and without CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+from mpissd.backend.numpy_backend import available_memory_bytes
+from mpissd.doctor.child import ASK_S, ask
+from mpissd.doctor.facts import CudaView, HostFacts, build
+from mpissd.doctor.smi import read_gpus, read_links, read_users
+
+_CLOCK = "sys/devices/system/clocksource/clocksource0/current_clocksource"
+_READINGS = 2000
+# Names that OpenBLAS's and MKL's builds give the same question.
+_THREADS = (
+    "scipy_openblas_get_num_threads64_ scipy_openblas_get_num_threads openblas_get_num_threads64_ "
+    "openblas_get_num_threads MKL_Get_Max_Threads"
+).split()
+
+
+def read_host(cores: int | None) -> HostFacts:
+    """This host; its GPUs before any rank of it opens one. cores: that its ranks share."""
+    gpus, error = read_gpus()
+    shm = _space("/dev/shm")
+    files, locked = _limits()
+    return HostFacts(
+        host=socket.gethostname(),
+        cores=cores,
+        memory_free=available_memory_bytes(),
+        memory_limit=control_group_bytes(),
+        shm_free=shm and shm[0],
+        shm_total=shm and shm[1],
+        clock_source=_text(Path("/", _CLOCK)),
+        clock_ns=_clock_ns(),
+        watch_error=watch_error(),
+        open_files=files,
+        locked_bytes=locked,
+        gpus=gpus,
+        gpu_error=error,
+        gpu_users=read_users() if gpus else [],
+        links=read_links() if len(gpus) > 1 else {},
+    )
+
+
+def read_cuda(local_rank: int, timeout_s: float = 3 * ASK_S) -> CudaView:
+    """What CuPy sees, asked in a child: an import may crash, a driver may hang."""
+    program = [sys.executable, "-m", "mpissd.backend.cupy_facts", str(local_rank)]
+    answer = ask(program, timeout_s)
+    if answer.problem:
+        return CudaView(error=answer.problem)
+    try:
+        return build(CudaView, json.loads(answer.out.splitlines()[-1]))
+    except (ValueError, IndexError):
+        return CudaView(error=f"no answer: {answer.out[-200:]!r}")
+
+
+def control_group_bytes(root: str = "/sys/fs/cgroup") -> int | None:
+    """What the memory control group of this container leaves; None where it sets no limit."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        told = _text(Path(root, limit)), _text(Path(root, used))
+        if all(text.isdigit() for text in told) and int(told[0]) < 1 << 60:
+            return max(0, int(told[0]) - int(told[1]))
+    return None
+
+
+def blas_threads(maps: str = "/proc/self/maps") -> int | None:
+    """Threads of the BLAS that is loaded here; None where that cannot be told."""
+    for path in sorted(set(re.findall(r"(/\S*(?:openblas|mkl_rt)\S*)$", _text(Path(maps)), re.M))):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        for name in _THREADS:
+            if hasattr(library, name):
+                return int(getattr(library, name)())
+    return None
+
+
+def peek(pid: int, address: int, count: int) -> bytes | None:
+    """Memory of another process, as MPI's single copy reads it; None where that is not allowed."""
+
+    class Span(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "process_vm_readv"):
+        return None
+    here = ctypes.create_string_buffer(count)
+    local, remote = Span(ctypes.addressof(here), count), Span(address, count)
+    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    read = library.process_vm_readv
+    read.restype = ctypes.c_ssize_t
+    done = read(ctypes.c_int(pid), ctypes.byref(local), one, ctypes.byref(remote), one, zero)
+    return here.raw if done == count else None
+
+
+def watch_error() -> str:
+    """What the warden of dead and stopped ranks lacks here; "" where it has all it needs."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0mpissd-doctor-{os.getpid()}")
+    except AttributeError as error:
+        return f"no Linux: {error}"
+    except OSError as error:
+        return f"pidfd_open or an abstract socket: {error.strerror}"
+    return ""
+
+
+def _space(path: str) -> tuple[int, int] | None:
+    """(free, total) bytes of a file system."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    if not found.f_blocks:  # not a store: /proc, say
+        return None
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def free_space(path: str) -> int | None:
+    """Bytes that are free where a path is, or is to be."""
+    folder = Path(path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    found = _space(str(folder))
+    return found and found[0]
+
+
+def _limits() -> tuple[int | None, int | None]:
+    """(open files, locked bytes); None: unlimited or unknown."""
+    if sys.platform == "win32":
+        return None, None
+    import resource
+
+    found = []
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
+        soft = resource.getrlimit(kind)[0]
+        found.append(None if soft == resource.RLIM_INFINITY else soft)
+    return found[0], found[1]
+
+
+def _clock_ns() -> float:
+    """What a reading of the clock costs."""
+    begun = time.perf_counter_ns()
+    for _ in range(_READINGS):
+        time.perf_counter_ns()
+    return (time.perf_counter_ns() - begun) / _READINGS
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,218 @@
+"""One rank's part: what each rank sees is gathered, then a run's session is opened and closed.
+
+A stage that outlasts the deadline, or fails as nobody expected, is a fact as well: rank 0
+reports what it has until then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import faulthandler
+import importlib.util
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mpissd
+from mpissd.comm.topology import Topology, launcher_rank, launcher_size, open_topology, usable_cores
+from mpissd.config import RunConfig
+from mpissd.doctor.child import ASK_S
+from mpissd.doctor.facts import (
+    HostFacts,
+    RankFacts,
+    SessionFacts,
+    build_host,
+    build_rank,
+)
+from mpissd.doctor.host import blas_threads, peek, read_cuda, read_host
+from mpissd.doctor.launcher import library_path, one_line
+from mpissd.errors import ConfigError
+
+_HEAD_START_S = 3.0
+Say = Callable[["Seen"], int]
+
+
+@dataclasses.dataclass
+class Seen:
+    """What is known so far; `session.error` where it went no further."""
+
+    ranks: list[RankFacts] = dataclasses.field(default_factory=list)
+    hosts: list[HostFacts] = dataclasses.field(default_factory=list)
+    session: SessionFacts | None = None
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Seen:
+        """ValueError, TypeError, KeyError for anything else."""
+        data = json.loads(text)
+        session = data["session"]
+        return cls(
+            [build_rank(rank) for rank in data["ranks"]],
+            [build_host(host) for host in data["hosts"]],
+            None if session is None else SessionFacts(**session),
+        )
+
+
+def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say) -> int:
+    """Collective. say(seen) reports on rank 0, once, and returns the exit code for every rank.
+
+    check: what a rank of `run` refuses before MPI starts; raises ConfigError.
+    """
+    from mpissd.comm import mpi_library
+
+    seen = Seen()
+    with _watched(config.deadline_s, seen, say) as stage:
+        stage("MPI_Init")
+        rank, size, library = mpi_library.identity()
+        mine = _myself(rank, size, library)
+        seen.ranks = [mine]
+        try:
+            topology = open_topology(config.drafts)
+            _gather(topology, mine, seen, stage, config.deadline_s)
+            stage("opening a session")
+            refused = list(filter(None, topology.world.allgather(_refusal(config, check))))
+            seen.session = SessionFacts(refused[0]) if refused else _session(config, seen)
+        except ConfigError as error:  # of the topology: the same on every process
+            seen.session = SessionFacts(error=str(error))
+            return say(seen) if launcher_rank() == 0 else 2
+        except Exception as error:  # noqa: BLE001  (the patient may fail in any way)
+            told = f"rank {rank}: {type(error).__name__}: {error}"
+            seen.session = SessionFacts(error=told)
+            if launcher_rank():  # where all fail alike, rank 0 speaks, and ends the others
+                time.sleep(_HEAD_START_S)
+            mpi_library.abort(say(seen) or 2)
+    code = say(seen) if topology.is_lead else 0
+    return int(topology.world.bcast(code))
+
+
+@contextmanager
+def _watched(seconds: float, seen: Seen, say: Say) -> Iterator[Callable[[str], None]]:
+    """Reports and ends this process where the block outlasts its deadline."""
+    at = ["start"]
+
+    def late() -> None:
+        seen.session = SessionFacts(error=f"{at[0]}: not over after {seconds:.0f} s")
+        code = say(seen) if launcher_rank() == 0 else 2
+        sys.stdout.flush()
+        os._exit(code or 2)
+
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    # Where a library hangs with Python's lock held, no thread of Python can speak.
+    faulthandler.dump_traceback_later(seconds + _HEAD_START_S, exit=True)
+    try:
+        yield lambda name: at.__setitem__(0, name)
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _myself(rank: int, size: int, library: str) -> RankFacts:
+    from mpissd.bench.probe_topology import core_numa_nodes
+
+    cores = usable_cores()
+    maps = Path("/proc/self/maps")
+    return RankFacts(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        python=sys.executable,
+        python_version=platform.python_version(),
+        mpissd=mpissd.__version__,
+        folder=str(Path(mpissd.__file__).parent),
+        world_size=size,
+        launcher_rank=launcher_rank(),
+        launcher_size=launcher_size(),
+        library=one_line(library),
+        library_path=library_path(maps.read_text()) if maps.exists() else "",
+        cores=sorted(cores),
+        core_numa=core_numa_nodes(cores),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        blas_threads=blas_threads(),
+    )
+
+
+def _gather(
+    topology: Topology,
+    mine: RankFacts,
+    seen: Seen,
+    stage: Callable[[str], None],
+    limit_s: float,
+) -> None:
+    """Fills `seen` on every rank: hosts first, while no rank holds a GPU yet."""
+    from mpissd.bench.probe_topology import numa_node
+
+    world, first = topology.world, topology.local_rank == 0
+    stage("gathering what each host has")
+    cores = {(host, core) for host, core in _every(world, _cores(mine))}
+    here = sum(host == mine.host for host, _ in cores)
+    hosts = world.allgather(json.dumps(dataclasses.asdict(read_host(here))) if first else None)
+    seen.hosts = [build_host(json.loads(host)) for host in hosts if host is not None]
+    stage("gathering what each rank sees")
+    has_cupy = importlib.util.find_spec("cupy") is not None
+    cuda = read_cuda(topology.local_rank, min(ASK_S, limit_s / 2)) if has_cupy else None
+    role = "draft" if topology.is_draft else "lead" if topology.is_lead else "target"
+    told = dataclasses.replace(
+        mine,
+        role=role,
+        local_rank=topology.local_rank,
+        reads_neighbour=_reads_neighbour(world, mine),
+        gpu_numa=numa_node(cuda.bus_id or None) if cuda else None,
+        cuda=cuda,
+    )
+    ranks = world.allgather(json.dumps(dataclasses.asdict(told)))
+    seen.ranks = [build_rank(json.loads(rank)) for rank in ranks]
+
+
+def _cores(mine: RankFacts) -> list[tuple[str, int]]:
+    return [(mine.host, core) for core in mine.cores]
+
+
+def _every(world: Any, mine: list[Any]) -> list[Any]:
+    return [one for found in world.allgather(mine) for one in found]
+
+
+def _reads_neighbour(world: Any, mine: RankFacts) -> bool | None:
+    """Whether this process may read the next rank of its host; None where it is alone there."""
+    words = f"rank {mine.rank} of mpissd".encode()
+    kept = ctypes.create_string_buffer(words)
+    seats = world.allgather((mine.host, mine.pid, ctypes.addressof(kept), words))
+    local = [seat for seat in seats if seat[0] == mine.host]
+    answer = None
+    if len(local) > 1:
+        here = [pid for _, pid, _, _ in local].index(mine.pid)
+        _, pid, address, told = local[(here + 1) % len(local)]
+        answer = peek(pid, address, len(told)) == told
+    world.Barrier()  # `kept` has to live until the last has read
+    return answer
+
+
+def _refusal(config: RunConfig, check: Callable[[RunConfig], None]) -> str:
+    try:
+        check(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _session(config: RunConfig, seen: Seen) -> SessionFacts:
+    """What a run would choose, the same on every rank; a session that the run opens likewise."""
+    from mpissd.bench.rehearsal import rehearse
+
+    broken = [rank for rank in seen.ranks if rank.cuda and rank.cuda.error and not rank.cuda.cupy]
+    if broken and config.backend in ("auto", "cupy"):  # importing it here could end every rank
+        return SessionFacts(error=f"CuPy on rank {broken[0].rank}: {broken[0].cuda.error}")  # type: ignore[union-attr]
+    return rehearse(config)

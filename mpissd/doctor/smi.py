@@ -1,0 +1,154 @@
+"""What nvidia-smi tells: a line a GPU, who uses it, and how the GPUs are linked.
+
+A field that this driver or GPU does not know comes as [N/A], [Not Supported] or [Unknown Error].
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from mpissd.doctor.child import ASK_S, ask
+from mpissd.doctor.facts import Gpu, GpuUser
+
+Value = TypeVar("Value")
+
+_FIELDS = (
+    "index uuid pci.bus_id name driver_version compute_cap memory.total memory.free "
+    "persistence_mode compute_mode mig.mode.current ecc.errors.uncorrected.volatile.total "
+    "clocks.sm clocks.max.sm"
+).split()
+# Since driver 535 by the first name.
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+_USERS = "gpu_uuid,pid,used_memory,process_name"
+_MIB = 1 << 20
+_LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
+
+
+def read_gpus(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> tuple[list[Gpu], str]:
+    """(this host's GPUs, why there are none); no command at all is no reason to complain."""
+    if shutil.which(command) is None:
+        return [], ""
+    problem = ""
+    for reason in _REASONS:
+        fields = [*_FIELDS, reason]
+        answer = ask([command, f"--query-gpu={','.join(fields)}", "--format=csv"], timeout_s)
+        if not answer.problem:
+            gpus = parse_gpus(answer.out)
+            return gpus, "" if gpus else f"{command}: {answer.out.strip()[:200] or 'no answer'}"
+        problem = problem or answer.problem
+        if answer.code is None:  # it hangs: the other name would hang as well
+            break
+    return [], f"{command}: {problem}"
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """`--query-gpu=… --format=csv`, with its heading and units; lines that fit no GPU are left."""
+    found = []
+    for row in _rows(text):
+        index, bus_id = _whole(row.get("index", "")), row.get("pci.bus_id", "")
+        if index is None or not bus_id:
+            continue
+        reason = next((row[name] for name in _REASONS if name in row), "")
+        found.append(
+            Gpu(
+                index=index,
+                uuid=row.get("uuid", ""),
+                bus_id=short_bus_id(bus_id),
+                name=row.get("name", ""),
+                driver=row.get("driver_version", ""),
+                capability=_told(row.get("compute_cap", ""), float),
+                memory_total=_mib(row.get("memory.total", "")),
+                memory_free=_mib(row.get("memory.free", "")),
+                persistence=_switch(row.get("persistence_mode", "")),
+                compute_mode=row.get("compute_mode", ""),
+                mig=_switch(row.get("mig.mode.current", "")),
+                ecc_errors=_whole(row.get("ecc.errors.uncorrected.volatile.total", "")),
+                clock=_whole(row.get("clocks.current.sm", row.get("clocks.sm", ""))),
+                max_clock=_whole(row.get("clocks.max.sm", "")),
+                throttle=_told(reason, lambda told: int(told, 16)),
+            )
+        )
+    return found
+
+
+def read_users(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> list[GpuUser]:
+    """Processes that compute on this host's GPUs, as far as the driver tells."""
+    answer = ask([command, f"--query-compute-apps={_USERS}", "--format=csv"], timeout_s)
+    return [] if answer.problem else parse_users(answer.out)
+
+
+def parse_users(text: str) -> list[GpuUser]:
+    """`--query-compute-apps=… --format=csv`."""
+    found = []
+    for row in _rows(text):
+        pid = _whole(row.get("pid", ""))
+        if pid is not None:
+            used = row.get("used_gpu_memory", row.get("used_memory", ""))
+            name = row.get("process_name", "")
+            found.append(GpuUser(row.get("gpu_uuid", ""), pid, name, _mib(used)))
+    return found
+
+
+def read_links() -> dict[str, dict[str, str]]:
+    """How the GPUs of this host reach each other."""
+    from mpissd.bench.probe_topology import gpu_links
+
+    return parse_links(gpu_links() or "")
+
+
+def parse_links(text: str) -> dict[str, dict[str, str]]:
+    """`nvidia-smi topo -m`: {"GPU0": {"GPU1": "NV18"}}; columns that are no GPU are left out."""
+    rows = [line.split() for line in text.splitlines()]
+    gpus = [word for word in next(iter(rows), []) if re.fullmatch(r"GPU\d+", word)]
+    found: dict[str, dict[str, str]] = {}
+    for row in rows[1:]:
+        cells = row[1 : 1 + len(gpus)]
+        if row and row[0] in gpus and all(_LINK.fullmatch(cell) for cell in cells):
+            pairs = zip(gpus, cells, strict=False)
+            found[row[0]] = {gpu: cell for gpu, cell in pairs if cell != "X"}
+    return found
+
+
+def short_bus_id(bus_id: str) -> str:
+    """As CUDA writes it: 0000:18:00.0, where nvidia-smi has 00000000:18:00.0."""
+    domain, _, rest = bus_id.strip().partition(":")
+    return f"{domain[-4:]}:{rest}".lower()
+
+
+def _rows(text: str) -> list[Mapping[str, str]]:
+    """A row a line, keyed by the heading without its units."""
+    lines = [line for line in csv.reader(io.StringIO(text), skipinitialspace=True) if line]
+    if not lines:
+        return []
+    heading = [name.partition(" [")[0].strip() for name in lines[0]]
+    return [
+        {name: cell.strip() for name, cell in zip(heading, line, strict=True)}
+        for line in lines[1:]
+        if len(line) == len(heading)
+    ]
+
+
+def _told(text: str, convert: Callable[[str], Value]) -> Value | None:
+    try:
+        return convert(text)
+    except ValueError:
+        return None
+
+
+def _whole(text: str) -> int | None:
+    """3 of "3", 1980 of "1980 MHz"."""
+    return _told(text.partition(" ")[0], int)
+
+
+def _mib(text: str) -> int | None:
+    count = _whole(text)
+    return None if count is None else count * _MIB
+
+
+def _switch(text: str) -> bool | None:
+    return {"enabled": True, "disabled": False}.get(text.lower())

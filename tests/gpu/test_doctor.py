@@ -1,0 +1,137 @@
+"""The doctor on a machine with GPUs: what CuPy and nvidia-smi tell, and what a run would choose.
+
+python -m pytest -q -m gpu tests/gpu/test_doctor.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpissd.doctor.host import read_cuda, read_host
+from mpissd.doctor.smi import read_gpus, read_links
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+
+def doctor(*flags: str, **env: str) -> tuple[int, str]:
+    """(exit code, table) of launch/doctor.sh."""
+    done = subprocess.run(
+        ["launch/doctor.sh", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def line(table: str, what: str) -> str:
+    """The first line about `what`."""
+    found = re.search(rf"^(ok|warn|BAD) +{re.escape(what)}  .*$", table, re.M)
+    assert found, f"no {what}:\n{table}"
+    return found[0]
+
+
+def num_gpus() -> int:
+    return read_cuda(0).count
+
+
+def test_cupy_and_nvidia_smi_name_the_same_gpus() -> None:
+    seen, (gpus, error) = read_cuda(0), read_gpus()
+    assert seen.error == "" and error == ""
+    by_bus = {gpu.bus_id: gpu for gpu in gpus}
+    gpu = by_bus[seen.bus_id.lower()]
+    assert seen.uuid in ("", gpu.uuid) and gpu.name == seen.name
+    assert str(gpu.capability) == seen.capability
+    assert gpu.memory_total is not None and seen.memory_total is not None
+    assert abs(gpu.memory_total - seen.memory_total) < 0.05 * gpu.memory_total
+    assert seen.nccl is not None and seen.nccl > 20000
+    assert seen.runtime is not None and seen.driver is not None
+    assert len(seen.peers) == seen.count and all(seen.peers[n][n] for n in range(seen.count))
+
+
+def test_a_rank_without_a_gpu() -> None:
+    seen = read_cuda(1000)
+    assert seen.error == "" and seen.count > 0 and seen.bus_id == ""
+
+
+def test_links_are_read() -> None:
+    gpus, _ = read_gpus()
+    if len(gpus) < 2:
+        pytest.skip("one GPU")
+    links = read_links()
+    assert set(links) == {f"GPU{gpu.index}" for gpu in gpus}
+    assert read_host(None).links == links
+
+
+def test_the_default_run() -> None:
+    ranks = min(2, num_gpus())
+    flags = ("--mode=ar",) if ranks == 1 else ()
+    code, table = doctor(*flags)
+    assert code == 0, table
+    assert "cupy on" in line(table, "backend") and line(table, "CUDA").startswith("ok")
+    assert "the largest default pair that fits" in line(table, "pair")
+    assert re.search(r"GPU-[0-9a-f]{8}-", line(table, "rank 0")), table
+
+
+def test_two_target_ranks_of_one_host() -> None:
+    if num_gpus() < 2:
+        pytest.skip("one GPU")
+    code, table = doctor("--tp=2", "--mode=ar", "--pair=8b/1b")
+    assert code == 0, table
+    assert line(table, "all-reduce").startswith("ok")
+    assert any(name in line(table, "all-reduce") for name in ("oneshot", "nccl")), table
+    line(table, "peer access")
+    assert "loaded" in line(table, "NCCL")
+
+
+def test_no_gpu_is_visible() -> None:
+    code, table = doctor("--mode=ar", "--backend=cupy", "--pair=toy", CUDA_VISIBLE_DEVICES="")
+    assert code == 2 and line(table, "CUDA").startswith("BAD")
+    code, table = doctor("--mode=ar", "--pair=toy", CUDA_VISIBLE_DEVICES="")
+    assert code == 0 and line(table, "backend").startswith("warn")  # NumPy, though there are GPUs
+
+
+def test_more_ranks_than_gpus() -> None:
+    count = num_gpus()
+    code, table = doctor(f"--tp={count + 1}", "--mode=ar", "--backend=cupy", "--target=opt-125m")
+    assert code == 2 and "BAD" in table
+
+
+def test_one_visible_gpu_for_two_ranks() -> None:
+    code, table = doctor("--tp=2", "--mode=ar", "--pair=toy", CUDA_VISIBLE_DEVICES="0")
+    assert code == 2 and "1 visible GPU(s)" in line(table, "CUDA")
+
+
+def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
+    """The second rank counts the GPUs backwards, so its local rank 1 is GPU 0."""
+    if num_gpus() < 2:
+        pytest.skip("one GPU")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "rank = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))\n"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = '1,0' if rank == '1' else '0,1'\n"
+    )
+    code, table = doctor("--tp=2", "--mode=ar", "--pair=toy", PYTHONPATH=str(tmp_path))
+    assert "ranks 0 and 1 share GPU-" in line(table, "GPUs")
+    assert code == 0 and "staged" in line(table, "all-reduce"), table
+
+
+def test_an_older_nccl_is_named_as_loaded() -> None:
+    """The version is the library's own, not the one that CuPy was built with."""
+    seen = read_cuda(0)
+    code, table = doctor("--tp=2", "--mode=ar", "--pair=toy") if num_gpus() > 1 else (0, "")
+    if table:
+        assert code == 0 and seen.nccl is not None
+        told = f"{seen.nccl // 10000}.{seen.nccl // 100 % 100}.{seen.nccl % 100}"
+        assert told in line(table, "NCCL")
