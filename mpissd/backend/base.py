@@ -108,6 +108,7 @@ class Backend(ABC):
     info: DeviceInfo
     itemsize: int  # bytes of a weight or activation
     dtype_name: str
+    few_rows: int = 0  # forwards of at most so many have weights in an order of their own
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
         """Rows that products with the weights made from now on have at most; None: not known."""

@@ -82,6 +82,7 @@ class CupyBackend(Backend):
         if self.no_chain_reason is None:
             sms = int(self._properties["multiProcessorCount"])
             self._chain = ChainRunner(self.stream, sms, self.stop, self._launch)
+            self.few_rows = MAX_ROWS
 
     @property
     def capture(self) -> bool:
@@ -89,8 +90,7 @@ class CupyBackend(Backend):
 
     def plan_rows(self, max_rows: int | None) -> None:
         """More rows than a chain's registers hold would read the weights more than once."""
-        few = max_rows is not None and max_rows <= MAX_ROWS
-        self._packs = few and self._chain is not None
+        self._packs = max_rows is not None and max_rows <= self.few_rows
 
     def weight(self, parts: Sequence[WeightPart]) -> Weight:
         return made(parts, self._packs, self._launch)

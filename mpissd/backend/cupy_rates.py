@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 from cupy.cuda import runtime
@@ -12,16 +12,27 @@ from mpissd.backend.cupy_device import ceil_div, device_empty
 from mpissd.backend.cupy_program import CupyProgram
 from mpissd.backend.cupy_weight import HALF, Weight
 
-if TYPE_CHECKING:
-    from mpissd.backend.cupy_backend import CupyBackend
-
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9  # of one timed sample; of its buffer
 _SAMPLES, _WARM_UP_S = 7, 0.05
 _SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03
 _MIB = 1 << 20
 
 
-def read_bandwidth(backend: CupyBackend, num_bytes: int) -> float:
+class Rated(Protocol):
+    """What is measured of a backend."""
+
+    stream: Any
+
+    @property
+    def capture(self) -> bool: ...
+    def random_words(self, num_bytes: int) -> Any: ...
+    def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None: ...
+    def table(self, entries: int, width: int, key: int) -> Any: ...
+    def matmul(self, x: Any, weight: Weight, out: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def read_bandwidth(backend: Rated, num_bytes: int) -> float:
     """Reads a buffer of num_bytes (at most 4 GB, or half of what is free) again and again.
 
     Seven samples of at least 4 GiB each, timed by events; bytes over the median. Warmed up for
@@ -36,7 +47,7 @@ def read_bandwidth(backend: CupyBackend, num_bytes: int) -> float:
     return float(size * passes / _median_s(backend, program))
 
 
-def copy_bandwidth(backend: CupyBackend, num_bytes: int) -> float:
+def copy_bandwidth(backend: Rated, num_bytes: int) -> float:
     """As read_bandwidth, by copies of half a buffer (of at most 4 GB) onto its other half.
 
     Of whole MiB: an H200 copied 928 MiB at 4.26 TB/s, and 10^9 bytes at 2.76.
@@ -55,7 +66,7 @@ def copy_bandwidth(backend: CupyBackend, num_bytes: int) -> float:
     return float(2 * half * passes / _median_s(backend, program))
 
 
-def peak_flops(backend: CupyBackend) -> float | None:
+def peak_flops(backend: Rated) -> float | None:
     """A square product of float16, of 8192 if there is room; None where 1024 is too much.
 
     Launched for 30 ms (three times at least), timed by events; the fastest, as chips slow down
@@ -74,7 +85,7 @@ def peak_flops(backend: CupyBackend) -> float | None:
     return float(2 * side**3 / min(seconds))
 
 
-def _median_s(backend: CupyBackend, program: CupyProgram) -> float:
+def _median_s(backend: Rated, program: CupyProgram) -> float:
     """Of some launches, after a warm-up."""
     warm_s = 0.0
     while warm_s < _WARM_UP_S:
@@ -82,7 +93,7 @@ def _median_s(backend: CupyBackend, program: CupyProgram) -> float:
     return float(np.median([_timed_s(backend, program) for _ in range(_SAMPLES)]))
 
 
-def _timed_s(backend: CupyBackend, program: CupyProgram) -> float:
+def _timed_s(backend: Rated, program: CupyProgram) -> float:
     program.launch()
     backend.synchronize()
     return program.elapsed_s()

@@ -1,21 +1,21 @@
 """How near to the memory's limit forwards run: floors, all-reduces and launches of these ranks.
 
-    mpirun -np T python -m mpi4py -m mpissd.bench.gpu_limit OUT     (launch/gpu_limit.sh does it)
+    mpirun -np T python -m mpi4py -m mpissd.bench.gpu_limit OUT [REPLAYS]
 
-One rank a GPU. Every number is a median over replays of a captured graph in which each forward
-reads every weight; a replay follows its predecessor at once. Tokens are random, what the forward
-writes is poisoned before and checked after: finite everywhere, and within rounding what products by
-cuBLAS and the portable all-reduce give. The floor is the weights' bytes over the read rate that the
-same job measured. Rows go to OUT/gpu_limit.jsonl and, with the bars, to stdout.
+(launch/gpu_limit.sh does it.) One rank a GPU. Every number is a median over replays of a captured
+graph in which each forward reads every weight; a replay follows its predecessor at once. Tokens are
+random, what the forward writes is poisoned before and checked after: finite everywhere, and within
+rounding what products by cuBLAS and the portable all-reduce give. The floor is the weights' bytes
+over the read rate that the same job measured. What has a bar is measured in RUNS of so many replays
+(2000). Rows go to OUT/T1.jsonl (T2 …) and, as lines, to stdout; limit_bars makes the table.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpissd.backend.base import Backend, Cost
+from mpissd.bench.limit_bars import RUNS, add
 from mpissd.bench.limit_table import line_of
 from mpissd.comm.group import Group, SoloGroup
 from mpissd.comm.mpi_group import open_group
@@ -33,43 +34,40 @@ from mpissd.errors import ConfigError, GateError
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.model.stepper import Stepper
 from mpissd.presets import resolve_model
+from mpissd.records import is_stable
 from mpissd.wait import Waiter
 
 _READ_BYTES = 4 * 10**9
 _QUEUED = 4  # replays in a row, of which the last counts
-_SAMPLES, _SKIPPED, _REDUCES = 60, 3, 64
+_SAMPLES, _SKIPPED, _REDUCES = 30, 3, 64  # where nothing is at stake; of a run; in one graph
+_STABLE = 0.02  # a run's blocks differ by at most so much
 _HALF_EPSILON = 2.0**-11
 _HIDDEN = 8192  # of the all-reduced vectors
 _WAITER = Waiter(60.0, spin=True)
-_REDUCE_BARS_S = {2: 3.8e-6, 4: 4.8e-6}  # of 16 KB; of 128 KB: NCCL's in the same job
-_LAUNCH_BAR_S = 10e-6
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What is measured of a model: the rows, and bars by rows, of the floor or in seconds."""
+    """What is measured of a model: the rows, and those of them that a bar is about."""
 
     model: str
     rows: tuple[int, ...]
-    fractions: dict[int, float]
-    seconds: dict[int, float]
+    barred: tuple[int, ...]
 
 
-FORWARDS = {  # by T
-    1: (
-        Forward("8b", (1, 5, 8, 16), {1: 0.92, 16: 0.88}, {}),
-        Forward("1b", (1, 24), {}, {1: 0.56e-3, 24: 0.60e-3}),
-    ),
-    2: (Forward("70b", (1, 5, 8, 16), {1: 0.87, 16: 0.83}, {}),),
-    4: (Forward("70b", (1, 5, 8, 16), {1: 0.80, 16: 0.76}, {}),),
+FORWARDS = {  # by T; 5 and 8 rows: a verification of K = 4 and 7
+    1: (Forward("8b", (1, 5, 16), (16,)), Forward("1b", (1, 24), (1, 24))),
+    2: (Forward("70b", (1, 8, 16), (16,)),),
+    4: (Forward("70b", (1, 8, 16), (16,)),),
 }
 
 
 class Limits:
     """Measures on the ranks of `comm`, which call every method together."""
 
-    def __init__(self, comm: MPI.Comm, local_rank: int, out: Path) -> None:
+    def __init__(self, comm: MPI.Comm, local_rank: int, out: Path, replays: int) -> None:
         self.comm, self.local_rank, self.out = comm, local_rank, out
+        self.run_samples = _SKIPPED + max(1, replays // _QUEUED)
         self.read_rate, self.device = math.nan, ""
 
     def measure(self) -> None:
@@ -82,8 +80,7 @@ class Limits:
             if self.comm.size > 1:
                 self._all_reduces(backend, group)
         for forward in FORWARDS.get(self.comm.size, ()):
-            for fuse in (True, False):
-                self._forwards(forward, fuse)
+            self._forwards(forward)
             if self.comm.size == 1:
                 self._torch(forward)
 
@@ -102,61 +99,62 @@ class Limits:
             group.close()
             backend.close()
 
-    def _forwards(self, forward: Forward, fuse: bool) -> None:
-        """The fast path and its slow twin (where it tells more), and whether they agree."""
-        ways = [("fast", "auto", True)] + [("cublas", "nccl", False)] * fuse
+    def _forwards(self, forward: Forward) -> None:
+        """The fast path and its slow twin, and whether they agree."""
         found = {}
-        for way, all_reduce, chain in ways:
+        for way, all_reduce, chain in (("fast", "auto", True), ("cublas", "nccl", False)):
             with self._opened(all_reduce, chain=chain) as (backend, group):
-                found[way] = self._way(way, backend, group, forward, fuse)
+                found[way] = self._way(way, backend, group, forward)
         allowed = _HALF_EPSILON * math.sqrt(2 * 4 * resolve_model(forward.model).num_layers)
-        for rows, expected in found.get("cublas", {}).items():
+        for rows, expected in found["cublas"].items():
             error = np.linalg.norm(found["fast"][rows] - expected) / np.linalg.norm(expected)
             self._tell("agreement", model=forward.model, rows=rows, error=float(error), bar=allowed)
+            if not error <= allowed:
+                raise GateError(f"{forward.model}, {rows} rows: not what cuBLAS gives")
 
-    def _way(
-        self, way: str, backend: Any, group: Group, forward: Forward, fuse: bool
-    ) -> dict[int, Any]:
+    def _way(self, way: str, backend: Any, group: Group, forward: Forward) -> dict[int, Any]:
         """Times each row count; the hidden vectors of the last forward of each."""
         shard = Shard(resolve_model(forward.model), self.comm.size, self.comm.rank)
-        options = ForwardOptions(fuse=fuse)
+        options = ForwardOptions(fuse=True)
         stepper = Stepper(
             backend, group, shard, options, buckets=forward.rows, num_sequences=1, seed=1
         )
-        hidden = {}
+        hidden, name = {}, shard.shape.name
         for rows in forward.rows:
-            alone, queued, host = self._timed(stepper, rows)
+            at_stake = way == "fast" and rows in forward.barred
+            for _ in range(RUNS if at_stake else 1):
+                taken, _ = self._timed(
+                    stepper, rows, _QUEUED, self.run_samples if at_stake else _SAMPLES
+                )
+                self._tell_forward(forward, way, group.name, rows, taken)
+            for _ in range(RUNS if rows == 1 else 0):
+                alone, host = self._timed(stepper, rows, 1, 2 * _SAMPLES)
+                told = {"seconds": float(np.median(host)), "forward_s": float(np.median(alone))}
+                self._tell("launch", model=name, way=way, **told)
             hidden[rows] = self._checked(stepper, rows)
-            counts = way == "fast" and fuse
-            self._tell_forward(
-                forward, way, group.name, fuse, rows, queued, alone_s=alone, counts=counts
-            )
-            if rows == 1:
-                name = shard.shape.name
-                self._tell("launch", model=name, way=way, seconds=host, bar_s=_LAUNCH_BAR_S)
         stepper.close()
         return hidden
 
-    def _timed(self, stepper: Stepper, rows: int) -> tuple[float, float, float]:
-        """Medians: a forward launched alone, one behind others, host seconds of a launch."""
+    def _timed(
+        self, stepper: Stepper, rows: int, queued: int, samples: int
+    ) -> tuple[list[float], list[float]]:
+        """Of each sample: seconds of the last of `queued` forwards in a row on the slowest rank,
+        and host seconds of the first launch."""
         rng = np.random.default_rng(rows)
-        times: dict[int, list[float]] = {1: [], _QUEUED: []}
-        host = []
-        for sample in range(_SAMPLES):
+        taken, host = [], []
+        for _ in range(samples):
             stepper.upload(rows, rng.integers(0, 1 << 30, rows).astype(np.int32))
-            for count, taken in times.items():
-                self.comm.Barrier()
-                start = time.perf_counter()
+            self.comm.Barrier()
+            start = time.perf_counter()
+            stepper.launch()
+            host.append(time.perf_counter() - start)
+            for _ in range(queued - 1):
                 stepper.launch()
-                launched = time.perf_counter() - start
-                for _ in range(count - 1):
-                    stepper.launch()
-                stepper.wait(_WAITER)
-                if sample >= _SKIPPED:
-                    taken.append(self._slowest(stepper.elapsed_s()))
-                    host.append(launched)
-        alone, queued = (float(np.median(taken)) for taken in times.values())
-        return alone, queued, float(np.median(host))
+            stepper.wait(_WAITER)
+            taken.append(stepper.elapsed_s())
+        slowest = np.empty(samples)
+        self.comm.Allreduce(np.array(taken), slowest, MPI.MAX)
+        return slowest[_SKIPPED:].tolist(), host[_SKIPPED:]
 
     def _checked(self, stepper: Stepper, rows: int) -> Any:
         """The hidden vectors of a forward into poisoned buffers, all of whose places it wrote."""
@@ -181,23 +179,21 @@ class Limits:
                 groups["nccl"] = open_group(backend, self.comm, "nccl", _WAITER)
             except ConfigError as refusal:
                 self._tell("refused", why=str(refusal))
-        found = {
-            (name, rows): self._all_reduce(backend, group, rows)
-            for name, group in groups.items()
-            for rows in (1, 8, 16)
-        }
-        for (name, rows), (seconds, error) in found.items():
-            bars = {1: _REDUCE_BARS_S.get(self.comm.size), 8: found.get(("nccl", 8), [None])[0]}
-            bar = bars.get(rows) if name == own.name else None
-            size = rows * _HIDDEN * 2
-            told = {"group": name, "bytes": size, "seconds": seconds, "error": error, "bar_s": bar}
-            self._tell("all_reduce", **told)
+        for name, group in groups.items():
+            for rows in (1, 8, 16):
+                for _ in range(RUNS):
+                    taken, error = self._all_reduce(backend, group, rows)
+                    self._tell(
+                        "all_reduce", group=name, own=name == own.name, bytes=rows * _HIDDEN * 2,
+                        seconds=float(np.median(taken)), num_rounds=len(taken) * _REDUCES,
+                        error=error,
+                    )  # fmt: skip
         for group in groups.values():
             if group is not own:
                 group.close()
 
-    def _all_reduce(self, backend: Backend, group: Group, rows: int) -> tuple[float, float]:
-        """(seconds of one in a graph of 64, relative error of the sums)."""
+    def _all_reduce(self, backend: Backend, group: Group, rows: int) -> tuple[list[float], float]:
+        """(seconds of one in each graph of 64, relative error of the sums)."""
         buffers = [backend.activation(rows, _HIDDEN) for _ in range(_REDUCES)]
         rng = np.random.default_rng((self.comm.rank, rows))
         values = rng.standard_normal((rows, _HIDDEN)).astype(np.float16).astype(np.float32)
@@ -210,7 +206,7 @@ class Limits:
         cost = Cost(rows, 0, 0, 0, 0, _REDUCES, rows * _HIDDEN * 2, self.comm.size)
         program = backend.program(body, cost)
         times, error = [], 0.0
-        for sample in range(30):
+        for sample in range(33):
             for buffer in buffers:
                 backend.from_host(values, buffer)
             self.comm.Barrier()
@@ -222,7 +218,7 @@ class Limits:
             found = backend.to_host(buffer)
             error = max(error, float(np.linalg.norm(found - total) / np.linalg.norm(total)))
         program.close()
-        return float(np.median(times)), self._slowest(error)
+        return times, self._slowest(error)
 
     def _torch(self, forward: Forward) -> None:
         """The same fused products as a CUDA graph of PyTorch's, where it is installed."""
@@ -235,29 +231,20 @@ class Limits:
         shapes = shard.products(ForwardOptions(fuse=True))
         for rows in forward.rows:
             layers = shard.shape.num_layers
-            seconds = graph_seconds(shapes, layers, rows, self.local_rank, _SAMPLES, _QUEUED)
-            self._tell_forward(forward, "torch", "solo", True, rows, seconds)
+            taken = graph_seconds(shapes, layers, rows, self.local_rank, _SAMPLES, _QUEUED)
+            self._tell_forward(forward, "torch", "solo", rows, taken)
 
     def _tell_forward(
-        self,
-        forward: Forward,
-        way: str,
-        group: str,
-        fuse: bool,
-        rows: int,
-        seconds: float,
-        *,
-        counts: bool = False,
-        **more: Any,
+        self, forward: Forward, way: str, group: str, rows: int, taken: list[float]
     ) -> None:
         shard = Shard(resolve_model(forward.model), self.comm.size)
-        options = ForwardOptions(fuse=fuse)
-        floor_s = shard.cost(rows, 1, 2, options).weight_bytes / self.read_rate
+        weights = shard.cost(rows, 1, 2, ForwardOptions(fuse=True)).weight_bytes
+        floor_s, seconds = weights / self.read_rate, float(np.median(taken))
         self._tell(
-            "forward", model=shard.shape.name, way=way, group=group, fuse=fuse, rows=rows,
-            seconds=seconds, floor_s=floor_s, floor_fraction=floor_s / seconds,
-            bar_fraction=forward.fractions.get(rows) if counts else None,
-            bar_s=forward.seconds.get(rows) if counts else None, **more,
+            "forward", model=shard.shape.name, way=way, group=group, rows=rows, seconds=seconds,
+            p99_s=float(np.percentile(taken, 99)), floor_s=floor_s,
+            floor_fraction=floor_s / seconds, num_rounds=len(taken) * _QUEUED,
+            stable=is_stable(taken, _STABLE),
         )  # fmt: skip
 
     def _slowest(self, value: float) -> float:
@@ -266,19 +253,18 @@ class Limits:
     def _tell(self, what: str, **found: Any) -> None:
         row = {"what": what, "tp": self.comm.size, "device": self.device, **found}
         if self.comm.rank == 0:
-            with open(self.out / "gpu_limit.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+            add(self.out, [row])
             print(line_of(row), flush=True)
 
 
-def main(arguments: Iterable[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measures on the ranks of the world."""
-    out = Path(next(iter(arguments), "out"))
+    out, replays = (*arguments, "2000")[:2]
     topology = open_topology(0)
     if topology.world.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
+        Path(out).mkdir(parents=True, exist_ok=True)
     topology.world.Barrier()
-    Limits(topology.world, topology.local_rank, out).measure()
+    Limits(topology.world, topology.local_rank, Path(out), int(replays)).measure()
     return 0
 
 

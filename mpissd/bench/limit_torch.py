@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch  # type: ignore[import-not-found,unused-ignore]
 
 
@@ -16,8 +15,8 @@ def graph_seconds(
     device: int,
     samples: int,
     queued: int,
-) -> float:
-    """Median seconds of a replay behind others: x [rows, in] through every [in, out] weight.
+) -> list[float]:
+    """Seconds of each sample's last replay: x [rows, in] through every [in, out] weight.
 
     Each weight reads the first columns of what the one before it wrote.
     """
@@ -36,7 +35,7 @@ def graph_seconds(
                 torch.mm(source[:, : len(weight)], weight, out=out)
                 source = out
 
-    return float(np.median(_replays(forward, samples, queued)))
+    return _replays(forward, samples, queued)
 
 
 def _replays(forward: Any, samples: int, queued: int) -> list[float]:

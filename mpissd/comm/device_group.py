@@ -16,15 +16,17 @@ owner then leaves by MPI.Abort. Device memory is freed last: freeing waits for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.backend.base import Backend, DeviceInfo
-from mpissd.comm.device_oneshot import MAX_RANKS, IpcDevice, OneshotGroup
+from mpissd.backend.base import Backend
+from mpissd.comm.device_needs import Device as Device
+from mpissd.comm.device_needs import IpcDevice
+from mpissd.comm.device_oneshot import MAX_RANKS, OneshotGroup
 from mpissd.comm.group import ALL_REDUCES, Group
 from mpissd.errors import ConfigError, FaultError, unknown
 from mpissd.wait import Waiter
@@ -32,20 +34,6 @@ from mpissd.wait import Waiter
 _SEAT_BYTES = 256  # what a rank tells of itself: one line
 _UNIQUE_ID_BYTES = 128
 _CLOSE_S = 1.0  # how long a close waits for what is still enqueued
-
-
-class Device(Protocol):
-    """What a group needs of a backend: its stream, page-locked memory, copies, a fence."""
-
-    info: DeviceInfo
-    stream: Any
-
-    def host_ints(self, count: int) -> Any: ...
-    def copy_out(self, array: Any, host: Any) -> None: ...
-    def copy_in(self, host: Any, array: Any) -> None: ...
-    def flush(self) -> None: ...
-    def fence(self) -> Callable[[], bool]: ...
-    def destroy_graphs(self) -> None: ...
 
 
 @dataclass(frozen=True)

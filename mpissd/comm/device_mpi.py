@@ -22,17 +22,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpissd.comm.device_needs import Device
 from mpissd.comm.group import Group
 from mpissd.errors import ConfigError
 from mpissd.wait import Waiter
-
-if TYPE_CHECKING:
-    from mpissd.comm.device_group import Device
 
 TRIAL_DEADLINE_S = 60.0
 _LAUNCHER = tuple(

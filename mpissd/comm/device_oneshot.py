@@ -14,14 +14,14 @@ inboxes are freed. Where a rank is missing they are left to the end of the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpissd.backend import kernels
+from mpissd.comm.device_needs import IpcDevice
 from mpissd.comm.group import Group
 from mpissd.errors import ConfigError, FaultError
 from mpissd.wait import Waiter
@@ -44,22 +44,6 @@ _HANDLE_BYTES = 64
 _CLOSE_S, _TRIAL_S = 1.0, 20.0
 _TRIAL_SIZES = (2, 510, 8192, 2 * CAPACITY + 4)  # float16: a part of a block … more than one part
 _TRIALS = 3  # of each size: both slots, and one again
-
-
-class IpcDevice(Protocol):
-    """What the group needs of a backend."""
-
-    stream: Any
-    stop: Any
-
-    def activation(self, rows: int, width: int) -> Any: ...
-    def from_host(self, values: Any, out: Any) -> None: ...
-    def to_host(self, array: Any) -> Any: ...
-    def flush(self) -> None: ...
-    def fence(self) -> Callable[[], bool]: ...
-    def destroy_graphs(self) -> None: ...
-    def sum_last(self, out: Any, inboxes: Any) -> bool: ...
-    def limit_waits(self, seconds: float) -> None: ...
 
 
 class OneshotGroup(Group):

@@ -2,6 +2,8 @@
 #include "cuda.hpp"
 #include "inbox.cu"
 #include "exchange.cu"
+#include "plan.cu"
+#include "columns.cu"
 #include "chain.cu"
 
 extern "C" {

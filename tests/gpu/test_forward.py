@@ -55,10 +55,41 @@ def test_a_forward_is_the_oracles(
     on_device.close()
 
 
+@pytest.mark.parametrize("buckets", ROWS)
+@pytest.mark.parametrize("model", ["eagle:8b", "mtp:8b", "medusa:8b", "mlp:8b"])
+def test_a_head_is_the_oracles(backend: Any, model: str, buckets: list[int]) -> None:
+    """Without LM heads, which NumPy would take a minute to fill: see the next test."""
+    check_head(backend, model, ForwardOptions(fuse=True, top_k=4), buckets)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("model", ["eagle:toy-target", "medusa3:toy-target", "mlp96:toy-target"])
+def test_a_heads_lm_heads_are_the_oracles(backend: Any, model: str, fuse: bool) -> None:
+    check_head(backend, model, ForwardOptions(fuse=fuse, lm_head=True, top_k=4), ROWS[0])
+
+
+def check_head(backend: Any, model: str, options: ForwardOptions, buckets: list[int]) -> None:
+    """What a head-sized draft joins, its layer, its heads, and the ids of each."""
+    on_device, oracle = (stepper(b, model, options, buckets) for b in (backend, NumpyBackend()))
+    bound = tolerance(on_device.cost(1).num_products)
+    heads = max(1, len(oracle.shard.shape.head_widths))
+    for rows in buckets:
+        out, ref = forward(on_device, rows, seed=rows), forward(oracle, rows, seed=rows)
+        assert relative_error(out, ref) <= bound, f"{rows} rows"
+        if oracle.stack.buffers.states is not None:
+            found = backend.to_host(on_device.stack.buffers.states)[:rows]
+            assert relative_error(found, oracle.stack.buffers.states[:rows]) <= bound
+        check_written(on_device, rows)
+        ids, expected = (s.result[: heads * rows * 4].reshape(-1, 4) for s in (on_device, oracle))
+        assert (ids == expected).mean() > 0.9, f"{rows} rows"  # near ties may swap, nothing else
+    on_device.close()
+
+
 def check_written(model: Stepper, rows: int) -> None:
-    """No poison is left in the first `rows` rows of any buffer."""
-    memory = model.stack.buffers
-    for name in ("hidden", "qkv", "middle", "gate_up", "logits", "top_values"):
+    """No poison is left in the first `rows` rows of any buffer that the model writes."""
+    memory, names = model.stack.buffers, ["hidden", "entry", "states", "logits", "top_values"]
+    names += ["qkv", "middle", "gate_up"] * (model.shard.shape.num_layers > 0)
+    for name in names:
         if (array := getattr(memory, name)) is not None:
             assert np.isfinite(model.backend.to_host(array)[:rows]).all(), name
 

@@ -21,7 +21,8 @@ ENTRIES = (
     "packed_product",
 )
 EXCHANGE = ("types", "system", "inbox", "exchange")  # entry: exchange
-CHAIN = ("types", "system", "hopper", "inbox", "chain")  # entry: chain; from 9.0 on
+# entry: chain; from 9.0 on
+CHAIN = ("types", "system", "hopper", "inbox", "plan", "columns", "chain")
 
 
 def source(files: tuple[str, ...] = FILES) -> str:

@@ -1,0 +1,56 @@
+// How x comes to the warps that multiply.
+struct Place {
+  int warp, lane;
+};
+
+// This lane's part of x for a slot: rows lane / 4 of each row tile, of the warp's two pairs.
+typedef uint4 Columns[2][ROW_TILES];
+
+// Brings them, AHEAD slots at a time, to places that no other lane reads.
+class ColumnsAhead {
+ public:
+  __device__ __forceinline__ ColumnsAhead(u32 memory, const Place& at)
+      : memory_(memory + COLUMNS_AT + 16 * (32 * at.warp + at.lane)), at_(at) {}
+
+  // For so many units: the depth is run through once for each.
+  __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units) {
+    left_ = units * depth.slots;
+    slot_ = place_ = free_ = 0;
+#pragma unroll
+    for (int i = 0; i < AHEAD - 1; ++i) fetch(product, depth);
+  }
+
+  // Those of the next slot; the ones that are AHEAD - 1 later are on their way then.
+  __device__ __forceinline__ void take(Columns& x, const Product& product, const Depth& depth) {
+    wait_for_copies<AHEAD - 2>();
+    const u32 from = memory_ + place_ * (LANE_BYTES * MULTIPLIERS);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i)
+      x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
+    if (++place_ == AHEAD) place_ = 0;
+    fetch(product, depth);  // to the place that was taken before this one
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
+    const u32 to = memory_ + free_ * (LANE_BYTES * MULTIPLIERS);
+    if (left_ > 0) {
+      const int pair = depth.start(slot_) + 2 * at_.warp;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
+        const bool wanted = mine < depth.pairs && row < product.rows;
+        const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
+                          8 * (at_.lane % 4);
+        copy_own(to + i * (16 * MULTIPLIERS), wanted ? from : product.x, wanted);
+      }
+      if (++slot_ == depth.slots) slot_ = 0;
+      --left_;
+    }
+    end_of_copies();
+    if (++free_ == AHEAD) free_ = 0;
+  }
+  u32 memory_;
+  const Place& at_;
+  int left_ = 0, slot_ = 0, place_ = 0, free_ = 0;
+};

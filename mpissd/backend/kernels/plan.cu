@@ -1,0 +1,76 @@
+// What a chain is told (chain_plan.py), how blocks share it out, and where a block keeps what.
+constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
+constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
+constexpr int ROUND = 4;                            // tiles whose sums meet at once
+constexpr int TILE_WORDS = 130;                     // 128 sums, and no two lanes in one bank
+constexpr int WARP_WORDS = ROUND * TILE_WORDS;
+constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
+constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // of x, for one slot
+constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
+constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
+constexpr int BARRIERS_AT = SUMS_AT + WARPS * WARP_WORDS * 4;
+constexpr int PEERS_AT = BARRIERS_AT + 2 * SLOTS * 8;
+constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
+static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
+static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
+
+struct Product {
+  const u16* weight;
+  const u16* x;
+  u16* out;
+  int x_step, out_step;  // elements from row to row
+  int rows, pairs, tiles;
+  int after;        // the product that all blocks must have finished before this one; or -1
+  int awaited;      // whether some product waits for this one
+  int exchange;     // n: out is the n-th sum over the ranks in this chain; 0: it is not summed
+  int group_tiles;  // of all products of its group: those that read one x, shared out as one
+  int before;       // tiles of the group before this product's
+};
+
+struct Share {  // of a block
+  int first, last;  // tiles
+  int units;
+};
+
+__device__ __forceinline__ Share share_of(const Product& product) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  Share s;
+  s.first = min(product.tiles, max(0, product.group_tiles * block / blocks - product.before));
+  s.last = min(product.tiles, max(0, product.group_tiles * (block + 1) / blocks - product.before));
+  s.units = (s.last - s.first + TILES - 1) / TILES;
+  return s;
+}
+
+__device__ __forceinline__ int unit_start(const Share& share, int unit) {
+  return share.first + (share.last - share.first) * unit / share.units;
+}
+
+// The depth in slots. Blocks begin at different ones: all would want the same lines of x at once.
+struct Depth {
+  int pairs, slots, first;
+  __device__ __forceinline__ explicit Depth(const Product& product)
+      : pairs(product.pairs), slots((pairs + SLOT_PAIRS - 1) / SLOT_PAIRS),
+        first(blockIdx.x % slots) {}
+  __device__ __forceinline__ int start(int i) const {
+    int slot = first + i;
+    return SLOT_PAIRS * (slot < slots ? slot : slot - slots);
+  }
+};
+
+class Ring {
+ public:
+  __device__ __forceinline__ explicit Ring(u32 memory) : memory_(memory) {}
+  __device__ __forceinline__ u32 slot() const { return memory_ + slot_ * SLOT_BYTES; }
+  __device__ __forceinline__ u32 full() const { return memory_ + BARRIERS_AT + 8 * slot_; }
+  __device__ __forceinline__ u32 empty() const { return full() + 8 * SLOTS; }
+  __device__ __forceinline__ u32 turn() const { return turn_; }
+  __device__ __forceinline__ void next() {
+    if (++slot_ == SLOTS) {
+      slot_ = 0;
+      turn_ ^= 1;
+    }
+  }
+
+ private:
+  u32 memory_, slot_ = 0, turn_ = 0;
+};
