@@ -69,6 +69,12 @@ class TokenStream:
         """Y at n + offsets, [b, …] (of batch rows `rows` alone, if given)."""
         return self._flat_true.take(self._index(offsets, rows))
 
+    def row(self, count: int) -> list[int]:
+        """Y at n … n + count − 1 of a batch of one."""
+        first = int(self._origin[0])
+        found: list[int] = self._flat_true[first : first + count].tolist()
+        return found
+
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
         origin = self._origin if rows is None else self._origin[rows]
         return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
