@@ -1,9 +1,16 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
+## make doctor TP=2            what is wrong here for such a run, how to mend it, what it would choose
+## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
+## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
+## make bench-gpu OUT=results/gpu-limit   how near this machine's GPUs are to their limit: ten bars
+##                             (TP="1 2" to choose; rows in OUT; without a GPU it says so, and ends 2)
+## make figures                every figure from results/ into figures/  (ARGS="--results=out")
+## make report                 one HTML page of them, with their numbers: figures/report.html
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
 ## make check                  ruff, mypy and the fast tests
-## make venv                   only set up .venv
+## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks)
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
@@ -11,6 +18,12 @@
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
 ##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  ARGS="--lm_head …" (any other flag)
+## Of sweep, beside those of run, which then hold in all its configurations (docs/sweep.md):
+##   GRID=FILE|"flag=value,value; …"  REPEATS=3  SHARD=I/N
+## Of submit, beside those of run (docs/bridges2.md):
+##   PARTITION  GPU_TYPE  GPUS  NODES=1  CPUS (cores a rank)  TIME=1:00:00  ACCOUNT  ARRAY=0-7 (of GRID)
+##   SCRIPT=launch/slurm.sh  COMMAND=run|probe  SBATCH="--qos=… …"  CLUSTER=bridges2|other
+##   DRY=1 (do not submit, ask for the expected start)
 ## PYTHON=…  use this interpreter as it is: no .venv, nothing is installed
 ## MPIRUN=…  use this mpirun (options allowed), and install none
 ##
@@ -19,7 +32,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run probe test test-mpi check venv clean help
+.PHONY: run sweep submit doctor probe figures report bench-gpu test test-mpi check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -35,8 +48,8 @@ flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(
 # A mistyped name would silently measure something else.
 names := TP $(foreach f,$(flag_of),$(word 1,$(subst :, ,$f))) ARGS PYTHON MPIRUN
 on_command_line = $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
-check_names = $(foreach v,$(filter-out $(names),$(on_command_line)),\
-    $(error $v is no variable of run; they are: $(names)))
+check_names = $(foreach v,$(filter-out $(names) $1,$(on_command_line)),\
+    $(error $v is no variable of $(or $2,run); they are: $(names) $1))
 
 whole = $(if $(shell [[ $(call quote,$2) =~ ^$3$$ ]] || echo no),\
     $(error $1=$2: $1 is a whole number, $4),$2)
@@ -52,9 +65,44 @@ run:
 	$(check_names)$(setup)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
 
+sweep_of := GRID:grid REPEATS:repeats SHARD:shard
+sweep_names := $(foreach f,$(sweep_of),$(word 1,$(subst :, ,$f)))
+sweep_flags = $(foreach f,$(sweep_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+
+sweep:
+	$(call check_names,$(sweep_names),sweep)$(setup)
+	@PYTHON=$(python) COMMAND=sweep launch/local.sh $(num_ranks) $(sweep_flags) $(flags) $(call given,ARGS)
+
+submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cpus TIME:time \
+    ACCOUNT:account ARRAY:array SCRIPT:script COMMAND:command SBATCH:sbatch CLUSTER:cluster DRY:dry
+submit_names := $(foreach f,$(submit_of),$(word 1,$(subst :, ,$f)))
+job_of := $(submit_of) TP:tp PYTHON:python MPIRUN:mpirun
+job = $(foreach f,$(job_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+
+submit:
+	$(call check_names,$(submit_names) GRID REPEATS,submit)$(setup)
+	@$(python) launch/submit.py --ranks=$(num_ranks) $(job) -- $(sweep_flags) $(flags) $(call given,ARGS)
+
+doctor:
+	$(check_names)$(setup)
+	@PYTHON=$(python) launch/doctor.sh --tp=$(tp) $(flags) $(call given,ARGS)
+
 probe:
 	$(setup)
 	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
+
+bench-gpu:
+	$(call check_names,REPLAYS RUNS LIMIT_S,bench-gpu)$(setup)
+	@PYTHON=$(python) $(if $(call given,TP),TP=$(call quote,$(call given,TP))) \
+	    launch/gpu_limit.sh $(call quote,$(or $(call given,OUT),results/gpu-limit))
+
+figures:
+	$(setup)
+	@$(python) -m analysis all $(call given,ARGS)
+
+report:
+	$(setup)
+	@$(python) -m analysis report $(call given,ARGS)
 
 test:
 	$(setup) test
@@ -71,7 +119,7 @@ check:
 	@$(python) -m pytest -q -m "not mpi and not slow and not gpu" </dev/null
 
 venv:
-	$(setup)
+	$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh)
 
 clean:
 	@rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

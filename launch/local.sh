@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One run on this machine (or in this allocation):
 #   launch/local.sh NP [flags of mpissd run]       PYTHON and MPIRUN: see env.sh
-#   COMMAND=probe launch/local.sh NP [flags of mpissd probe]
+#   COMMAND=probe launch/local.sh NP [flags of mpissd probe]       or sweep
 set -eu
 case ${1:-} in
     '' | *[!0-9]*) echo "usage: launch/local.sh NP [flags of mpissd run]" >&2; exit 2 ;;
@@ -14,5 +14,5 @@ shift
 [ ! -t 2 ] || set -- --progress=on "$@"
 
 # A mistake in the flags costs one line here, instead of one from each rank and mpirun's comments.
-"$PYTHON" -m mpissd "$command" --dry_run --world_size="$np" "$@" </dev/null
+"$PYTHON" -m mpissd "$command" --dry_run --world_size="$np" "$@" </dev/null >/dev/null
 exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd "$command" "$@" </dev/null

@@ -17,14 +17,19 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 from mpissd import cli  # noqa: E402
+from mpissd.comm.recovery import check_recovery  # noqa: E402
 from mpissd.comm.topology import (  # noqa: E402
     Refused,
     check_world,
     launcher_rank,
     launcher_size,
 )
-from mpissd.config import RunConfig  # noqa: E402
+from mpissd.config import RunConfig, SweepConfig  # noqa: E402
 from mpissd.errors import ConfigError, MpissdError  # noqa: E402
+from mpissd.sweeping import check_sweep, list_plan  # noqa: E402
+from mpissd.wait import Overdue  # noqa: E402
+from mpissd.watch import guard  # noqa: E402
+from mpissd.watch.page import Stage  # noqa: E402
 
 HEAD_START_S = 5.0
 
@@ -35,28 +40,41 @@ def main(arguments: list[str] | None = None) -> int:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
         if command is None:
             return 0
-        if command.name not in ("run", "probe"):
+        if command.name not in ("run", "probe", "sweep"):
             return alone(command)
-        check_before_mpi(command.config)
+        watch(command.config)
+        if isinstance(command.config, SweepConfig):
+            check_sweep(command.config, command.given)
+        else:
+            check_before_mpi(command.config)
     except ConfigError as error:
+        guard.leave(error.exit_code)
+        guard.stage(Stage.DONE)
         if launcher_rank() == 0:
             print(f"mpissd: {error}", file=sys.stderr, flush=True)
         else:  # a launcher ends every rank when one has left: the one that speaks goes first
             time.sleep(HEAD_START_S)
         return error.exit_code
-    return 0 if command.config.dry_run else launch(command)
+    if not command.config.dry_run:
+        return launch(command)
+    if isinstance(command.config, SweepConfig) and launcher_rank() == 0:
+        list_plan(command.config)
+    return 0
 
 
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
-    from mpissd import commands, exchange
+    from mpissd import commands, exchange, sweeping
+    from mpissd.doctor.examine import doctor
 
     functions: dict[str, Callable[[Any], int]] = {
+        "doctor": lambda config: doctor(config, check_before_mpi),
         "predict": lambda config: commands.predict(config, command.given),
         "plan": lambda config: commands.advise(config, command.given),
         "why": commands.why,
         "compare": commands.compare,
         "tables": commands.tables,
+        "best": sweeping.best,
         "export": exchange.export,
         "collectives": exchange.collectives,
     }
@@ -77,31 +95,66 @@ def check_before_mpi(config: RunConfig) -> None:
         memory = profile.memory_bytes
         profile.all_reduce_s(tp, 1)  # refused where the profile was probed with T = 1 alone
     resolve(config, tp, backend=config.backend, memory_bytes=memory)
+    if config.on_draft_loss == "ar":
+        check_recovery()
     check_output(config.out)
     if config.trace is not None:
         check_file("trace", config.trace)
 
 
+def watch(config: RunConfig) -> None:
+    """Has this rank watched from outside from now on, where a launcher started it."""
+    size = launcher_size()
+    if size is not None and not config.dry_run:
+        guard.join(
+            launcher_rank(),
+            size,
+            deadline_s=config.deadline_s,
+            may_lose=[size - 1] if config.on_draft_loss == "ar" else [],
+        )
+
+
 def launch(command: cli.Command) -> int:
-    """Starts MPI and runs; one line from one rank where something stops it."""
+    """Starts MPI and runs; one line where something stops it, from the warden if there is one."""
     from mpi4py import MPI
 
-    from mpissd.bench.probe import execute_probe
-    from mpissd.bench.run import execute
+    from mpissd.comm.mpi_patient import PatientComm
 
+    guard.stage(Stage.OPEN)
+    PatientComm.deadline_s = command.config.deadline_s
     try:
-        if command.name == "probe":
-            return execute_probe(command.config, command.config.name)
-        return execute(command.config)
+        code = carry_out(command)
     except Refused as refused:  # every rank is here: leave in good order
+        code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
             print(f"mpissd: {refused}", file=sys.stderr, flush=True)
-        MPI.Finalize()
-        return refused.exit_code
     except MpissdError as error:
-        print(f"mpissd: rank {MPI.COMM_WORLD.rank}: {error}", file=sys.stderr, flush=True)
+        tell = guard.waited if isinstance(error, Overdue) else guard.failed
+        if not tell(str(error)):
+            print(f"mpissd: rank {MPI.COMM_WORLD.rank}: {error}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(error.exit_code)
         return error.exit_code
+    guard.leave(code)
+    if not guard.lost():
+        MPI.Finalize()
+    guard.stage(Stage.DONE)
+    if guard.lost():  # MPI's own end would wait for who is gone
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def carry_out(command: cli.Command) -> int:
+    """Runs a command on this rank; its exit code."""
+    from mpissd.bench.probe import execute_probe
+    from mpissd.bench.run import execute
+    from mpissd.bench.sweep import execute_sweep
+
+    if command.name == "probe":
+        return execute_probe(command.config, command.config.name)
+    if command.name == "sweep":
+        return execute_sweep(command.config)
+    return execute(command.config)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ import fire
 from fire.decorators import SetParseFn
 
 from mpissd.config import (
+    BestConfig,
     CollectivesConfig,
     CompareConfig,
+    DoctorConfig,
     ExportConfig,
     PlanConfig,
     PredictConfig,
     ProbeConfig,
     RunConfig,
+    SweepConfig,
     TablesConfig,
     WhyConfig,
 )
@@ -50,6 +53,11 @@ class Spec:
 SPECS = {
     "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
+    "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
+    "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
+    "best": Spec(
+        BestConfig, "The fastest method at equal K and at each one's own best K.", ("results",)
+    ),
     "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
     "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
     "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", ("result",)),

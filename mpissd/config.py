@@ -101,6 +101,9 @@ class RunConfig:
     backup_lookahead: int | None = flag(None, integer(0), "K_b, tokens that a backup drafts")
     warmup_rounds: int = flag(10, integer(1), "rounds on throw-away sequences")
     deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")
+    on_draft_loss: str = flag(
+        "abort", choice("abort", "ar"), "when the draft rank is gone: end, or go on with K=0"
+    )
     trace: str | None = flag(None, words, "Chrome trace of all ranks to this file")
     ledger_ab: bool = flag(False, switch, "measure what the round ledger costs, on against off")
     progress: str = flag("auto", choice("auto", "on", "off"), "progress bar on stderr")
@@ -142,8 +145,22 @@ class RunConfig:
             )
         if self.draft is not None and self.target is None:
             raise ConfigError("target: needed beside draft")
+        if self.on_draft_loss == "ar":
+            self._check_draft_loss()
         if self.world_size is not None and not self.dry_run:
             raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
+
+    def _check_draft_loss(self) -> None:
+        """What can't go on without its draft is refused before it begins."""
+        if self.drafts != 1:
+            raise ConfigError(f"on_draft_loss=ar with num_drafts={self.drafts}: allowed: 1")
+        if self.temperature > 0:  # a draft that dies after its tokens takes their rows with it
+            raise ConfigError(
+                f"on_draft_loss=ar with temperature={self.temperature:g}: allowed: temperature=0"
+            )
+        for name in ("trace", "ledger_ab"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with on_draft_loss=ar: allowed: on_draft_loss=abort")
 
     def _check_lists(self, fan_out_miss: str) -> None:
         """A list that follows what is served or committed is one for all trunks."""
@@ -210,7 +227,7 @@ class RunConfig:
     @property
     def digest(self) -> str:
         """Names the configuration: equal for equal flags, whatever their order."""
-        skip = {"out", "progress", "trace", "ledger_ab", "dry_run", "world_size", "schedule"}
+        skip = {"out", "progress", "trace", "ledger_ab", "dry_run", "world_size", "schedule", "on_draft_loss"}
         told = {k: v for k, v in dataclasses.asdict(self).items() if k not in skip}
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -221,6 +238,50 @@ class ProbeConfig(RunConfig):
     """Of `probe`: a run's flags (mode=ar: no draft), and the name of the profile."""
 
     name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
+
+
+@dataclass(frozen=True)
+class DoctorConfig(RunConfig):
+    """Of `doctor`: the flags of the run that is examined."""
+
+    tp: int | None = flag(None, integer(1), "target ranks to start (default 1; not under mpirun)")
+    deadline_s: float = flag(60.0, number(0.1), "longest examination, in seconds")
+    json: bool = flag(False, switch, "under mpirun: what the ranks see, as one line of JSON")
+
+
+@dataclass(frozen=True)
+class SweepConfig(RunConfig):
+    """Of `sweep`: a grid, and a run's flags, which hold in all of its configurations."""
+
+    grid: str | None = flag(None, words, "a file, or flag=value,value; flag=FIRST..LAST; …")
+    repeats: int = flag(3, integer(1, 1000), "of every configuration, each in another order")
+    shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
+    retry: bool = flag(False, switch, "measure again what failed or was flagged before")
+
+    def __post_init__(self) -> None:
+        """A run's flags are judged where they meet the grid's."""
+        if self.grid is None:
+            raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
+        for name in ("trace", "ledger_ab"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
+        self.shard_of  # noqa: B018  (judged before MPI starts)
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """(I, N), 1 <= I <= N."""
+        first, _, count = self.shard.partition("/")
+        shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
+        if not 1 <= shard[0] <= shard[1]:
+            raise ConfigError(f"shard={self.shard}: allowed: I/N with 1 <= I <= N")
+        return shard
+
+
+@dataclass(frozen=True)
+class BestConfig:
+    """Of `best`: from which rows."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: out)")
 
 
 @dataclass(frozen=True)

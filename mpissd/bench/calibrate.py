@@ -7,7 +7,10 @@ for SSD, once with growth (bench/host_costs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +25,7 @@ from mpissd.bench.session import Session
 from mpissd.comm.group import Group
 from mpissd.decode.target import TargetLoop
 from mpissd.errors import ConfigError
+from mpissd.job import Job
 from mpissd.model.paused import PausedForwards
 from mpissd.model.stepper import Stepper
 from mpissd.predict.costs import DeviceCosts, HostCosts
@@ -32,6 +36,17 @@ WARM_ID = 1 << 30  # request ids of throw-away sequences begin here
 _REPEATS = 5
 _PAUSED_ROUNDS = 18
 _BUILDING_S = 3600.0
+_UNSEEN = (
+    "alpha",
+    "acceptance",
+    "seed",
+    "rounds",
+    "num_tokens",
+    "warmup_rounds",
+    "out",
+    "schedule",
+)
+_GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "on_late")
 _SKIP = 3  # rounds of a pass that still warm up
 
 
@@ -44,59 +59,117 @@ class JobProfile:
     read_bytes_per_s: float | None  # of the lead's device, as is the peak
     peak_flops_per_s: float | None
     all_reduce_s: float | None  # the collectives of one verification, on their own
+    calibrated_at: str  # when the oldest of all this was measured (ISO 8601, UTC)
 
 
 def calibrate(rank: Rank) -> JobProfile | None:
-    """Runs on every rank; the profile is made on the lead."""
-    session = rank.session
+    """Runs on every rank; the profile is made on the lead.
+
+    What the machine's calibrations hold already is taken from there.
+    """
+    session, known = rank.session, rank.session.calibrations
     topology = session.topology
+    known.restart()
     session.barrier(Waiter(_BUILDING_S, spin=False))  # others may still make their weights
-    target = _time_forwards(rank.target.stepper, session.waiter) if rank.target else None
-    reduces = _all_reduce_s(session, rank.target.stepper) if rank.target else None
+    target = _forward_times(session, rank.target) if rank.target else None
+    reduces = _reduces_s(session, rank.target) if rank.target else None
     session.barrier()
-    draft = _time_forwards(rank.draft.stepper, session.waiter) if rank.draft else None
+    draft = _forward_times(session, rank.draft) if rank.draft else None
     session.barrier()
     read = peak = None
     if rank.target is not None and target is not None and topology.is_lead:
-        weights, _ = session.job.rank_bytes(session.backend.itemsize)
-        read = session.backend.read_bandwidth(weights)
-        peak = _peak_flops(session, rank.target.stepper, target)
+        read, peak = _rates(session, rank.target, target)
     session.barrier()
     draft = topology.world.bcast(draft, root=topology.tp) if topology.num_drafts else draft
     target = topology.world.bcast(target, root=0)
-    passes = [_paused_pass(rank, target, draft, ahead=False)]
+    key = "host", _key(session.job, ()), session.job.fan_outs
+    host = known.once(session.backend, key, lambda: _host_costs(rank, target, draft))
+    if host is None or target is None:
+        return None
+    points = None if draft is None else draft.seconds
+    device = DeviceCosts.from_points(target.seconds, points)
+    return JobProfile(device, host, read, peak, reduces, known.since)
+
+
+def _key(job: Job, unseen: Iterable[str]) -> Hashable:
+    """Equal for configurations that differ in these flags alone, and in what no round sees."""
+    flags = asdict(job.config)
+    told = json.dumps({n: v for n, v in flags.items() if n not in {*unseen, *_UNSEEN}})
+    return told, job.lookahead, job.config.drafts, job.draft
+
+
+def _host_costs(
+    rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None
+) -> HostCosts | None:
+    """Of the job's loops over paused forwards; on the lead. Collective over the job's world.
+
+    What nothing that is grown bears on is shared by all hit laws and fan-outs.
+    """
+    session, known = rank.session, rank.session.calibrations
+    topology, plain = session.topology, _key(session.job, _GROWN)
+    owner = session.backend
+    passes = [
+        known.once(owner, ("pass", plain), lambda: _paused_pass(rank, target, draft, ahead=False))
+    ]
     if session.job.fan_out:
         passes.append(_paused_pass(rank, target, draft, ahead=True))
-    nap = _nap(rank, target, draft)
+    nap = known.once(owner, ("nap", plain), lambda: _nap(rank, target, draft))
     every = topology.world.gather(passes)
     if every is None or target is None:
         return None
     leads = every[0]
     drafts = every[topology.tp] if topology.num_drafts else every[0]
-    host = host_costs(session, leads, drafts, target, draft, nap)
-    points = None if draft is None else draft.seconds
-    device = DeviceCosts.from_points(target.seconds, points)
-    return JobProfile(device, host, read, peak, reduces)
+    return host_costs(session, leads, drafts, target, draft, nap)
 
 
-def _time_forwards(stepper: Any, waiter: Any) -> ForwardTimes:
-    """Back-to-back forwards of every bucket; collective over the ranks of a model."""
-    assert isinstance(stepper, Stepper), "calibration times real forwards"
-    seconds, host = {}, []
-    for rows in stepper.buckets:
-        tokens = np.arange(rows, dtype=np.int32)
-        times = []
-        for _ in range(_REPEATS + 1):  # as often on every rank: a forward is collective
-            stepper.upload(rows, tokens)
-            start = perf_counter()
-            stepper.launch()
-            stepper.wait(waiter)
-            wall = perf_counter() - start
-            times.append((stepper.elapsed_s(), wall))
-        device, walls = np.array(times[1:]).T
-        seconds[rows] = float(np.median(device))
-        host.append(float(np.median(walls - device)))
-    return ForwardTimes(seconds, max(0.0, float(np.median(host))))
+def _forward_times(session: Session, worker: Any) -> ForwardTimes:
+    """Of every bucket of a worker's model; collective over the ranks of that model."""
+    stepper, known = _stepper(worker), session.calibrations
+    timed = {
+        rows: known.once(stepper.stack, rows, partial(_time, stepper, rows, session))
+        for rows in stepper.buckets
+    }
+    seconds = {rows: device for rows, (device, _) in timed.items()}
+    return ForwardTimes(seconds, max(0.0, float(np.median([host for _, host in timed.values()]))))
+
+
+def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
+    """Medians of back-to-back forwards: seconds on the device, and on the host beyond those."""
+    tokens, times = np.arange(rows, dtype=np.int32), []
+    for _ in range(_REPEATS + 1):  # as often on every rank: a forward is collective
+        stepper.upload(rows, tokens)
+        start = perf_counter()
+        stepper.launch()
+        stepper.wait(session.waiter)
+        wall = perf_counter() - start
+        times.append((stepper.elapsed_s(), wall))
+    device, walls = np.array(times[1:]).T
+    return float(np.median(device)), float(np.median(walls - device))
+
+
+def _rates(session: Session, worker: Any, times: ForwardTimes) -> tuple[float | None, float | None]:
+    """What bounds a forward on the lead: bytes and flops a second."""
+    stepper, known = _stepper(worker), session.calibrations
+    weights, _ = session.job.rank_bytes(session.backend.itemsize)
+    read = known.once(
+        session.backend, ("read", weights), lambda: session.backend.read_bandwidth(weights)
+    )
+    peak = known.once(
+        stepper.stack, tuple(stepper.buckets), lambda: _peak_flops(session, stepper, times)
+    )
+    return read, peak
+
+
+def _reduces_s(session: Session, worker: Any) -> float | None:
+    stepper = _stepper(worker)
+    rows = stepper.bucket(session.job.verify_rows)
+    known = session.calibrations
+    return known.once(stepper.stack, ("sums", rows), lambda: _all_reduce_s(session, stepper))
+
+
+def _stepper(worker: Any) -> Stepper:
+    assert isinstance(worker.stepper, Stepper), "calibration times real forwards"
+    return worker.stepper
 
 
 def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | None:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def provenance(
     }
 
 
+@cache
 def version(package: str) -> str | None:
     """Installed version; None where it is not installed."""
     try:
@@ -62,6 +64,7 @@ def cuda_versions() -> dict[str, Any] | None:
     return found
 
 
+@cache
 def commit() -> str | None:
     """The checkout's commit, with + where it has changes; outside a checkout what MPISSD_COMMIT
     says (a copy of the tree without .git), else None."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import TypeVar
+
+from mpi4py import MPI
 
 from mpissd.bench.session import Session
 from mpissd.comm.link import DraftEnd, LeadEnd
 from mpissd.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.decode.controls import AdaptiveControls, Controls
 from mpissd.decode.draft import Drafter, DraftPolicy
+from mpissd.decode.outliving import OutlivingSpeculator
 from mpissd.decode.serve import serve
 from mpissd.decode.share import Share
 from mpissd.decode.speculator import (
@@ -32,10 +36,13 @@ from mpissd.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
 from mpissd.spec.control import BackupController
 from mpissd.spec.fanout import FanOuts, owners_of
 from mpissd.trace import FollowPhase, Ledger
+from mpissd.watch import guard
 from mpissd.workload.base import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
 _REALLOT_ROUNDS = 50
+_COLLECT_S = 5.0  # between two full garbage collections
+_collected_at = -_COLLECT_S
 
 
 class Rank:
@@ -43,7 +50,7 @@ class Rank:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        topology, job = session.topology, session.job
+        topology = session.topology
         self.target: TargetWorker | None = None
         self.draft: DraftWorker | None = None
         self.lead_links: list[LeadEnd] = []
@@ -53,19 +60,19 @@ class Rank:
         # Of the last pass: this rank's phases, and the outcomes it heard (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
-        if not topology.is_draft:
-            self.target = session.target_worker()
-            session.resources.callback(self.target.close)
-        if topology.is_draft or (topology.is_lead and job.inline):
-            self.draft = session.draft_worker()
-            session.resources.callback(self.draft.close)
+        self._comms: list[MPI.Comm] = []
+        target, draft = session.models.open(session.job, topology)
+        if target is not None:
+            self.target = session.target_worker(target)
+        if draft is not None:
+            self.draft = session.draft_worker(draft)
         self._open_messages()
 
     def _open_messages(self) -> None:
         """Communicators of their own for the plans and for the link; collective over the world."""
         session = self.session
         topology, shape, waiter = session.topology, session.link_shape, session.waiter
-        group, world = topology.group.Dup(), topology.world.Dup()
+        group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
         if topology.is_draft:
             self.draft_link = draft_end(world, 0, shape, waiter)
         elif topology.is_lead:
@@ -162,10 +169,14 @@ class Rank:
             loop = TargetLoop(target, speculator, self.sender, batch, waiter)
             result = drive(loop)
             loop.stop()
+            if loop.draft_lost_round is not None:
+                self.lead_links = []  # nobody is there to close them with
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
+        if self.lead_links and self.session.job.config.on_draft_loss == "ar":
+            return OutlivingSpeculator(self.lead_links[0], lambda: bool(guard.lost()))
         if self.lead_links:
             return RemoteSpeculator(*self.lead_links)
         return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
@@ -177,20 +188,31 @@ class Rank:
                 worker.prepare(requests)
 
     def close(self) -> None:
-        """Finishes the messages; graphs, groups and the backend are the session's to close."""
+        """Finishes the messages; models, groups and the backend are the machine's to close."""
         for end in (*self.lead_links, self.draft_link, self.sender, self.receiver):
             if end is not None:
                 end.close()
+        for comm in self._comms:
+            comm.Free()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection: a full one costs a round some milliseconds."""
-    gc.collect()
-    gc.freeze()
+    """No garbage collection: a full one costs a round some milliseconds.
+
+    What there is goes before, but not before each of many short passes: it takes 30 ms.
+    """
+    _collect()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+
+
+def _collect() -> None:
+    global _collected_at
+    now = monotonic()
+    if now - _collected_at > _COLLECT_S:
+        gc.collect()
+        _collected_at = now

@@ -85,25 +85,30 @@ class _Lines:
 
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
-    """A bar on stderr, redrawn twice a second (a line every two seconds where a launcher stands
-    between this rank and the terminal); yields its advance(n)."""
+    """A bar on stderr where a person watches; yields its advance(n)."""
     shown = config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty())
     if not shown:
         yield lambda count: None
         return
-    direct = sys.stderr.isatty()
-    bar = tqdm(
-        total=rounds,
-        unit="round",
-        mininterval=0.5 if direct else 2.0,
-        leave=False,
-        ncols=None if direct else 80,
-        file=sys.stderr if direct else _Lines(),
-    )
+    bar = open_bar(rounds, "round", lines_s=2.0)
     try:
         yield bar.update
     finally:
         bar.close()
+
+
+def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = False) -> Any:
+    """A bar on stderr, redrawn twice a second: or, where a launcher or a file stands between this
+    rank and a terminal, a line every lines_s seconds."""
+    direct = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        unit=unit,
+        mininterval=0.5 if direct else lines_s,
+        leave=leave,
+        ncols=None if direct else 80,
+        file=sys.stderr if direct else _Lines(),
+    )
 
 
 def print_summary(row: dict[str, Any]) -> None:

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from mpissd.bench.ab import Overhead
 from mpissd.bench.calibrate import JobProfile
+from mpissd.bench.output import append_row
 from mpissd.bench.provenance import provenance
 from mpissd.bench.row_times import Measured, device_means, device_times, rates
 from mpissd.bench.session import Session
+from mpissd.bench.whole import whole_file
 from mpissd.decode.draft import Drafter
 from mpissd.job import Job
 from mpissd.predict import jobfile
@@ -33,8 +35,10 @@ from mpissd.records import (
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
 
-def make_row(session: Session, measured: Measured) -> dict[str, Any]:
-    """The row of the contract, schema 1."""
+def make_row(
+    session: Session, measured: Measured, sweep: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The row of the contract, schema 1. sweep: which sweep it is of, if of one."""
     job, config = session.job, session.job.config
     sequences = measured.records.sequences()
     return {
@@ -60,7 +64,8 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
         "batch_size": config.batch_size,
         **_options(session),
         **_throughput(session, measured, sequences),
-        **_speculation(session, sequences),
+        **_speculation(session, sequences, measured.draft_lost_round),
+        "draft_lost_round": measured.draft_lost_round,
         "learned": measured.learned or None,
         **device_times(session, measured),
         **_prediction(session, measured, sequences),
@@ -71,7 +76,11 @@ def make_row(session: Session, measured: Measured) -> dict[str, Any]:
         "ledger_overhead": _overhead(measured.ledger_overhead),
         "stable": is_stable(measured.records.round_s, _STABLE[session.backend.info.kind]),
         "config_digest": config.digest,
-        "provenance": provenance(session.infos, session.topology.hosts, _mpi_library()),
+        "provenance": {
+            **provenance(session.infos, session.topology.hosts, _mpi_library()),
+            "calibrated_at": measured.profile.calibrated_at,
+            "sweep": sweep,
+        },
     }
 
 
@@ -125,7 +134,7 @@ def _throughput(
         "wall_s": round(measured.wall_s, 9),
         "tok_per_s": round(rate, 3),
         "tok_per_s_per_gpu": round(rate / session.job.world_size, 3),
-        "round_us": percentiles_us(walls.tolist()),
+        "round_us": percentiles_us(walls),
         "phases_us": {
             "lead": _phase_means(measured.ledger, measured.phases),
             "draft": _phase_means(measured.draft_ledger, measured.draft_phases),
@@ -137,7 +146,7 @@ def _throughput(
 
 def _num_tokens(records: RoundRecords, enough: int | None) -> int:
     """Tokens of all sequences; what a sequence emits past num_tokens doesn't count."""
-    counts = [len(tokens) for tokens in records.tokens().values()]
+    counts = [len(tokens) for tokens in records.token_arrays().values()]
     return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
 
 
@@ -149,10 +158,14 @@ def _phase_means(ledger: NDArray[np.int64] | None, names: list[str]) -> dict[str
     return {name: round(float(mean), 3) for name, mean in zip(names, means, strict=True)}
 
 
-def _speculation(session: Session, sequences: NDArray[np.int64]) -> dict[str, Any]:
+def _speculation(
+    session: Session, sequences: NDArray[np.int64], lost_round: int | None
+) -> dict[str, Any]:
     lookahead = session.job.lookahead
     accepted = sequences[:, 3]
     counted = sequences[:, 0] > 0  # a sequence's first round is a forced miss
+    if lost_round is not None:
+        counted &= sequences[:, 0] < lost_round
     hits = sequences[counted, 6]
     return {
         "acceptance_length": round(float(accepted.mean() + 1), 5),
@@ -176,9 +189,13 @@ def _prediction(
 ) -> dict[str, Any]:
     """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
     job, profile = session.job, measured.profile
-    if not is_foretold(job):
+    if not is_foretold(job) or measured.draft_lost_round is not None:
         return dict.fromkeys(_FORETOLD)
-    found = predict_row(session.job, profile.device, profile.host, len(measured.records))
+    count = len(measured.records)
+    known = job.config.digest, count, profile.device, profile.host
+    found = session.calibrations.once(  # repeats of a configuration have one prediction
+        session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
+    )
     rate = found["tok_per_s"]
     measured_rate = _num_tokens(measured.records, session.job.config.num_tokens) / measured.wall_s
     return {
@@ -200,7 +217,7 @@ def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64])
         first = min(config.num_tokens, config.rounds)
     return {
         "outcome_digest": outcome_digest(sequences),
-        "token_digest": token_digest(measured.records.tokens(), first),
+        "token_digest": token_digest(measured.records.token_arrays(), first),
     }
 
 
@@ -219,10 +236,10 @@ def _overhead(found: Overhead | None) -> dict[str, float] | None:
 
 def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
     """The emitted token ids, sequence by sequence in the order of their request ids."""
-    emitted = [tokens for _, tokens in sorted(records.tokens().items())]
-    flat = [token for tokens in emitted for token in tokens]
+    found = records.token_arrays()
+    emitted = [found[request_id] for request_id in sorted(found)]
     return {
-        "tokens": np.array(flat, np.int32),
+        "tokens": np.concatenate([np.zeros(0, np.int32), *emitted]),
         "token_counts": np.array([len(tokens) for tokens in emitted], np.int32),
     }
 
@@ -255,17 +272,14 @@ def write_row(
     """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
     row to OUT/runs.jsonl (OUT/flagged.jsonl where a gate failed); none by halves."""
     out = Path(session.job.config.out)
-    path = out / "rounds" / f"{row['run_id']}.npz"
-    half = path.with_suffix(".part")
-    with half.open("wb") as file:
+    with whole_file(out / "rounds" / f"{row['run_id']}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    half.rename(path)
     saved = json.dumps(_job_file(session, row["num_rounds"], profile), indent=1) + "\n"
-    (out / "profiles" / f"{row['run_id']}.json").write_text(saved)
+    with whole_file(out / "profiles" / f"{row['run_id']}.json") as file:
+        file.write(saved.encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
     kept = {**row, "gates": violations} if violations else row
-    with (out / name).open("a") as file:
-        file.write(json.dumps(kept) + "\n")
+    append_row(out / name, kept)
 
 
 def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:

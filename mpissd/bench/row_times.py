@@ -33,7 +33,8 @@ class Measured:
     messages_per_round: float
     bytes_per_round: float
     all_reduce_s: float | None  # in all measured rounds, where the host runs the collectives
-    rank_digests: list[int]  # by world rank: of the outcomes it heard
+    rank_digests: list[int | None]  # by world rank: of the outcomes it heard
+    draft_lost_round: int | None  # the first without a draft; None: there was one to the end
     ledger_overhead: Overhead | None
 
 

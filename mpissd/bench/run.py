@@ -20,7 +20,9 @@ from mpissd.bench.report import print_card, print_summary, progress_bar
 from mpissd.bench.row import make_row, round_arrays, write_row
 from mpissd.bench.row_times import Measured
 from mpissd.bench.session import Session, open_session
+from mpissd.bench.survivors import survivors
 from mpissd.bench.tracing import Span, Tracing
+from mpissd.comm.topology import Refused, agree
 from mpissd.config import RunConfig
 from mpissd.decode.draft import Drafter
 from mpissd.decode.target import RoundResult, TargetLoop
@@ -29,6 +31,8 @@ from mpissd.gates import violations
 from mpissd.records import RoundRecords
 from mpissd.trace import LeadPhase
 from mpissd.wait import sharpen_sleep, within
+from mpissd.watch import guard
+from mpissd.watch.page import Stage
 
 
 @dataclass
@@ -43,6 +47,7 @@ class LeadReport:
     phases: list[str]
     messages: tuple[float, float]  # and bytes, a round
     all_reduce_s: float | None  # in all of them, where the host runs the collectives
+    draft_lost_round: int | None  # of the measured rounds: the first without a draft
 
 
 @dataclass
@@ -61,6 +66,7 @@ def execute(config: RunConfig) -> int:
     session = open_session(config)
     try:
         _run(session)
+        guard.stage(Stage.TEARDOWN)
     except FaultError:
         session.group.abort()  # a collective that waits for a dead peer would hold the device
         raise
@@ -71,32 +77,60 @@ def execute(config: RunConfig) -> int:
 
 
 def _run(session: Session) -> None:
-    config = session.job.config
     if session.topology.is_lead:
         print_card(session)
+    row = measure(session)
+    if row is not None:
+        print_summary(row)
+
+
+def measure(session: Session, sweep: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """One configuration, on all of its ranks; its row, on the lead, which has written it.
+
+    sweep: what the row says of the sweep that it is of. Raises Refused on every rank: no room for
+    its models, or a row that contradicts itself.
+    """
     rank = Rank(session)
+    guard.stage(Stage.WARM_UP)
+    try:
+        row = _passes(rank, sweep)
+    except Refused:  # by all ranks; after a fault, closing would wait for who is gone
+        rank.close()
+        raise
+    rank.close()
+    return row
+
+
+def _passes(rank: Rank, sweep: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Those that calibrate, the one that counts, and what is made of it."""
+    session = rank.session
+    config = session.job.config
     profile = calibrate(rank)
     drafter = None if rank.draft is None else rank.drafter(rank.draft)
     rank.prepare(session.requests(0, config.batch_size))
     tracing = None if config.trace is None else Tracing(session)
+    if not session.topology.is_lead:  # who is told when the warm-up ends
+        guard.stage(Stage.ROUNDS)
     lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
-    world = session.topology.world
+    guard.stage(Stage.GATHER)
+    lost = lead is not None and lead.draft_lost_round is not None
+    world = survivors(session, draft_lost=lost)
     digests = world.gather(rank.digest)
     rounds = world.bcast((lead.first_round, lead.last_round) if lead else None)
     drafts = world.gather(_draft_report(drafter, *rounds))
-    span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s)
+    span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s.read())
     overhead = ledger_pass(rank) if config.ledger_ab else None
-    error = None
+    row = error = None
     if lead is not None and profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
         try:
-            _conclude(session, profile, lead, draft, digests or [], overhead)
+            row = _conclude(session, profile, lead, draft, digests or [], overhead, sweep)
         except GateError as found:
             error = found
-    session.agree(error)
+    agree(world, error)
     if tracing is not None:
         tracing.write(rank, drafter, span, str(config.trace))
-    rank.close()
+    return row
 
 
 def _conclude(
@@ -106,8 +140,9 @@ def _conclude(
     draft: DraftReport | None,
     digests: list[int],
     overhead: Overhead | None,
-) -> None:
-    """Rank 0, when all is measured: row, gates, files, table, JSON line.
+    sweep: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Rank 0, when all is measured: row, gates, files.
 
     Raises GateError: the row contradicts itself or physics; it goes to OUT/flagged.jsonl instead.
     """
@@ -124,15 +159,16 @@ def _conclude(
         messages_per_round=lead.messages[0],
         bytes_per_round=lead.messages[1],
         all_reduce_s=lead.all_reduce_s,
-        rank_digests=digests,
+        rank_digests=[*digests, *[None] * (session.job.world_size - len(digests))],
+        draft_lost_round=lead.draft_lost_round,
         ledger_overhead=overhead,
     )
-    row, arrays = make_row(session, measured), round_arrays(measured)
+    row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     found = violations(row, arrays)
     write_row(session, row, arrays, profile, found)
     if found:
         raise GateError(f"row {row['run_id']} contradicts itself: {'; '.join(found)}")
-    print_summary(row)
+    return row
 
 
 def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport | None:
@@ -158,9 +194,10 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     loop.finish([request.request_id for request in warm])
     loop.admit(rank.session.requests(0, config.batch_size))
+    guard.stage(Stage.ROUNDS)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
     records, wall_s = _rounds(loop, config, rank.session.job.lookahead)
-    count = max(1, loop.round - first)
+    count, lost = max(1, loop.round - first), loop.draft_lost_round
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     return LeadReport(
         records=records,
@@ -171,6 +208,7 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
         phases=loop.ledger.names,
         messages=(messages / count, sent / count),
         all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
+        draft_lost_round=None if lost is None else max(0, lost - first),
     )
 
 

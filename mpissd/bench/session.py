@@ -1,30 +1,35 @@
-"""One rank's resources of a job, opened in an order and closed in its reverse.
+"""One rank's resources, opened in an order and closed in its reverse.
 
 Opening: topology → backend → group → models → link. Closing: link → programs (graphs) → group
 (NCCL) → backend. Graphs that outlive their communicator hang.
+
+A *machine* is what stays while configurations come and go: ranks, device, all-reduce, models. A
+*session* is one configuration on it. `run` opens a machine for one session, `sweep` for many.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpissd.backend.base import Backend, DeviceInfo
 from mpissd.backend.registry import choose, open_backend
+from mpissd.bench.calibrations import Calibrations
+from mpissd.bench.models import Models
 from mpissd.bench.output import make_output
 from mpissd.comm.group import Group, SoloGroup
 from mpissd.comm.link import LinkShape
 from mpissd.comm.mpi_gather import MpiLogitsGather
 from mpissd.comm.mpi_group import open_group
-from mpissd.comm.topology import Refused, Topology, agree, open_topology
+from mpissd.comm.topology import Refused, Topology, agree, open_topology, part_of
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError, MpissdError
 from mpissd.job import Job, resolve
-from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.model.stepper import Stepper
-from mpissd.presets import ModelShape
 from mpissd.rounds import Request
 from mpissd.wait import Waiter
 from mpissd.workload.base import DraftWorker, TargetWorker
@@ -34,18 +39,22 @@ from mpissd.workload.markov_draft import MarkovDraftWorker
 from mpissd.workload.markov_target import MarkovTargetWorker
 from mpissd.workload.tail import TailWorker
 
+_REST_S = 1e-3  # between two looks of a rank that idles
+
 
 @dataclass
 class Session:
     """What one rank holds while a job runs."""
 
-    topology: Topology
+    topology: Topology  # of the ranks that take part
     waiter: Waiter
     backend: Backend
     infos: list[DeviceInfo]  # by world rank
     job: Job
     group: Group
-    resources: ExitStack
+    models: Models
+    calibrations: Calibrations
+    resources: ExitStack  # of this job alone
 
     @property
     def link_shape(self) -> LinkShape:
@@ -54,59 +63,47 @@ class Session:
         sampled = laws is not None and self.job.lookahead > 0 and laws.temperature > 0
         vocab = laws.vocab if laws is not None and sampled else 0  # greedy tokens are certain
         return LinkShape(
-            0, config.batch_size, self.job.lookahead, vocab=vocab, num_drafts=config.drafts
+            0,
+            config.batch_size,
+            self.job.lookahead,
+            vocab=vocab,
+            num_drafts=config.drafts,
+            num_tokens=self.job.target.vocab_size if laws is None else laws.vocab,
         )
 
-    def target_worker(self) -> TargetWorker:
-        """This target rank's share of the target model."""
+    def target_worker(self, stepper: Stepper) -> TargetWorker:
+        """Verifies with this target rank's share of the target model."""
         job = self.job
-        shard = Shard(job.target, job.tp, self.topology.world.rank)
-        stepper = self._stepper(self.group, shard, job.options, job.target_buckets(), 0)
         if job.laws is not None:
             rank, gather = self.topology.group.rank, None
             if job.tp > 1:
-                gather = MpiLogitsGather(self.topology.group.Dup())
+                comm = self.topology.group.Dup()
+                self.resources.callback(comm.Free)
+                gather = MpiLogitsGather(comm)
             return MarkovTargetWorker(stepper, job.laws, tp=job.tp, rank=rank, gather=gather)
         batch, vocab = job.config.batch_size, job.target.vocab_size
         stream = TokenStream(job.config.seed, vocab, batch, job.lookahead)
         return GemmTargetWorker(stepper, stream)
 
-    def draft_worker(self) -> DraftWorker:
-        """The whole draft model, on a draft rank or inline on the lead."""
-        worker = self._draft_worker()
+    def draft_worker(self, stepper: Stepper) -> DraftWorker:
+        """Drafts with the whole draft model, on a draft rank or inline on the lead."""
+        worker = self._draft_worker(stepper)
         return TailWorker(worker) if self.job.is_tail else worker
 
-    def _draft_worker(self) -> DraftWorker:
+    def _draft_worker(self, stepper: Stepper) -> DraftWorker:
         job = self.job
-        shard = Shard(_some(job.draft))
-        stepper = self._stepper(SoloGroup(), shard, job.draft_options, job.draft_buckets(), 1)
         if job.laws is not None:
             return MarkovDraftWorker(stepper, job.laws, job.lookahead, job.fan_outs)
         batch, vocab = job.config.batch_size, job.target.vocab_size
-        stream = DraftStream(
-            job.config.seed, vocab, batch, job.acceptance, job.hit_law, job.widest
-        )
-        return GemmDraftWorker(stepper, stream, shard.shape.num_tokens)
+        stream = DraftStream(job.config.seed, vocab, batch, job.acceptance, job.hit_law, job.widest)
+        return GemmDraftWorker(stepper, stream, stepper.shard.shape.num_tokens)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """`count` sequences to decode, numbered from first_id."""
         if self.job.laws is not None:
             return self.job.laws.requests(first_id, count)
-        return [Request(first_id + n, first_token=n) for n in range(count)]
-
-    def _stepper(
-        self, group: Group, shard: Shard, options: ForwardOptions, buckets: list[int], model: int
-    ) -> Stepper:
-        config = self.job.config
-        return Stepper(
-            self.backend,
-            group,
-            shard,
-            options,
-            buckets=buckets,
-            num_sequences=config.batch_size,
-            seed=2 * config.seed + model,
-        )
+        vocab = self.job.target.vocab_size
+        return [Request(first_id + n, first_token=n % vocab) for n in range(count)]
 
     def barrier(self, waiter: Waiter | None = None) -> None:
         """All ranks of the world arrive; the wait naps and has a deadline."""
@@ -118,18 +115,105 @@ class Session:
         agree(self.topology.world, error)
 
 
-def _some(shape: ModelShape | None) -> ModelShape:
-    assert shape is not None, "a draft worker without a draft model"
-    return shape
+@dataclass
+class Machine:
+    """What one rank holds while configurations come and go."""
+
+    topology: Topology  # of all ranks
+    backend: Backend
+    infos: list[DeviceInfo]  # by world rank
+    group: Group
+    models: Models
+    resources: ExitStack
+    calibrations: Calibrations = field(default_factory=Calibrations)
+    parts: dict[int, Topology | None] = field(default_factory=dict)  # by D; None: this rank idles
+
+    def divide(self, num_drafts: Iterable[int]) -> None:
+        """Has parts with so many draft ranks each; collective over all ranks."""
+        for count in num_drafts:
+            self.parts[count] = part_of(self.topology, count)
+
+    def resolve(self, config: RunConfig) -> Job:
+        """The same job on every rank: memory is the smallest of each role's. Raises ConfigError."""
+        target, draft = self.memory
+        return resolve(
+            config,
+            self.topology.tp,
+            backend=self.backend.name,
+            memory_bytes=target,
+            draft_memory_bytes=draft,
+        )
+
+    @property
+    def memory(self) -> tuple[int | None, int | None]:
+        """Bytes that every target rank, and every draft rank, may fill; None: unknown, or none."""
+        shares, tp = memory_shares(self.infos, self.topology.hosts), self.topology.tp
+        return _least(shares[:tp]), _least(shares[tp:])
+
+    def session(self, job: Job) -> Session | None:
+        """A job on the ranks that it has; None where this rank idles meanwhile."""
+        topology = self.parts[job.config.drafts]
+        if topology is None:
+            return None
+        return Session(
+            topology=topology,
+            waiter=topology.waiter(job.config.deadline_s),
+            backend=self.backend,
+            infos=self.infos[: job.world_size],
+            job=job,
+            group=self.group,
+            models=self.models,
+            calibrations=self.calibrations,
+            resources=ExitStack(),
+        )
+
+    def rest(self) -> None:
+        """All ranks arrive. Who has nothing to do meanwhile hardly looks: others measure on its
+        cores, as long as they want to, and it is for them to notice that one is gone."""
+        arrived = self.topology.world.Ibarrier()
+
+        def looked() -> bool:
+            if arrived.Test():
+                return True
+            time.sleep(_REST_S)
+            return False
+
+        Waiter(math.inf, spin=False).until(looked, "the other ranks")
+
+    def close(self) -> None:
+        """In the order that the module says."""
+        self.resources.close()
 
 
 def open_session(config: RunConfig) -> Session:
-    """Opens a rank's part of the job; every rank leaves with Refused where one cannot."""
+    """Opens a rank's part of one job; every rank leaves with Refused where one cannot."""
+    machine = open_machine(config, config.drafts)
+    session = session_of(machine, config)
+    session.resources.callback(machine.close)
+    return session
+
+
+def session_of(machine: Machine, config: RunConfig) -> Session:
+    """The one job of a machine with as many ranks; Refused on every rank where it is none."""
+    job, error = None, None
     try:
-        topology = open_topology(config.drafts)
+        job = machine.resolve(config)
+    except MpissdError as refused:
+        error = refused
+    agree(machine.topology.world, error)
+    assert job is not None
+    machine.models.expect([job])
+    session = machine.session(job)
+    assert session is not None, "a rank of a job that has no part in it"
+    return session
+
+
+def open_machine(config: RunConfig, num_drafts: int) -> Machine:
+    """Opens a rank's part of T + num_drafts ranks; Refused on every rank where one cannot."""
+    try:
+        topology = open_topology(num_drafts)
     except ConfigError as small:  # the same on every rank
         raise Refused(str(small), small.exit_code) from small
-    waiter = topology.waiter(config.deadline_s)
     resources = ExitStack()
     backend, error = _open_backend(config, topology)
     agree(topology.world, error)
@@ -139,25 +223,28 @@ def open_session(config: RunConfig) -> Session:
     if len(set(names)) > 1:  # --backend=auto on unlike nodes
         raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
     infos = topology.world.allgather(backend.info)
-    job, error = _resolve(config, topology, backend, infos)
+    group, error = _open_group(config, topology, backend)
+    resources.callback(group.close)
     agree(topology.world, error)
-    assert job is not None
-    group: Group = SoloGroup()
-    error = None
-    if not topology.is_draft:
-        try:
-            group = open_group(
-                backend,
-                topology.group,
-                config.all_reduce,
-                waiter,
-                cuda_aware=config.cuda_aware_mpi,
-            )
-        except ConfigError as refused:
-            error = refused
-        resources.callback(group.close)
-    agree(topology.world, error)
-    return Session(topology, waiter, backend, infos, job, group, resources)
+    models = Models(backend, group, config.seed)
+    resources.callback(models.close)
+    machine = Machine(topology, backend, infos, group, models, resources)
+    models.room = machine.memory[topology.is_draft]
+    machine.divide([num_drafts])
+    return machine
+
+
+def _open_group(
+    config: RunConfig, topology: Topology, backend: Backend
+) -> tuple[Group, MpissdError | None]:
+    if topology.is_draft:
+        return SoloGroup(), None
+    waiter, aware = topology.waiter(config.deadline_s), config.cuda_aware_mpi
+    try:
+        group = open_group(backend, topology.group, config.all_reduce, waiter, cuda_aware=aware)
+    except ConfigError as refused:
+        return SoloGroup(), refused
+    return group, None
 
 
 def _open_backend(
@@ -173,26 +260,6 @@ def _open_backend(
     except MpissdError as error:
         return None, error
     return backend, None
-
-
-def _resolve(
-    config: RunConfig, topology: Topology, backend: Backend, infos: list[DeviceInfo]
-) -> tuple[Job | None, MpissdError | None]:
-    """Every rank resolves the same job: memory is the smallest of each role's."""
-    memory = memory_shares(infos, topology.hosts)
-    try:
-        return (
-            resolve(
-                config,
-                topology.tp,
-                backend=backend.name,
-                memory_bytes=_least(memory[: topology.tp]),
-                draft_memory_bytes=_least(memory[topology.tp :]),
-            ),
-            None,
-        )
-    except MpissdError as error:
-        return None, error
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:

@@ -6,12 +6,12 @@ compared before and after it, so that clocks of two hosts that drift apart still
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd import chrome
 from mpissd.bench.clock import compare_clocks
@@ -31,7 +31,7 @@ class Span:
 
     first_round: int
     last_round: int
-    t_target_s: Sequence[float]
+    t_target_s: NDArray[np.float64]
 
 
 class Tracing:
@@ -115,7 +115,7 @@ def _device_track(host: Track, span: Span) -> Track:
     Events give durations and no place on the host's clock, so the place is this bound.
     """
     waits: Int64s = host.slices[host.slices[:, 1] == LeadPhase.DEVICE_WAIT]
-    seconds = np.asarray(span.t_target_s, np.float64)[: len(waits)]
+    seconds = span.t_target_s[: len(waits)]
     known = np.isfinite(seconds)
     waits, lasted = waits[known], np.rint(seconds[known] * 1e9).astype(np.int64)
     ends = waits[:, 3]

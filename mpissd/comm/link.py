@@ -46,13 +46,21 @@ class Carrier(ABC):
 
 
 class LinkShape:
-    """Sizes that both ends agree on. vocab: of the rows that sampled tokens need; 0: none are."""
+    """Sizes that both ends agree on. vocab: of the rows that sampled tokens need; 0: none are.
+    num_tokens: all tokens are below it (V)."""
 
     def __init__(
-        self, group: int, batch: int, lookahead: int, *, vocab: int = 0, num_drafts: int = 1
+        self,
+        group: int,
+        batch: int,
+        lookahead: int,
+        *,
+        vocab: int = 0,
+        num_drafts: int = 1,
+        num_tokens: int = wire.MOST,
     ) -> None:
         self.group, self.batch, self.lookahead, self.vocab = group, batch, lookahead, vocab
-        self.num_drafts = num_drafts
+        self.num_drafts, self.num_tokens = num_drafts, vocab or num_tokens
 
     @property
     def sampled(self) -> bool:
@@ -66,17 +74,16 @@ class LinkShape:
 
     def outcome_buffer(self) -> wire.Buffer:
         """Room for one outcome; twice the batch, as admissions ride beside releases."""
-        return wire.Buffer(wire.Kind.OUTCOME, self.group, 2 * self.batch * Outcome.WIDTH)
+        return self._buffer(wire.Kind.OUTCOME, 2 * self.batch * Outcome.WIDTH)
 
     def speculation_buffer(self, kind: wire.Kind = wire.Kind.SPECULATION) -> wire.Buffer:
         """Room for one speculation (or TRUNK)."""
-        size = self.batch * Speculation.width(self.lookahead, self.sampled)
-        return wire.Buffer(kind, self.group, size)
+        return self._buffer(kind, self.batch * Speculation.width(self.lookahead, self.sampled))
 
     def plan_buffer(self) -> wire.Buffer:
         """Room for one plan, outcome and speculation together."""
         width = Speculation.width(self.lookahead, self.sampled)
-        return wire.Buffer(wire.Kind.PLAN, self.group, self.batch * (2 * Outcome.WIDTH + width))
+        return self._buffer(wire.Kind.PLAN, self.batch * (2 * Outcome.WIDTH + width))
 
     def trunk_buffer(self) -> wire.Buffer:
         """Room for the speculation that was served."""
@@ -84,8 +91,10 @@ class LinkShape:
 
     def proposals_buffer(self) -> wire.Buffer:
         """Room for the rows of all proposals of a round."""
-        size = self.batch * self.lookahead * self.vocab
-        return wire.Buffer(wire.Kind.PROPOSALS, self.group, size)
+        return self._buffer(wire.Kind.PROPOSALS, self.batch * self.lookahead * self.vocab)
+
+    def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:
+        return wire.Buffer(kind, self.group, size, lookahead=self.lookahead, vocab=self.num_tokens)
 
 
 class Side(NamedTuple):

@@ -93,7 +93,9 @@ def open_topology(num_drafts: int) -> Topology:
     """
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
+    from mpissd.comm.mpi_patient import PatientComm
+
+    world = PatientComm(MPI.COMM_WORLD)
     told = launcher_size()
     if told is not None and told != world.size:
         library = MPI.Get_library_version().split(",")[0].strip()
@@ -101,13 +103,32 @@ def open_topology(num_drafts: int) -> Topology:
             f"launcher mismatch: it started {told} processes, but MPI sees {world.size}; use the "
             f"mpirun that belongs to mpi4py's library ({library})"
         )
-    tp = check_world(world.size, num_drafts)
+    return placed(world, check_world(world.size, num_drafts))
+
+
+def placed(world: MPI.Comm, tp: int) -> Topology:
+    """This rank's place among the ranks of `world`, the first T of them targets; collective."""
+    from mpi4py import MPI
+
     group = world.Split(int(world.rank >= tp), world.rank)
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     cores: set[int] = set().union(*node.allgather(usable_cores()))
     cores_a_rank = float(world.allreduce(len(cores) / node.size, op=MPI.MIN))
     hosts = tuple(world.allgather(socket.gethostname()))
-    return Topology(world, group, tp, num_drafts, node.rank, hosts, cores_a_rank)
+    return Topology(world, group, tp, world.size - tp, node.rank, hosts, cores_a_rank)
+
+
+def part_of(topology: Topology, num_drafts: int) -> Topology | None:
+    """The job of the same target ranks with only the first `num_drafts` draft ranks, as a world of
+    its own would be; None on the ranks that idle. Collective over topology.world."""
+    from mpi4py import MPI
+
+    if num_drafts == topology.num_drafts:
+        return topology
+    world, tp = topology.world, topology.tp
+    works = world.rank < tp + num_drafts
+    part = world.Split(0 if works else MPI.UNDEFINED, world.rank)
+    return placed(part, tp) if works else None
 
 
 def usable_cores() -> set[int]:

@@ -1,26 +1,32 @@
-"""The bytes of a message: a header of six int32, then the rows of an outcome or a speculation.
+"""The bytes of a message: a header of seven int32, then the rows of an outcome or a speculation.
 
-Header: version, kind, target-group id, round, count, flags. What arrives is checked against what
-was expected, and a difference is a ProtocolError that names both values.
+Header: version, kind, target-group id, round, count, flags, checksum (of all from the round on).
+What arrives is checked against what was expected, and every number of a row against what it can be;
+a difference is a ProtocolError that names both values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ProtocolError
-from mpissd.rounds import Event, Ints, Outcome, Speculation
+from mpissd.rounds import Event, Ints, Outcome, Source, Speculation
 
-VERSION = 0x5D01
-HEADER = 6
-_FIELDS = ("version", "kind", "group", "round", "count", "flags")
+VERSION = 0x5D02
+HEADER = 7
+_FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
+_ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
 STOP = 1
-# of (event, num_accepted)
-_OUTCOME_LIMITS = np.array([Event.RELEASE, np.iinfo(np.int32).max], np.uint32)
+MOST = int(np.iinfo(np.int32).max)
+_BY_CRC = 1 << 16  # int32 at most; of whole distributions, which may be MBs, see _folded
+_FOLD = 1 << 10
+_OUTCOME = ("id", "epoch", "event", "num_accepted", "bonus")
+_SPECULATION = ("source", "hit", "num_draft")
 
 
 class Kind(IntEnum):
@@ -34,54 +40,124 @@ class Kind(IntEnum):
 
 
 class Buffer:
-    """One preallocated message; holds at most `capacity` int32 behind its header."""
+    """One preallocated message; holds at most `capacity` int32 behind its header.
 
-    def __init__(self, kind: Kind, group: int, capacity: int) -> None:
+    lookahead, vocab: more tokens are never accepted, and all are below V.
+    """
+
+    def __init__(
+        self, kind: Kind, group: int, capacity: int, *, lookahead: int = MOST, vocab: int = MOST
+    ) -> None:
         self.kind = kind
         self.array: Ints = np.zeros(HEADER + capacity, np.int32)
         self.array[:3] = VERSION, kind, group
         self.body = self.array[HEADER:]
+        self.most = MOST, MOST, int(Event.RELEASE), lookahead, vocab - 1  # of an outcome's numbers
         self._expected = VERSION, int(kind), group
+        self._flags = (0, STOP) if kind in (Kind.OUTCOME, Kind.PLAN) else (0,)
+        self._bytes = self.array.data.cast("B")
+        self._ints, self._words = self._bytes.cast("i"), self._bytes.cast("I")
+        self._limits = np.array(self.most, np.uint32)
+        self._tables: dict[tuple[int, int], NDArray[np.uint32]] = {}
 
     def write_header(self, round_: int, count: int, flags: int = 0) -> None:
         """Stamps the round, the number of rows and the flags."""
-        self.array[3:HEADER] = round_, count, flags
+        ints = self._ints
+        ints[_ROUND], ints[_COUNT], ints[_FLAGS] = round_, count, flags
+
+    def seal(self, size: int) -> None:
+        """Stamps the checksum of a message with `size` int32 behind its header."""
+        self._words[_CHECKSUM] = self._checksum(size)
 
     def read_header(self, round_: int | None = None) -> tuple[int, int, int]:
         """(round, count, flags) of what arrived.
 
         Raises ProtocolError: another version, kind, group or round, or a count that can't be.
         """
-        version, kind, group, got_round, count, flags = self.array[:HEADER].tolist()
+        version, kind, group, got_round, count, flags = self._ints[:_CHECKSUM].tolist()
         if (version, kind, group) != self._expected or round_ not in (None, got_round):
             raise self._refused(round_)
-        if not 0 <= count <= len(self.body) or flags not in (0, STOP):
+        if not 0 <= count <= len(self.body) or flags not in self._flags:
             raise self._refused(round_)
         return got_round, count, flags
 
+    def check_seal(self, size: int) -> None:
+        """Raises ProtocolError where the message with `size` int32 is not what was sealed."""
+        told, found = self._words[_CHECKSUM], self._checksum(size)
+        if told != found:
+            raise ProtocolError(
+                f"round {self._ints[_ROUND]}: {self.kind.name} message refused: checksum is "
+                f"{told:#010x}, expected {found:#010x}"
+            )
+
+    def check_outcome(self, rows: Ints) -> None:
+        """Raises ProtocolError where a number of an outcome's rows can't be."""
+        beyond = rows.view(np.uint32) > self._limits  # unsigned: negatives are huge
+        if np.count_nonzero(beyond):  # a tenth of any()
+            row, column = np.argwhere(beyond)[0].tolist()
+            raise ProtocolError(
+                f"round {self._ints[_ROUND]}: malformed outcome row {row}: {_OUTCOME[column]} is "
+                f"{rows[row, column]}, allowed 0..{self.most[column]}"
+            )
+
+    def speculation_limits(self, lookahead: int, width: int) -> NDArray[np.uint32]:
+        """The largest source, hit, num_draft and K tokens that may be, [width]; of q: any bits."""
+        if (lookahead, width) not in self._tables:
+            limits = np.full(width, 2**32 - 1, np.uint32)
+            limits[:3] = max(Source), 1, lookahead
+            limits[3 : 3 + lookahead] = self.most[-1]
+            self._tables[lookahead, width] = limits
+        return self._tables[lookahead, width]
+
+    def _checksum(self, size: int) -> int:
+        start = crc32(self._bytes[4 * _ROUND : 4 * _CHECKSUM])
+        if size <= _BY_CRC:
+            return crc32(self._bytes[4 * HEADER : 4 * (HEADER + size)], start)
+        return crc32(_folded(self.body[:size]).data, start)
+
     def _refused(self, round_: int | None) -> ProtocolError:
-        got = dict(zip(_FIELDS, self.array[:HEADER].tolist(), strict=True))
+        got = dict(zip(_FIELDS, self._ints[:_CHECKSUM].tolist(), strict=False))
         names = dict(zip(_FIELDS, (*self._expected, round_), strict=False))
         wrong = {n: (got[n], want) for n, want in names.items() if want not in (None, got[n])}
         detail = ", ".join(f"{n} is {a}, expected {b}" for n, (a, b) in wrong.items())
-        where = f"round {got['round']}: {self.kind.name} message refused: "
-        return ProtocolError(where + (detail or f"count {got['count']}, flags {got['flags']}"))
+        flags = f"flags {got['flags']}, allowed {' or '.join(map(str, self._flags))}"
+        rest = f"count {got['count']}, allowed 0..{len(self.body)}; {flags}"
+        return ProtocolError(
+            f"round {got['round']}: {self.kind.name} message refused: {detail or rest}"
+        )
+
+
+def _folded(body: Ints) -> Ints:
+    """_FOLD numbers that change with any one of the body's."""
+    whole = len(body) // _FOLD * _FOLD
+    folded: Ints = np.bitwise_xor.reduce(body[:whole].reshape(-1, _FOLD), axis=0)
+    folded[: len(body) - whole] ^= body[whole:]
+    return folded
 
 
 def write_outcome(buffer: Buffer, outcome: Outcome, stop: bool = False) -> None:
     """Packs an outcome (one copy)."""
-    count = len(outcome.rows)
+    buffer.seal(_lay_outcome(buffer, outcome, stop))
+
+
+def _lay_outcome(buffer: Buffer, outcome: Outcome, stop: bool) -> int:
+    count, size = len(outcome.rows), outcome.rows.size
     buffer.write_header(outcome.round, count, STOP if stop else 0)
-    buffer.body[: count * Outcome.WIDTH] = outcome.rows.reshape(-1)
+    buffer.body[:size] = outcome.rows.reshape(-1)
+    return size
 
 
 def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bool]:
     """The outcome that arrived, copied out of the buffer, and whether it says stop."""
+    outcome, stop = _take_outcome(buffer, round_)
+    buffer.check_seal(outcome.rows.size)
+    buffer.check_outcome(outcome.rows)
+    return outcome, stop
+
+
+def _take_outcome(buffer: Buffer, round_: int | None) -> tuple[Outcome, bool]:
     got, count, flags = buffer.read_header(round_)
-    rows = _rows(buffer, 0, count, Outcome.WIDTH)
-    if (rows[:, 2:4].view(np.uint32) > _OUTCOME_LIMITS).any():  # unsigned: negatives are huge
-        raise ProtocolError(f"round {got}: malformed outcome rows {rows.tolist()}")
-    return Outcome(got, rows), flags == STOP
+    return Outcome(got, _rows(buffer, 0, count, Outcome.WIDTH)), flags == STOP
 
 
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
@@ -89,6 +165,7 @@ def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
     rows = speculation.rows
     buffer.write_header(speculation.round, len(rows))
     buffer.body[: rows.size] = rows.reshape(-1)
+    buffer.seal(rows.size)
 
 
 def read_speculation(
@@ -101,27 +178,31 @@ def read_speculation(
             f"round {round_}: {buffer.kind.name} of {got} sequences, expected {count}"
         )
     rows = _rows(buffer, 0, count, Speculation.width(lookahead, sampled))
+    buffer.check_seal(rows.size)
     speculation = Speculation(round_, rows, sampled=sampled)
-    _check(speculation, lookahead)
+    _check(buffer, speculation, lookahead)
     return speculation
 
 
 def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
     """Packs what the followers need: the outcome to commit and the speculation to verify."""
-    write_outcome(buffer, outcome, stop)
-    start = outcome.rows.size
-    buffer.body[start : start + speculation.rows.size] = speculation.rows.reshape(-1)
+    start = _lay_outcome(buffer, outcome, stop)
+    stop_at = start + speculation.rows.size
+    buffer.body[start:stop_at] = speculation.rows.reshape(-1)
+    buffer.seal(stop_at)
 
 
 def read_plan(
     buffer: Buffer, round_: int, lookahead: int, *, sampled: bool = False
 ) -> tuple[Outcome, Speculation, bool]:
     """The (outcome, speculation, stop) of a plan; the plan of round r carries outcome r-1."""
-    outcome, stop = read_outcome(buffer, round_ - 1)
+    outcome, stop = _take_outcome(buffer, round_ - 1)
     width = Speculation.width(lookahead, sampled)
     rows = _rows(buffer, outcome.rows.size, outcome.num_live, width)
+    buffer.check_seal(outcome.rows.size + rows.size)
+    buffer.check_outcome(outcome.rows)
     speculation = Speculation(round_, rows, sampled=sampled)
-    _check(speculation, lookahead)
+    _check(buffer, speculation, lookahead)
     return outcome, speculation, stop
 
 
@@ -130,7 +211,9 @@ def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float
     buffer.write_header(round_, len(rows))
     for n, row in enumerate(rows):
         buffer.body[n * len(row) : (n + 1) * len(row)] = row.view(np.int32)
-    return HEADER + sum(len(row) for row in rows)
+    size = sum(len(row) for row in rows)
+    buffer.seal(size)
+    return HEADER + size
 
 
 def check_proposals(buffer: Buffer, round_: int, count: int) -> None:
@@ -144,6 +227,7 @@ def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArr
     """The `count` recorded distributions of round `round_`, [count, V], copied out."""
     check_proposals(buffer, round_, count)
     rows = _rows(buffer, 0, count, vocab).view(np.float32)
+    buffer.check_seal(rows.size)
     if not (np.isfinite(rows).all() and (rows >= 0).all()):
         raise ProtocolError(f"round {round_}: PROPOSALS hold a number that is no probability")
     return rows
@@ -160,13 +244,29 @@ def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
     return rows
 
 
-def _check(speculation: Speculation, lookahead: int) -> None:
-    lengths = speculation.num_draft
-    if (lengths.view(np.uint32) > lookahead).any():
-        raise ProtocolError(
-            f"round {speculation.round}: num_draft {lengths.tolist()}, allowed 0..{lookahead}"
-        )
+def _check(buffer: Buffer, speculation: Speculation, lookahead: int) -> None:
+    rows = speculation.rows
+    beyond = rows.view(np.uint32) > buffer.speculation_limits(lookahead, rows.shape[1])
+    if np.count_nonzero(beyond):
+        _name_what_is(beyond, buffer, speculation, lookahead)
     if speculation.sampled:
-        q = speculation.q[np.arange(lookahead) < lengths[:, None]]
+        q = speculation.q[np.arange(lookahead) < speculation.num_draft[:, None]]
         if not ((q > 0) & (q <= 1)).all():
             raise ProtocolError(f"round {speculation.round}: q {q.tolist()}, allowed above 0 to 1")
+
+
+def _name_what_is(
+    beyond: NDArray[np.bool_], buffer: Buffer, speculation: Speculation, lookahead: int
+) -> None:
+    """Raises ProtocolError, unless all that is beyond its limit are tokens behind num_draft."""
+    rows, lengths = speculation.rows, speculation.num_draft
+    where = f"round {speculation.round}: "
+    if beyond[:, 2].any():
+        raise ProtocolError(f"{where}num_draft {lengths.tolist()}, allowed 0..{lookahead}")
+    head = Speculation.HEAD
+    beyond[:, head : head + lookahead] &= np.arange(lookahead) < lengths[:, None]
+    for row, column in np.argwhere(beyond)[:1].tolist():
+        name = _SPECULATION[column] if column < head else f"token {column - head + 1}"
+        limit = buffer.speculation_limits(lookahead, rows.shape[1])[column]
+        what = f"malformed {buffer.kind.name} row {row}: {name} is {rows[row, column]}"
+        raise ProtocolError(f"{where}{what}, allowed 0..{limit}")

@@ -5,7 +5,6 @@ SD is the same loop with nothing grown: its cache is always empty, every outcome
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -15,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.decode.controls import Controls
+from mpissd.decode.controls import Clocks, Controls
 from mpissd.decode.share import Share
 from mpissd.decode.watch import Watch
 from mpissd.rounds import Batch, Event, Ints, Outcome, Source, Speculation
 from mpissd.spec.cache import Key, SpeculationCache
 from mpissd.spec.fanout import FanOuts
-from mpissd.trace import DraftPhase, Ledger, select
+from mpissd.tape import LAST, SPILL_ROUNDS, Tape
+from mpissd.trace import DraftLedger, DraftPhase, Ledger, select
 from mpissd.wait import Waiter
 from mpissd.workload.base import Branches, DraftWorker, Rollout
 
@@ -63,15 +63,16 @@ class Drafter:
             policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
         )
         self._backup, self._fan_outs = policy.backup, policy.fan_outs
-        self._watch = Watch(self._controls)
+        self._watch = Watch(self._controls) if self._controls.watches else None
+        self._clocks = Clocks() if self._watch is None else self._watch.clocks
         self._batch = Batch(capacity)
         self._cache = SpeculationCache()
         self._branches: Branches | None = None
         self._own: NDArray[np.int64] | None = None  # [lanes] place in the growth, -1: another's
         self._growth: Rollout | None = None
         self._proposals: dict[int, list[NDArray[np.float32]]] = {}
-        self.ledger = Ledger(DraftPhase)
-        self._rows = array("d")  # COLUMNS of every round
+        self.ledger: Ledger = DraftLedger()
+        self._rows = Tape("d")  # COLUMNS of every round
         self._draft_s = self._growth_s = float("nan")
         self._num_jit = self._steps_ready = 0
 
@@ -102,7 +103,8 @@ class Drafter:
         answers have source NONE.
         """
         mark = self.ledger.mark
-        self._watch.heard()
+        if self._watch is not None:
+            self._watch.heard()
         self._worker.begin_round(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         lanes = self._lookup(outcome)
@@ -110,7 +112,8 @@ class Drafter:
         rollouts = self._winners(lanes) + self._backups(lanes)
         self._finish(rollouts)
         speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
-        self._watch.looked_up(outcome, lanes, self._branches, self._fan_outs)
+        if self._watch is not None:
+            self._watch.looked_up(outcome, lanes, self._branches, self._fan_outs)
         self._cache.clear()
         self._growth = self._branches = self._own = None
         mark(DraftPhase.SPECULATE)
@@ -164,8 +167,9 @@ class Drafter:
             self._step(short)
             steps += 1
         drafting_s = perf_counter() - start
-        has_misses = bool(rollouts) and rollouts[-1] is not self._growth
-        self._watch.drafted(drafting_s, steps, has_misses=has_misses)
+        if self._watch is not None:
+            has_misses = bool(rollouts) and rollouts[-1] is not self._growth
+            self._watch.drafted(drafting_s, steps, has_misses=has_misses)
         only_jit = self._num_jit == len(self._batch) > 0
         complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead
         self._draft_s = drafting_s if complete else float("nan")
@@ -173,7 +177,7 @@ class Drafter:
     def _wanted(self, rollout: Rollout) -> int:
         if rollout is not self._growth:
             return self._policy.backup_lookahead
-        return self._controls.late_steps(rollout.steps, self._watch.clocks)
+        return self._controls.late_steps(rollout.steps, self._clocks)
 
     def _step(self, rollouts: Sequence[Rollout]) -> None:
         self._worker.launch_step(rollouts)
@@ -210,7 +214,8 @@ class Drafter:
     def hear(self, speculation: Speculation) -> None:
         """Takes in what was served, of all drafts."""
         self._worker.served(self._batch, speculation)
-        self._watch.served(speculation)
+        if self._watch is not None:
+            self._watch.served(speculation)
 
     def begin_growth(self, speculation: Speculation) -> bool:
         """Runs the glue over the served trunk and makes the keys; False: nothing to grow."""
@@ -261,7 +266,7 @@ class Drafter:
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
-        add = self._rows.append  # five calls cost a third of extend()
+        add = self._rows.tail.append  # five calls cost a third of extend()
         add(speculation.round)
         add(self._draft_s)
         add(self._growth_s)
@@ -269,8 +274,10 @@ class Drafter:
         add(self._steps_ready)
         self._growth_s = float("nan")
         self._steps_ready = 0
+        if speculation.round % SPILL_ROUNDS == LAST:
+            self._rows.spill()
         self.ledger.close_round(speculation.round, DraftPhase.RECORD)
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Rows of COLUMNS for rounds first … last-1."""
-        return select(np.array(self._rows), len(self.COLUMNS), first_round, last_round)
+        return select(self._rows.read(), len(self.COLUMNS), first_round, last_round)

@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 from mpissd.comm.link import LeadEnd
 from mpissd.decode.draft import Drafter
 from mpissd.rounds import Outcome, Source, Speculation
+from mpissd.watch.page import DOING, OWN, Doing
+
+_DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 
 
 class Speculator(ABC):
     """Asked once a round, answers once a round."""
+
+    lost_round: int | None = None  # from this round on the draft is gone, and nothing is drafted
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -81,7 +86,7 @@ class RemoteSpeculator(Speculator):
     """SD and SSD with D draft ranks behind links, each of which answers for its own sequences."""
 
     def __init__(self, *links: LeadEnd) -> None:
-        self._links = links
+        self._links, self._page = links, OWN.bytes
         self._served: Speculation | None = None
         self._link_of: NDArray[np.int64] = np.zeros(0, np.int64)  # [b] who answered each row
         self._waiting: dict[int, int] = {}  # rows of PROPOSALS that a link still brings
@@ -92,6 +97,7 @@ class RemoteSpeculator(Speculator):
             link.send_outcome(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:
+        self._page[DOING] = _DRAFT_WAIT
         self._drop_proposals()
         if len(self._links) == 1:
             served = self._links[0].speculation(round_, count)
@@ -104,6 +110,7 @@ class RemoteSpeculator(Speculator):
             for n in range(len(self._links)):
                 if num_rows := int(by_row[self._link_of == n].sum()):
                     self._waiting[n] = num_rows
+        self._page[DOING] = _VERIFY
         return served
 
     def _merge(self, round_: int, count: int) -> Speculation:

@@ -12,7 +12,10 @@ from mpissd.decode.speculator import Speculator
 from mpissd.rounds import Batch, Event, Ints, Outcome, Request, Speculation
 from mpissd.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.wait import Waiter
+from mpissd.watch.page import DOING, OWN, Doing
 from mpissd.workload.base import TargetWorker
+
+_VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
 
 
 class Plans(Protocol):
@@ -55,6 +58,12 @@ class TargetLoop:
         self.round = 0
         self._pending = Outcome.admission(-1, [])
         self.ledger = Ledger(LeadPhase)
+        OWN.bytes[DOING] = _VERIFY  # but for its waits for a draft, as a speculator says
+
+    @property
+    def draft_lost_round(self) -> int | None:
+        """The round from which on the draft was gone."""
+        return self._speculator.lost_round
 
     def admit(self, requests: Sequence[Request]) -> None:
         """These sequences join at the next round."""
@@ -116,15 +125,17 @@ def follow(
 
     Returns the digest of the outcomes it heard (Batch.digest).
     """
-    batch = Batch(capacity)
+    batch, page = Batch(capacity), OWN.bytes
     ledger = ledger or NullLedger(FollowPhase)
     ledger.restart()
     round_ = 0
     while True:
+        page[DOING] = _PLAN_WAIT
         outcome, speculation, stop = plans.plan(round_)
         if stop:
             return batch.digest
         ledger.mark(FollowPhase.PLAN_WAIT)
+        page[DOING] = _VERIFY
         worker.begin_round(batch, batch.apply(outcome))
         ledger.mark(FollowPhase.COMMIT)
         worker.upload(batch, speculation)

@@ -1,7 +1,6 @@
 """What a draft sees of its own rounds, for controls that adapt: committed outcomes and clocks.
 
-Round after round: heard() → drafted() → looked_up() → served(). Nothing is kept for controls that
-do not watch.
+Round after round: heard() → drafted() → looked_up() → served().
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mpissd.spec.adaptive import Seen
 from mpissd.spec.fanout import FanOuts
 from mpissd.workload.base import Branches
 
-Lookup = tuple[Outcome, list[int | None], "Branches | None", FanOuts]
+_Lookup = tuple[Outcome, list[int | None], "Branches | None", FanOuts]
 
 
 class Watch:
@@ -24,15 +23,13 @@ class Watch:
 
     def __init__(self, controls: Controls) -> None:
         self.clocks = Clocks()
-        self._controls, self._watches = controls, controls.watches
-        self._lookup: Lookup | None = None
+        self._controls = controls
+        self._lookup: _Lookup | None = None
         self._served: Speculation | None = None
         self._heard_at = self._served_at = self._backup_s = 0.0
 
     def heard(self) -> None:
         """An OUTCOME was found: the round that it ends took as long as this."""
-        if not self._watches:
-            return
         now, clocks = perf_counter(), self.clocks
         if self._served_at:
             clocks.away_s = smoothed(clocks.away_s, now - self._served_at)
@@ -53,13 +50,10 @@ class Watch:
         fan_outs: FanOuts,
     ) -> None:
         """The lane that answers each live sequence, of the branches that grew by `fan_outs`."""
-        if self._watches:
-            self._lookup = outcome, lanes, branches, fan_outs
+        self._lookup = outcome, lanes, branches, fan_outs
 
     def served(self, speculation: Speculation) -> None:
         """A speculation is with the target: what the last outcome said of the one before it."""
-        if not self._watches:
-            return
         self._served_at = perf_counter()
         if self._served is not None and self._lookup is not None:
             self._controls.observe(_seen(self._served, *self._lookup), self.clocks)

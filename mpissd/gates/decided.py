@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.gates.read import Rounds, Row, differs, number
 from mpissd.records import SCHEMA, outcome_digest
@@ -136,15 +137,27 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
         )
     for n in np.flatnonzero(hit != (source == Source.CACHE))[:1]:
         yield f"round {round_[n]} has hit {hit[n]} and source {source[n]}"
-    wanted = number(row, "backup_lookahead")
-    for n in np.flatnonzero((source != Source.CACHE) & (drafted != wanted))[: wanted is not None]:
+    wanted, asked = number(row, "backup_lookahead"), _asked(row, round_)
+    for n in np.flatnonzero(~asked & ((source != Source.NONE) | (drafted > 0)))[:1]:
+        yield (
+            f"draft_lost_round is {row['draft_lost_round']}, round {round_[n]} has {drafted[n]} "
+            f"drafted tokens of source {source[n]}"
+        )
+    missed = asked & (source != Source.CACHE)
+    for n in np.flatnonzero(missed & (drafted != wanted))[: wanted is not None]:
         yield f"backup_lookahead is {wanted:g}, round {round_[n]} has {drafted[n]} such tokens"
     if (begun := int((round_ == 0).sum())) != row["batch_size"]:
         yield f"batch_size is {row['batch_size']}, round 0 has {begun} sequences"
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
     if seen != row["accept_histogram"]:
         yield f"accept_histogram is {row['accept_histogram']}, sequences give {seen}"
-    if (round_ > 0).any():  # a first round is a forced miss
-        yield from differs(row, "hit_rate", float(hit[round_ > 0].mean()), "sequences", 1e-5)
+    if (looked := asked & (round_ > 0)).any():  # a first round is a forced miss
+        yield from differs(row, "hit_rate", float(hit[looked].mean()), "sequences", 1e-5)
     if (digest := outcome_digest(rows)) != row.get("outcome_digest", digest):
         yield f"outcome_digest is {row['outcome_digest']}, sequences give {digest}"
+
+
+def _asked(row: Row, round_: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n] Whether there was a draft to ask in this round."""
+    lost = number(row, "draft_lost_round")
+    return np.full(len(round_), True) if lost is None else round_ < lost

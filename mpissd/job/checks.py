@@ -20,6 +20,10 @@ def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None)
     """A draft's shape, or branches behind the tail alone, that make no sense."""
     if target.head is not None:
         raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
+    if config.mode != "ar" and is_tail(config.fan_out):
+        count = config.fan_out.partition(":")[2].strip()
+        if not (count.isdecimal() and int(count)):
+            raise ConfigError(f"fan_out={config.fan_out}: allowed: tail:F, F from 1 on")
     if config.mode == "ssd" and is_tail(config.fan_out):
         _check_tail(config)
     if draft is None or draft.head is None or config.mode == "ar":

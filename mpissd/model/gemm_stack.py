@@ -3,7 +3,7 @@
 x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
 activation functions are left out: q stands in for the attention's output, gate for the FFN's inner
 vector. k, v and up are computed and read by nothing, as their bytes are what matters; tests check
-that they are written. Weight scales keep the variance, so 80 layers neither overflow nor vanish.
+that they are written.
 A head-sized draft (mpissd.heads) begins with a product that joins its inputs, or ends in heads side
 by side on the hidden vector, each with its own LM head and read out on its own.
 """
@@ -14,26 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpissd.backend.base import Backend, WeightPart
+from mpissd.backend.base import Backend
 from mpissd.comm.group import Group
+from mpissd.model.gemm_weights import GemmWeights, Layer
 from mpissd.model.shard import ForwardOptions, Shard
-
-TABLE_ENTRIES = 1024
-_Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
-_MATRICES = 7
-_HEAD_KEY = 0x7FFF0000  # less 2n: LM head n; less 2n + 1: what it stands on, in a head-sized draft
-_TABLE_KEY = 0x7FFF0001
-_FUSION_KEY = 0x7FFF0002
-
-
-@dataclass
-class Layer:
-    """Weights of one layer; with `fuse`, qkv and gate_up hold one weight each."""
-
-    qkv: list[Any]
-    o: Any
-    gate_up: list[Any]
-    down: Any
 
 
 @dataclass
@@ -56,7 +40,7 @@ class Buffers:
 
 
 class GemmStack:
-    """One rank's weights and buffers; `body(rows)` is what a program runs."""
+    """One rank's weights (gemm_weights) and buffers; `body(rows)` is what a program runs."""
 
     def __init__(
         self,
@@ -68,22 +52,13 @@ class GemmStack:
         max_rows: int,
         max_sequences: int,
         seed: int,
+        weights: GemmWeights | None = None,
     ) -> None:
+        """weights: of the same shard and options, made for as many rows; None: new ones."""
         self.backend, self.group, self.shard, self.options = backend, group, shard, options
-        self._seed = seed
-        backend.plan_rows(max_rows)
-        self.layers = [self._layer(n) for n in range(shard.shape.num_layers)]
-        self.fusion = [self._whole(_FUSION_KEY, *size) for size in shard.before_layers()]
-        self.heads = [
-            self._whole(_HEAD_KEY - 2 * n - 1, *size)
-            for n, size in enumerate(shard.behind_layers())
-        ]
-        self.lm_heads = [
-            self._whole(_HEAD_KEY - 2 * n, *size) for n, size in enumerate(shard.lm_heads(options))
-        ]
-        backend.plan_rows(None)
-        entry = shard.shape.fused_width or shard.shape.hidden
-        self.table = backend.table(TABLE_ENTRIES, entry, self._key(_TABLE_KEY))
+        weights = weights or GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
+        self.weights, self.layers, self.table = weights, weights.layers, weights.table
+        self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
         self.buffers = self._buffers(max_rows)
         per_layer = shard.kv_bytes(options.context, max_sequences) // max(1, len(self.layers))
         # A buffer for each layer: one that is reread would be read from the cache.
@@ -173,44 +148,6 @@ class GemmStack:
         count = 2 if self.shard.shape.gated else 1
         ffn = self.shard.ffn
         return [count * ffn] if self.options.fuse else [ffn] * count
-
-    def _key(self, which: int) -> int:
-        return (self._seed * 0x9E3779B9 + which * 0x85EBCA77) & 0xFFFFFFFF
-
-    def _columns(self, layer: int, which: int, width: int) -> WeightPart:
-        """A column shard: all of `hidden` in, `width` columns out."""
-        hidden, rank = self.shard.shape.hidden, self.shard.rank
-        key = self._key(layer * _MATRICES + which + 1)
-        return WeightPart(key, 0, hidden, rank * width, (rank + 1) * width, hidden**-0.5)
-
-    def _rows(self, layer: int, which: int, width: int) -> WeightPart:
-        """A row shard: `width` rows in, all of `hidden` out; the scale is the whole matrix's."""
-        hidden, rank = self.shard.shape.hidden, self.shard.rank
-        key = self._key(layer * _MATRICES + which + 1)
-        scale = (width * self.shard.tp) ** -0.5
-        return WeightPart(key, rank * width, (rank + 1) * width, 0, hidden, scale)
-
-    def _layer(self, n: int) -> Layer:
-        q, kv, ffn = self.shard.q_width, self.shard.kv_width, self.shard.ffn
-        qkv = [self._columns(n, _Q, q), self._columns(n, _K, kv), self._columns(n, _V, kv)]
-        up = [self._columns(n, _UP, ffn)] if self.shard.shape.gated else []
-        return Layer(
-            qkv=self._weights(qkv),
-            o=self.backend.weight([self._rows(n, _O, q)]),
-            gate_up=self._weights([self._columns(n, _GATE, ffn), *up]),
-            down=self.backend.weight([self._rows(n, _DOWN, ffn)]),
-        )
-
-    def _weights(self, parts: list[WeightPart]) -> list[Any]:
-        if self.options.fuse:
-            return [self.backend.weight(parts)]
-        return [self.backend.weight([part]) for part in parts]
-
-    def _whole(self, which: int, rows: int, width: int) -> Any:
-        """A weight outside the layers: all rows, this rank's `width` columns."""
-        rank = self.shard.rank
-        columns = (rank * width, (rank + 1) * width)
-        return self.backend.weight([WeightPart(self._key(which), 0, rows, *columns, rows**-0.5)])
 
     def _buffers(self, rows: int) -> Buffers:
         backend, shard, k = self.backend, self.shard, self.options.top_k

@@ -7,12 +7,14 @@ target ranks, so every rank prepares the same buckets in the same order.
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Iterable
 from typing import Protocol
 
 from mpissd.backend.base import Backend, Cost, Program
 from mpissd.comm.group import Group
 from mpissd.model.gemm_stack import GemmStack
+from mpissd.model.gemm_weights import GemmWeights
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.rounds import Ints
 from mpissd.wait import Waiter
@@ -53,10 +55,14 @@ class Stepper:
         buckets: Iterable[int],
         num_sequences: int,
         seed: int,
+        weights: GemmWeights | None = None,
+        compiled: bool = True,
     ) -> None:
+        """weights: to stand on (None: its own). compiled=False: the caller will call compile."""
         self.backend, self.shard, self.options = backend, shard, options
         self._num_sequences = num_sequences
         self._buckets = sorted(set(buckets))
+        self._shares = False
         self.stack = GemmStack(
             backend,
             group,
@@ -65,9 +71,29 @@ class Stepper:
             max_rows=self._buckets[-1],
             max_sequences=num_sequences,
             seed=seed,
+            weights=weights,
         )
-        self._programs = {rows: self._compile(rows, group.capturable) for rows in self._buckets}
-        self._current: Program = self._programs[self._buckets[0]]
+        self._programs: dict[int, Program] = {}
+        self._current: Program
+        if compiled:
+            self.compile()
+
+    def compile(self) -> None:
+        """Makes the programs; collective over the group."""
+        capturable = self.stack.group.capturable
+        self._programs = {rows: self._compile(rows, capturable) for rows in self._buckets}
+        self._current = self._programs[self._buckets[0]]
+
+    def only(self, buckets: Iterable[int]) -> Stepper:
+        """These programs alone, shared: it rounds rows up as a stepper made for them would.
+
+        Whoever made this stepper closes it; closing what `only` returns does nothing.
+        """
+        part = copy.copy(self)
+        part._buckets = sorted(set(buckets))
+        part._shares = True
+        part._current = self._programs[part._buckets[0]]
+        return part
 
     def _compile(self, rows: int, capturable: bool) -> Program:
         body = self.stack.body(rows)
@@ -119,5 +145,7 @@ class Stepper:
 
     def close(self) -> None:
         """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
+        if self._shares:
+            return
         for program in self._programs.values():
             program.close()

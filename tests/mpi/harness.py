@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -85,10 +86,12 @@ class Started:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+        self._tag = f"MPISSD_TEST_JOB={uuid4().hex}"
+        name, _, value = self._tag.partition("=")
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**kept, **ALWAYS, **(env or {})},
+            env={**kept, **ALWAYS, **(env or {}), name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -123,14 +126,16 @@ class Started:
             stream.close()
 
     def alive(self) -> list[int]:
-        """Processes of the session, mpirun and ranks, that have not ended."""
+        """Processes of the job, mpirun, ranks and wardens, that have not ended: those of its
+        session, and those that inherited its tag."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+                tagged = self._tag.encode() in (path.parent / "environ").read_bytes()
             except OSError:
                 continue
-            if int(session) == self.process.pid and state not in "ZX":
+            if (int(session) == self.process.pid or tagged) and state not in "ZX":
                 found.append(int(path.parent.name))
         if not Path("/proc/self/stat").exists() and self.process.poll() is None:
             found.append(self.process.pid)

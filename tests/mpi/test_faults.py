@@ -1,4 +1,7 @@
-"""A rank that dies, stops or raises ends the job with a code of its own, and no rank is left."""
+"""A rank that dies, stops or raises ends the job, is named once, and nothing is left of the job.
+
+The whole campaign is python -m tests.mpi.strike; here is a short one.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,35 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.harness import Started, launch, needs_mpi, start
+from tests.mpi.strike import PHASES, Strike, run
 
 pytestmark = needs_mpi
 
 NULL = "--backend=emulated --device=null --pair=toy --batch_size=1".split()
+LEAD, FOLLOWER, DRAFT = 0, 1, 2
+STRIKES = [
+    Strike(LEAD, "kill", "join", 1),
+    Strike(DRAFT, "_exit", "start", 1),
+    Strike(FOLLOWER, "exit", "warm-up", 1),
+    Strike(FOLLOWER, "kill", "verify", 300),
+    Strike(LEAD, "raise", "verify", 700),
+    Strike(DRAFT, "kill", "growth", 900),
+    Strike(DRAFT, "stop", "growth", 300),
+    Strike(LEAD, "stop", "gather", 1),
+    Strike(DRAFT, "_exit", "gather", 1),
+    Strike(FOLLOWER, "kill", "teardown", 1),
+    Strike(LEAD, "_exit", "left", 1),
+]
+
+
+@pytest.mark.parametrize("strike", STRIKES, ids=str)
+def test_a_struck_rank_is_named_and_the_job_is_gone(strike: Strike) -> None:
+    seen = run(strike)
+    assert not seen.wrong, f"{seen.line}\n{seen.err[-2000:]}"
+
+
+def test_the_short_campaign_sees_every_phase() -> None:
+    assert {strike.phase for strike in STRIKES} == set(PHASES)
 
 
 @contextmanager
@@ -35,45 +63,56 @@ def all_gone(job: Started) -> bool:
     return not job.alive()
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_killed_rank_takes_the_job_down(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_the_launcher_reads_one_line(signum: int, tmp_path: Path) -> None:
+    """Ctrl-C goes to the terminal's foreground group, scancel to the launcher."""
     with endless(3, tmp_path, *NULL) as job:
-        os.kill(job.rank(rank), signal.SIGKILL)
-        code, out, _ = job.finish()
-        assert code not in (0, 2, 3) and "schema" not in out
+        os.killpg(job.process.pid, signum)
+        code, out, err = job.finish()
+        assert code != 0 and "schema" not in out
         assert all_gone(job)
+    said = err.splitlines()[-1]
+    assert "mpissd: ended by signal 15 to all ranks" in err and err.count("mpissd:") == 1, said
+    assert "Traceback" not in err
     assert not (tmp_path / "out" / "runs.jsonl").exists()
 
 
-def test_a_rank_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> None:
-    with endless(2, tmp_path, *NULL, "--deadline_s=1") as job:
-        os.kill(job.rank(1), signal.SIGSTOP)
-        code, _, err = job.finish()
-        assert code == 5
-        assert "mpissd: rank 0: draft: speculation: nothing for 1." in err
-        assert all_gone(job)
-    assert not (tmp_path / "out" / "runs.jsonl").exists()
-
-
-def test_a_follower_that_stops_is_one_too(tmp_path: Path) -> None:
-    """The others find it in the all-reduce."""
+def test_a_follower_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> None:
+    """The lead finds it in the all-reduce; the line names who stopped."""
     with endless(2, tmp_path, "--backend=numpy", "--mode=ar", "--deadline_s=1") as job:
-        os.kill(job.rank(1), signal.SIGSTOP)
+        follower = job.rank(1)
+        os.kill(follower, signal.SIGSTOP)
         code, _, err = job.finish()
-        assert code == 5 and "mpissd: rank 0: all-reduce: nothing for 1." in err
+        assert code == 5 and f"pid {follower}) stopped in " in err
         assert all_gone(job)
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """All ranks stand still for longer than the deadline: that is job control, no fault."""
+    with endless(2, tmp_path, *NULL, "--deadline_s=1") as job:
+        ranks = [job.rank(0), job.rank(1)]
+        for signum, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 2.0)):
+            for pid in ranks:
+                os.kill(pid, signum)
+            time.sleep(pause_s)
+        assert set(ranks) <= set(job.alive())
 
 
 def test_an_exception_on_the_lead_ends_every_rank(tmp_path: Path) -> None:
-    """The rounds are measured, and then the folder is gone."""
+    """The rounds are measured, and then the row can't be written."""
     sabotage = tmp_path / "sabotage"
     sabotage.mkdir()
     (sabotage / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
-        "    os.rename = os.replace = None\n"
+        "    os.rename = os.link = None\n"
     )
     env = {"PYTHONPATH": str(sabotage)}
     done = launch(3, *NULL, "--rounds=5", folder=tmp_path / "out", direct=True, env=env)
     assert done.code not in (0, 2, 3)
-    assert "Traceback" in done.err and not (tmp_path / "out" / "runs.jsonl").exists()
+    assert done.err.count("Traceback") == 1 and len(done.lines) == 1
+    assert (
+        done.lines[0].startswith("mpissd: rank 0 (") and "failed in gather: Type" in done.lines[0]
+    )
+    assert not (tmp_path / "out" / "runs.jsonl").exists()
+    assert not list((tmp_path / "out" / "rounds").iterdir())

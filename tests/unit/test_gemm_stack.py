@@ -111,7 +111,7 @@ def test_the_shards_add_up_to_the_whole(tp: int, shape: ModelShape, fuse: bool) 
 
 def weight(stack: GemmStack, layer: int, which: int, rows: int, columns: int, scale: float) -> Any:
     """A whole weight: matrices of a layer are numbered q, k, v, o, gate, up, down."""
-    key = stack._key(layer * 7 + which + 1)
+    key = stack.weights.key(layer * 7 + which + 1)
     return stack.backend.weight([WeightPart(key, 0, rows, 0, columns, scale)])
 
 

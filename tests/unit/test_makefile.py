@@ -71,6 +71,41 @@ def variables(box: Path) -> list[str]:
     return ["TP", *re.findall(r"(\w+):\w+", table), "ARGS"]
 
 
+def submitted(box: Path, *variables: str) -> list[str]:
+    """How launch/submit.py is called."""
+    done = call(box, "make", "submit", "PYTHON=fakes/bin/python", *variables)
+    assert done.returncode == 0, done.stderr
+    argv = json.loads((box / "dry_runs").read_text().splitlines()[-1])
+    assert argv[0] == "launch/submit.py"
+    return list(argv[1:])
+
+
+def test_submit(box: Path) -> None:
+    words = "TP=4 PARTITION=GPU GPU_TYPE=h100-80 TIME=2:00:00 DRY=1 MODE=ssd PAIR=70b/1b"
+    python = "--python=fakes/bin/python"
+    asked = ["--ranks=5", "--partition=GPU", "--gpu_type=h100-80", "--time=2:00:00", "--dry=1"]
+    flags = ["--mode=ssd", "--pair=70b/1b"]
+    assert submitted(box, *words.split()) == [*asked, "--tp=4", python, "--", *flags]
+    sbatch = "SBATCH=--qos='a b' --mail-type=END"
+    asked = ["--ranks=1", "--sbatch=--qos='a b' --mail-type=END", python, "--"]
+    assert submitted(box, "MODE=ar", sbatch) == [*asked, "--mode=ar"]
+    asked = ["--ranks=3", "--array=0-7", "--tp=2", python, "--", "--grid=k=1,2; m=ar"]
+    assert submitted(box, "TP=2", "ARRAY=0-7", "GRID=k=1,2; m=ar") == asked
+
+
+def test_submit_refuses_an_unknown_variable(box: Path) -> None:
+    done = call(box, "make", "submit", "PATRITION=GPU")
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"[^\n]*PATRITION is no variable of submit; [^\n]*\n", done.stderr)
+
+
+def test_venv_for_gpus_that_are_elsewhere(box: Path) -> None:
+    assert (
+        "MPISSD_CUDA='cuda12' launch/setup.sh"
+        in call(box, "make", "-n", "venv", "CUDA=cuda12").stdout
+    )
+
+
 def test_nothing_given(box: Path) -> None:
     assert launched(box) == (2, [])
 
@@ -97,7 +132,7 @@ def test_flags(box: Path, variables: str, num_ranks: int, flags: list[str]) -> N
 
 
 def test_words_survive(box: Path) -> None:
-    assert launched(box, "OUT=it's  a \"$HOME\" `dir`") == (2, ["--out=it's  a \"$HOME\" `dir`"])
+    assert launched(box, 'OUT=it\'s  a "$HOME" `dir`') == (2, ['--out=it\'s  a "$HOME" `dir`'])
     assert launched(box, "ARGS=--a=1 --b='x y'") == (2, ["--a=1", "--b=x y"])
 
 
@@ -183,3 +218,26 @@ def test_missing_programs(box: Path, missing: str) -> None:
 def test_local_wants_a_number_of_ranks(box: Path, words: list[str]) -> None:
     done = call(box, "launch/local.sh", *words)
     assert done.returncode == 2 and done.stderr.startswith("usage: launch/local.sh NP")
+
+
+def test_doctor_examines_what_run_would_run(box: Path) -> None:
+    done = call(box, "make", "doctor", "PYTHON=fakes/bin/python", "TP=2", "MODE=sd", "PAIR=8b/1b")
+    assert done.returncode == 0, done.stderr
+    asked = json.loads((box / "dry_runs").read_text())
+    assert asked == ["-m", "mpissd", "doctor", "--tp=2", "--mode=sd", "--pair=8b/1b"]
+    assert call(box, "make", "doctor", "LOOKAHEAD=7").returncode == 2
+
+
+def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
+    fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
+    grid = "mode=ar,sd; fan_out='list:4,4,3'"
+    given = [f"GRID={grid}", "REPEATS=2", "SHARD=1/4", "PAIR=toy", "DRAFTS=2", "TP=3"]
+    done = call(box, "make", "sweep", *fakes, *given)
+    assert done.returncode == 0, done.stderr
+    argv = json.loads(done.stdout.splitlines()[-1])[0]
+    assert argv[:8] == ["-np", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
+    told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=2"}
+    assert set(argv[8:]) == told
+    refused = call(box, "make", "sweep", *fakes, "GRIDS=x")
+    assert refused.returncode == 2 and "GRIDS is no variable of sweep" in refused.stderr
+    assert "GRID is no variable of run" in make_run(box, "GRID=x").stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from mpissd.comm import wire
 from mpissd.comm.link import LinkShape
 from mpissd.comm.wire import Buffer, Kind
 from mpissd.errors import ProtocolError
-from mpissd.rounds import Event, Ints, Outcome, Speculation
+from mpissd.rounds import Event, Ints, Outcome, Source, Speculation
 
 MARGIN = 4  # rows of room that a message leaves, full of an older message's numbers
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -23,9 +25,9 @@ Rounds = st.integers(-1, 2**31 - 1)
 def outcomes(draw: st.DrawFn) -> Outcome:
     count = draw(st.integers(0, 5))
     rows = draw(arrays.arrays(np.int32, (count, Outcome.WIDTH), elements=INT32))
+    rows[:] = possible(rows)
     for row in rows:
         row[2] = draw(st.sampled_from(Event))
-        row[3] = draw(st.integers(0, 2**31 - 1))
     return Outcome(draw(Rounds), rows)
 
 
@@ -34,8 +36,16 @@ def speculation_rows(draw: st.DrawFn, count: int, lookahead: int) -> Ints:
     shape = (count, Speculation.HEAD + lookahead)
     rows: Ints = draw(arrays.arrays(np.int32, shape, elements=INT32))
     for row in rows:
+        row[:2] = draw(st.sampled_from(Source)), draw(st.integers(0, 1))
         row[2] = draw(st.integers(0, lookahead))
+        drafted = row[3 : 3 + row[2]]  # what lies behind num_draft may be anything
+        drafted[:] = possible(drafted)
     return rows
+
+
+def possible(numbers: Ints) -> Ints:
+    """Not negative, and below the largest V."""
+    return np.minimum(numbers & wire.MOST, wire.MOST - 1)
 
 
 @st.composite
@@ -121,23 +131,68 @@ def test_a_header_that_does_not_fit_names_both_values(
 def test_more_or_less_drafted_than_can_be_is_refused(num_draft: int) -> None:
     buffer = sent()
     buffer.body[Speculation.HEAD + 3 + 2] = num_draft  # of the second row
+    buffer.seal(12)
     message = rf"round 6: num_draft \[0, {num_draft}\], allowed 0..3"
     with pytest.raises(ProtocolError, match=message):
         wire.read_speculation(buffer, 6, 2, 3)
 
 
-@pytest.mark.parametrize(("column", "value"), [(2, 3), (2, -1), (3, -1)])
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, -1, "id is -1, allowed 0..2147483647"),
+        (1, -7, "epoch is -7, allowed 0..2147483647"),
+        (2, 3, "event is 3, allowed 0..2"),
+        (2, -1, "event is -1, allowed 0..2"),
+        (3, -1, "num_accepted is -1, allowed 0..6"),
+        (3, 7, "num_accepted is 7, allowed 0..6"),
+        (4, 32, "bonus is 32, allowed 0..31"),
+        (4, -2, "bonus is -2, allowed 0..31"),
+    ],
+)
 @pytest.mark.parametrize("kind", [Kind.OUTCOME, Kind.PLAN])
-def test_a_malformed_outcome_is_refused(kind: Kind, column: int, value: int) -> None:
+def test_a_malformed_outcome_is_refused(
+    kind: Kind, column: int, value: int, message: str
+) -> None:
     rows = np.zeros((2, Outcome.WIDTH), np.int32)
-    buffer = Buffer(kind, 0, 30)
-    wire.write_outcome(buffer, Outcome(4, rows))
-    buffer.body[Outcome.WIDTH + column] = value
-    with pytest.raises(ProtocolError, match="round 4: malformed"):
+    rows[1, column] = value
+    buffer, outcome = Buffer(kind, 0, 30, lookahead=6, vocab=32), Outcome(4, rows)
+    with pytest.raises(ProtocolError, match=f"round 4: malformed outcome row 1: {message}"):
         if kind == Kind.PLAN:
+            wire.write_plan(buffer, outcome, Speculation.empty(5, outcome.num_live, 0), False)
             wire.read_plan(buffer, 5, 0)
         else:
+            wire.write_outcome(buffer, outcome)
             wire.read_outcome(buffer)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, 4, "source is 4, allowed 0..3"),
+        (0, -1, "source is -1, allowed 0..3"),
+        (1, 2, "hit is 2, allowed 0..1"),
+        (3, 32, "token 1 is 32, allowed 0..31"),
+        (4, -1, "token 2 is -1, allowed 0..31"),
+        (5, 99, None),  # behind num_draft
+    ],
+)
+@pytest.mark.parametrize("kind", [Kind.SPECULATION, Kind.TRUNK, Kind.PLAN])
+def test_a_malformed_speculation_is_refused(
+    kind: Kind, column: int, value: int, message: str | None
+) -> None:
+    speculation = Speculation.empty(6, 2, 3)
+    speculation.rows[1, 2], speculation.rows[1, column] = 2, value
+    buffer = Buffer(kind, 0, 30, lookahead=3, vocab=32)
+    refused = f"round 6: malformed {kind.name} row 1: {message}"
+    with nullcontext() if message is None else pytest.raises(ProtocolError, match=refused):
+        if kind == Kind.PLAN:
+            outcome = Outcome(5, np.zeros((2, Outcome.WIDTH), np.int32))
+            wire.write_plan(buffer, outcome, speculation, False)
+            wire.read_plan(buffer, 6, 3)
+        else:
+            wire.write_speculation(buffer, speculation)
+            wire.read_speculation(buffer, 6, 2, 3)
 
 
 def test_a_count_that_the_buffer_cannot_hold_is_refused() -> None:

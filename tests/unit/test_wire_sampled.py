@@ -28,10 +28,12 @@ def sampled(draw: st.DrawFn) -> Speculation:
     rows[:] = draw(arrays.arrays(np.int32, rows.shape, elements=INT32))
     lengths = st.integers(0, lookahead)
     speculation.num_draft[:] = draw(arrays.arrays(np.int32, count, elements=lengths))
+    speculation.source[:], speculation.hit[:] = draw(st.sampled_from(Source)), 1
     chances = st.floats(0, 1, exclude_min=True) | st.sampled_from([1.0, 5e-324, 1 - 2.0**-53])
     q = draw(arrays.arrays(np.float64, (count, lookahead), elements=chances))
     drafted = np.arange(lookahead) < speculation.num_draft[:, None]
     speculation.q[drafted] = q[drafted]
+    speculation.tokens[drafted] &= 2**31 - 2
     return speculation
 
 

@@ -1,0 +1,211 @@
+"""Which method is fastest, at equal K and with each at its own best K: from rows, offline.
+
+Rows are compared within a *setting*: one pair on one machine, one acceptance law, batch, context.
+AR accepts nothing, so its rows belong to every acceptance law. A *method* is a mode with all that
+belongs to it but K: where the draft sits, fan-out, hit law, backup. Several rows of one method, K
+and setting are repeats: their median counts, and their range is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from mpissd.config import RunConfig
+
+Row = Mapping[str, Any]
+_MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
+_FORWARD = ("batch_size", "fuse", "lm_head", "context", "all_reduce")
+_SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")
+_DRAFTED = ("draft", "acceptance", "divergence")  # AR has none of it
+_SHOWN = ("acceptance", "divergence", "batch_size", "context", "temperature")
+_FAN_OUTS = ("fan_out", "fan_out_miss")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Rows of one method at one K: tok/s of all repeats."""
+
+    lookahead: int
+    tok_per_s: tuple[float, ...]
+    ranks: int
+
+    @property
+    def median(self) -> float:
+        return median(self.tok_per_s)
+
+    @property
+    def spread(self) -> float:
+        """Largest less smallest, of the median; 0 for one row."""
+        return (max(self.tok_per_s) - min(self.tok_per_s)) / self.median
+
+    @property
+    def per_gpu(self) -> float:
+        return self.median / self.ranks
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method in one setting, by K."""
+
+    name: str
+    cells: tuple[Cell, ...]  # by rising K
+
+    @property
+    def best(self) -> Cell:
+        """At its own best K."""
+        return max(self.cells, key=lambda cell: cell.median)
+
+    def at(self, lookahead: int) -> Cell | None:
+        """At this K; AR has but one cell, which is that of every K."""
+        return next((c for c in self.cells if c.lookahead in (lookahead, 0)), None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The methods of one setting, AR first."""
+
+    setting: tuple[tuple[str, Any], ...]
+    methods: tuple[Method, ...]
+
+    @property
+    def lookaheads(self) -> list[int]:
+        return sorted({c.lookahead for m in self.methods for c in m.cells if c.lookahead})
+
+    @property
+    def baseline(self) -> Cell | None:
+        """AR, where it was measured."""
+        return next((m.best for m in self.methods if m.name.startswith("AR")), None)
+
+
+def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
+    """Every setting of these rows, in the order in which they come."""
+    found = [row for row in rows if row.get("tok_per_s")]
+    settings = dict.fromkeys(_setting(row) for row in found if row["mode"] != "ar")
+    if not settings:
+        settings = dict.fromkeys(_setting(row) for row in found)
+    return [Comparison(setting, _methods(found, dict(setting))) for setting in settings]
+
+
+def _setting(row: Row) -> tuple[tuple[str, Any], ...]:
+    names = (*_MACHINE, *_FORWARD, *_SAMPLED, *_DRAFTED)
+    return tuple((name, row.get(name)) for name in names)
+
+
+def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
+    cells: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        told = [name for name in setting if row["mode"] != "ar" or name not in _DRAFTED]
+        if all(row.get(name) == setting[name] for name in told):
+            cells.setdefault(method_of(row), {}).setdefault(row["lookahead"], []).append(row)
+    methods = [Method(name, _cells(of)) for name, of in cells.items()]
+    return tuple(sorted(methods, key=lambda m: (_rank(m.name), m.name)))
+
+
+def _rank(name: str) -> int:
+    return ("AR", "SD", "SSD").index(name.split()[0])
+
+
+def _cells(rows: Mapping[int, list[Row]]) -> tuple[Cell, ...]:
+    return tuple(
+        Cell(k, tuple(float(row["tok_per_s"]) for row in of), int(of[0]["world_size"]))
+        for k, of in sorted(rows.items())
+    )
+
+
+def method_of(row: Row) -> str:
+    """The name of a row's method: all that belongs to it but K."""
+    mode = str(row["mode"])
+    told = [mode.upper()]
+    if row.get("schedule"):
+        told.append(str(row["schedule"]))
+    if mode == "sd" and row.get("inline_draft"):
+        told.append("inline")
+    if row.get("num_drafts", 0) > 1:
+        told.append(f"D={row['num_drafts']}")
+    if row.get("backup") not in (None, "jit"):
+        told.append(f"backup={row['backup']}")
+    if mode == "ssd":
+        told += _growth(row)
+    return " ".join(told)
+
+
+def _growth(row: Row) -> list[str]:
+    flags = flags_of(row)
+    if not row.get("schedule"):
+        flags.setdefault("fan_out", RunConfig.fan_out)
+    told = [f"{name}={flags[name]}" for name in _FAN_OUTS if name in flags]
+    told += [str(row["hit_law"])] if row.get("hit_law") else []
+    if row.get("on_late") not in (None, "finish"):
+        told.append(f"on_late={row['on_late']}")
+    if row.get("saguaro_c") not in (None, 1.0):
+        told.append(f"C={row['saguaro_c']:g}")
+    return told
+
+
+def flags_of(row: Row) -> dict[str, str]:
+    """What a row's sweep, or its command line, said."""
+    provenance = row.get("provenance") or {}
+    if provenance.get("sweep"):
+        return dict(provenance["sweep"]["flags"])
+    words = [str(word) for word in provenance.get("command") or ()]
+    pairs = (word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    return dict(pairs)
+
+
+def render(comparisons: Iterable[Comparison]) -> str:
+    """A table for each setting: tok/s by method and K, the best K of each, and what it gains."""
+    return "\n\n".join(_table(found) for found in comparisons)
+
+
+def _table(found: Comparison) -> str:
+    said = dict(found.setting)
+    told = [f"{name} {said[name]}" for name in _SHOWN if said.get(name)]
+    drafts = f"/{said['draft']}" if said.get("draft") else ""
+    lines = [f"{said['target']}{drafts}, T={said['tp']}, {said['device_name']}: {', '.join(told)}"]
+    width = max(len(method.name) for method in found.methods)
+    columns = "".join(f"{f'K={k}':>9}" for k in found.lookaheads)
+    lines.append(f"{'tok/s':{width}}{columns}     best   at  spread   n  x AR  a GPU")
+    lines += [f"{method.name:{width}}{_line(method, found)}" for method in found.methods]
+    return "\n".join(lines)
+
+
+def _line(method: Method, found: Comparison) -> str:
+    best, base = method.best, found.baseline
+    cells = [None if best.lookahead == 0 else method.at(k) for k in found.lookaheads]
+    told = "".join(f"{'' if c is None else _number(c.median):>9}" for c in cells)
+    at = f"K={best.lookahead}" if best.lookahead else ""
+    told += f"{_number(best.median):>9}{at:>5}{best.spread:>8.1%}{len(best.tok_per_s):>4}"
+    if base is not None:
+        told += f"{best.median / base.median:>6.2f}{best.per_gpu / base.per_gpu:>7.2f}"
+    return told
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 1e5 else f"{rate:.0f}"
+
+
+def to_dict(found: Comparison) -> dict[str, Any]:
+    """As JSON: the setting, and of each method its cells and its best K."""
+    base = found.baseline
+    return {
+        "setting": dict(found.setting),
+        "methods": [
+            {
+                "method": method.name,
+                "best_lookahead": method.best.lookahead,
+                "tok_per_s": method.best.median,
+                "tok_per_s_per_gpu": method.best.per_gpu,
+                "spread": method.best.spread,
+                "speedup": None if base is None else method.best.median / base.median,
+                "speedup_per_gpu": None if base is None else method.best.per_gpu / base.per_gpu,
+                "by_lookahead": {
+                    str(cell.lookahead): {"tok_per_s": cell.median, "repeats": cell.tok_per_s}
+                    for cell in method.cells
+                },
+            }
+            for method in found.methods
+        ],
+    }

@@ -1,0 +1,89 @@
+"""What `sweep` does without MPI: it judges a plan and lists it; and `best`, which reads rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from mpissd.backend.profile import load_profile
+from mpissd.comm.topology import check_world, launcher_size
+from mpissd.config import BestConfig, SweepConfig
+from mpissd.errors import ConfigError
+from mpissd.job import resolve
+from mpissd.sweep.best import compare_methods, render, to_dict
+from mpissd.sweep.forecast import duration_text, predicted_s
+from mpissd.sweep.grid import read_grid
+from mpissd.sweep.plan import Plan, Point, make_plan
+from mpissd.tables import load_rows
+
+
+def planned(config: SweepConfig) -> Plan:
+    """The plan that a sweep's flags make; the same on every rank. Raises ConfigError."""
+    return make_plan(read_grid(str(config.grid)), config, config.repeats, config.shard_of)
+
+
+def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> None:
+    """Everything that is wrong with all of a sweep, known before MPI starts and a device is opened.
+
+    given: the flags that the user said. Raises ConfigError: flags, grid, one in both, too few
+    ranks, or no configuration that could be measured.
+    """
+    from mpissd.bench.output import check_output
+
+    twice = given & {name for block in read_grid(str(config.grid)) for name, _ in block.axes}
+    if twice - {"num_drafts"}:  # which is then the job's
+        name = min(twice - {"num_drafts"})
+        raise ConfigError(f"{name}: in the grid and on the command line: say it once")
+    plan = planned(config)
+    tp = _tp(config, plan)
+    if config.backend == "emulated":
+        load_profile(config.device).all_reduce_s(tp, 1)
+    reasons = [why_not(point, tp, config) for point in plan.points]
+    if all(reasons):
+        raise ConfigError(f"none of {len(reasons)} configurations can be measured: {reasons[0]}")
+    check_output(config.out)
+
+
+def _tp(config: SweepConfig, plan: Plan) -> int:
+    size = config.world_size or launcher_size()
+    return 1 if size is None else check_world(size, plan.num_drafts)
+
+
+def why_not(point: Point, tp: int, config: SweepConfig) -> str | None:
+    """Why a configuration can't be measured on T ranks, as far as its flags tell; None: it can."""
+    if point.config is None:
+        return point.error
+    memory = load_profile(config.device).memory_bytes if config.backend == "emulated" else None
+    try:
+        resolve(point.config, tp, backend=config.backend, memory_bytes=memory)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def list_plan(config: SweepConfig) -> None:
+    """Prints the configurations and how long they will take, about."""
+    plan = planned(config)
+    tp = _tp(config, plan)
+    for number, point in enumerate(plan.points, 1):
+        reason = why_not(point, tp, config)
+        print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))
+    seconds = predicted_s(plan, tp, config.backend)
+    print(
+        f"{len(plan.points)} configurations x {plan.repeats} repeats = "
+        f"{len(plan.points) * plan.repeats} measurements on T={tp}, D={plan.num_drafts}: "
+        f"about {duration_text(seconds)}",
+        flush=True,
+    )
+
+
+def best(config: BestConfig) -> int:
+    """Prints which method is fastest, at equal K and each at its own best K, from measured rows."""
+    rows = load_rows([Path(config.results or "out")])
+    found = compare_methods(rows)
+    if not found:
+        raise ConfigError(f"results {config.results or 'out'!r}: no rows there")
+    print(render(found))
+    print(json.dumps([to_dict(comparison) for comparison in found]))
+    return 0

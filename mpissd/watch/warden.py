@@ -1,0 +1,243 @@
+"""The warden of a host: python -m mpissd.watch.warden LISTENER. See guard.join for who starts it.
+
+It sleeps until a rank ends or speaks, and looks twice a second whether one stands still. On the
+first fault it says one line, tells the other ranks to end, and kills what has not ended then. It
+ends with its last rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from time import monotonic
+
+from mpissd.watch import process
+from mpissd.watch.peer import Peer
+from mpissd.watch.verdict import Host, Verdict
+
+_TICK_S = 0.5
+_STATUS_S = 0.3  # until a dead rank's exit status may be known
+_ORDERED_S = 0.3  # until all ranks that a launcher ends have ended
+_OTHERS_S = 3.0  # for another host's warden, which may know the culprit
+_ABORT_S = 2.0  # for a rank that failed, to abort the job with its own exit code
+_END_S = 1.5  # for a rank that was told to end
+_LAUNCHER_S = 2.0  # for ranks whose launcher is gone
+_WAKE_S = 0.01
+_LINGER_S = 60.0  # for the first rank, and for ranks that come when the job is over
+
+
+class Warden:
+    """Watches the ranks that join at `listener`."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._host = Host()
+        self._listener = listener
+        self._events = selectors.DefaultSelector()
+        self._events.register(listener, selectors.EVENT_READ)
+        self._verdict: Verdict | None = None
+        self._held: tuple[float, Verdict] | None = None  # one that a better one may replace
+        self._end_at = self._kill_at = self._gone_at = float("inf")
+        self._born_at = self._looked_at = monotonic()
+        self._lingers = False
+        self._launcher: tuple[int, int | None] | None = None
+        self._stderr: int | None = None
+
+    def run(self) -> None:
+        """Returns when all ranks have ended."""
+        self._born_at = monotonic()
+        while self._is_needed(monotonic()):
+            self._hear()
+            now = monotonic()
+            self._look(now)
+            self._act(now)
+
+    def _is_needed(self, now: float) -> bool:
+        """While a rank lives, or may be judged, or may still come to a job that is over."""
+        host = self._host
+        if host.alive:
+            return True
+        if not host.peers:
+            return now < self._born_at + _LINGER_S
+        last = max(peer.gone_at for peer in host.peers.values())
+        if self._verdict is None:
+            return now < last + 2 * _STATUS_S
+        if len(host.peers) == host.told.get("local_size") or self._launcher is None:
+            return False
+        if not self._lingers:  # the launcher waits until nobody holds a dead rank's stderr
+            self._lingers = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        return now < last + _LINGER_S and not process.is_gone(self._launcher[0])
+
+    def _hear(self) -> None:
+        """Waits for something to happen; takes it in."""
+        urgent = self._held or self._verdict or any(p.gone for p in self._host.peers.values())
+        for key, _ in self._events.select(_WAKE_S if urgent else _TICK_S):
+            if key.fileobj is self._listener:
+                self._admit()
+            elif isinstance(key.data, Peer) and key.fileobj is key.data.link:
+                self._read(key.data)
+            else:
+                self._events.unregister(key.fileobj)  # a pidfd: _look sees who ended
+
+    def _admit(self) -> None:
+        """A rank joins. Another user's process is turned away."""
+        link, _ = self._listener.accept()
+        raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, uid, _ = struct.unpack("3i", raw)
+        link.settimeout(1.0)
+        try:
+            text, fds, _, _ = socket.recv_fds(link, 4096, 2)
+            if uid != os.getuid():
+                raise ValueError(f"process {pid} of user {uid}")
+            page, signals = fds
+            peer = Peer(link, pid, page, signals, json.loads(text))
+        except (OSError, ValueError, LookupError):
+            link.close()
+            return
+        if not self._host.peers:
+            self._host.joined_at = monotonic()
+            self._watch_launcher(peer.told["launcher"])
+        self._host.peers[peer.rank] = peer
+        self._events.register(link, selectors.EVENT_READ, peer)
+        if peer.pidfd is not None:
+            self._events.register(peer.pidfd, selectors.EVENT_READ, peer)
+        if self._verdict is not None:
+            peer.say("end")
+            self._kill_at = monotonic() + _END_S
+
+    def _watch_launcher(self, pid: int) -> None:
+        """It ends the ranks when a user ends it; from then on it forwards nothing."""
+        if pid <= 1:
+            return
+        pidfd = process.open_pidfd(pid)
+        self._launcher = pid, pidfd
+        above = process.above_proxy(pid)
+        self._stderr = process.borrow_stderr(above, process.open_pidfd(above))
+        if pidfd is not None:
+            self._events.register(pidfd, selectors.EVENT_READ)
+
+    def _read(self, peer: Peer) -> None:
+        """A rank speaks, or is gone."""
+        try:
+            text = peer.link.recv(4096)
+        except OSError:
+            text = b""
+        if not text:
+            self._events.unregister(peer.link)
+            return
+        said = json.loads(text)
+        if said["kind"] == "leave":
+            peer.left, peer.left_at = said["code"], monotonic()
+        elif said["kind"] == "failed":
+            line = f"{peer} failed in {self._host.phase(peer)}: {said['text']}"
+            self._judge(Verdict(line, peer), grace_s=_ABORT_S)
+            peer.say("said")
+        elif said["kind"] == "waited":
+            self._host.stopped(monotonic())
+            found = self._host.waited(peer, said["text"], monotonic())
+            if found.culprit is not peer or self._host.is_whole_job:
+                self._judge(found)
+            elif self._held is None:
+                self._held = monotonic() + _OTHERS_S, found
+
+    def _look(self, now: float) -> None:
+        """Who ended, who stands still, who never came."""
+        host = self._host
+        if now - self._looked_at > 4 * _TICK_S:  # this process stood still, so maybe all did
+            for peer in host.alive:
+                peer.stopped_at = None
+        for peer in list(host.peers.values()):
+            if not peer.gone and peer.look():
+                peer.gone_at = now
+        if self._verdict is not None or now - self._looked_at < _WAKE_S / 2:
+            return
+        self._looked_at = now
+        self._judge_dead(now)
+        for found in (host.stopped(now), host.unborn(now), host.undead(now)):
+            if found is not None:
+                self._judge(found)
+
+    def _judge_dead(self, now: float) -> None:
+        """Ranks that ended, once it may be known how."""
+        host = self._host
+        gone = [p for p in host.peers.values() if p.gone and not p.is_lost]
+        for peer in gone:
+            peer.look()
+        if any(p.status is None and now < p.gone_at + _STATUS_S for p in gone):
+            return
+        found = host.dead()
+        if found is None:
+            return
+        if found.culprit is not None:
+            if host.can_do_without(found.culprit):
+                self._lose(found, found.culprit)
+            else:
+                self._judge(found)
+        elif not host.alive or now > min(p.gone_at for p in gone) + _ORDERED_S:
+            self._judge(found)
+
+    def _lose(self, found: Verdict, lost: Peer) -> None:
+        """The job goes on without this rank."""
+        lost.is_lost = True
+        self._say(Verdict(f"{found.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
+        for peer in self._host.alive:
+            peer.say(f"lost {lost.rank}")
+
+    def _judge(self, found: Verdict, grace_s: float = 0.0) -> None:
+        """Says the first verdict; the ranks end `grace_s` later."""
+        if self._verdict is not None:
+            return
+        self._verdict = found
+        self._end_at = monotonic() + grace_s
+        if not found.late or (self._host.is_whole_job or 0 in self._host.peers):
+            self._say(found)
+
+    def _say(self, found: Verdict) -> None:
+        line = f"mpissd: {found.line}\n".encode()
+        for fd in (self._stderr, 2) if found.late else (2, self._stderr):
+            if fd is None:
+                continue
+            with suppress(OSError):
+                os.write(fd, line)
+                return
+
+    def _act(self, now: float) -> None:
+        """Ends the ranks when it is time to."""
+        if self._held is not None and now > self._held[0]:
+            self._judge(self._held[1])
+        if self._launcher is not None and process.is_gone(self._launcher[0]):
+            self._gone_at = min(self._gone_at, now)
+            if now > self._gone_at + _LAUNCHER_S:
+                self._judge(Verdict(f"the launcher (pid {self._launcher[0]}) is gone", late=True))
+        for peer in self._host.alive:
+            if peer.ordered and now > peer.ordered_at + _ORDERED_S:
+                peer.kill()  # a library holds it up
+        if self._verdict is None:
+            return
+        culprit = self._verdict.culprit
+        if now >= self._end_at or (culprit is not None and culprit.gone):
+            self._end_at = float("inf")
+            self._kill_at = min(self._kill_at, now + _END_S)
+            for peer in self._host.alive:
+                peer.say("end")
+        if now >= self._kill_at:
+            for peer in self._host.alive:
+                peer.kill()
+
+
+def main() -> None:
+    """Until the last rank of this host has ended."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # the ranks' end is its end
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        Warden(listener).run()
+
+
+if __name__ == "__main__":
+    main()

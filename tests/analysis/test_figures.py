@@ -1,0 +1,442 @@
+"""Every figure, as an object: axes, units, legends, points, caption; and its numbers by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+
+from analysis.build import Drawn, Skipped, draw, slug
+from analysis.figures import FIGURES
+from analysis.figures.roofline import roofline
+from analysis.interval import ratio
+from analysis.load import Data, load
+from analysis.notes import Notes, NothingLeft
+from analysis.select import Case, cases, on_machine, plain, points, short, usual
+from analysis.style import FORMATS, METHODS, Poster, rendered, themed
+
+FIXTURE = Path(__file__).parent / "fixture"
+H100 = "NVIDIA H100 80GB SXM (emulated)"
+OF_ROWS = sorted(set(FIGURES) - {"roofline", "saguaro"})
+
+
+@lru_cache(maxsize=1)
+def data() -> Data:
+    return load([FIXTURE])
+
+
+@lru_cache(maxsize=20)
+def drawn(name: str) -> Drawn:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (item,) = draw(data(), name)
+        assert isinstance(item, Drawn), item
+        rendered(item.poster, "png")  # a layout that collapses only warns
+    return item
+
+
+def poster(name: str) -> Poster:
+    return drawn(name).poster
+
+
+def raw() -> list[dict]:
+    return [json.loads(line) for line in (FIXTURE / "runs.jsonl").read_text().splitlines()]
+
+
+def rate(**values: object) -> float:
+    """tok/s of the one raw row that has these values."""
+    (row,) = [r for r in raw() if all(r.get(k) == v for k, v in values.items())]
+    return float(row["tok_per_s"])
+
+
+def legend(figure: Poster) -> list[str]:
+    return [text.get_text() for of in figure.legends for text in of.get_texts()]
+
+
+def series(name: str, label: str, panel: str = "") -> pd.DataFrame:
+    numbers = poster(name).table()
+    found = numbers[
+        (numbers["series"] == label) & numbers["panel"].str.contains(panel, regex=False)
+    ]
+    assert len(found), f"{name}: no {label!r} in {sorted(set(numbers['series']))}"
+    return found
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_hardware_and_conditions_are_on_every_figure(name: str) -> None:
+    figure = poster(name)
+    texts = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
+    assert figure.heading in texts
+    for what in ("NVIDIA H100 80GB SXM (EMULATED", "GEMM-only", "float16", "1 seed", "01234567"):
+        assert what in texts, what
+    assert "LM head" in texts and re.search("[Cc]ontext", texts)
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_axes_are_labelled_and_not_empty(name: str) -> None:
+    for ax in poster(name).axes:
+        if ax.get_label() == "<colorbar>":
+            continue
+        assert ax.has_data()
+        sharing = ax.get_shared_x_axes().get_siblings(ax)
+        named = [a.get_xlabel() or any(t.get_text() for t in a.get_xticklabels()) for a in sharing]
+        assert any(named), ax
+    assert any(ax.get_ylabel() for ax in poster(name).axes) or name == "latency"
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_texts_stay_on_the_sheet_and_off_the_caption(name: str) -> None:
+    figure = poster(name)
+    renderer = figure.canvas.get_renderer()
+    sheet = figure.bbox
+    caption = figure.texts[1].get_window_extent(renderer)
+    for ax in figure.axes:
+        low, high = sorted(ax.get_xlim())
+        ticks = [t for t in ax.get_xticklabels() if low <= t.get_position()[0] <= high]
+        for text in (ax.title, ax.xaxis.label, ax.yaxis.label, *ticks):
+            box = text.get_window_extent(renderer)
+            if not text.get_text() or not text.get_visible():
+                continue
+            assert box.x0 >= sheet.x0 - 1 and box.x1 <= sheet.x1 + 1, text
+            assert box.y0 >= caption.y1 - 1, text
+    for of in figure.legends:
+        box = of.get_window_extent(renderer)
+        assert box.x1 <= sheet.x1 + 1
+        assert all(box.y0 >= ax.get_window_extent(renderer).y1 - 1 for ax in figure.axes)
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_every_figure_says_what_its_numbers_say(name: str) -> None:
+    text = drawn(name).finding
+    assert re.search(r"\d", text) and text.endswith(".") and "nan" not in text and len(text) < 900
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_second_run_gives_the_same_bytes(kind: str) -> None:
+    for name in ("cache_hits", "latency"):
+        (again,) = draw(load([FIXTURE]), name)
+        assert isinstance(again, Drawn)
+        first = rendered(again.poster, kind)
+        assert first == rendered(poster(name), kind)
+        assert first == rendered(poster(name), kind)  # and whatever was saved before
+    if kind == "pdf":
+        assert b"/Type /Font /Subtype /Type3" not in rendered(poster("latency"), kind)
+
+
+def test_throughput() -> None:
+    figure = poster("throughput")
+    titles = [ax.get_title() for ax in figure.axes[:3]]
+    assert titles == ["α = 0.6", "α = 0.8", "each at its own best K"]
+    labels = {ax.get_ylabel() for ax in figure.axes}
+    assert {"tok/s, all GPUs", "tok/s, per GPU"} <= labels
+    assert {"AR, 1 GPU", "AR, 2 GPUs", "SD", "SD inline", "SSD"} == set(legend(figure))
+    ssd = series("throughput", "SSD", "α = 0.8, all GPUs")
+    assert list(ssd["x"]) == [2, 4, 6, 8]
+    assert (ssd["low"] < ssd["y"]).all() and (ssd["y"] < ssd["high"]).all()
+    at = {"acceptance": "alpha:0.8", "hit_law": "power:A=0.75,r=1.0", "lookahead": 6, "mode": "ssd"}
+    assert ssd["y"].iloc[2] == rate(**at)
+    halves = series("throughput", "SSD", "α = 0.8, per GPU")["y"]
+    assert np.allclose(halves * 2, ssd["y"])
+    inline = series("throughput", "SD inline", "α = 0.8, per GPU")["y"]
+    assert np.allclose(inline, series("throughput", "SD inline", "α = 0.8, all GPUs")["y"])
+    best = series("throughput", "SSD", "own best K, all")
+    assert best["y"].max() == ssd["y"].max() and len(best) == 2
+    assert series("throughput", "AR, 2 GPUs", "all GPUs")["y"].iloc[0] == rate(mode="ar", tp=2)
+
+
+def test_cache_hits() -> None:
+    over = series("cache_hits", "over SD on the same GPUs")
+    assert list(over["x"]) == [0, 0.25, 0.5, 0.75, 0.9, 1]
+    at = {"acceptance": "alpha:0.8", "lookahead": 4, "batch_size": 1, "lm_head": False}
+    sd = rate(mode="sd", num_drafts=1, draft="llama-3.2-1b", **at)
+    inline = rate(mode="sd", num_drafts=0, **at)
+    ssd = rate(mode="ssd", hit_law="p_hit:1.0", **at)
+    assert over["y"].iloc[-1] == pytest.approx(ssd / sd)
+    per_gpu = series("cache_hits", "over SD inline, per GPU")["y"].iloc[-1]
+    assert per_gpu == pytest.approx(ssd / inline / 2)
+    formula = series("cache_hits", "closed formula, over SD")
+    assert len(formula) == 51 and formula["y"].is_monotonic_increasing
+    assert formula["y"].iloc[0] == pytest.approx(1.0)
+    (ax,) = poster("cache_hits").axes
+    assert ax.get_xlabel().endswith("p_hit") and ax.get_ylabel().endswith("×")
+
+
+def test_fan_out() -> None:
+    uniform = series("fan_out", "uniform", "hit rate")
+    assert list(uniform["x"]) == [5, 10, 15, 20, 30, 40]
+    assert set(series("fan_out", "geometric", "hit rate")["x"]) > set(uniform["x"])
+    gain, share = (series("fan_out", f"uniform{s}", "gain") for s in ("", ", per GPU"))
+    assert np.allclose(gain["y"], 2 * share["y"].to_numpy())
+    assert len(poster("fan_out").axes) == 3
+    assert poster("fan_out").axes[1].get_ylim()[0] == 0
+
+
+def test_latency_parts_add_up_to_the_round() -> None:
+    numbers = poster("latency").table()
+    names = list(dict.fromkeys(numbers["series"]))
+    assert names[0] == "AR: lead" and "SD inline, K=4: lead" in names
+    lead = numbers[numbers["series"] == "SD, K=4: lead"]["ms"].sum()
+    (row,) = [
+        r
+        for r in raw()
+        if r["mode"] == "sd"
+        and r["num_drafts"] == 1
+        and r["lookahead"] == 4
+        and r["batch_size"] == 1
+        and r["acceptance"] == "alpha:0.8"
+        and not r["lm_head"]
+    ]
+    assert lead == pytest.approx(row["round_us"]["mean"] / 1e3, rel=1e-3)
+    (ax,) = poster("latency").axes
+    assert ax.get_xlabel() == "mean round, ms"
+    assert len(ax.get_yticklabels()) == sum(name.endswith("lead") for name in names)
+
+
+def test_window() -> None:
+    fit = series("window", "8B/1B, T=1", "fit")
+    assert fit["x"].min() == 3 and (fit["y"] > 0).all()
+    grown = poster("window").table()
+    grown = grown[grown["panel"].str.startswith("growth")]
+    rows = [r for r in raw() if r.get("t_growth_s") and r["branch_budget"] == 40]
+    (here,) = grown[grown["x"] == 40]["y"]
+    assert here == pytest.approx(np.median([r["t_growth_s"] / r["t_target_s"] for r in rows]))
+
+
+def test_roofline() -> None:
+    with themed():
+        figure = roofline(replace(data(), notes=Notes()))
+    numbers = figure.table()
+    profile = data().profiles[0]
+    table = profile["tables"]["forwards"][0]
+    ends = numbers[numbers["series"] == "70B forward, T=2"]
+    assert len(ends) == len(table["seconds"])
+    assert ends["y"].iloc[0] == pytest.approx(2 * table["params"] / table["seconds"]["1"] / 1e12)
+    roof = numbers[numbers["series"].str.startswith("measured ceiling")]
+    assert roof["y"].max() * 1e12 == profile["numbers"]["peak_flops_per_s"]["value"]
+    assert (ends["y"] < ends["x"] * profile["numbers"]["read_bytes_per_s"]["value"] / 1e12).all()
+    assert (
+        sum(len(t["seconds"]) for t in profile["tables"]["products"])
+        == (numbers["series"] == "one cuBLAS product").sum()
+    )
+    labels = {ax.get_xlabel() for ax in figure.axes}
+    assert labels == {"flop per byte moved", "message, KB"}
+    assert "NVIDIA H200 (measured by mpissd probe" in figure.caption
+
+
+def test_batch() -> None:
+    gain = series("batch", "SSD, p_hit 0.9", "over SD")
+    assert list(gain["x"]) == [1, 2, 8, 32]
+    at = {"lookahead": 4, "acceptance": "alpha:0.8", "batch_size": 8}
+    sd, ssd = rate(mode="sd", num_drafts=1, **at), rate(mode="ssd", hit_law="p_hit:0.9", **at)
+    assert gain["y"].iloc[2] == pytest.approx(ssd / sd)
+    ar = rate(mode="ar", batch_size=8)
+    over = series("batch", "SSD, p_hit 0.9", "per GPU over AR")
+    assert over["y"].iloc[2] == pytest.approx(ssd / 2 / ar)
+    together = series("batch", "_SSD, p_hit 0.9, formula, ρ=0.5")["y"].to_numpy()
+    apart = series("batch", "_SSD, p_hit 0.9, formula, ρ=0")["y"].to_numpy()
+    assert together[0] == pytest.approx(apart[0]) and (together[1:] > apart[1:]).all()
+
+
+def test_pareto() -> None:
+    ssd = series("pareto", "SSD, T+1 GPUs")
+    at = {"mode": "ssd", "batch_size": 32, "hit_law": "p_hit:0.75"}
+    assert ssd["x"].iloc[-1] == pytest.approx(rate(**at) / 32)
+    assert ssd["y"].iloc[-1] == pytest.approx(rate(**at) / 2)
+    front = series("pareto", "frontier").sort_values("x")
+    assert front["y"].is_monotonic_decreasing
+    dots = poster("pareto").table()
+    dots = dots[dots["series"] != "frontier"]
+    for _, dot in dots.iterrows():  # nothing beats a point of the frontier
+        assert not ((front["x"] < dot["x"]) & (front["y"] < dot["y"])).any()
+
+
+def test_drafts() -> None:
+    deep = series("drafts", "draft step", "350M")
+    assert list(deep["x"]) == [4, 6, 12, 24, 48]
+    assert deep["y"].is_monotonic_increasing
+    kv = series("drafts", "KV bytes a token (right)")
+    assert kv["y"].iloc[-1] == 2 * 2 * 48 * 768 / 1024
+    bars = series("drafts", "KV", "KV").set_index("draft")["value"]
+    assert bars["noft-1.3b"] == 2 * 2 * 24 * 2048 / 1024
+    assert bars["noft-wide-1.3b"] == 2 * 2 * 12 * 2560 / 1024
+    assert "never acceptance" in poster("drafts").caption
+
+
+def test_saguaro() -> None:
+    rows = [
+        {
+            **raw()[0],
+            "mode": "ssd",
+            "workload": "markov",
+            "run_id": f"m{c}{f}",
+            "lookahead": 4,
+            "fan_out": [f] * 5,
+            "branch_budget": 5 * f,
+            "hit_rate": 0.9 - 0.3 * c + f / 100,
+            "acceptance_length": 2 + c,
+            "saguaro_c": c,
+            "temperature": 1.0,
+            "vocab": 100,
+            "divergence": 0.2,
+            "order": 1,
+            "num_rounds": 100,
+            "backend": "numpy",
+        }
+        for c in (0.0, 0.5, 1.0)
+        for f in (1, 2)
+    ]
+    from analysis.tidy import complete, tidy
+
+    frame = tidy([complete(row) for row in rows])
+    with themed():
+        figure = FIGURES["saguaro"].draw(Data(frame))
+    numbers = figure.table()
+    trade = numbers[(numbers["panel"] == "the trade") & (numbers["series"] == "F = 2 a row")]
+    assert list(trade["y"]) == [2.0, 2.5, 3.0]
+    assert trade["x"].to_numpy() == pytest.approx([0.92, 0.77, 0.62])
+    assert "times say nothing" in figure.caption and "really sampled" in figure.caption
+    with pytest.raises(NothingLeft, match="three or more --saguaro_c"):
+        FIGURES["saguaro"].draw(Data(frame[frame["saguaro_c"] > 0]))
+
+
+def test_predicted() -> None:
+    numbers = poster("predicted").table()
+    told = numbers.dropna(subset=["n"]).set_index("series")
+    ssd = [r for r in raw() if r["mode"] == "ssd"]
+    errors = [abs(r["tok_per_s"] / r["predicted_tok_per_s"] - 1) * 100 for r in ssd]
+    assert told.loc["SSD", "n"] == len(ssd)
+    assert told.loc["SSD", "median"] == pytest.approx(np.median(errors))
+    assert told.loc["SSD", "worst"] == pytest.approx(max(errors))
+    assert len(numbers) - len(told) == len(raw())
+
+
+def test_break_even() -> None:
+    numbers = poster("break_even").table()
+    raw_gain, per_gpu = (
+        numbers[(numbers["series"] == "formula") & numbers["panel"].str.contains(word)]
+        for word in ("raw", "per GPU")
+    )
+    assert raw_gain["gain"].max() > 1 > per_gpu["gain"].max()
+    dots = numbers[(numbers["series"] == "measured") & numbers["panel"].str.contains("raw")]
+    at = {"acceptance": "alpha:0.8", "hit_law": "p_hit:1.0", "mode": "ssd"}
+    rival = max(
+        rate(
+            mode="sd",
+            num_drafts=1,
+            acceptance="alpha:0.8",
+            lookahead=k,
+            batch_size=1,
+            lm_head=False,
+        )
+        for k in (2, 4, 6, 8)
+    )
+    one = dots[(dots["x"] == 0.8) & (dots["y"] == 1.0)]["gain"].iloc[0]
+    assert one == pytest.approx(rate(**at) / max(rival, rate(mode="ar", tp=2)))
+    assert "MODELLED" in poster("break_even").caption
+
+
+def test_heterogeneity() -> None:
+    raw_gain = series("heterogeneity", "SSD, raw")
+    assert raw_gain["y"].is_monotonic_decreasing
+    assert np.allclose(series("heterogeneity", "SSD, per GPU")["y"] * 2, raw_gain["y"])
+    one = series("heterogeneity", "SD, measured")
+    assert one["x"].iloc[0] == pytest.approx(1.0, abs=0.1)
+    assert "MODELLED" in poster("heterogeneity").caption
+
+
+def test_head() -> None:
+    share = series("head", "T_SD / K")
+    assert list(share["x"]) == [0, 1, 2, 3] and share["y"].iloc[1] > share["y"].iloc[0]
+    ticks = [t.get_text() for t in poster("head").axes[1].get_xticklabels()]
+    assert ticks == [
+        "no LM head\ncontext 0",
+        "LM head\ncontext 0",
+        "LM head\ncontext 4k",
+        "LM head\ncontext 16k",
+    ]
+
+
+def test_figures_without_rows_are_skipped() -> None:
+    found = {name: next(iter(draw(data(), name))) for name in ("roofline", "saguaro")}
+    for name, item in found.items():
+        assert isinstance(item, Skipped) and item.name == name and "it needs" in item.why
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_no_figure_is_drawn_of_rows_of_ar_alone(name: str) -> None:
+    ar = data().rows[data().rows["mode"] == "ar"]
+    (item,) = draw(Data(ar.head(3)), name)
+    assert isinstance(item, Skipped)
+
+
+def test_rows_of_two_conditions_are_never_mixed() -> None:
+    rows = data().rows
+    notes = Notes()
+    kept = usual(rows, ["lm_head", "context"], notes, "all")
+    assert set(kept["lm_head"]) == {False} and len(kept) < len(rows)
+    assert notes.lines == (
+        f"left out {len(rows) - len(kept)} rows of all: the figure is for lm_head=False, context=0",
+    )
+
+
+def test_a_case_has_the_rows_of_one_folder() -> None:
+    rows = data().rows
+    twice = pd.concat([rows, rows.head(30).assign(folder="other")], ignore_index=True)
+    notes = Notes()
+    found = cases(Data(twice, (), notes), plain(twice), ["alpha", "lookahead"])
+    assert isinstance(found[0], Case) and found[0].label == "8B/1B, T=1"
+    assert set(found[0].rows["folder"]) | set(found[0].ar["folder"]) == {str(FIXTURE)}
+    assert any("another set than" in line for line in notes.lines)
+
+
+def test_a_folder_without_the_targets_ar_comes_second() -> None:
+    rows = data().rows
+    bare = rows[rows["mode"] != "ar"].assign(folder="bare")
+    few = rows[(rows["mode"] == "ar") | (rows["lookahead"] == 4)]
+    both = pd.concat([bare, few], ignore_index=True)
+    (first, *_) = cases(Data(both), plain(both), ["lookahead"])
+    assert set(first.rows["folder"]) == {str(FIXTURE)} and len(first.ar)
+    (first, *_) = cases(Data(bare), plain(bare), ["lookahead"])
+    assert set(first.rows["folder"]) == {"bare"} and first.ar_on(1) is None
+
+
+def test_repeats_are_one_point_with_the_widest_interval() -> None:
+    rows = pd.DataFrame(
+        {
+            "k": [1, 1, 1],
+            "tok_per_s": [9.0, 10.0, 12.0],
+            "low": [8.0, 9.5, 11.0],
+            "high": [9.5, 11.0, 13.0],
+        }
+    )
+    (point,) = points(rows, ["k"]).to_dict("records")
+    assert point == {"k": 1, "tok_per_s": 10.0, "low": 8.0, "high": 13.0, "n": 3}
+
+
+def test_a_ratio_has_both_intervals() -> None:
+    middle, low, high = ratio(2.0, 1.8, 2.2, 1.0, 1.0, 1.0)
+    assert (middle, low, high) == pytest.approx((2.0, 1.8, 2.2))
+    _, low, high = ratio(1.0, 0.9, 1.1, 1.0, 0.9, 1.1)
+    assert low < 0.9 and high > 1.1
+
+
+def test_names() -> None:
+    assert slug(H100) == "nvidia-h100-80gb-sxm-emulated"
+    assert [short(n) for n in ("llama-3.1-70b", "qwen3-0.6b", None)] == ["70B", "qwen3-0.6b", "–"]
+    assert short("gen:layers=24,hidden=1024,ffn=3408") == "24×1024"
+    assert on_machine(data()).rows["device_name"].nunique() == 1
+
+
+def test_colours_differ_in_brightness_too() -> None:
+    colors = [color for color, _ in METHODS.values()]
+    markers = {marker for _, marker in METHODS.values()}
+    assert len(set(colors)) == len(markers) == len(METHODS)
+    assert isinstance(poster("throughput").axes[0], Axes)

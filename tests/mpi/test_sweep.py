@@ -1,0 +1,222 @@
+"""Sweeps under mpirun: rows as `run` makes them, resumed, shared out, and never stopped by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.mpi.harness import Job, Started, launch, needs_mpi, start
+
+pytestmark = needs_mpi
+
+EMULATED = ["--backend=emulated", "--progress=off"]
+NULL = [*EMULATED, "--device=null", "--pair=toy", "--rounds=20", "--warmup_rounds=2"]
+METHODS = {  # how many ranks each needs, and what makes it
+    "ar": (1, ["--mode=ar"]),
+    "inline": (1, ["--mode=sd", "--num_drafts=0", "--lookahead=2", "--alpha=.7"]),
+    "sd": (2, ["--mode=sd", "--num_drafts=1", "--lookahead=2", "--alpha=.7"]),
+    "ssd": (2, ["--mode=ssd", "--num_drafts=1", "--lookahead=2", "--alpha=.7"]),
+}
+
+
+def sweep(np_: int, *flags: str, folder: Path, module: str = "mpissd") -> Job:
+    """`mpissd sweep` on NP ranks."""
+    with start(np_, module, "sweep", *flags, f"--out={folder}") as job:
+        found = Job(*job.finish(), folder)
+        assert not job.alive(), "ranks outlive their job"
+    return found
+
+
+def rows_in(folder: Path, name: str = "runs") -> list[dict[str, Any]]:
+    path = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tasks(folder: Path) -> list[str]:
+    """What was measured, in order; a gate may flag a row where the machine is very busy."""
+    rows = [row for name in ("runs", "flagged") for row in rows_in(folder, name)]
+    rows.sort(key=lambda row: int(row["run_id"].split("-")[2], 16))
+    return [row["provenance"]["sweep"]["task"] for row in rows]
+
+
+def end(job: Job) -> dict[str, Any]:
+    """The last line of stdout."""
+    found = json.loads(job.out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def keys(value: Any) -> Any:
+    """The keys of an object, with those of the objects in it."""
+    if not isinstance(value, dict):
+        return None
+    return {name: keys(found) for name, found in value.items() if name not in ("sweep", "flags")}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """All methods in one job of two ranks, each twice."""
+    folder = tmp_path_factory.mktemp("swept")
+    grid = "mode=ar,sd,ssd; num_drafts=0,1; lookahead=2; alpha=.7"
+    told = [*EMULATED, "--pair=8b/1b", "--rounds=60", "--repeats=2"]
+    return sweep(2, f"--grid={grid}", *told, folder=folder)
+
+
+def test_a_sweep_measures_everything_and_says_what_was_best(swept: Job) -> None:
+    assert swept.code == 2, swept.err  # ssd with num_drafts=0 cannot be
+    told = end(swept)
+    assert (told["measured"], told["failed"], told["rows"]) == (8, 2, 8)
+    methods = {found["method"]: found for found in told["best"][0]["methods"]}
+    assert set(methods) == {"AR", "SD", "SD inline", "SSD fan_out=uniform:3 power:A=0.75,r=1.0"}
+    assert methods["AR"]["speedup"] == 1 < methods["SD"]["speedup"]
+    assert all(len(m["by_lookahead"].popitem()[1]["repeats"]) == 2 for m in methods.values())
+    failed = rows_in(swept.folder, "failed")
+    assert [(row["exit_code"], row["repeat"]) for row in failed] == [(2, 0), (2, 1)]
+    assert "num_drafts=0 with mode=ssd" in failed[0]["error"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_of_a_sweep_is_the_row_of_a_run(swept: Job, method: str, tmp_path: Path) -> None:
+    np_, flags = METHODS[method]
+    alone = launch(
+        np_, *flags, *EMULATED, "--pair=8b/1b", "--rounds=60", folder=tmp_path, direct=True
+    ).row
+    found = [row for row in rows_in(swept.folder) if row["config_digest"] == alone["config_digest"]]
+    assert [row["provenance"]["sweep"]["repeat"] for row in found] == [0, 1]
+    assert alone["provenance"]["sweep"] is None and alone["provenance"]["calibrated_at"]
+    exact = (
+        "outcome_digest token_digest world_size num_drafts tp hit_rate accept_histogram num_tokens "
+        "t_target_s floor_us messages_per_round bytes_per_round all_reduce inline_draft fan_out"
+    ).split()
+    for row in found:
+        assert keys(row) == keys(alone)
+        assert {name: row[name] for name in exact} == {name: alone[name] for name in exact}
+        assert len(row["rank_digests"]) == np_ == len(row["provenance"]["ranks"])
+        assert row["tok_per_s_per_gpu"] == pytest.approx(row["tok_per_s"] / np_, abs=1e-3)
+        assert (swept.folder / "rounds" / f"{row['run_id']}.npz").exists()
+        profile = json.loads((swept.folder / "profiles" / f"{row['run_id']}.json").read_text())
+        assert set(profile["device"]["verify"]) == set(_verify(tmp_path, alone))
+    quick = min(quickest(swept.folder, row) for row in found)  # whatever else the machine did
+    assert quick == pytest.approx(quickest(tmp_path, alone), rel=0.15)
+    calibrated = {row["provenance"]["calibrated_at"] for row in found}
+    assert len(calibrated) == 1  # the repeat has what the first one measured
+
+
+def quickest(folder: Path, row: dict[str, Any]) -> float:
+    """Seconds of the round that nothing disturbed."""
+    with np.load(folder / "rounds" / f"{row['run_id']}.npz") as held:
+        return float(held["round_s"].min())
+
+
+def _verify(folder: Path, row: dict[str, Any]) -> Any:
+    told = json.loads((folder / "profiles" / f"{row['run_id']}.json").read_text())
+    return told["device"]["verify"]
+
+
+def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    flags = ["--grid=mode=sd,ssd; lookahead=1..8", *NULL, "--repeats=1", f"--out={tmp_path}"]
+    with start(2, "mpissd", "sweep", *flags) as job:
+        patience = time.monotonic() + 60
+        while len(rows_in(tmp_path)) < 5 and time.monotonic() < patience:
+            time.sleep(0.02)
+        os.kill(job.rank(0), 9)
+        job.finish()
+    before = tasks(tmp_path)
+    assert 5 <= len(before) < 16
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"schema": 1, "run_id": "ssd-to')  # as a kill within a write would leave it
+    again = sweep(2, *flags[:-1], folder=tmp_path)
+    assert again.code in (0, 3), again.err
+    after = tasks(tmp_path)
+    assert after[: len(before)] == before
+    assert len(after) == len(set(after)) == 16
+    assert end(again)["measured"] + end(again)["failed"] == 16 - len(before)
+
+
+def test_shards_share_a_folder(tmp_path: Path) -> None:
+    flags = ["--grid=mode=ar,sd,ssd; lookahead=1..4", *NULL, "--repeats=1", f"--out={tmp_path}"]
+    jobs = [start(2, "mpissd", "sweep", *flags, f"--shard={n}/2") for n in (1, 2)]
+    with jobs[0], jobs[1]:
+        assert {job.finish()[0] for job in jobs} <= {0, 3}
+    found = tasks(tmp_path)
+    assert len(found) == len(set(found)) == 9
+    whole = sweep(2, *flags[:-1], folder=tmp_path)
+    assert (whole.code, end(whole)["measured"]) == (0, 0)
+
+
+def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path: Path) -> None:
+    """Rank 1 has no memory for the branches of eight sequences; rank 0 hears of it in time, and
+    what needs fewer rows is measured."""
+    grid = "--grid=mode=ar,sd,ssd; lookahead=2; batch_size=1,8; fan_out=uniform:2"
+    told = [grid, *NULL, "--repeats=1"]
+    found = sweep(2, *told, folder=tmp_path, module="tests.mpi.sweep_job")
+    assert found.code in (2, 3), found.err
+    failed = rows_in(tmp_path, "failed")
+    assert {row["error"] for row in failed} == {"rank 1: 48 rows wanted, 24 free"}
+    kinds = [(row["flags"]["mode"], row["flags"]["batch_size"]) for row in failed]
+    assert kinds == [("ssd", "8")]
+    assert len(set(tasks(tmp_path))) == 5
+    again = sweep(2, *told, folder=tmp_path)
+    assert (again.code, end(again)["measured"], end(again)["failed"]) == (0, 0, 0)
+    retried = sweep(2, *told, "--retry", folder=tmp_path)
+    assert retried.code in (0, 3) and len(set(tasks(tmp_path))) == 6
+
+
+def test_a_dead_rank_ends_the_sweep(tmp_path: Path) -> None:
+    flags = ["--grid=mode=ar,ssd", *EMULATED, "--pair=8b/1b", "--rounds=5000", f"--out={tmp_path}"]
+    with start(2, "mpissd", "sweep", *flags) as job:
+        pid = job.rank(1)
+        time.sleep(2)
+        os.kill(pid, 9)
+        began = time.monotonic()
+        code, _, _ = job.finish()
+        assert code != 0 and time.monotonic() - began < 20
+        assert not job.alive()
+    assert rows_in(tmp_path) == []
+
+
+def resident(pid: int) -> float:
+    """MB."""
+    fields = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()
+    return int(fields[0]) / 1e3
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_does_not_grow_with_the_number_of_configurations(tmp_path: Path) -> None:
+    grid = "mode=ar,sd,ssd; lookahead=2,4; alpha=.6,.8; batch_size=1,2"
+    told = [f"--grid={grid}", *NULL, "--repeats=12", f"--out={tmp_path}"]
+    with start(2, "mpissd", "sweep", *told) as job:
+        ranks = [job.rank(rank) for rank in (0, 1)]
+        sizes: dict[int, list[float]] = {}
+        while job.process.poll() is None:
+            try:
+                sizes[len(tasks(tmp_path))] = [resident(pid) for pid in ranks]
+            except (OSError, ValueError, IndexError):
+                continue
+            time.sleep(0.02)
+        code, _, err = job.finish()
+    assert code in (0, 3), err
+    total = len(tasks(tmp_path))
+    assert total == 216
+    early = next(sizes[n] for n in sorted(sizes) if n >= 60)  # everything has been made
+    late = sizes[max(n for n in sizes if n <= total)]
+    growth = [after - before for before, after in zip(early, late, strict=True)]
+    assert max(growth) < 8, f"{growth} MB from {60} to {total} rows"
+
+
+def test_a_dry_run_lists_the_plan(tmp_path: Path) -> None:
+    told = ["--grid=mode=ar,ssd; p_hit=.5; fan_out=uniform:0,uniform:2", "--dry_run"]
+    command = ["launch/local.sh", "2", *told, *NULL, f"--out={tmp_path}/none"]
+    with Started(command, {"COMMAND": "sweep"}) as job:
+        code, out, err = job.finish()
+    lines = out.splitlines()
+    assert code == 0 and len(lines) == 4, err
+    assert "mode=ar" in lines[0] and "FAILS: " in lines[1] and "FAILS" not in lines[2]
+    assert lines[3].startswith("3 configurations x 3 repeats = 9 measurements on T=1, D=1: about")
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,113 @@
+"""Methods compared at equal K, and each at its own best K, from rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.config import BestConfig
+from mpissd.errors import ConfigError
+from mpissd.sweep.best import compare_methods, method_of, render, to_dict
+from mpissd.sweeping import best
+
+SAME = {
+    "workload": "gemm",
+    "backend": "cupy",
+    "device_name": "H200",
+    "target": "8b",
+    "tp": 1,
+    "dtype": "float16",
+    "batch_size": 1,
+}
+
+
+def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> dict:
+    drafts = 0 if mode == "ar" else 1
+    known = {"num_drafts": drafts, "world_size": 1 + drafts}
+    if mode != "ar":
+        known |= {"draft": "1b", "acceptance": alpha}
+    if mode == "ssd":
+        known |= {"hit_law": "p_hit:0.9", "on_late": "finish"}
+    known["provenance"] = {"sweep": {"flags": {"fan_out": "uniform:3"} if mode == "ssd" else {}}}
+    return {**SAME, "mode": mode, "lookahead": lookahead, "tok_per_s": rate, **known, **told}
+
+
+ROWS = [
+    row("ar", 0, 300),
+    row("ar", 0, 310),
+    row("ar", 0, 290),
+    *(row("sd", k, rate) for k, rate in ((2, 500), (4, 610), (4, 590), (4, 600), (8, 550))),
+    *(row("ssd", k, rate) for k, rate in ((2, 700), (4, 900), (8, 990), (8, 1010), (8, 1000))),
+    row("sd", 4, 400, "alpha:0.6"),
+]
+
+
+def test_each_method_is_compared_at_equal_and_at_its_own_best_lookahead() -> None:
+    first, second = compare_methods(ROWS)
+    ar, sd, ssd = first.methods
+    assert (ar.name, sd.name) == ("AR", "SD")
+    assert ssd.name == "SSD fan_out=uniform:3 p_hit:0.9"
+    assert (sd.best.lookahead, sd.best.median) == (4, 600)
+    assert (ssd.best.lookahead, ssd.best.median, len(ssd.best.tok_per_s)) == (8, 1000, 3)
+    at_equal = [(method.at(4).median, method.at(8).median) for method in (sd, ssd)]  # type: ignore[union-attr]
+    assert at_equal == [(600, 550), (900, 1000)]
+    assert ar.at(4) is ar.best and sd.at(3) is None
+    assert ssd.best.spread == pytest.approx(0.02) and ssd.best.per_gpu == 500
+    assert dict(second.setting)["acceptance"] == "alpha:0.6"
+    assert [method.best.median for method in second.methods] == [300, 400]  # AR is in both
+
+
+@pytest.mark.parametrize(
+    "other", [{"device_name": "A100"}, {"batch_size": 4}, {"tp": 2}, {"context": 4096}]
+)
+def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None:
+    found = compare_methods([*ROWS[:4], row("ssd", 4, 999, **other)])
+    assert [[m.name for m in comparison.methods] for comparison in found] == [
+        ["AR", "SD"],
+        ["SSD fan_out=uniform:3 p_hit:0.9"],
+    ]
+
+
+def test_what_a_method_is_called() -> None:
+    assert method_of(row("sd", 4, 1, inline_draft=True)) == "SD inline"
+    assert method_of(row("ssd", 4, 1, num_drafts=2, backup="fast", on_late="serve")) == (
+        "SSD D=2 backup=fast fan_out=uniform:3 p_hit:0.9 on_late=serve"
+    )
+    assert method_of(row("ssd", 4, 1, schedule="pearl")).startswith("SSD pearl")
+    alone = {"provenance": {"command": ["run", "--mode=ssd", "--fan_out=geometric:24", "--fuse"]}}
+    assert method_of(row("ssd", 4, 1, **alone)) == "SSD fan_out=geometric:24 p_hit:0.9"
+
+
+def test_the_table_and_the_json_say_the_same() -> None:
+    found = compare_methods(ROWS)
+    lines = render(found).splitlines()
+    assert lines[0] == "8b/1b, T=1, H200: acceptance alpha:0.8, batch_size 1"
+    assert lines[1].split() == "tok/s K=2 K=4 K=8 best at spread n x AR a GPU".split()
+    assert lines[3].split() == "SD 500.0 600.0 550.0 600.0 K=4 3.3% 3 2.00 1.00".split()
+    assert (
+        lines[4].split()[2:] == "p_hit:0.9 700.0 900.0 1000.0 1000.0 K=8 2.0% 3 3.33 1.67".split()
+    )
+    told = json.loads(json.dumps(to_dict(found[0])))["methods"][2]
+    assert (told["best_lookahead"], told["speedup"]) == (8, pytest.approx(1000 / 300))
+    assert told["by_lookahead"]["8"] == {"tok_per_s": 1000, "repeats": [990, 1010, 1000]}
+
+
+def test_without_ar_there_is_no_speedup() -> None:
+    (found,) = compare_methods(ROWS[3:6])
+    assert found.baseline is None and to_dict(found)["methods"][0]["speedup"] is None
+    assert compare_methods([]) == []
+    (alone,) = compare_methods(ROWS[:3])
+    assert [method.name for method in alone.methods] == ["AR"]
+
+
+def test_best_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"schema": 1, "run_id": str(n), **row}) for n, row in enumerate(ROWS)]
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines) + "\n")
+    assert best(BestConfig(str(tmp_path))) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [m["tok_per_s"] for m in told[0]["methods"]] == [300, 600, 1000]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        best(BestConfig(str(tmp_path / "nothing")))

@@ -1,0 +1,139 @@
+"""Who is at fault, from what the warden sees of real processes; no MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpissd.trace import _NEXT, DraftLedger, DraftPhase
+from mpissd.watch.page import DOING, OWN, SIZE, STAGE, WAITING, Doing, Stage, words
+from mpissd.watch.peer import Peer
+from mpissd.watch.verdict import Host
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the warden reads /proc")
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+DEADLINE_S = 10.0
+
+
+class Job:
+    """Three sleeping ranks as a warden would hold them; `pages` are the ranks' own ends."""
+
+    def __init__(self) -> None:
+        self.host, self.pages, self.pipes = Host(), [], []
+        self.processes = [subprocess.Popen(SLEEP) for _ in range(3)]
+        told = {"size": 3, "local_size": 3, "host": "h", "deadline_s": DEADLINE_S}
+        for rank, process in enumerate(self.processes):
+            page = os.memfd_create("page")
+            os.ftruncate(page, SIZE)
+            self.pages.append(os.dup(page))
+            read, write = os.pipe()
+            os.set_blocking(read, False)
+            self.pipes.append(write)
+            link = socket.socket()
+            peer = Peer(link, process.pid, page, read, {**told, "rank": rank, "may_lose": [2]})
+            self.host.peers[rank] = peer
+            self.set(rank, STAGE, Stage.ROUNDS)
+
+    def set(self, rank: int, place: int, value: int) -> None:
+        os.pwrite(self.pages[rank], bytes([value]), place)
+
+    def end(self, rank: int, signum: int = signal.SIGKILL, *, at: float = 0.0) -> None:
+        if signum == signal.SIGTERM:  # as Python's handler does
+            os.write(self.pipes[rank], bytes([signum]))
+        self.processes[rank].send_signal(signum)
+        self.processes[rank].wait()
+        assert self.host.peers[rank].look()
+        self.host.peers[rank].gone_at = at
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    found = Job()
+    yield found
+    for process in found.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_page_says_the_phase_in_words() -> None:
+    assert words(Stage.START, Doing.GROWTH) == "start"
+    assert words(Stage.WARM_UP, Doing.NOTHING) == "warm-up"
+    assert words(Stage.WARM_UP, Doing.VERIFY) == "verify (warm-up)"
+    assert words(Stage.ROUNDS, Doing.OUTCOME_WAIT) == "outcome wait"
+    assert words(Stage.GATHER, Doing.VERIFY) == "gather"
+
+
+def test_a_draft_grows_from_its_answer_to_its_record() -> None:
+    ledger = DraftLedger()
+    told = {}
+    for phase in DraftPhase:
+        ledger.mark(phase)
+        told[phase.name] = Doing(OWN.bytes[DOING]).name
+    assert len(_NEXT) == len(DraftPhase)
+    assert told["SEND"] == told["GLUE"] == told["KEYS"] == told["GROW"] == "GROWTH"
+    assert told["WAIT"] == told["LOOKUP"] == "ANSWER" and told["RECORD"] == "OUTCOME_WAIT"
+
+
+def test_who_was_killed_is_at_fault_and_not_who_was_ended_for_it(job: Job) -> None:
+    job.set(2, DOING, Doing.GROWTH)
+    job.end(0, signal.SIGTERM, at=1.0)  # seen first
+    job.end(2, signal.SIGKILL, at=2.0)
+    found = job.host.dead()
+    assert found is not None and found.culprit is job.host.peers[2]
+    assert found.line.startswith("rank 2 (h, pid ") and found.line.endswith(" in growth")
+
+
+def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
+    for rank in range(3):
+        job.end(rank, signal.SIGTERM)
+    found = job.host.dead()
+    assert found is not None and found.culprit is None and "signal 15 to all ranks" in found.line
+
+
+def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:
+    leaver = job.host.peers[1]
+    job.end(1)
+    leaver.left, leaver.status = 3, 3 << 8
+    found = job.host.dead()
+    assert found is not None and "left early with exit code 3" in found.line  # MPI was not over
+    job.set(1, STAGE, Stage.DONE)
+    assert job.host.dead() is None
+
+
+def test_a_rank_that_stands_still_is_late_but_not_all_of_them(job: Job) -> None:
+    job.processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert job.host.stopped(100.0) is None
+    found = job.host.stopped(100.0 + DEADLINE_S + 1)
+    assert found is not None and "stopped in" in found.line and found.culprit is job.host.peers[1]
+    for process in job.processes:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert job.host.stopped(200.0) is None  # job control
+    for process in (job.processes[0], job.processes[2]):
+        process.send_signal(signal.SIGCONT)
+    time.sleep(0.1)
+    assert job.host.stopped(201.0) is None  # its time begins anew
+
+
+def test_who_waits_names_who_does_not(job: Job) -> None:
+    for rank in (0, 2):
+        job.set(rank, WAITING, 1)
+    found = job.host.waited(job.host.peers[0], "plan: nothing", 0.0)
+    assert found.culprit is job.host.peers[1] and "rank 0 waited: plan: nothing" in found.line
+    job.set(1, WAITING, 1)
+    assert job.host.waited(job.host.peers[0], "plan", 0.0).culprit is job.host.peers[0]
+
+
+def test_a_draft_may_be_lost_while_the_lead_measures(job: Job) -> None:
+    draft, follower = job.host.peers[2], job.host.peers[1]
+    assert job.host.can_do_without(draft) and not job.host.can_do_without(follower)
+    job.set(0, STAGE, Stage.GATHER)
+    assert not job.host.can_do_without(draft)
