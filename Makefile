@@ -115,6 +115,7 @@ test-mpi:
 check:
 	$(setup) test
 	@$(python) -m ruff check .
+	@$(python) -m ruff format --check -q .
 	@$(python) -m mypy
 	@$(python) -m pytest -q -m "not mpi and not slow and not gpu" </dev/null
 

@@ -53,7 +53,8 @@ default PRTE_MCA_hwloc_default_binding_policy none
 command -v ssh >/dev/null || command -v rsh >/dev/null || default OMPI_MCA_plm_rsh_agent ''
 # On one node Open MPI need not look at the network: it starts in 0.2 s, not 1.2. "vader" is the
 # name of shared memory that both Open MPI 4 and 5 know.
-if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] && [ -z "${PBS_NODEFILE:-}${LSB_HOSTS:-}" ] &&
-    [ "$MPIRUN" = "${MPIRUN%% *}" ]; then
+hosts_told=${PBS_NODEFILE:-}${LSB_HOSTS:-}${LSB_MCPU_HOSTS:-}${PE_HOSTFILE:-}${SLURM_HET_SIZE:-}
+hosts_told+=${OMPI_MCA_orte_default_hostfile:-}${PRTE_MCA_prte_default_hostfile:-}
+if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] && [ -z "$hosts_told" ] && [ "$MPIRUN" = "${MPIRUN%% *}" ]; then
     default OMPI_MCA_btl self,vader
 fi

@@ -24,7 +24,8 @@ from mpissd.comm.topology import (  # noqa: E402
     launcher_rank,
     launcher_size,
 )
-from mpissd.config import RunConfig, SweepConfig  # noqa: E402
+from mpissd.command_config import SweepConfig  # noqa: E402
+from mpissd.config import RunConfig  # noqa: E402
 from mpissd.errors import ConfigError, MpissdError  # noqa: E402
 from mpissd.sweeping import check_sweep, list_plan  # noqa: E402
 from mpissd.wait import Overdue  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 import fire
 from fire.decorators import SetParseFn
 
-from mpissd.config import (
+from mpissd.command_config import (
     BestConfig,
     CollectivesConfig,
     CompareConfig,
@@ -23,11 +23,11 @@ from mpissd.config import (
     PlanConfig,
     PredictConfig,
     ProbeConfig,
-    RunConfig,
     SweepConfig,
     TablesConfig,
     WhyConfig,
 )
+from mpissd.config import RunConfig
 from mpissd.errors import ConfigError, unknown
 from mpissd.flags import parse_into
 

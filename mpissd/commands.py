@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.backend.profile import Profile, known_profiles, load_profile
-from mpissd.config import (
-    CompareConfig,
-    PlanConfig,
-    PredictConfig,
-    RunConfig,
-    TablesConfig,
-    WhyConfig,
-)
+from mpissd.command_config import CompareConfig, PlanConfig, PredictConfig, TablesConfig, WhyConfig
+from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
 from mpissd.predict import jobfile

@@ -1,9 +1,9 @@
 """What can go wrong, told apart by whose fault it is; each class carries its exit code.
 
-    ConfigError    the user's: one line that names the value and what is allowed (exit 2)
-    GateError      a measured row contradicts itself or physics (exit 3)
-    ProtocolError  two ranks disagree: names the round and both values (exit 4)
-    FaultError     a peer is gone, or a wait outlasted its deadline (exit 5)
+ConfigError    the user's: one line that names the value and what is allowed (exit 2)
+GateError      a measured row contradicts itself or physics (exit 3)
+ProtocolError  two ranks disagree: names the round and both values (exit 4)
+FaultError     a peer is gone, or a wait outlasted its deadline (exit 5)
 """
 
 from __future__ import annotations

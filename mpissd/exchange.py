@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mpissd.backend.profile import known_profiles, load_profile
-from mpissd.config import CollectivesConfig, ExportConfig
+from mpissd.command_config import CollectivesConfig, ExportConfig
 from mpissd.errors import ConfigError
 from mpissd.interchange import nccl_tests
 from mpissd.interchange.tidy import FORMATS, write_tidy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpissd.backend.profile import load_profile
 from mpissd.comm.topology import check_world, launcher_size
-from mpissd.config import BestConfig, SweepConfig
+from mpissd.command_config import BestConfig, SweepConfig
 from mpissd.errors import ConfigError
 from mpissd.job import resolve
 from mpissd.sweep.best import compare_methods, render, to_dict

@@ -25,6 +25,7 @@ PATIENT_SPIN_S = 200e-6  # where every rank has a core, but none is spare
 _NAP_S = 20e-6
 _LONG_S = 5e-3
 _LONG_NAP_S = 50e-6
+_ALARM_S = 0.2  # between two looks at what a library knows of its peers
 _ASLEEP_S = 1.0  # between two polls: nobody waited meanwhile
 
 
@@ -74,13 +75,14 @@ class Waiter:
         self.deadline_s = deadline_s
         self.spin = spin
         self.spin_s = spin_s
+        self.alarm: Callable[[], None] | None = None  # in a long wait: raises where it is in vain
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         """Returns once test() is true; Overdue naming `what` after deadline_s."""
         if test():
             return
         start = last = time.perf_counter()
-        is_long = False
+        is_long, alarm_s = False, _ALARM_S
         asleep = 0.0  # this process, by a debugger or by who shares the machine: no fault
         while True:
             for _ in range(_POLLS_BETWEEN_CLOCK_READS if self.spin else 4):
@@ -95,6 +97,9 @@ class Waiter:
             if waited > _LONG_S:
                 is_long = True
                 OWN.bytes[WAITING] = 1
+                if self.alarm is not None and waited > alarm_s:
+                    alarm_s = waited + _ALARM_S
+                    self.alarm()
                 if waited - asleep > self.deadline_s:
                     raise Overdue(f"{what}: nothing for {waited:.1f} s (--deadline_s)")
             if self.spin:

@@ -37,6 +37,7 @@ LAYERS = {
     "mpissd.tape": 0,
     "mpissd.trace": 0,
     "mpissd.config": 0,
+    "mpissd.command_config": 0,
     "mpissd.sweep": 0,
     "mpissd.sweep.forecast": 4,
     "mpissd.spec": 1,

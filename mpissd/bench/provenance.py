@@ -18,9 +18,7 @@ from mpissd.backend.base import DeviceInfo
 _STARTED = datetime.now(timezone.utc)
 
 
-def provenance(
-    infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str
-) -> dict[str, Any]:
+def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str) -> dict[str, Any]:
     """Everything that could explain a different number on another day."""
     return {
         "mpissd": mpissd.__version__,

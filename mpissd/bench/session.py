@@ -155,9 +155,11 @@ class Machine:
         topology = self.parts[job.config.drafts]
         if topology is None:
             return None
+        waiter = topology.waiter(job.config.deadline_s)
+        waiter.alarm = self.group.check
         return Session(
             topology=topology,
-            waiter=topology.waiter(job.config.deadline_s),
+            waiter=waiter,
             backend=self.backend,
             infos=self.infos[: job.world_size],
             job=job,

@@ -17,7 +17,7 @@ from mpissd.bench.run import measure
 from mpissd.bench.session import Machine, open_machine
 from mpissd.bench.sweep_report import Progress, print_end, print_sweep_card
 from mpissd.comm.topology import Refused
-from mpissd.config import SweepConfig
+from mpissd.command_config import SweepConfig
 from mpissd.errors import ConfigError, FaultError, GateError
 from mpissd.job import Job
 from mpissd.sweep.plan import Plan, Task

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from mpissd.bench.report import open_bar
 from mpissd.bench.session import Machine
-from mpissd.config import SweepConfig
+from mpissd.command_config import SweepConfig
 from mpissd.sweep.best import compare_methods, render, to_dict
 from mpissd.sweep.forecast import duration_text, predicted_s
 from mpissd.sweep.plan import Plan, Task

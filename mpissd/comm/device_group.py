@@ -128,7 +128,9 @@ def open_device_group(
 
 def gather_seats(device: Device, comm: MPI.Comm, waiter: Waiter) -> list[Seat]:
     """Every rank's seat, in rank order."""
-    seat = Seat(MPI.Get_processor_name()[:128], device.info.bus_id or "?", has_nccl())
+    info = device.info
+    can_nccl = info.kind == "gpu" and has_nccl()
+    seat = Seat(MPI.Get_processor_name()[:128], info.bus_id or "?", can_nccl)
     mine = np.frombuffer(str(seat).encode().ljust(_SEAT_BYTES), np.uint8)
     lines = np.empty((comm.size, _SEAT_BYTES), np.uint8)
     waiter.until(comm.Iallgather(mine, lines).Test, "the target ranks' devices")

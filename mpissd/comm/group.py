@@ -32,6 +32,9 @@ class Group(ABC):
     def all_gather(self, local: Any, gathered: Any) -> None:
         """Concatenates 4-byte `local` arrays of all ranks into `gathered`, in rank order."""
 
+    def check(self) -> None:  # noqa: B027
+        """FaultError where the library behind the group has met an error since."""
+
     def abort(self) -> None:  # noqa: B027
         """After a fault: lets go of a collective that will never end; then memory can be freed."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,8 +114,17 @@ def placed(world: MPI.Comm, tp: int) -> Topology:
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     cores: set[int] = set().union(*node.allgather(usable_cores()))
     cores_a_rank = float(world.allreduce(len(cores) / node.size, op=MPI.MIN))
-    hosts = tuple(world.allgather(socket.gethostname()))
+    hosts = label_hosts(world.allgather((socket.gethostname(), node.bcast(world.rank))))
     return Topology(world, group, tp, world.size - tp, node.rank, hosts, cores_a_rank)
+
+
+def label_hosts(told: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """A name for each rank's machine, from its (hostname, first rank that shares its memory).
+
+    Containers and cloned machines may all have one name: those then get their first rank, too.
+    """
+    machines = {name: {first for other, first in told if other == name} for name, _ in told}
+    return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in told)
 
 
 def part_of(topology: Topology, num_drafts: int) -> Topology | None:

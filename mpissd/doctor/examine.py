@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpissd.comm.topology import launcher_size
-from mpissd.config import DoctorConfig, RunConfig
+from mpissd.command_config import DoctorConfig
+from mpissd.config import RunConfig
 from mpissd.doctor.facts import Asked, Facts, LaunchFacts
 from mpissd.doctor.finding import BAD
 from mpissd.doctor.judge import judge

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 
-from mpissd.config import DoctorConfig
+from mpissd.command_config import DoctorConfig
 from mpissd.doctor.child import Answer, ask
 from mpissd.doctor.launcher import user_environment
 from mpissd.doctor.ranks import Seen

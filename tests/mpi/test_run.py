@@ -175,9 +175,7 @@ def test_a_job_s_profile_foretells_the_number_in_its_row(
 
 
 @pytest.mark.parametrize("command", ["why", "tables"])
-def test_a_row_can_be_read_again(
-    run: Run, command: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_can_be_read_again(run: Run, command: str, capfd: pytest.CaptureFixture[str]) -> None:
     done = job(run, "ssd")
     told = f"--out={done.folder}" if command == "why" else f"--results={done.folder}"
     assert main([command, told]) == 0

@@ -43,9 +43,7 @@ def test_flags_in_every_way_that_fire_takes() -> None:
     assert parse("run", "--mode=ar", "--mode=sd").mode == "sd"  # the last one counts
 
 
-@pytest.mark.parametrize(
-    "text", ["list:4,4,3,3,2", "list:0,0,0,0,1", "uniform:3", "geometric:24"]
-)
+@pytest.mark.parametrize("text", ["list:4,4,3,3,2", "list:0,0,0,0,1", "uniform:3", "geometric:24"])
 def test_a_list_stays_text(text: str) -> None:
     """fire would make a tuple of it."""
     assert parse("run", f"--fan_out={text}").fan_out == text

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.config import DoctorConfig, parse_into
+from mpissd.command_config import DoctorConfig
+from mpissd.config import parse_into
 from mpissd.doctor.child import Answer, ask
 from mpissd.doctor.facts import RankFacts, SessionFacts
 from mpissd.doctor.host import blas_threads, control_group_bytes, free_space, peek, watch_error

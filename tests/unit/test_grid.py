@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.config import RunConfig, SweepConfig
+from mpissd.command_config import SweepConfig
+from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.flags import parse_into
 from mpissd.sweep.forecast import duration_text, predicted_s

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.config import BestConfig
+from mpissd.command_config import BestConfig
 from mpissd.errors import ConfigError
 from mpissd.sweep.best import compare_methods, method_of, render, to_dict
 from mpissd.sweeping import best

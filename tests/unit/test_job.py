@@ -163,9 +163,7 @@ def test_a_draft_with_a_head_reads_out_the_candidates_it_may_need() -> None:
         ({"fan_out": "adaptive:5000"}, "5000: allowed: 1 to 4096"),
     ],
 )
-def test_lists_are_judged_whether_they_are_used_or_not(
-    flags: dict[str, Any], message: str
-) -> None:
+def test_lists_are_judged_whether_they_are_used_or_not(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(RunConfig(pair="8b/1b", **flags), 1, backend="emulated", memory_bytes=None)
 

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from mpissd.__main__ import main
 from mpissd.backend.profile import load_profile
-from mpissd.config import PredictConfig, RunConfig, parse_flags
+from mpissd.command_config import PredictConfig
+from mpissd.config import RunConfig, parse_flags
 from mpissd.decode.draft import Drafter, DraftPolicy
 from mpissd.decode.speculator import InlineSpeculator, Speculator
 from mpissd.decode.target import TargetLoop

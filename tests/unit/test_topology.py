@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.comm.topology import check_world, launcher_rank, launcher_size, usable_cores
+from mpissd.comm.topology import (
+    check_world,
+    label_hosts,
+    launcher_rank,
+    launcher_size,
+    usable_cores,
+)
 from mpissd.errors import ConfigError
 
 MPICH = {"PMI_SIZE": "4", "PMI_RANK": "1"}
@@ -39,3 +45,16 @@ def test_a_world_is_t_and_d() -> None:
 
 def test_this_process_has_a_core() -> None:
     assert usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("told", "labels"),
+    [
+        ([("a", 0), ("a", 0), ("b", 2)], ("a", "a", "b")),
+        ([("a", 0), ("a", 1), ("a", 0), ("b", 3)], ("a#0", "a#1", "a#0", "b")),
+    ],
+)
+def test_machines_of_one_name_are_told_apart(
+    told: list[tuple[str, int]], labels: tuple[str, ...]
+) -> None:
+    assert label_hosts(told) == labels

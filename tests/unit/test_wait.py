@@ -47,9 +47,7 @@ def test_a_test_that_raises_is_not_swallowed() -> None:
 
 
 @pytest.mark.parametrize("spin", [True, False])
-def test_only_a_wait_that_spins_keeps_the_core(
-    spin: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_wait_that_spins_keeps_the_core(spin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeps: list[float] = []
     real = time.sleep
 
@@ -88,3 +86,26 @@ def test_sharper_sleeps_are_still_sleeps() -> None:
     start = time.perf_counter()
     time.sleep(2e-3)
     assert time.perf_counter() - start >= 2e-3
+
+
+@pytest.mark.parametrize("spin", [True, False])
+def test_a_long_wait_asks_whether_it_is_in_vain(spin: bool) -> None:
+    """As NCCL's asynchronous errors: nobody comes, long before the deadline."""
+    waiter, asked = Waiter(60.0, spin), []
+
+    def alarm() -> None:
+        asked.append(time.perf_counter())
+        if len(asked) == 2:
+            raise FaultError("NCCL on rank 0: unhandled system error")
+
+    waiter.alarm = alarm
+    start = time.perf_counter()
+    with pytest.raises(FaultError, match="unhandled system error"):
+        waiter.until(lambda: False, "forward")
+    assert asked[0] - start >= 0.2 and asked[1] - asked[0] >= 0.2
+
+
+def test_a_short_wait_asks_nobody() -> None:
+    waiter = Waiter(60.0, spin=True)
+    waiter.alarm = lambda: pytest.fail("asked")
+    waiter.until(after(200)[0], "peer")

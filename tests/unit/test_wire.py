@@ -83,9 +83,7 @@ def test_a_speculation_survives(speculation: Speculation) -> None:
 
 
 @given(outcomes(), st.data(), st.integers(0, 5), st.booleans())
-def test_a_plan_survives(
-    outcome: Outcome, data: st.DataObject, lookahead: int, stop: bool
-) -> None:
+def test_a_plan_survives(outcome: Outcome, data: st.DataObject, lookahead: int, stop: bool) -> None:
     rows = data.draw(speculation_rows(outcome.num_live, lookahead))
     speculation = Speculation(outcome.round + 1, rows)
     buffer = used(Kind.PLAN, outcome.rows.size + rows.size)
@@ -118,9 +116,7 @@ def sent(round_: int = 6, count: int = 2, lookahead: int = 3) -> Buffer:
         (5, -1, "flags -1"),
     ],
 )
-def test_a_header_that_does_not_fit_names_both_values(
-    field: int, value: int, message: str
-) -> None:
+def test_a_header_that_does_not_fit_names_both_values(field: int, value: int, message: str) -> None:
     buffer = sent()
     buffer.array[field] = value
     with pytest.raises(ProtocolError, match=message):
@@ -151,9 +147,7 @@ def test_more_or_less_drafted_than_can_be_is_refused(num_draft: int) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [Kind.OUTCOME, Kind.PLAN])
-def test_a_malformed_outcome_is_refused(
-    kind: Kind, column: int, value: int, message: str
-) -> None:
+def test_a_malformed_outcome_is_refused(kind: Kind, column: int, value: int, message: str) -> None:
     rows = np.zeros((2, Outcome.WIDTH), np.int32)
     rows[1, column] = value
     buffer, outcome = Buffer(kind, 0, 30, lookahead=6, vocab=32), Outcome(4, rows)

@@ -1,0 +1,52 @@
+"""`python -m analysis FIGURE [--results=…] [--out=…]`, `python -m analysis all`, `… report`.
+
+Exit codes: 0 done, 2 a usage error, or no row that could be drawn from.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from analysis import cli
+from analysis.build import Drawn, build_all, draw, told
+from analysis.load import load
+from mpissd.errors import MpissdError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns its exit code."""
+    try:
+        plan = cli.parse(sys.argv[1:] if arguments is None else arguments)
+        return 0 if plan is None else execute(plan)
+    except MpissdError as error:
+        print(f"analysis: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def execute(plan: cli.Plan) -> int:
+    """Draws what the plan names; notes go to stderr, what was written to stdout."""
+    data = load(plan.paths)
+    for line in data.notes.lines:
+        print(f"analysis: {line}", file=sys.stderr)
+    out = Path(plan.out)
+    if plan.what == "report":
+        from analysis.report import write_report
+
+        print(write_report(data, out))
+        return 0
+    if plan.what == "all":
+        lines = list(build_all(data, out, plan.kinds, plan.workers))
+        print("\n".join(lines))
+        return 0 if any(": skipped: " not in line for line in lines) else 2
+    items = list(draw(data, plan.what, plan.device))
+    for note in dict.fromkeys(n for i in items if isinstance(i, Drawn) for n in i.notes):
+        print(f"analysis: {note}", file=sys.stderr)
+    for item in items:
+        line = told(item, out, plan.kinds)
+        print(line, file=sys.stdout if isinstance(item, Drawn) else sys.stderr)
+    return 0 if any(isinstance(item, Drawn) for item in items) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Builds figures: for one machine or all, saved under OUT/MACHINE/FIGURE.png, .pdf and .svg."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from analysis.figures import FIGURES, Spec
+from analysis.findings import FINDINGS
+from analysis.load import Data
+from analysis.notes import Notes, NothingLeft
+from analysis.select import by_pair, machines, on_machine
+from analysis.style import Poster, save, themed
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was drawn, and what was left out for it."""
+
+    machine: str
+    name: str
+    poster: Poster
+    notes: tuple[str, ...] = ()
+    finding: str = ""
+
+    @property
+    def stem(self) -> Path:
+        """MACHINE/FIGURE, no suffix."""
+        return Path(slug(self.machine), self.name)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A figure for which there are no rows."""
+
+    machine: str
+    name: str
+    why: str
+
+
+def slug(machine: str) -> str:
+    """NVIDIA H100 80GB SXM (emulated) → nvidia-h100-80gb-sxm-emulated."""
+    return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+
+
+def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn | Skipped]:
+    """One figure of one machine; several where each pair has its own."""
+    spec = FIGURES[name]
+    here = on_machine(replace(data, notes=Notes()), device)
+    machine = str(here.rows["device_name"].iloc[0])
+    parts = {"": here}
+    if spec.per_pair:
+        parts = {f"-{pair}": part for pair, part in by_pair(here).items()} or parts
+    for suffix, part in parts.items():
+        yield _draw_one(spec, machine, name + suffix, replace(part, notes=here.notes))
+
+
+def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skipped:
+    try:
+        with themed():
+            poster = spec.draw(data)
+    except NothingLeft as nothing:
+        return Skipped(machine, name, str(nothing))
+    finding = FINDINGS[name.split("-")[0]](poster.table())
+    return Drawn(machine, name, poster, data.notes.lines, finding)
+
+
+def draw_all(data: Data) -> Iterator[Drawn | Skipped]:
+    """Every figure of every machine."""
+    for device in machines(data.rows):
+        for name in FIGURES:
+            yield from draw(data, name, device)
+
+
+def build_all(data: Data, out: Path, kinds: Sequence[str], workers: int) -> Iterator[str]:
+    """Draws and saves everything, a machine's figure at a time over `workers` processes; a line
+    for each."""
+    jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
+    with ProcessPoolExecutor(workers, initializer=_share, initargs=(data, out, kinds)) as pool:
+        for lines in pool.map(_job, jobs):
+            yield from lines
+
+
+_shared: list[tuple[Data, Path, Sequence[str]]] = []
+
+
+def _share(data: Data, out: Path, kinds: Sequence[str]) -> None:
+    _shared[:] = [(data, out, kinds)]
+
+
+def _job(job: tuple[str, str]) -> list[str]:
+    (data, out, kinds) = _shared[0]
+    device, name = job
+    return [told(item, out, kinds) for item in draw(data, name, device)]
+
+
+def told(item: Drawn | Skipped, out: Path, kinds: Sequence[str]) -> str:
+    """Saves a figure; the line that says so, or why there is none."""
+    if isinstance(item, Skipped):
+        return f"{slug(item.machine)}/{item.name}: skipped: {item.why}"
+    paths = save(item.poster, out / item.stem, kinds)
+    names = paths[0].with_suffix("").as_posix() + ".{" + ",".join(kinds) + "}"
+    return f"{names if len(kinds) > 1 else paths[0]}: {item.finding}"

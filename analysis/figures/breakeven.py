@@ -1,0 +1,111 @@
+"""Where the extra GPU pays: SSD on T+1 GPUs against the best other use, over alpha and p_hit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+from analysis.figures.common import caption, need
+from analysis.load import Data
+from analysis.select import Case, cases, plain
+from analysis.style import BLACK, Poster
+from analysis.times import Times
+
+_ALPHAS = np.linspace(0.3, 0.98, 35)
+_HITS = np.linspace(0.0, 1.0, 41)
+_NORM = TwoSlopeNorm(1.0, 0.4, 2.0)
+
+
+def break_even(data: Data) -> Poster:
+    """Colour: the gain, by the closed formulas with measured times; dots: measured rows."""
+    rows = data.rows
+    found = cases(data, plain(rows) & (rows["batch_size"] == 1), ["alpha", "hit_law"])
+    shown = [(c, t) for c in found if (t := Times.of(c)) is not None]
+    shown = [(c, t) for c, t in shown if len(_measured(c, per_gpu=False)) >= 3]
+    shown = shown[:2]
+    need(
+        shown,
+        "AR, SD and SSD of a pair at batch 1, SSD at three alphas or hit laws, with t_growth_s",
+    )
+    poster = Poster(8.0 if len(shown) == 1 else 13.4)
+    grid = poster.panels(len(shown), 2, sharex=True, sharey=True)
+    image: Any = None
+    for line, (case, times) in zip(grid, shown, strict=True):
+        for ax, per_gpu in zip(line, (False, True), strict=True):
+            image = _panel(poster, ax, case, times, per_gpu)
+        line[0].set_ylabel("cache-hit rate")
+    for ax in grid[-1]:
+        ax.set_xlabel("acceptance α")
+    bar = poster.colorbar(
+        image, ax=list(grid.flat), pad=0.01, ticks=[0.4, 0.6, 0.8, 1, 1.25, 1.5, 2]
+    )
+    bar.set_label("SSD over the best other use, ×", labelpad=12)
+    bar.ax.set_yticklabels(["0.4", "0.6", "0.8", "1", "1.25", "1.5", "2"])
+    used = [part for case, _ in shown for part in (case.rows, case.ar)]
+    text = caption(
+        data,
+        used,
+        "MODELLED: the closed formulas with these rows' median times; every method at its own best "
+        "K ≤ 16; a miss is drafted just in time. Black line: nothing is gained. Dots: measured SSD "
+        "rows against the best measured rival at their alpha, filled with what they measured",
+    )
+    return poster.finish("Where the extra GPU pays", text, legend=False)
+
+
+def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) -> Any:
+    gpus = f"{case.tp} GPU{'s' * (case.tp > 1)}"
+    rivals = f"per GPU, over {gpus}" if per_gpu else f"raw, over {case.tp + 1} GPUs"
+    with_ar = per_gpu or times.ar_wide is not None
+    ax.set_title(f"{case.label}+1: {rivals} of {'AR or SD' if with_ar else 'SD'}")
+    share = case.tp / (case.tp + 1) if per_gpu else 1.0
+    wide = 1.0 if per_gpu or times.ar_wide is None else times.ar / times.ar_wide
+    values = np.array(
+        [
+            [share * times.best_ssd(a, h) / max(wide, times.best_sd(a)) for a in _ALPHAS]
+            for h in _HITS
+        ]
+    )
+    image = ax.pcolormesh(_ALPHAS, _HITS, values, cmap="PuOr_r", norm=_NORM, rasterized=True)
+    if values.min() < 1 < values.max():
+        ax.contour(_ALPHAS, _HITS, values, [1.0], colors=BLACK, linewidths=2.2)
+    for alpha, hits, gain in _measured(case, per_gpu):
+        ax.scatter(
+            alpha,
+            hits,
+            c=[gain],
+            cmap="PuOr_r",
+            norm=_NORM,
+            s=95,
+            edgecolors=BLACK,
+            linewidths=1.4,
+            zorder=4,
+            clip_on=False,
+        )
+        poster.keep(ax, "measured", x=alpha, y=hits, gain=gain)
+    for i, j in np.ndindex(values.shape):
+        if not i % 5 and not j % 4:
+            poster.keep(ax, "formula", x=_ALPHAS[j], y=_HITS[i], gain=values[i, j])
+    ax.grid(False)
+    return image
+
+
+def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float]]:
+    """(alpha, hit rate, gain) of SSD at each alpha, hit law and fan-out: at its best K."""
+    rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
+    column = "per_gpu" if per_gpu else "tok_per_s"
+    found = []
+    for alpha, group in rows.groupby("alpha"):
+        ssd = group[group["method"] == "SSD"].dropna(subset=["hit_rate"])
+        sd = group[group["method"] == ("SD inline" if per_gpu else "SD")]
+        ar = case.ar[(case.ar["batch_size"] == 1) & (case.ar["gpus"] == case.tp + (not per_gpu))]
+        rivals = pd.concat([sd[column], ar[column]])
+        if not len(rivals) or not len(sd):
+            continue
+        for _, cell in ssd.groupby(["hit_law", "policy"]):
+            row = cell.loc[cell[column].idxmax()]
+            found.append((float(alpha), float(row["hit_rate"]), row[column] / rivals.max()))
+    return found

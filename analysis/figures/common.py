@@ -1,0 +1,91 @@
+"""What figures share: a caption of their conditions, small helpers of one case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.interval import ratio
+from analysis.load import Data
+from analysis.notes import NothingLeft
+from analysis.select import points
+from analysis.style import METHODS
+
+BARS = "Bars: 95% interval of a run (luck of its draws, spread of its rounds), widest of repeats."
+
+
+def caption(
+    data: Data,
+    parts: Iterable[pd.DataFrame],
+    *extra: str,
+    vary: Sequence[str] = (),
+    what: str = "GEMM-only forwards, random weights, imposed acceptance and hits",
+) -> str:
+    """Hardware, what is real, LM head, context, how forwards were issued, rows and commits."""
+    used = pd.concat([part for part in parts if len(part)])
+    used = used[~used.index.duplicated()]
+    words = [machine(used), what, _dtype(used)]
+    if "lm_head" not in vary:
+        words.append(f"LM head: {_several(used['lm_head'].map({True: 'yes', False: 'no'}))}")
+    if "context" not in vary:
+        words.append(f"context: {_several(used['context'])} tokens")
+    if "fuse" not in vary and used["fuse"].any():
+        words.append("fused q,k,v and gate,up")
+    seeds = used["seed"].nunique()
+    counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
+    commits = sorted({commit[:8] for commit in used["commit"] if commit})
+    told = f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
+    sentences = [" · ".join(words), *extra, " · ".join(filter(None, [counts, told]))]
+    return ". ".join(sentence.rstrip(".") for sentence in sentences) + "."
+
+
+def machine(rows: pd.DataFrame) -> str:
+    """Device names, said to be emulated where they are."""
+    names = sorted(rows["device_name"].unique())
+    emulated = all("emulated" in name for name in names)
+    state = "EMULATED: durations from a device profile, slept" if emulated else "measured"
+    if set(rows["backend"]) == {"numpy"}:
+        state = "CPU"
+    return f"{', '.join(names)} ({state})".replace(" (emulated)", "")
+
+
+def _dtype(rows: pd.DataFrame) -> str:
+    return _several(rows["dtype"])
+
+
+def _several(values: pd.Series) -> str:
+    found = sorted(values.astype(str).unique(), key=lambda v: (len(v), v))
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+
+
+def need(condition: object, what: str) -> None:
+    """NothingLeft unless the condition holds."""
+    if not condition:
+        raise NothingLeft(f"no rows for it: it needs {what}")
+
+
+def look(method: str) -> dict[str, Any]:
+    """Colour and marker of a method."""
+    color, marker = METHODS[method]
+    return {"color": color, "marker": marker}
+
+
+def gains(rows: pd.DataFrame, base: pd.DataFrame, by: str) -> pd.DataFrame:
+    """rows over base at equal `by`: columns by, value, low, high."""
+    found = points(rows, [by]).merge(points(base, [by]), on=by, suffixes=("", "_base"))
+    names = ("tok_per_s", "low", "high")
+    triples = [
+        ratio(*(row[n] for n in names), *(row[f"{n}_base"] for n in names))
+        for _, row in found.iterrows()
+    ]
+    values = np.array(triples or np.zeros((0, 3)))
+    return found[[by]].assign(value=values[:, 0], low=values[:, 1], high=values[:, 2])
+
+
+def best(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The fastest configuration at each value of `by`, repeats as one point."""
+    found = points(rows, [by, "lookahead", "policy"])
+    return found.loc[found.groupby(by)["tok_per_s"].idxmax()] if len(found) else found

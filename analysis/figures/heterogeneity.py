@@ -1,0 +1,103 @@
+"""A draft device slower or faster than the targets': only its step time enters the round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.figures.common import caption, need
+from analysis.interval import ratio
+from analysis.load import Data
+from analysis.select import Case, cases, plain, points, richest
+from analysis.style import BLUE, GREY, RED, Poster, parity
+from analysis.times import Times
+
+_FACTORS = np.geomspace(0.25, 8, 61)
+
+
+def heterogeneity(data: Data) -> Poster:
+    """x = draft step time over this machine's; y = gain over AR of SD and SSD, raw and per GPU."""
+    wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
+    found = cases(data, wanted, ["draft_device", "method", "hit_law"])
+    shown = [(c, t) for c in found if (t := Times.of(c)) is not None]
+    shown = shown[:2]
+    need(shown, "AR, SD and SSD of one pair at batch 1, with t_target_s, t_draft_s, t_growth_s")
+    poster = Poster(7.8)
+    grid = poster.panels(1, len(shown), sharey=True)[0]
+    used = []
+    for ax, (case, times) in zip(grid, shown, strict=True):
+        used += _panel(poster, ax, case, times)
+    grid[0].set_ylabel("gain over AR on the target GPUs, ×")
+    text = caption(
+        data,
+        used,
+        "Lines: MODELLED by the closed formulas from these rows' times, the draft's multiplied by "
+        "x, each method at its own best K ≤ 16. Points: measured rows, at their own draft step; "
+        "open: the draft's device is another than the targets'",
+    )
+    return poster.finish("Heterogeneity: a slower or faster draft device", text)
+
+
+def _panel(poster: Poster, ax: Axes, case: Case, times: Times) -> list[pd.DataFrame]:
+    rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
+    sweep = richest(rows[rows["method"] == "SSD"], ["alpha"], ["hit_law", "policy", "lookahead"])
+    alpha = float(sweep["alpha"].iloc[0])
+    hits = float(sweep["hit_rate"].median())
+    ax.set_title(f"{case.label}+1, α={alpha:g}, hit rate {hits:.2f}")
+    share = case.tp / (case.tp + 1)
+    curves = {
+        "SSD": ([times.drafting(x).best_ssd(alpha, hits) for x in _FACTORS], RED),
+        "SD": ([times.drafting(x).best_sd(alpha) for x in _FACTORS], BLUE),
+    }
+    for name, (values, color) in curves.items():
+        y = np.array(values)
+        poster.line(ax, f"{name}, raw", _FACTORS, y, color=color)
+        poster.line(ax, f"{name}, per GPU", _FACTORS, y * share, color=color, linestyle=":")
+    if times.ar_wide is not None:
+        ax.axhline(
+            times.ar / times.ar_wide,
+            color=GREY,
+            linestyle="--",
+            linewidth=1.6,
+            label="AR with the extra GPU as a target",
+        )
+    parity(ax, 1.0, "AR")
+    used = _points(poster, ax, case, times, rows[rows["alpha"] == alpha], hits)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("draft step, over this machine's own")
+    return [case.ar, *used]
+
+
+def _points(
+    poster: Poster, ax: Axes, case: Case, times: Times, rows: pd.DataFrame, hits: float
+) -> list[pd.DataFrame]:
+    """The best measured K of each method, near the hit rate, for each draft device."""
+    ar = case.ar_on(case.tp)
+    used = [rows]
+    near = (rows["hit_rate"] - hits).abs() <= 0.05
+    for method, color in (("SSD", RED), ("SD", BLUE)):
+        here = rows[(rows["method"] == method) & (near | (method == "SD"))].dropna(
+            subset=["step_s"]
+        )
+        for device, group in here.groupby("draft_device"):
+            found = points(group, ["lookahead", "policy"])
+            best = found.loc[found["tok_per_s"].idxmax()]
+            names = ("tok_per_s", "low", "high")
+            y, low, high = ratio(*(best[n] for n in names), *(ar[n] for n in names))  # type: ignore[index]
+            own = device == group["device_name"].iloc[0]
+            poster.line(
+                ax,
+                f"{method}, measured",
+                [best["step_s"] / times.step],
+                [y],
+                low=[low],
+                high=[high],
+                color=color,
+                marker="o",
+                linestyle="none",
+                markerfacecolor=color if own else "white",
+                markersize=10,
+            )
+    return used

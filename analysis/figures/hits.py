@@ -1,0 +1,84 @@
+"""What a hit rate is worth: SSD over SD while the imposed p_hit goes from 0 to 1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.figures.common import BARS, caption, need
+from analysis.interval import ratio
+from analysis.load import Data
+from analysis.select import Case, cases, plain, points, richest
+from analysis.style import BLACK, BLUE, RED, SKY, Poster, parity
+from analysis.times import Times
+
+
+def cache_hits(data: Data) -> Poster:
+    """x = imposed hit rate, y = gain: over SD on the same GPUs, over SD without a draft GPU (raw
+    and per GPU), and the closed formula from the rows' own times."""
+    rows = data.rows
+    wanted = (
+        plain(rows) & (rows["batch_size"] == 1) & (rows["p_hit"].notna() | (rows["mode"] != "ssd"))
+    )
+    shown = [(case, _sweep(case)) for case in cases(data, wanted, ["p_hit"])]
+    shown = [(case, ssd) for case, ssd in shown if ssd["p_hit"].nunique() >= 3]
+    shown = shown[:3]
+    need(shown, "SSD with imposed hit rates, three or more, beside SD")
+    poster = Poster(7.4)
+    grid = poster.panels(1, len(shown), sharey=True)[0]
+    used: list[pd.DataFrame] = []
+    for ax, (case, ssd) in zip(grid, shown, strict=True):
+        used += _panel(poster, ax, case, ssd)
+    grid[0].set_ylabel("SSD's gain over SD, ×")
+    text = caption(data, used, "Equal K, alpha and fan-out; per GPU counts the draft GPU", BARS)
+    return poster.finish("What cache hits are worth: SSD over SD", text)
+
+
+def _sweep(case: Case) -> pd.DataFrame:
+    ssd = case.method("SSD")
+    ssd = ssd[ssd["p_hit"].notna() & (ssd["batch_size"] == 1)]
+    return richest(ssd, ["alpha", "lookahead", "policy"], ["p_hit"])
+
+
+def _panel(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame) -> list[pd.DataFrame]:
+    alpha, lookahead = ssd["alpha"].iloc[0], int(ssd["lookahead"].iloc[0])
+    ax.set_title(f"{case.label}+1, K={lookahead}, α={alpha:g}")
+    used = [ssd]
+    alone, inline = (
+        case.method(name, alpha=alpha, lookahead=lookahead, batch_size=1)
+        for name in ("SD", "SD inline")
+    )
+    share = case.tp / (case.tp + 1)
+    for name, base, factor, look in (
+        ("over SD on the same GPUs", alone, 1.0, {"color": RED, "marker": "^"}),
+        ("over SD inline, raw", inline, 1.0, {"color": BLUE, "marker": "s"}),
+        ("over SD inline, per GPU", inline, share, {"color": SKY, "marker": "D"}),
+    ):
+        if len(base):
+            found = _over(ssd, base)
+            y = [found[c] * factor for c in ("value", "low", "high")]
+            poster.line(ax, name, found["p_hit"], y[0], low=y[1], high=y[2], **look)
+            used.append(base)
+    times = Times.of(case)
+    if times is not None:
+        hits = np.linspace(0, 1, 51)
+        sd = times.sd(alpha, lookahead)
+        y = [times.ssd(alpha, lookahead, float(h)) / sd for h in hits]
+        poster.line(
+            ax, "closed formula, over SD", hits, y, color=BLACK, linestyle="--", linewidth=1.5
+        )
+    parity(ax)
+    ax.set_xlabel("imposed cache-hit rate p_hit")
+    return used
+
+
+def _over(ssd: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
+    """SSD at every p_hit over the one base."""
+    one = points(base.assign(all=0), ["all"]).iloc[0]
+    names = ("tok_per_s", "low", "high")
+    found = points(ssd, ["p_hit"])
+    values = [ratio(*(r[n] for n in names), *(one[n] for n in names)) for _, r in found.iterrows()]
+    return found[["p_hit"]].assign(
+        value=[v[0] for v in values], low=[v[1] for v in values], high=[v[2] for v in values]
+    )

@@ -1,0 +1,105 @@
+"""Throughput against latency: tok/s/GPU over tok/s/sequence, draft GPUs counted."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.figures.common import caption, look, need
+from analysis.load import Data
+from analysis.select import Case, cases, plain, points, richest
+from analysis.style import BLACK, Poster
+
+
+def pareto(data: Data) -> Poster:
+    """A point a method and batch size; the line joins those that nothing else beats in both."""
+    shown = [(case, _rows(case)) for case in cases(data, plain(data.rows), ["batch_size"])]
+    shown = [(case, rows) for case, rows in shown if _is_sweep(rows)]
+    shown = shown[:2]
+    need(shown, "AR, SD and SSD at three or more batch sizes")
+    poster = Poster(8.2)
+    grid = poster.panels(1, len(shown))[0]
+    for ax, (case, rows) in zip(grid, shown, strict=True):
+        _panel(poster, ax, case, rows)
+    grid[0].set_ylabel("tok/s per GPU (throughput)")
+    laws = {str(law) for _, rows in shown for law in rows["hit_law"].dropna()}
+    text = caption(
+        data,
+        [rows for _, rows in shown],
+        f"Hits of SSD: {', '.join(sorted(laws))}. Number: sequences b. Medians of repeats; the 95% "
+        "interval of each is drawn as a cross of thin lines",
+    )
+    return poster.finish("Throughput against latency, every GPU counted", text)
+
+
+def _rows(case: Case) -> pd.DataFrame:
+    """One alpha and K; SSD under the hit law with most batch sizes, then most hits."""
+    ssd = richest(case.method("SSD"), ["alpha", "lookahead", "hit_law", "policy"], ["batch_size"])
+    if not len(ssd):
+        return ssd
+    first = ssd.iloc[0]
+    here = (case.rows["alpha"] == first["alpha"]) & (case.rows["lookahead"] == first["lookahead"])
+    sd = case.rows[here & case.rows["method"].isin(["SD", "SD inline"])]
+    return pd.concat([case.ar, sd, ssd])
+
+
+def _is_sweep(rows: pd.DataFrame) -> bool:
+    sizes = rows.groupby("method")["batch_size"].nunique()
+    return bool({"AR", "SSD"} < set(sizes.index) and (sizes >= 3).sum() >= 3)
+
+
+def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
+    first = rows[rows["method"] == "SSD"].iloc[0]
+    ax.set_title(f"{case.label}, K={first['lookahead']}, α={first['alpha']:g}")
+    every = []
+    for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
+        found = points(group, ["batch_size"])
+        style = look(method)
+        label = f"{method}, T{'+1' if gpus > case.tp else ''} GPUs"
+        wide = gpus > case.tp and method == "AR"
+        x, y = found["per_sequence"], found["per_gpu"]
+        half = [(found["high"] / found["tok_per_s"] - 1), (1 - found["low"] / found["tok_per_s"])]
+        ax.errorbar(
+            x,
+            y,
+            xerr=[x * half[1], x * half[0]],
+            yerr=[y * half[1], y * half[0]],
+            fmt="none",
+            color=style["color"],
+            elinewidth=1,
+            zorder=2,
+        )
+        poster.line(
+            ax,
+            label,
+            x,
+            y,
+            linewidth=1.4,
+            linestyle=":" if wide else "-",
+            markerfacecolor="white" if wide else style["color"],
+            **style,
+        )
+        for _, p in found.iterrows():
+            ax.annotate(
+                f"{p['batch_size']:.0f}",
+                (p["per_sequence"], p["per_gpu"]),
+                fontsize=9.5,
+                xytext=(6, 5),
+                textcoords="offset points",
+                color=style["color"],
+            )
+        every += list(zip(x, y, strict=True))
+    front = _frontier(every)
+    poster.line(
+        ax, "frontier", *zip(*front, strict=True), color=BLACK, linewidth=6, alpha=0.13, zorder=1
+    )
+    ax.set(yscale="log", xlabel="tok/s per sequence (1 / latency)")
+
+
+def _frontier(points_: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points that no other beats in both, fastest sequence first."""
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(points_, reverse=True):
+        if not found or y > found[-1][1]:
+            found.append((x, y))
+    return found

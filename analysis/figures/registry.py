@@ -1,0 +1,50 @@
+"""The figures by name: what draws them, and what each shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from analysis.figures.batch import batch_scaling
+from analysis.figures.breakeven import break_even
+from analysis.figures.drafts import drafts
+from analysis.figures.fanout import fan_out
+from analysis.figures.head import lm_head_context
+from analysis.figures.heterogeneity import heterogeneity
+from analysis.figures.hits import cache_hits
+from analysis.figures.latency import latency
+from analysis.figures.pareto import pareto
+from analysis.figures.predicted import predicted
+from analysis.figures.roofline import roofline
+from analysis.figures.saguaro import saguaro
+from analysis.figures.throughput import throughput
+from analysis.figures.window import window
+from analysis.load import Data
+from analysis.style import Poster
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A figure: its function, what it shows, and whether each pair has one of its own."""
+
+    draw: Callable[[Data], Poster]
+    about: str
+    per_pair: bool = False
+
+
+FIGURES = {
+    "throughput": Spec(throughput, "AR, SD and SSD throughput over alpha and K", per_pair=True),
+    "cache_hits": Spec(cache_hits, "what a cache-hit rate is worth"),
+    "fan_out": Spec(fan_out, "branch budgets, uniform against geometric"),
+    "latency": Spec(latency, "where a round goes, stacked"),
+    "window": Spec(window, "draft steps and branches that fit in one verification"),
+    "roofline": Spec(roofline, "products, forwards, collectives against measured ceilings"),
+    "batch": Spec(batch_scaling, "batch scaling and the p_hit^b cliff"),
+    "pareto": Spec(pareto, "tok/s per GPU against tok/s per sequence"),
+    "drafts": Spec(drafts, "draft depth against width, and KV bytes a token"),
+    "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
+    "predicted": Spec(predicted, "predicted against measured"),
+    "break_even": Spec(break_even, "where the extra GPU pays"),
+    "heterogeneity": Spec(heterogeneity, "a slower or faster draft device"),
+    "head": Spec(lm_head_context, "what LM head and context do to T_SD and the verdict"),
+}

@@ -1,0 +1,111 @@
+"""AR, SD and SSD over alpha and K: tok/s of all GPUs together, and per GPU."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.figures.common import BARS, best, caption, look, need
+from analysis.load import Data
+from analysis.select import Case, cases, plain, points, richest
+from analysis.style import BLACK, GREY, Poster
+
+_PER_GPU = ("per GPU", True), ("all GPUs", False)
+
+
+def throughput(data: Data) -> Poster:
+    """x = K at up to three alphas, and x = alpha with each method at its own best K."""
+    wanted = plain(data.rows) & data.rows["alpha"].notna() & (data.rows["batch_size"] == 1)
+    case = _case(data, wanted)
+    used = _rows(case)
+    alphas = _spread(sorted(used.loc[used["method"] != "AR", "alpha"].unique()))
+    poster = Poster(8.6)
+    grid = poster.panels(2, len(alphas) + 1, sharey="row")
+    for row, (name, per_gpu) in enumerate(reversed(_PER_GPU)):
+        for ax, alpha in zip(grid[row], alphas, strict=False):
+            ax.set_title(f"α = {alpha:g}" if not row else "")
+            ax.set_label(f"α = {alpha:g}, {name}")
+            _over(poster, ax, used[used["alpha"] == alpha], "lookahead", per_gpu)
+        ax = grid[row][-1]
+        ax.set_title("each at its own best K" if not row else "")
+        ax.set_label(f"own best K, {name}")
+        _over_best(poster, ax, used, per_gpu)
+        for ax in grid[row]:
+            _baselines(poster, ax, case, per_gpu)
+            ax.set_ylim(bottom=0)
+        grid[row][0].set_ylabel(f"tok/s, {name}")
+    for ax in grid[1]:
+        ax.set_xlabel("lookahead K" if ax is not grid[1][-1] else "acceptance α")
+    law = used.loc[used["method"] == "SSD", "hit_law"]
+    hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
+    text = caption(data, [used, case.ar], hits, "SD and SSD have a draft GPU of their own", BARS)
+    return poster.finish(f"AR, SD and SSD throughput: {case.label}", text)
+
+
+def _case(data: Data, wanted: pd.Series) -> Case:
+    found = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
+    need(found and _is_sweep(found[0]), "SD and SSD, each at three or more K of one alpha")
+    return found[0]
+
+
+def _is_sweep(case: Case) -> bool:
+    rows = case.rows[case.rows["batch_size"] == 1]
+    counts = rows.groupby(["alpha", "mode"])["lookahead"].nunique().unstack(fill_value=0)
+    return bool({"sd", "ssd"} <= set(counts) and (counts[["sd", "ssd"]].min(axis=1) >= 3).any())
+
+
+def _rows(case: Case) -> pd.DataFrame:
+    """SD, SD inline, and SSD under the law and budget that cover most cells."""
+    rows = case.rows[case.rows["batch_size"] == 1]
+    ssd = richest(rows[rows["method"] == "SSD"], ["hit_law", "policy"], ["alpha", "lookahead"])
+    return pd.concat([rows[rows["method"] != "SSD"], ssd])
+
+
+def _spread(values: list[float]) -> list[float]:
+    """At most three of them: the ends and the middle."""
+    return values if len(values) <= 3 else [values[0], values[len(values) // 2], values[-1]]
+
+
+def _over(poster: Poster, ax: Axes, rows: pd.DataFrame, by: str, per_gpu: bool) -> None:
+    for method in ("SD inline", "SD", "SSD"):
+        _draw(poster, ax, method, points(rows[rows["method"] == method], [by]), by, per_gpu)
+    ax.set_xticks(sorted(rows[by].unique()))
+
+
+def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool) -> None:
+    for method in ("SD inline", "SD", "SSD"):
+        found = best(rows[rows["method"] == method], "alpha")
+        _draw(poster, ax, method, found, "alpha", per_gpu)
+        for _, point in found.iterrows() if method == "SSD" else ():
+            height = point["high"] / (point["gpus"] if per_gpu else 1)
+            ax.annotate(
+                f"K={point['lookahead']:.0f}",
+                (point["alpha"], height),
+                fontsize=10,
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                color="#333333",
+            )
+
+
+def _draw(
+    poster: Poster, ax: Axes, method: str, found: pd.DataFrame, by: str, per_gpu: bool
+) -> None:
+    if not len(found):
+        return
+    share = found["gpus"] if per_gpu else 1
+    columns = (found[name] / share for name in ("tok_per_s", "low", "high"))
+    y, low, high = columns
+    poster.line(ax, method, found[by], y, low=low, high=high, **look(method))
+
+
+def _baselines(poster: Poster, ax: Axes, case: Case, per_gpu: bool) -> None:
+    """AR on the targets' GPUs, and on as many GPUs as SD and SSD take."""
+    for gpus, style, color in ((case.tp, "--", GREY), (case.tp + 1, ":", BLACK)):
+        point = case.ar_on(gpus)
+        if point is not None:
+            value = point["tok_per_s"] / (gpus if per_gpu else 1)
+            label = f"AR, {gpus} GPU{'s' * (gpus > 1)}"
+            ax.axhline(value, color=color, linestyle=style, linewidth=2, label=label, zorder=2)
+            poster.keep(ax, label, y=value)

@@ -1,0 +1,245 @@
+"""What a figure's own numbers say, in a sentence or two: for the report and the command line.
+
+Each function gets the numbers that were drawn (Poster.table: panel, series, x, y, low, high, …), so
+no sentence can say what the figure doesn't show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+
+Says = Callable[[pd.DataFrame], str]
+
+
+def throughput(numbers: pd.DataFrame) -> str:
+    """SSD's best against the best rival on equal GPUs, and per GPU against all."""
+    raw, per_gpu = (
+        numbers[numbers["panel"] == f"own best K, {n}"] for n in ("all GPUs", "per GPU")
+    )
+    return (
+        f"SSD against the best of SD and AR on as many GPUs: {_against(raw, wide=True)}. "
+        f"Per GPU against the best of all: {_against(per_gpu, wide=False)}."
+    )
+
+
+def _against(panel: pd.DataFrame, *, wide: bool) -> str:
+    lines = panel[panel["x"].isna()].set_index("series")["y"]
+    rivals = ["SD"] if wide else ["SD", "SD inline"]
+    ar = max((v for k, v in lines.items() if not wide or _gpus(k) == _most(lines)), default=0.0)
+    parts = []
+    for alpha, here in panel.dropna(subset=["x"]).groupby("x"):
+        y = here.set_index("series")["y"]
+        if "SSD" in y:
+            best = max([ar, *(y[r] for r in rivals if r in y)])
+            parts.append(f"{y['SSD'] / best:.2f}× at α={alpha:g}")
+    return ", ".join(parts)
+
+
+def _gpus(label: str) -> int:
+    return int("".join(c for c in label if c.isdigit()) or 0)
+
+
+def _most(lines: pd.Series) -> int:
+    return max(_gpus(k) for k in lines.index)
+
+
+def cache_hits(numbers: pd.DataFrame) -> str:
+    """The gain at both ends, and per GPU."""
+    parts = []
+    for panel, here in numbers.groupby("panel"):
+        text = f"{panel}: over SD {_ends(here, 'over SD on the same GPUs')}"
+        alone = here[here["series"] == "over SD inline, per GPU"]
+        if len(alone):
+            text += f"; per GPU at most {alone['y'].max():.2f}× of SD without a draft GPU"
+        parts.append(text)
+    return ". ".join(parts) + "."
+
+
+def _ends(here: pd.DataFrame, series: str) -> str:
+    found = here[here["series"] == series].sort_values("x")
+    first, last = found.iloc[0], found.iloc[-1]
+    return f"{first['y']:.2f}× at p_hit {first['x']:g}, {last['y']:.2f}× at {last['x']:g}"
+
+
+def fan_out(numbers: pd.DataFrame) -> str:
+    """Where geometric lists help, and what more branches bring."""
+    parts = []
+    for panel, here in numbers[numbers["panel"].str.endswith("hit rate")].groupby("panel"):
+        both = here.pivot_table(index="x", columns="series", values="y").dropna()
+        if {"geometric", "uniform"} <= set(both) and len(both):
+            edge = both["geometric"] - both["uniform"]
+            most = edge.idxmax()
+            parts.append(
+                f"{panel.split(':')[0]}: {both.index[0]:g} to {both.index[-1]:g} branches take the "
+                f"hit rate from {both['uniform'].iloc[0]:.2f} to {both['uniform'].iloc[-1]:.2f}; "
+                f"geometric lists add {edge[most]:.2f} at {most:g}, {edge.iloc[-1]:+.2f} at the end"
+            )
+    return ". ".join(parts) + "." if parts else ""
+
+
+def latency(numbers: pd.DataFrame) -> str:
+    """How long SD and SSD wait for the draft."""
+    waits = numbers[numbers["part"].str.startswith("waiting")]
+    totals = (
+        numbers[numbers["series"].str.endswith("lead")].groupby(["panel", "series"])["ms"].sum()
+    )
+    parts = []
+    for panel, here in waits.groupby("panel"):
+        told = [
+            f"{s.removesuffix(': lead')} {ms:.2f} of {totals[panel, s]:.2f} ms"
+            for s, ms in zip(here["series"], here["ms"], strict=True)
+            if s.startswith(("SD", "SSD"))
+        ]
+        parts.append(f"{str(panel).split(';')[0]}: waiting for the draft takes " + ", ".join(told))
+    return ". ".join(parts) + "."
+
+
+def window(numbers: pd.DataFrame) -> str:
+    """Steps that fit, by pair."""
+    fit = numbers[numbers["panel"] == "draft steps that fit"].groupby("series")["y"].median()
+    steps = ", ".join(f"{name} {value:.1f}" for name, value in fit.items())
+    return f"Draft steps that fit in one verification: {steps}. Growth above 1 is not hidden."
+
+
+def roofline(numbers: pd.DataFrame) -> str:
+    """Forwards' share of the read rate at one row, and the smallest all-reduce."""
+    one = numbers[numbers["series"].str.contains("forward") & (numbers["x"] == 1)]
+    ceiling = numbers[numbers["series"].str.startswith("measured ceiling")].iloc[0]
+    rate = ceiling["y"] / ceiling["x"]
+    shares = ", ".join(f"{r.series} {r.y / rate:.0%}" for r in one.itertuples())
+    runs = numbers[numbers["series"] == "verification in a run"]
+    if len(runs):
+        reached = runs["y"] / (runs["x"] * rate)
+        shares += f"; verifications in runs reach {reached.median():.0%} (median)"
+    reduces = numbers[numbers["series"].str.startswith("all-reduce")]
+    small = reduces[reduces["x"] == reduces["x"].min()]
+    times = ", ".join(
+        f"{r.series.removeprefix('all-reduce ')} {r.y:.1f} µs" for r in small.itertuples()
+    )
+    end = f" All-reduces of {reduces['x'].min():g} KB: {times}." if len(small) else ""
+    return f"Of the measured read rate, probed forwards of one row take: {shares}.{end}"
+
+
+def batch(numbers: pd.DataFrame) -> str:
+    """The gain over SD at the smallest and the largest batch."""
+    parts = []
+    for (panel, series), here in numbers.groupby(["panel", "series"]):
+        if panel.endswith("over SD") and not series.startswith("_"):
+            ends = here.sort_values("x").iloc[[0, -1]]
+            told = " to ".join(f"{r.y:.2f}× at b={r.x:g}" for r in ends.itertuples())
+            parts.append(f"{panel.split(':')[0]}, {series}: {told}")
+    return "SSD over SD on the same GPUs: " + "; ".join(parts) + "."
+
+
+def pareto(numbers: pd.DataFrame) -> str:
+    """Who holds which end of the frontier."""
+    parts = []
+    for panel, here in numbers.groupby("panel"):
+        dots = here[here["series"] != "frontier"]
+        fast, much = dots.loc[dots["x"].idxmax()], dots.loc[dots["y"].idxmax()]
+        parts.append(
+            f"{panel}: the fastest sequence is {fast['series']}'s ({fast['x']:.0f} tok/s), the "
+            f"most tok/s a GPU {much['series']}'s ({much['y']:.0f})"
+        )
+    return ". ".join(parts) + "."
+
+
+def drafts(numbers: pd.DataFrame) -> str:
+    """Depth's price, and what the wide twin saves."""
+    parts = []
+    deep = numbers[numbers["series"] == "draft step"].dropna(subset=["x"]).sort_values("x")
+    if len(deep) > 1:
+        a, b = deep.iloc[0], deep.iloc[-1]
+        parts.append(
+            f"At ~350M parameters {b['x']:g} layers take {b['y'] / a['y']:.1f}× the time of "
+            f"{a['x']:g}"
+        )
+    twins = numbers.dropna(subset=["value"]) if "value" in numbers else numbers.iloc[:0]
+    told = []
+    for what, here in twins.groupby(["panel", "series"], sort=False):
+        v = here.set_index("draft")["value"]
+        if len(v) == 2:
+            told.append(f"{' '.join(dict.fromkeys(what))} {v.iloc[1] / v.iloc[0] - 1:+.0%}")
+    if told:
+        parts.append("NoFT-Wide against NoFT: " + ", ".join(told))
+    return ". ".join(parts) + "."
+
+
+def saguaro(numbers: pd.DataFrame) -> str:
+    """What C = 0 gains in hits and costs in tokens, by fan-out."""
+    trade = numbers[numbers["panel"] == "the trade"]
+    parts = []
+    for series, here in trade.groupby("series", sort=False):
+        low, high = here.iloc[0], here.iloc[-1]
+        parts.append(
+            f"{series}: {high['x']:.2f} → {low['x']:.2f} hits, {high['y']:.2f} → "
+            f"{low['y']:.2f} tokens"
+        )
+    return "From C = 1 to the smallest C, " + "; ".join(parts) + "."
+
+
+def predicted(numbers: pd.DataFrame) -> str:
+    """Errors by method."""
+    rows = numbers.dropna(subset=["n"])
+    told = [
+        f"{r.series} {r.median:.2g}% (p95 {r.p95:.2g}%, n = {r.n:.0f})" for r in rows.itertuples()
+    ]
+    return "Median error: " + ", ".join(told) + "."
+
+
+def break_even(numbers: pd.DataFrame) -> str:
+    """The share of the map where SSD wins, and the best gain."""
+    parts = []
+    for panel, here in numbers[numbers["series"] == "formula"].groupby("panel", sort=False):
+        wins = (here["gain"] > 1.001).mean()
+        parts.append(
+            f"{panel}: SSD wins on {wins:.0%} of the map, {here['gain'].max():.2f}× at best"
+        )
+    return "By the formulas: " + "; ".join(parts) + "."
+
+
+def heterogeneity(numbers: pd.DataFrame) -> str:
+    """SSD's gain with a draft device twice as fast, the same, twice and four times as slow."""
+    parts = []
+    for panel, here in numbers[numbers["series"] == "SSD, raw"].groupby("panel"):
+        near = [here.loc[(here["x"] - x).abs().idxmin()] for x in (0.5, 1.0, 2.0, 4.0)]
+        told = ", ".join(f"{p['y']:.2f}× at {p['x']:.2g}" for p in near)
+        parts.append(f"{panel}: SSD over AR {told} times the step")
+    return "By the formulas: " + "; ".join(parts) + "."
+
+
+def head(numbers: pd.DataFrame) -> str:
+    """T_SD and the gain, without a head and context and with most of them."""
+    parts = []
+    for panel, here in numbers.groupby("panel", sort=False):
+        for series in ("T_SD / K", "SSD over SD on the same GPUs", "SSD over SD inline, per GPU"):
+            found = here[here["series"] == series].sort_values("x")
+            if len(found):
+                name = panel.split(":")[0]
+                parts.append(
+                    f"{name}: {series} {found['y'].iloc[0]:.3g} → {found['y'].iloc[-1]:.3g}"
+                )
+    return "From the least to the most that a forward includes, " + "; ".join(parts) + "."
+
+
+FINDINGS: dict[str, Says] = {
+    f.__name__: f
+    for f in (
+        throughput,
+        cache_hits,
+        fan_out,
+        latency,
+        window,
+        roofline,
+        batch,
+        pareto,
+        drafts,
+        saguaro,
+        predicted,
+        break_even,
+        heterogeneity,
+        head,
+    )
+}

@@ -1,0 +1,115 @@
+"""Reads result rows and device profiles; what can't be read costs a note, not the rest.
+
+`load(["results"])` takes folders (every runs*.jsonl and profiles/*.json below) and files. A line
+that is cut off, of another schema or without what a row has is left out and told by file and line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.notes import Notes, NothingLeft
+from analysis.tidy import complete, tidy
+from mpissd.errors import ConfigError
+from mpissd.records import SCHEMA
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Data:
+    """rows: one measured run a row (docs/row.md and analysis/tidy.py name the columns); profiles:
+    probed device profiles; notes: what was left out."""
+
+    rows: pd.DataFrame
+    profiles: tuple[Row, ...] = ()
+    notes: Notes = field(default_factory=Notes)
+
+    def with_rows(self, rows: pd.DataFrame) -> Data:
+        """The same with other rows."""
+        return replace(self, rows=rows)
+
+
+def load(paths: Iterable[str | Path]) -> Data:
+    """Everything below `paths`. ConfigError: no such path; NothingLeft: no row that can be used."""
+    notes = Notes()
+    rows: dict[str, Row] = {}
+    profiles: list[Row] = []
+    places = [Path(path) for path in paths]
+    for path in places:
+        if not path.exists():
+            raise ConfigError(f"results {str(path)!r}: no such file or folder")
+        for file in _files(path, "runs*.jsonl"):
+            _add(rows, _rows(file, notes), notes)
+        profiles += _profiles(path, notes)
+    if not rows:
+        why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
+        raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
+    return Data(tidy(list(rows.values())), tuple(profiles), notes)
+
+
+def _files(path: Path, pattern: str) -> list[Path]:
+    return sorted(path.rglob(pattern)) if path.is_dir() else [path]
+
+
+def _add(rows: dict[str, Row], found: Iterable[tuple[str, Row]], notes: Notes) -> None:
+    """A row counts once; of two rows with one run_id the first stays."""
+    for where, row in found:
+        kept = rows.setdefault(str(row["run_id"]), row)
+        if kept is not row and not _same(kept, row):
+            notes.add(f"{where}: left out: run_id {row['run_id']!r} is that of another row, too")
+
+
+def _same(a: Row, b: Row) -> bool:
+    """Equal but for where they lie; NaN equals NaN."""
+    return repr({**a, "folder": ""}) == repr({**b, "folder": ""})
+
+
+def _rows(path: Path, notes: Notes) -> Iterator[tuple[str, Row]]:
+    """The usable rows of a file, each with its file and line."""
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    if not any(line.strip() for line in lines):
+        notes.add(f"{path}: empty: no row")
+    schemas: Counter[str] = Counter()
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            continue
+        row = _parse(line)
+        if row is None:
+            last = "the last line, cut off" if number == len(lines) else "no JSON object"
+            notes.add(f"{where}: left out: {last}")
+        elif row.get("schema") != SCHEMA:
+            schemas[str(row.get("schema"))] += 1
+        else:
+            try:
+                yield where, complete({**row, "folder": str(path.parent)})
+            except ValueError as wrong:
+                notes.add(f"{where}: left out: {wrong}")
+    for schema, count in schemas.items():
+        notes.left_out(count, f"of {path}", f"schema {schema}, this reads {SCHEMA}")
+
+
+def _parse(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _profiles(path: Path, notes: Notes) -> Iterator[Row]:
+    """Probed device profiles: those with tables."""
+    for file in sorted(path.rglob("profiles/*.json")) if path.is_dir() else []:
+        profile = _parse(file.read_bytes().decode(errors="replace"))
+        if profile is None:
+            notes.add(f"{file}: left out: cut off, or no JSON object")
+        elif profile.get("kind") == "device" and isinstance(profile.get("tables"), dict):
+            yield {**profile, "file": str(file)}

@@ -1,0 +1,185 @@
+"""Which rows meet in one figure: one machine, one set of rows, one way of issuing forwards.
+
+What doesn't fit is left out and noted, never mixed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from analysis.load import Data
+from analysis.notes import Notes, NothingLeft
+from mpissd.errors import unknown
+
+# What a figure's rows share beside the machine, unless the figure varies it.
+CONDITIONS = ("dtype", "fuse", "graph", "lm_head", "context", "num_layers", "all_reduce")
+POLICY = ("on_late", "backup", "backup_cut")
+
+
+def machines(rows: pd.DataFrame) -> list[str]:
+    """Device names: measured GPUs, then emulated ones, then CPUs; those with most rows first; not
+    the null device."""
+    real = rows[~rows["device_name"].str.startswith("null device")]
+    counts = real["device_name"].value_counts()
+    cpus = set(real.loc[real["backend"] == "numpy", "device_name"])
+    return sorted(counts.index, key=lambda n: (n in cpus, "emulated" in n, -counts[n], n))
+
+
+def on_machine(data: Data, device: str | None = None) -> Data:
+    """The rows and profiles of one machine (None: the first of `machines`)."""
+    names = machines(data.rows)
+    if not names:
+        raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
+    if device is not None and device not in names:
+        raise unknown("device", device, names)
+    name = device or names[0]
+    here = data.rows["device_name"] == name
+    for other, count in data.rows.loc[~here, "device_name"].value_counts().items():
+        data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
+    profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
+    return Data(data.rows[here], profiles, data.notes)
+
+
+def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -> pd.DataFrame:
+    """The rows with the most common combination of `columns`."""
+    if rows.empty:
+        return rows
+    keys = key(rows, columns)
+    counts = keys.value_counts()
+    best = min(counts.index, key=lambda value: (-counts[value], str(value)))
+    told = ", ".join(f"{c}={v}" for c, v in zip(columns, best, strict=True))
+    notes.left_out(int((keys != best).sum()), f"of {what}", f"the figure is for {told}")
+    return rows[keys == best]
+
+
+def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
+    """Each row's values of `columns` as one tuple that compares equal where they do."""
+    texts = rows[list(columns)].astype(object).where(rows[list(columns)].notna(), None)
+    return pd.Series([tuple(map(_plain, v)) for v in texts.to_numpy()], rows.index, object)
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> pd.DataFrame:
+    """The rows of the combination of `fixed` under which `varies` takes most values, then has
+    most rows."""
+    if rows.empty:
+        return rows
+    keys, values = key(rows, fixed), key(rows, varies)
+    counts, sizes = values.groupby(keys).nunique(), keys.value_counts()
+    best = min(counts.index, key=lambda value: (-counts[value], -sizes[value], str(value)))
+    return rows[keys == best]
+
+
+def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Repeats as one point: medians, `n`, and low … high, the runs' widest interval."""
+    numbers = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c]) and c not in by]
+    grouped = rows.groupby(list(by), dropna=False, sort=True)
+    found = grouped[numbers].median()
+    found["low"], found["high"] = grouped["low"].min(), grouped["high"].max()
+    found["n"] = grouped.size()
+    return found.reset_index()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair on T target GPUs: its SD and SSD rows under one set of conditions, its target's AR."""
+
+    target: str
+    draft: str
+    tp: int
+    rows: pd.DataFrame
+    ar: pd.DataFrame
+
+    @property
+    def label(self) -> str:
+        """For a panel's title."""
+        return f"{short(self.target)}/{short(self.draft)}, T={self.tp}"
+
+    def method(self, name: str, **values: object) -> pd.DataFrame:
+        """The rows of a method, with these values in columns."""
+        found = self.rows[self.rows["method"] == name]
+        for column, value in values.items():
+            found = found[found[column] == value]
+        return found
+
+    def ar_on(self, gpus: int, batch_size: int = 1) -> pd.Series | None:
+        """AR on so many GPUs, repeats as one point."""
+        rows = self.ar[(self.ar["gpus"] == gpus) & (self.ar["batch_size"] == batch_size)]
+        return None if rows.empty else points(rows, ["gpus"]).iloc[0]
+
+
+def cases(
+    data: Data,
+    wanted: pd.Series,
+    varies: Sequence[str],
+    vary: Sequence[str] = (),
+    most: int = 9,
+) -> list[Case]:
+    """The pairs and T with most `wanted` rows (none with under a quarter of the first one's).
+
+    Each has its rows from one folder (others are other days and versions): of those that have its
+    target's AR, if any has, that in which `varies` takes most values. vary: conditions that the
+    figure is about.
+    """
+    rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
+    found = [
+        _case(data, group, varies, [c for c in CONDITIONS if c not in vary])
+        for _, group in rows.groupby(["target", "draft", "tp"], sort=True)
+    ]
+    found.sort(key=lambda case: (-len(case.rows), case.label))
+    found = [case for case in found if 4 * len(case.rows) >= len(found[0].rows)]
+    return sorted(found[:most], key=lambda case: (case.tp, case.target))
+
+
+def _case(data: Data, group: pd.DataFrame, varies: Sequence[str], columns: list[str]) -> Case:
+    first = group.iloc[0]
+    target, draft, tp = str(first["target"]), str(first["draft"]), int(first["tp"])
+    what = f"{short(target)}/{short(draft)}, T={tp}"
+    ar = data.rows[(data.rows["mode"] == "ar") & (data.rows["target"] == target)]
+    beside_ar = group[group["folder"].isin(ar["folder"])]
+    here = richest(beside_ar if len(beside_ar) else group, ["folder"], varies)
+    data.notes.left_out(
+        len(group) - len(here), f"of {what}", f"another set than {here['folder'].iloc[0]}"
+    )
+    kept = usual(here, columns, data.notes, what)
+    is_ssd = kept["mode"] == "ssd"
+    ssd = usual(kept[is_ssd], POLICY, data.notes, f"SSD, {what}")
+    sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
+    shared = ["folder", *(c for c in columns if c != "all_reduce")]
+    alike = key(ar, shared) == key(kept, shared).iloc[0]
+    return Case(target, draft, tp, pd.concat([sd, ssd]), ar[alike.to_numpy(dtype=bool)])
+
+
+def by_pair(data: Data) -> dict[str, Data]:
+    """{"8b-1b-t1": the rows of that pair on T targets, and its target's AR}, up to three."""
+    rows = data.rows
+    parts = {}
+    for case in cases(data, plain(rows), ["alpha", "lookahead", "method"], most=3):
+        is_pair = (rows["draft"] == case.draft) & (rows["tp"] == case.tp)
+        here = (rows["target"] == case.target) & (is_pair | (rows["mode"] == "ar"))
+        name = f"{short(case.target)}-{short(case.draft)}-t{case.tp}".lower().replace("×", "x")
+        parts[name] = data.with_rows(rows[here])
+    return parts
+
+
+def plain(rows: pd.DataFrame) -> pd.Series:
+    """Rows of imposed laws, whole targets, no named schedule and lists that don't adapt."""
+    whole = rows["num_layers"].fillna(0) == rows["full_num_layers"].fillna(0)
+    return (rows["workload"] == "gemm") & whole & rows["schedule"].isna() & rows["learned"].isna()
+
+
+def short(name: str | None) -> str:
+    """llama-3.1-8b → 8B, gen:layers=24,hidden=1024,… → 24×1024."""
+    if name is None:
+        return "–"
+    if name.startswith("gen:"):
+        values = dict(item.split("=") for item in name[4:].split(","))
+        return f"{values['layers']}×{values['hidden']}"
+    tail = name.rsplit("-", 1)[-1]
+    return tail.upper() if tail[:1].isdigit() and name.startswith("llama") else name

@@ -1,0 +1,171 @@
+"""Rows as a frame: the row's own keys (docs/row.md), and columns that figures group by.
+
+method       AR, SD, SD inline (no draft GPU of its own), SSD
+gpus         world_size: the draft's are counted
+alpha        of acceptance law alpha:…, else NaN        p_hit  of hit law p_hit:…, else NaN
+policy       uniform:F or geometric:B (any other list of budget B), "" unless SSD
+per_gpu      tok_per_s / gpus              per_sequence  tok_per_s / batch_size
+low, high    95% interval of tok_per_s (interval.py)
+round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
+backup_cut   whether a miss is drafted shorter than K
+draft_device the device of the first draft rank
+step_s       t_draft_s / lookahead: one sequential draft step
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pandas as pd
+
+from analysis.interval import interval
+
+Row = dict[str, Any]
+NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
+_DEFAULTS: Row = {
+    "draft": None,
+    "schedule": None,
+    "workload": "gemm",
+    "num_drafts": 0,
+    "inline_draft": False,
+    "batch_size": 1,
+    "lookahead": 0,
+    "acceptance": None,
+    "hit_law": None,
+    "fan_out": None,
+    "branch_budget": None,
+    "lm_head": False,
+    "context": 0,
+    "fuse": False,
+    "graph": False,
+    "all_reduce": "",
+    "dtype": "",
+    "backend": "",
+    "on_late": None,
+    "backup": None,
+    "backup_lookahead": None,
+    "num_layers": None,
+    "full_num_layers": None,
+    "hit_rate": None,
+    "t_target_s": None,
+    "t_draft_s": None,
+    "t_growth_s": None,
+    "T_SD": None,
+    "floor_us": None,
+    "floor_fraction": None,
+    "acceptance_length": None,
+    "predicted_tok_per_s": None,
+    "prediction_error": None,
+    "saguaro_c": None,
+    "temperature": None,
+    "vocab": None,
+    "divergence": None,
+    "seed": 0,
+    "num_rounds": None,
+    "folder": "",
+    "provenance": None,
+    "learned": None,
+}
+_NUMBERS = (
+    "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
+    "predicted_tok_per_s prediction_error branch_budget tok_per_s temperature divergence"
+).split()
+
+
+def complete(row: Row) -> Row:
+    """A row with the derived columns, and defaults for keys that it lacks.
+
+    ValueError, saying what is wrong: a key that is missing, or of another type than a row's.
+    """
+    if missing := [name for name in NEEDED if row.get(name) is None]:
+        raise ValueError(f"it has no {missing[0]}")
+    whole = {**_DEFAULTS, **row}
+    try:
+        if not (0 < whole["tok_per_s"] < math.inf and whole["world_size"] >= 1):
+            raise ValueError(f"{whole['tok_per_s']} tok/s on {whole['world_size']} GPUs")
+        return {**whole, **_derived(whole)}
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"not as a row's values are: {error!r}") from error
+
+
+def tidy(rows: list[Row]) -> pd.DataFrame:
+    """Complete rows as a frame."""
+    frame = pd.DataFrame(rows)
+    for name in _NUMBERS:
+        frame[name] = pd.to_numeric(frame[name], errors="coerce").astype(float)
+    return frame
+
+
+def _derived(row: Row) -> Row:
+    low, high = interval(row)
+    rate, gpus = float(row["tok_per_s"]), int(row["world_size"])
+    steps = row["lookahead"] or None
+    draft = row["t_draft_s"]
+    return {
+        "method": _method(row),
+        "gpus": gpus,
+        "alpha": _law(row["acceptance"], "alpha"),
+        "p_hit": _law(row["hit_law"], "p_hit"),
+        "policy": _policy(row),
+        "per_gpu": rate / gpus,
+        "per_sequence": rate / int(row["batch_size"]),
+        "low": low,
+        "high": high,
+        "step_s": draft / steps if draft and steps else None,
+        "backup_cut": row["backup_lookahead"] not in (None, row["lookahead"]),
+        "draft_device": _draft_device(row),
+        "commit": str((row["provenance"] or {}).get("commit") or ""),
+        **_parts(row),
+    }
+
+
+def _method(row: Row) -> str:
+    if row["mode"] == "sd" and not row["num_drafts"]:
+        return "SD inline"
+    return str(row["mode"]).upper()
+
+
+def _law(text: str | None, name: str) -> float:
+    """The number of a law `name:number`; NaN for another."""
+    found = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
+    return float(found[1]) if found else float("nan")
+
+
+def _policy(row: Row) -> str:
+    lists = row["fan_out"]
+    if row["mode"] != "ssd" or not lists:
+        return ""
+    if len(set(lists)) == 1 and not _said_fan_out(row).startswith("geometric"):
+        return f"uniform:{lists[0]}"
+    return f"geometric:{sum(lists)}"
+
+
+def _said_fan_out(row: Row) -> str:
+    """--fan_out as the sweep or the command line had it; "" where neither says."""
+    told = row["provenance"] or {}
+    flags = (told.get("sweep") or {}).get("flags") or {}
+    said = [w.split("=", 1)[1] for w in told.get("command") or () if w.startswith("--fan_out=")]
+    return str(flags.get("fan_out") or (said[-1] if said else ""))
+
+
+def _draft_device(row: Row) -> str | None:
+    ranks = (row["provenance"] or {}).get("ranks") or []
+    if row["num_drafts"] and len(ranks) > row["tp"]:
+        return str(ranks[row["tp"]].get("device") or row["device_name"])
+    return None
+
+
+def _parts(row: Row) -> Row:
+    """Mean seconds a round of the lead: forward, all-reduces, waiting for the draft, the rest."""
+    mean = row["round_us"].get("mean")
+    device, lead = row.get("device_us") or {}, (row.get("phases_us") or {}).get("lead") or {}
+    forward, reduce = device.get("forward"), device.get("all_reduce")
+    wait = lead.get("draft_wait")
+    names = ("round_s", "forward_s", "all_reduce_s", "wait_s", "other_s")
+    if None in (mean, forward, wait):
+        return {**dict.fromkeys(names), "round_s": None if mean is None else mean / 1e6}
+    other = max(0.0, mean - forward - (reduce or 0.0) - wait)
+    values = (mean, forward, reduce or 0.0, wait, other)
+    return {name: value / 1e6 for name, value in zip(names, values, strict=True)}

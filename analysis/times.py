@@ -1,0 +1,100 @@
+"""A case's measured times, and what the closed formulas (mpissd/theory.py) make of them.
+
+Medians of rows at batch 1: t_ar (a round of AR), verify (a verification), step (a draft step),
+grow (a step over all branches), host (what a round of SD costs beside verification and drafting).
+Verification and draft step hardly depend on K (r(M) is flat while reading weights bounds both), so
+one number each stands for every K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from analysis.select import Case
+from mpissd.theory import expected_tokens, speedup_sd, speedup_ssd
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds; tp target GPUs; ar_wide: a round of AR on tp + 1 GPUs, None where no row says."""
+
+    tp: int
+    ar: float
+    ar_wide: float | None
+    verify: float
+    step: float
+    grow: float
+    host: float
+
+    @classmethod
+    def of(cls, case: Case, batch_size: int = 1) -> Times | None:
+        """From a case's rows; None without AR, and SD and SSD at one alpha and K."""
+        ar, wide = (case.ar_on(case.tp + extra, batch_size) for extra in (0, 1))
+        rows = case.rows[case.rows["batch_size"] == batch_size]
+        sd, ssd = (rows[rows["method"] == name] for name in ("SD", "SSD"))
+        sd, ssd = sd.dropna(subset=["step_s"]), ssd.dropna(subset=["t_growth_s"])
+        cells = (set(zip(r["alpha"], r["lookahead"], strict=True)) for r in (sd, ssd))
+        if ar is None or not set.intersection(*cells):
+            return None
+        growth = ssd["t_growth_s"] / (ssd["lookahead"] + 1)  # glue and K steps
+        return cls(
+            tp=case.tp,
+            ar=float(ar["round_s"]),
+            ar_wide=None if wide is None else float(wide["round_s"]),
+            verify=float(sd["t_target_s"].median()),
+            step=float(sd["step_s"].median()),
+            grow=float(growth.median()),
+            host=float((sd["round_s"] - sd["t_target_s"] - sd["t_draft_s"]).median()),
+        )
+
+    def drafting(self, factor: float) -> Times:
+        """With a draft device whose steps take `factor` times as long."""
+        return replace(self, step=self.step * factor, grow=self.grow * factor)
+
+    def sd(self, alpha: float, lookahead: int) -> float:
+        """Gain of SD over AR on the same target GPUs."""
+        tokens = expected_tokens(alpha, lookahead)
+        return speedup_sd(tokens, self._verify, lookahead * self.step / self.ar)
+
+    def ssd(self, alpha: float, lookahead: int, p_hit: float, batch_size: int = 1) -> float:
+        """Gain of SSD over AR on the same target GPUs; a miss is drafted just in time."""
+        tokens = expected_tokens(alpha, lookahead)
+        return speedup_ssd(
+            p_hit,
+            tokens,
+            tokens,
+            verify_ratio=self._verify,
+            t_growth=(self.grow * (lookahead + 1) + self.host) / self.ar,
+            t_backup=lookahead * self.step / self.ar,
+            batch_size=batch_size,
+        )
+
+    def best_sd(self, alpha: float, most: int = 16) -> float:
+        """SD at its best K."""
+        return max(self.sd(alpha, k) for k in range(1, most + 1))
+
+    def best_ssd(self, alpha: float, p_hit: float, most: int = 16) -> float:
+        """SSD at its best K."""
+        return max(self.ssd(alpha, k, p_hit) for k in range(1, most + 1))
+
+    @property
+    def _verify(self) -> float:
+        return (self.verify + self.host) / self.ar
+
+
+def correlated(p_hit: float, batch_size: int, rho: float) -> float:
+    """P(all sequences hit): with probability rho they hit or miss together, else independently."""
+    return rho * p_hit + (1 - rho) * p_hit**batch_size
+
+
+def over_batch(
+    times: Times, alpha: float, lookahead: int, p_hit: float, b: int, rho: float
+) -> float:
+    """Gain of SSD over SD when P(all hit) is `correlated`: SD's round is one that all miss."""
+    all_hit = correlated(p_hit, b, rho)
+    same = 1.0 if all_hit <= 0 else float(np.exp(np.log(all_hit) / b))
+    if all_hit <= 0:
+        same = 0.0
+    return times.ssd(alpha, lookahead, same, b) / times.sd(alpha, lookahead)

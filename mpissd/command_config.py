@@ -1,0 +1,142 @@
+"""The configurations of the other commands, typed and checked as a run's are (mpissd.config)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.config import DEFAULT_ACCEPTANCE_FAST, RunConfig
+from mpissd.errors import ConfigError
+from mpissd.flags import flag, integer, number, switch, words
+from mpissd.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class ProbeConfig(RunConfig):
+    """Of `probe`: a run's flags (mode=ar: no draft), and the name of the profile."""
+
+    name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
+
+
+@dataclass(frozen=True)
+class DoctorConfig(RunConfig):
+    """Of `doctor`: the flags of the run that is examined."""
+
+    tp: int | None = flag(None, integer(1), "target ranks to start (default 1; not under mpirun)")
+    deadline_s: float = flag(60.0, number(0.1), "longest examination, in seconds")
+    json: bool = flag(False, switch, "under mpirun: what the ranks see, as one line of JSON")
+
+
+@dataclass(frozen=True)
+class SweepConfig(RunConfig):
+    """Of `sweep`: a grid, and a run's flags, which hold in all of its configurations."""
+
+    grid: str | None = flag(None, words, "a file, or flag=value,value; flag=FIRST..LAST; …")
+    repeats: int = flag(3, integer(1, 1000), "of every configuration, each in another order")
+    shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
+    retry: bool = flag(False, switch, "measure again what failed or was flagged before")
+
+    def __post_init__(self) -> None:
+        """A run's flags are judged where they meet the grid's."""
+        if self.grid is None:
+            raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
+        for name in ("trace", "ledger_ab"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
+        if self.on_draft_loss != "abort":
+            raise ConfigError(f"on_draft_loss={self.on_draft_loss} with sweep: allowed: abort")
+        self.shard_of  # noqa: B018  (judged before MPI starts)
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """(I, N), 1 <= I <= N."""
+        first, _, count = self.shard.partition("/")
+        shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
+        if not 1 <= shard[0] <= shard[1]:
+            raise ConfigError(f"shard={self.shard}: allowed: I/N with 1 <= I <= N")
+        return shard
+
+
+@dataclass(frozen=True)
+class BestConfig:
+    """Of `best`: from which rows."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: out)")
+
+
+@dataclass(frozen=True)
+class PredictConfig(RunConfig):
+    """Of `predict`: a run's flags, T, and the profile to predict from."""
+
+    profile: str | None = flag(
+        None, words, "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file)"
+    )
+    tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule is not None:  # which flags were said decides what a profile's job keeps
+            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[self.schedule].items())
+            raise ConfigError(f"schedule={self.schedule} with predict: allowed: its flags, {flags}")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Of `plan`: the laws, the machine, and how many GPUs."""
+
+    profile: str = flag("h100", words, "device profile: a name or a file")
+    gpus: int = flag(2, integer(1), "GPUs at most")
+    pair: str | None = flag(None, words, "TARGET/DRAFT (default 8b/1b)")
+    alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
+    acceptance: str | None = flag(None, words, "as in run")
+    acceptance_fast: str = flag(
+        DEFAULT_ACCEPTANCE_FAST, words, "acceptance of --backup=fast tokens"
+    )
+    p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence")
+    hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r")
+    hit_r: float | None = flag(None, number(0), "r of the hit law")
+    batch_size: int = flag(1, integer(1), "sequences b")
+    fuse: bool = flag(False, switch, "q,k,v as one product, and gate,up as one")
+    lm_head: bool = flag(False, switch, "with the vocabulary product")
+    context: int = flag(0, integer(0), "tokens of KV cache read")
+
+
+@dataclass(frozen=True)
+class WhyConfig:
+    """Of `why`: whose gaps."""
+
+    result: str | None = flag(None, words, "runs.jsonl, or a run id in OUT/runs.jsonl")
+    out: str = flag("out", words, "folder of runs.jsonl")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Of `compare`: which two results."""
+
+    a: str | None = flag(None, words, "a run id in OUT, or a runs.jsonl (its last row)")
+    b: str | None = flag(None, words, "likewise; the speedup is b's over a's")
+    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """Of `tables`: from which rows."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Of `export`: which rows, and as what."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+    to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
+
+
+@dataclass(frozen=True)
+class CollectivesConfig:
+    """Of `collectives`: what nccl-tests measured, and the profile that it joins."""
+
+    file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
+    profile: str | None = flag(None, words, "the device profile to start from, a name or a file")
+    ranks: int | None = flag(None, integer(2), "GPUs that took part, where FILE does not say")
+    to: str | None = flag(None, words, "file to write: a .json for --profile and --device")
