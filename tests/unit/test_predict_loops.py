@@ -297,7 +297,7 @@ def check(job: Job, rounds: int = 60) -> None:
     np.testing.assert_array_equal(found.sequences(), records.sequences())
     assert outcome_digest(found.sequences()) == outcome_digest(records.sequences())
     # What the first round waits for began in warm-up rounds, which are only foretold as full ones.
-    np.testing.assert_allclose(found.round_s[1:, 0], round_s[1:], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(found.round_s[1:, 0], np.asarray(round_s)[1:], rtol=0, atol=1e-9)
 
 
 def test_virtual_time_adds_up() -> None:
