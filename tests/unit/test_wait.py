@@ -102,7 +102,7 @@ def test_a_long_wait_asks_whether_it_is_in_vain(spin: bool) -> None:
     start = time.perf_counter()
     with pytest.raises(FaultError, match="unhandled system error"):
         waiter.until(lambda: False, "forward")
-    assert asked[0] - start >= 0.2 and asked[1] - asked[0] >= 0.2
+    assert asked[0] - start > 0.19 and asked[1] - asked[0] > 0.19
 
 
 def test_a_short_wait_asks_nobody() -> None:
