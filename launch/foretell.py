@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Foretells a grid from what smaller jobs measured of themselves, and judges it afterwards.
+
+    launch/foretell.py predict GRID --tp=4 --targets=DIR --drafts=DIR --to=foretold.jsonl
+    launch/foretell.py judge foretold.jsonl RESULTS
+
+--targets: jobs' profiles (OUT/profiles/*.json), of which those with T target ranks give their
+verifications. --drafts: profiles of jobs with a draft: its forwards, and the host costs of the job
+whose mode, K and b are nearest. A configuration with more verified rows than the target profiles
+have measured is not foretold: a line says how many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mpissd.config import RunConfig
+from mpissd.errors import MpissdError
+from mpissd.job import Job, resolve
+from mpissd.predict import jobfile
+from mpissd.predict.costs import DeviceCosts
+from mpissd.predict.jobfile import JobFile
+from mpissd.predict.row import is_foretold, predict_row
+from mpissd.sweep.grid import read_grid
+from mpissd.sweep.plan import make_plan
+from mpissd.tables import load_rows
+
+
+def main() -> int:
+    """0, or 2 with one line where a file or a flag is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    found = commands.add_parser("predict")
+    found.add_argument("grid")
+    found.add_argument("--tp", type=int, required=True)
+    found.add_argument("--targets", type=Path, required=True)
+    found.add_argument("--drafts", type=Path, required=True)
+    found.add_argument("--to", type=Path, required=True)
+    found = commands.add_parser("judge")
+    found.add_argument("foretold", type=Path)
+    found.add_argument("results", type=Path)
+    said = parser.parse_args()
+    try:
+        return predict(said) if said.command == "predict" else judge(said.foretold, said.results)
+    except (MpissdError, OSError) as error:
+        print(f"foretell: {error}", file=sys.stderr)
+        return 2
+
+
+def predict(said: argparse.Namespace) -> int:
+    """Writes a line for each configuration of the grid that can be foretold."""
+    targets = [file for file in profiles(said.targets) if file.tp == said.tp]
+    drafts = [file for file in profiles(said.drafts) if file.device.draft is not None]
+    if not targets or not drafts:
+        raise MpissdError(f"no job's profile with T={said.tp}, or none with a draft")
+    verify = merged((file.device.verify.rows, file.device.verify.seconds) for file in targets)
+    draft = merged(
+        (file.device.draft.rows, file.device.draft.seconds) for file in drafts if file.device.draft
+    )
+    lines, left = [], 0
+    for config in configurations(said.grid):
+        job = resolve(config, said.tp, backend="cupy", memory_bytes=None)
+        if job.verify_rows > max(verify) or not is_foretold(job):
+            left += 1
+            continue
+        device = DeviceCosts.from_points(verify, None if job.draft is None else draft)
+        lines.append(line(job, predict_row(job, device, nearest(job, drafts).host)))
+    said.to.parent.mkdir(parents=True, exist_ok=True)
+    said.to.write_text("".join(json.dumps(told) + "\n" for told in lines))
+    print(f"{said.to}: {len(lines)} configurations foretold, {left} not (> {max(verify)} rows)")
+    return 0
+
+
+def profiles(folder: Path) -> list[JobFile]:
+    """Every job's profile under a folder."""
+    found = (jobfile.load(str(path)) for path in sorted(folder.rglob("*.json")))
+    return [file for file in found if file is not None]
+
+
+def merged(tables: Iterable[tuple[Iterable[int], Iterable[float]]]) -> dict[int, float]:
+    """{rows: the median of what the jobs measured}."""
+    every: dict[int, list[float]] = defaultdict(list)
+    for rows, seconds in tables:
+        for count, spent in zip(rows, seconds, strict=True):
+            every[count].append(spent)
+    return {count: median(spent) for count, spent in sorted(every.items())}
+
+
+def configurations(grid: str) -> Iterator[RunConfig]:
+    """The valid configurations of a grid, once each."""
+    for point in make_plan(read_grid(grid), RunConfig(backend="cupy"), 1, (1, 1)).points:
+        if point.config is not None:
+            yield point.config
+
+
+def nearest(job: Job, files: list[JobFile]) -> JobFile:
+    """The job whose host had most alike to do."""
+
+    def distance(file: JobFile) -> tuple[bool, bool, int, int]:
+        told = file.config
+        return (
+            told["mode"] != job.config.mode,
+            (told.get("num_drafts") == 0) != job.inline,
+            abs(told["batch_size"] - job.config.batch_size),
+            abs(told["lookahead"] - job.lookahead),
+        )
+
+    return min(files, key=distance)
+
+
+def key(mode: str, told: dict[str, Any]) -> list[Any]:
+    """What tells configurations of one grid apart, read off a row or a line."""
+    names = ("tp", "num_drafts", "lookahead", "batch_size", "fan_out", "acceptance", "hit_law")
+    return [mode, *(told[name] for name in names), told["backup"] if mode == "ssd" else None]
+
+
+def line(job: Job, found: dict[str, Any]) -> dict[str, Any]:
+    """What is foretold of a configuration, by the keys of a row."""
+    mode, config = job.config.mode, job.config
+    drafted = mode != "ar"
+    return {
+        "mode": mode,
+        "tp": job.tp,
+        "num_drafts": config.drafts,
+        "lookahead": job.lookahead,
+        "batch_size": config.batch_size,
+        "fan_out": list(job.fan_out) or None,
+        "acceptance": config.acceptance_text if drafted else None,
+        "hit_law": job.hit_law.label if mode == "ssd" else None,
+        "backup": config.backup if drafted else None,
+        "tok_per_s": found["tok_per_s"],
+        "round_us": found["round_us"]["p50"],
+        "t_target_s": found["t_target_s"],
+    }
+
+
+def judge(foretold: Path, results: Path) -> int:
+    """Prints how far what was measured lies from what was foretold, by method."""
+    told = [json.loads(text) for text in foretold.read_text().splitlines()]
+    known = {json.dumps(key(entry["mode"], entry)): entry["tok_per_s"] for entry in told}
+    errors: dict[str, list[float]] = defaultdict(list)
+    missing = 0
+    for row in load_rows([results]):
+        expected = known.get(json.dumps(key(row["mode"], row)))
+        if expected is None:
+            missing += 1
+        else:
+            errors[f"{row['mode']} D={row['num_drafts']}"].append(row["tok_per_s"] / expected - 1)
+    for name, found in sorted(errors.items()):
+        size = sorted(map(abs, found))
+        print(
+            f"{name:8} {len(found):4} rows: measured / foretold - 1: median {median(found):+.1%}, "
+            f"in size {median(size):.1%}, at most {size[-1]:.1%}"
+        )
+    print(f"{missing} rows were not foretold")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
