@@ -95,7 +95,8 @@ class Sandbox:
             self.folder.chmod(0o755)
             self._write()
             told = os.environ.items()
-            self.env = {k: v for k, v in told if not k.startswith(("SLURM_", "SBATCH_"))}
+            outer = ("SLURM_", "SBATCH_", "MAKE", "MFLAGS")  # an allocation's, a make's around us
+            self.env = {k: v for k, v in told if not k.startswith(outer)}
             self.env["SLURM_CONF"] = str(self.folder / "slurm.conf")
             self._start_munge()
             self._start("slurmctld", "-D")
