@@ -64,6 +64,8 @@ def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skippe
             poster = spec.draw(data)
     except NothingLeft as nothing:
         return Skipped(machine, name, str(nothing))
+    if poster.table().empty:
+        return Skipped(machine, name, "no two rows that it could compare")
     finding = FINDINGS[name.split("-")[0]](poster.table())
     return Drawn(machine, name, poster, data.notes.lines, finding)
 
@@ -79,6 +81,8 @@ def build_all(data: Data, out: Path, kinds: Sequence[str], workers: int) -> Iter
     """Draws and saves everything, a machine's figure at a time over `workers` processes; a line
     for each."""
     jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
+    if not jobs:
+        raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
     with ProcessPoolExecutor(workers, initializer=_share, initargs=(data, out, kinds)) as pool:
         for lines in pool.map(_job, jobs):
             yield from lines

@@ -88,7 +88,7 @@ def checked(what: str, flags: dict[str, str]) -> Plan:
             raise ConfigError(f"{name}: needs a value")
     values: dict[str, Any] = {name: str(value) for name, value in flags.items()}
     if "workers" in values:
-        if not values["workers"].isdigit() or not 1 <= int(values["workers"]) <= 64:
+        if values["workers"] not in map(str, range(1, 65)):
             raise ConfigError(f"workers={values['workers']}: allowed: a whole number in [1, 64]")
         values["workers"] = int(values["workers"])
     plan = Plan(what, **values)

@@ -14,13 +14,17 @@ Says = Callable[[pd.DataFrame], str]
 
 
 def throughput(numbers: pd.DataFrame) -> str:
-    """SSD's best against the best rival on equal GPUs, and per GPU against all."""
+    """SSD's best against the best rival on equal GPUs, and per GPU against all; what is missing."""
     raw, per_gpu = (
         numbers[numbers["panel"] == f"own best K, {n}"] for n in ("all GPUs", "per GPU")
     )
+    has_wide = bool(raw["series"].str.startswith("AR").sum() > 1)
+    has_inline = "SD inline" in set(per_gpu["series"])
     return (
-        f"SSD against the best of SD and AR on as many GPUs: {_against(raw, wide=True)}. "
-        f"Per GPU against the best of all: {_against(per_gpu, wide=False)}."
+        f"SSD against the best of SD{' and AR' * has_wide} on as many GPUs: "
+        f"{_against(raw, wide=True)}{'' if has_wide else ' (AR was not measured on as many)'}. "
+        f"Per GPU against the best of {'SD inline, ' * has_inline}SD and AR: "
+        f"{_against(per_gpu, wide=False)}{'' if has_inline else ' (SD inline was not measured)'}."
     )
 
 
@@ -59,6 +63,8 @@ def cache_hits(numbers: pd.DataFrame) -> str:
 
 def _ends(here: pd.DataFrame, series: str) -> str:
     found = here[here["series"] == series].sort_values("x")
+    if found.empty:
+        return "nothing measured"
     first, last = found.iloc[0], found.iloc[-1]
     return f"{first['y']:.2f}× at p_hit {first['x']:g}, {last['y']:.2f}× at {last['x']:g}"
 
@@ -134,16 +140,33 @@ def batch(numbers: pd.DataFrame) -> str:
 
 
 def pareto(numbers: pd.DataFrame) -> str:
-    """Who holds which end of the frontier."""
+    """Who holds which end of the frontier, of those measured at all b; the others by themselves."""
     parts = []
     for panel, here in numbers.groupby("panel"):
         dots = here[here["series"] != "frontier"]
-        fast, much = dots.loc[dots["x"].idxmax()], dots.loc[dots["y"].idxmax()]
+        sizes = dots.groupby("series")["b"].nunique()
+        partial = sorted(sizes.index[sizes < sizes.max()])
+        whole = dots[~dots["series"].isin(partial)]
+        fast, much = whole.loc[whole["x"].idxmax()], whole.loc[whole["y"].idxmax()]
         parts.append(
-            f"{panel}: the fastest sequence is {fast['series']}'s ({fast['x']:.0f} tok/s), the "
-            f"most tok/s a GPU {much['series']}'s ({much['y']:.0f})"
+            f"{panel}: of the methods measured at all b, the fastest sequence is "
+            f"{fast['series']}'s ({fast['x']:.0f} tok/s, b={fast['b']:.0f}), the most tok/s a GPU "
+            f"{much['series']}'s ({much['y']:.0f}, b={much['b']:.0f})"
         )
+        parts += [_only(dots, whole, series) for series in partial]
     return ". ".join(parts) + "."
+
+
+def _only(dots: pd.DataFrame, whole: pd.DataFrame, series: str) -> str:
+    """A method that was measured at some b alone, beside the best of the others at the largest."""
+    mine = dots[dots["series"] == series].sort_values("b")
+    point, told = mine.iloc[-1], ", ".join(f"{b:.0f}" for b in mine["b"])
+    text = f"{series} only at b={told}: {point['y']:.0f} a GPU"
+    beside = whole[whole["b"] == point["b"]]
+    if beside.empty:
+        return text
+    best = beside.loc[beside["y"].idxmax()]
+    return f"{text}, where {best['series']} gives {best['y']:.0f}"
 
 
 def drafts(numbers: pd.DataFrame) -> str:
@@ -216,11 +239,12 @@ def head(numbers: pd.DataFrame) -> str:
     for panel, here in numbers.groupby("panel", sort=False):
         for series in ("T_SD / K", "SSD over SD on the same GPUs", "SSD over SD inline, per GPU"):
             found = here[here["series"] == series].sort_values("x")
-            if len(found):
-                name = panel.split(":")[0]
-                parts.append(
-                    f"{name}: {series} {found['y'].iloc[0]:.3g} → {found['y'].iloc[-1]:.3g}"
-                )
+            name = panel.split(":")[0]
+            if len(found) > 1:
+                ends = f"{found['y'].iloc[0]:.3g} → {found['y'].iloc[-1]:.3g}"
+                parts.append(f"{name}: {series} {ends}")
+            elif len(found):
+                parts.append(f"{name}: {series} {found['y'].iloc[0]:.3g} (at one of them alone)")
     return "From the least to the most that a forward includes, " + "; ".join(parts) + "."
 
 

@@ -44,7 +44,7 @@ def load(paths: Iterable[str | Path]) -> Data:
     profiles: list[Row] = []
     places = [Path(path) for path in paths]
     for path in places:
-        if not path.exists():
+        if not _exists(path):
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
         for file in _files(path, "runs*.jsonl"):
             _add(rows, _rows(file, notes), notes)
@@ -53,6 +53,13 @@ def load(paths: Iterable[str | Path]) -> Data:
         why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
         raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
     return Data(tidy(list(rows.values())), tuple(profiles), notes)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no name that a file could have
+        return False
 
 
 def _files(path: Path, pattern: str) -> list[Path]:
@@ -74,7 +81,11 @@ def _same(a: Row, b: Row) -> bool:
 
 def _rows(path: Path, notes: Notes) -> Iterator[tuple[str, Row]]:
     """The usable rows of a file, each with its file and line."""
-    lines = path.read_bytes().decode(errors="replace").splitlines()
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        notes.add(f"{path}: left out: {error.strerror}")
+        return
     if not any(line.strip() for line in lines):
         notes.add(f"{path}: empty: no row")
     schemas: Counter[str] = Counter()
@@ -97,9 +108,9 @@ def _rows(path: Path, notes: Notes) -> Iterator[tuple[str, Row]]:
         notes.left_out(count, f"of {path}", f"schema {schema}, this reads {SCHEMA}")
 
 
-def _parse(line: str) -> Row | None:
+def _parse(line: bytes) -> Row | None:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
@@ -107,8 +118,9 @@ def _parse(line: str) -> Row | None:
 
 def _profiles(path: Path, notes: Notes) -> Iterator[Row]:
     """Probed device profiles: those with tables."""
-    for file in sorted(path.rglob("profiles/*.json")) if path.is_dir() else []:
-        profile = _parse(file.read_bytes().decode(errors="replace"))
+    found = sorted(path.rglob("profiles/*.json")) if path.is_dir() else []
+    for file in (file for file in found if file.is_file()):
+        profile = _parse(file.read_bytes())
         if profile is None:
             notes.add(f"{file}: left out: cut off, or no JSON object")
         elif profile.get("kind") == "device" and isinstance(profile.get("tables"), dict):

@@ -16,19 +16,19 @@ import pandas as pd
 from analysis.build import Drawn, Skipped, draw_all, slug
 from analysis.figures import FIGURES
 from analysis.load import Data
+from analysis.notes import NothingLeft
 from analysis.page import PAGE
 from analysis.select import machines
-from analysis.style import rendered
+from analysis.style import rendered, write
 from analysis.summary import best_of_each, sources
 
 _ROWS_SHOWN = 400
 
 
 def write_report(data: Data, out: Path) -> Path:
-    """OUT/report.html."""
-    out.mkdir(parents=True, exist_ok=True)
+    """OUT/report.html. NothingLeft: no figure could be drawn; ConfigError: OUT can't be written."""
     path = out / "report.html"
-    path.write_text(render(data), encoding="utf-8")
+    write(path, render(data).encode())
     return path
 
 
@@ -40,6 +40,8 @@ def render(data: Data) -> str:
         for m in machines(data.rows)
         if any(isinstance(i, Drawn) and i.machine == m for i in items)
     ]
+    if not names:
+        raise NothingLeft("no figure can be drawn from these rows: `all` says what each needs")
     sections = "\n".join(
         _section(name, [i for i in items if i.machine == name], data) for name in names
     )

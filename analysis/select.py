@@ -124,8 +124,8 @@ def cases(
     """The pairs and T with most `wanted` rows (none with under a quarter of the first one's).
 
     Each has its rows from one folder (others are other days and versions): of those that have its
-    target's AR, if any has, that in which `varies` takes most values. vary: conditions that the
-    figure is about.
+    target's AR, if any has, that in which `varies` takes most values. Only AR on T + 1 GPUs may
+    come from another. vary: conditions that the figure is about.
     """
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
     found = [
@@ -151,9 +151,25 @@ def _case(data: Data, group: pd.DataFrame, varies: Sequence[str], columns: list[
     is_ssd = kept["mode"] == "ssd"
     ssd = usual(kept[is_ssd], POLICY, data.notes, f"SSD, {what}")
     sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
-    shared = ["folder", *(c for c in columns if c != "all_reduce")]
-    alike = key(ar, shared) == key(kept, shared).iloc[0]
-    return Case(target, draft, tp, pd.concat([sd, ssd]), ar[alike.to_numpy(dtype=bool)])
+    baselines = _baselines(data, ar, kept, tp, [c for c in columns if c != "all_reduce"])
+    return Case(target, draft, tp, pd.concat([sd, ssd]), baselines)
+
+
+def _baselines(
+    data: Data, ar: pd.DataFrame, kept: pd.DataFrame, tp: int, columns: list[str]
+) -> pd.DataFrame:
+    """AR as `kept` was measured: of its folder; on T + 1 GPUs, the rival of a draft GPU, also of
+    another one where that has none."""
+    alike = ar[(key(ar, columns) == key(kept, columns).iloc[0]).to_numpy(dtype=bool)]
+    here = alike["folder"] == kept["folder"].iloc[0]
+    wide = alike[~here & (alike["gpus"] == tp + 1)]
+    if len(wide) and not (alike.loc[here, "gpus"] == tp + 1).any():
+        wide = richest(wide, ["folder"], ["batch_size"])
+        told = f"AR of {short(str(wide['target'].iloc[0]))} on {tp + 1} GPUs"
+        own, other = kept["folder"].iloc[0], wide["folder"].iloc[0]
+        data.notes.add(f"{told}: rows of {other}, as {own} has none")
+        return pd.concat([alike[here], wide])
+    return alike[here]
 
 
 def by_pair(data: Data) -> dict[str, Data]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
+
+from mpissd.errors import ConfigError
 
 # Okabe and Ito's palette: told apart with any colour vision; a marker tells the same again.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
@@ -92,9 +96,10 @@ class Poster(Figure):
         *,
         low: Iterable[float] | None = None,
         high: Iterable[float] | None = None,
+        also: Mapping[str, Iterable[float]] | None = None,
         **options: Any,
     ) -> None:
-        """A series with its intervals; its numbers are kept."""
+        """A series with its intervals; its numbers are kept, and `also` with them."""
         xs, ys = np.asarray(list(x), float), np.asarray(list(y), float)
         options = {"label": label, "zorder": 3, **options}
         ends = [ys if v is None else np.asarray(list(v), float) for v in (low, high)]
@@ -103,8 +108,9 @@ class Poster(Figure):
         else:
             bars = [np.maximum(ys - ends[0], 0), np.maximum(ends[1] - ys, 0)]
             ax.errorbar(xs, ys, yerr=bars, capsize=3, elinewidth=1.4, **options)
-        for values in zip(xs, ys, *ends, strict=True):
-            self.keep(ax, label, **dict(zip(("x", "y", "low", "high"), values, strict=True)))
+        names = ("x", "y", "low", "high", *(also or {}))
+        for values in zip(xs, ys, *ends, *(also or {}).values(), strict=True):
+            self.keep(ax, label, **dict(zip(names, values, strict=True)))
 
     def keep(self, ax: Axes, series: str, **values: Any) -> None:
         """Remembers a point that was drawn."""
@@ -187,12 +193,28 @@ def _small(png: io.BytesIO) -> bytes:
 
 
 def save(figure: Figure, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes stem.png, stem.pdf and stem.svg."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    """Writes stem.png, stem.pdf and stem.svg. ConfigError: it can't be written there."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path, kind in zip(paths, kinds, strict=True):
-        path.write_bytes(rendered(figure, kind))
+        write(path, rendered(figure, kind))
     return paths
+
+
+def write(path: Path, content: bytes) -> None:
+    """Makes a file and its folder. ConfigError: it can't be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def plain_ticks(axis: Axis) -> None:
+    """On a logarithmic axis: numbers as one reads them (300, not 3·10²), at 1, or at 1, 2 and 5."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 200 * low else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:

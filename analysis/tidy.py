@@ -68,9 +68,20 @@ _DEFAULTS: Row = {
     "provenance": None,
     "learned": None,
 }
+_TEXTS = (
+    "mode device_name target draft schedule workload acceptance hit_law all_reduce dtype backend "
+    "on_late backup"
+).split()
+_WHOLE = {  # and the least that each may be
+    **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
+    **dict.fromkeys(("num_drafts", "lookahead", "context"), 0),
+}
+_SWITCHES = ("lm_head", "fuse", "graph", "inline_draft")
+_PLAIN = ("seed", "branch_budget", "num_layers", "full_num_layers")
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
-    "predicted_tok_per_s prediction_error branch_budget tok_per_s temperature divergence"
+    "predicted_tok_per_s prediction_error branch_budget tok_per_s temperature divergence "
+    "round_s forward_s all_reduce_s wait_s other_s step_s"
 ).split()
 
 
@@ -83,11 +94,28 @@ def complete(row: Row) -> Row:
         raise ValueError(f"it has no {missing[0]}")
     whole = {**_DEFAULTS, **row}
     try:
+        _check(whole)
         if not (0 < whole["tok_per_s"] < math.inf and whole["world_size"] >= 1):
             raise ValueError(f"{whole['tok_per_s']} tok/s on {whole['world_size']} GPUs")
         return {**whole, **_derived(whole)}
-    except (TypeError, AttributeError, KeyError) as error:
+    except (TypeError, AttributeError, KeyError, OverflowError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
+
+
+def _check(row: Row) -> None:
+    """ValueError: a value of another kind than rows have; what is compared has to be comparable."""
+    for name in _TEXTS:
+        if not isinstance(row[name], (str, type(None))):
+            raise ValueError(f"{name} is {row[name]!r}")
+    for name, least in _WHOLE.items():
+        if type(row[name]) is not int or not least <= row[name] < 1 << 53:
+            raise ValueError(f"{name} is {row[name]!r}")
+    for name in _SWITCHES:
+        if type(row[name]) is not bool:
+            raise ValueError(f"{name} is {row[name]!r}")
+    for name in _PLAIN:
+        if not isinstance(row[name], (int, float, type(None))):
+            raise ValueError(f"{name} is {row[name]!r}")
 
 
 def tidy(rows: list[Row]) -> pd.DataFrame:
@@ -100,6 +128,8 @@ def tidy(rows: list[Row]) -> pd.DataFrame:
 
 def _derived(row: Row) -> Row:
     low, high = interval(row)
+    if not 0 < low <= high < math.inf:
+        raise ValueError(f"{row['tok_per_s']} tok/s with an interval of {low:g} to {high:g}")
     rate, gpus = float(row["tok_per_s"]), int(row["world_size"])
     steps = row["lookahead"] or None
     draft = row["t_draft_s"]

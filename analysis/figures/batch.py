@@ -41,7 +41,9 @@ def batch_scaling(data: Data) -> Poster:
         column[1].minorticks_off()
     grid[0, 0].set_ylabel("SSD's gain over SD, ×\n(equal GPUs: raw and per GPU)")
     grid[1, 0].set_ylabel("gain per GPU over AR\nat the same b, ×")
-    used = [part for _, ssd, sd in shown for part in (ssd, sd)] + [c.ar for c, _, _ in shown]
+    used = [part for _, ssd, sd in shown for part in (ssd, sd)] + [
+        c.ar[c.ar["gpus"] == c.tp] for c, _, _ in shown
+    ]
     text = caption(
         data,
         used,

@@ -11,7 +11,7 @@ from matplotlib.colors import TwoSlopeNorm
 
 from analysis.figures.common import caption, need
 from analysis.load import Data
-from analysis.select import Case, cases, plain
+from analysis.select import Case, cases, plain, points
 from analysis.style import BLACK, Poster
 from analysis.times import Times
 
@@ -51,7 +51,8 @@ def break_even(data: Data) -> Poster:
         used,
         "MODELLED: the closed formulas with these rows' median times; every method at its own best "
         "K ≤ 16; a miss is drafted just in time. Black line: nothing is gained. Dots: measured SSD "
-        "rows against the best measured rival at their alpha, filled with what they measured",
+        "rows, at the best K measured with their hits (often one alone), against the best measured "
+        "rival at its best K, filled with what they measured",
     )
     return poster.finish("Where the extra GPU pays", text, legend=False)
 
@@ -102,10 +103,11 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float]]:
         ssd = group[group["method"] == "SSD"].dropna(subset=["hit_rate"])
         sd = group[group["method"] == ("SD inline" if per_gpu else "SD")]
         ar = case.ar[(case.ar["batch_size"] == 1) & (case.ar["gpus"] == case.tp + (not per_gpu))]
-        rivals = pd.concat([sd[column], ar[column]])
-        if not len(rivals) or not len(sd):
+        if not len(sd):
             continue
+        rivals = pd.concat([points(part, ["lookahead"])[column] for part in (sd, ar)])
         for _, cell in ssd.groupby(["hit_law", "policy"]):
-            row = cell.loc[cell[column].idxmax()]
+            repeats = points(cell, ["lookahead"])
+            row = repeats.loc[repeats[column].idxmax()]
             found.append((float(alpha), float(row["hit_rate"]), row[column] / rivals.max()))
     return found

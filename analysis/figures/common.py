@@ -33,7 +33,10 @@ def caption(
     if "context" not in vary:
         words.append(f"context: {_several(used['context'])} tokens")
     if "fuse" not in vary and used["fuse"].any():
-        words.append("fused q,k,v and gate,up")
+        partly = "" if used["fuse"].all() else "partly "
+        words.append(f"{partly}fused q,k,v and gate,up")
+    if len(backup := used.loc[used["mode"] == "ssd", "backup"].dropna()):
+        words.append(f"backup of a miss: {_several(backup)}")
     seeds = used["seed"].nunique()
     counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
     commits = sorted({commit[:8] for commit in used["commit"] if commit})

@@ -37,6 +37,9 @@ def fan_out(data: Data) -> Poster:
             ax.set_label(f"{case.label}+1: {what}")
         for kind, look in _KINDS.items():
             _series(poster, column, case, ssd[ssd["kind"] == kind], kind, look)
+        if ssd["t_growth_s"].isna().all():
+            told = "never grown to its end: the outcome came first"
+            column[1].text(0.5, 0.4, told, transform=column[1].transAxes, ha="center", fontsize=12)
         parity(column[2], 1.0, "AR")
         column[2].set_xlabel("branch budget ΣF")
     grid[0, 0].set_ylim(0, 1)
@@ -49,7 +52,7 @@ def fan_out(data: Data) -> Poster:
         strict=True,
     ):
         ax.set_ylabel(label)
-    used = [ssd for _, ssd in shown] + [case.ar for case, _ in shown]
+    used = [ssd for _, ssd in shown] + [c.ar[c.ar["gpus"] == c.tp] for c, _ in shown]
     text = caption(
         data, used, "Growth: glue and K steps over all branches, where they ran to their end", BARS
     )
@@ -76,7 +79,8 @@ def _series(
         return
     x = found["branch_budget"]
     poster.line(column[0], kind, x, found["hit_rate"], **look)
-    poster.line(column[1], kind, x, found["t_growth_s"] / found["t_target_s"], **look)
+    grown = found["t_growth_s"] / found["t_target_s"]
+    poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **look)
     if ar is None:
         return
     names = ("tok_per_s", "low", "high")

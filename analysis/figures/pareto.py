@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from analysis.figures.common import caption, look, need
 from analysis.load import Data
 from analysis.select import Case, cases, plain, points, richest
-from analysis.style import BLACK, Poster
+from analysis.style import BLACK, Poster, plain_ticks
 
 
 def pareto(data: Data) -> Poster:
@@ -55,8 +55,9 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
     for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
         found = points(group, ["batch_size"])
         style = look(method)
-        label = f"{method}, T{'+1' if gpus > case.tp else ''} GPUs"
-        wide = gpus > case.tp and method == "AR"
+        more = int(gpus) - case.tp
+        label = f"{method}, T{f'+{more}' if more else ''} GPUs"
+        wide = more > 0 and method == "AR"
         x, y = found["per_sequence"], found["per_gpu"]
         half = [(found["high"] / found["tok_per_s"] - 1), (1 - found["low"] / found["tok_per_s"])]
         ax.errorbar(
@@ -74,6 +75,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             label,
             x,
             y,
+            also={"b": found["batch_size"]},
             linewidth=1.4,
             linestyle=":" if wide else "-",
             markerfacecolor="white" if wide else style["color"],
@@ -94,6 +96,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
         ax, "frontier", *zip(*front, strict=True), color=BLACK, linewidth=6, alpha=0.13, zorder=1
     )
     ax.set(yscale="log", xlabel="tok/s per sequence (1 / latency)")
+    plain_ticks(ax.yaxis)
 
 
 def _frontier(points_: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ import seaborn as sns
 
 from analysis.figures.common import caption, look, need
 from analysis.load import Data
-from analysis.style import BLACK, METHODS, Poster
+from analysis.style import BLACK, METHODS, Poster, plain_ticks
 
 
 def predicted(data: Data) -> Poster:
@@ -41,6 +41,8 @@ def predicted(data: Data) -> Poster:
     left.plot(ends, ends, color=BLACK, linewidth=1.2)
     left.fill_between(ends, ends * 0.95, ends * 1.05, color=BLACK, alpha=0.1, label="± 5%")
     left.set(xscale="log", yscale="log", xlabel="measured tok/s", ylabel="predicted tok/s")
+    for axis in (left.xaxis, left.yaxis):
+        plain_ticks(axis)
     right.set(xlabel="|measured / predicted − 1|, %", ylabel="share of rows")
     right.set_xlim(0, max(5.0, float(np.quantile(rows["error"].abs(), 0.98))))
     worst = rows["error"].abs().max()

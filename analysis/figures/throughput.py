@@ -32,7 +32,7 @@ def throughput(data: Data) -> Poster:
         _over_best(poster, ax, used, per_gpu)
         for ax in grid[row]:
             _baselines(poster, ax, case, per_gpu)
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.06 * ax.get_ylim()[1] if ax is grid[row][-1] else None)
         grid[row][0].set_ylabel(f"tok/s, {name}")
     for ax in grid[1]:
         ax.set_xlabel("lookahead K" if ax is not grid[1][-1] else "acceptance α")
@@ -76,11 +76,10 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool) -> N
     for method in ("SD inline", "SD", "SSD"):
         found = best(rows[rows["method"] == method], "alpha")
         _draw(poster, ax, method, found, "alpha", per_gpu)
-        for _, point in found.iterrows() if method == "SSD" else ():
-            height = point["high"] / (point["gpus"] if per_gpu else 1)
+        for _, point in found.iterrows() if method == "SSD" and not per_gpu else ():
             ax.annotate(
                 f"K={point['lookahead']:.0f}",
-                (point["alpha"], height),
+                (point["alpha"], point["high"]),
                 fontsize=10,
                 xytext=(0, 4),
                 textcoords="offset points",

@@ -34,11 +34,15 @@ class Calibrations:
     def once(self, owner: Any, key: Hashable, measure: Callable[[], Value]) -> Value:
         """What `measure` found for (owner, key), now or earlier.
 
+        It is as old as the oldest that `measure` asked for itself.
+
         Where it is collective, its ranks have to ask for the same things in the same order.
         """
         known = self._known.setdefault(owner, {})
         if key not in known:
-            known[key] = measure(), datetime.now(timezone.utc)
+            before = len(self._asked)
+            value = measure()
+            known[key] = value, min([datetime.now(timezone.utc), *self._asked[before:]])
         value, at = known[key]
         self._asked.append(at)
         found: Value = value

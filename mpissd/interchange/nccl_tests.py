@@ -20,6 +20,7 @@ from typing import Any
 from mpissd.errors import ConfigError
 
 _LARGE_BYTES = 1 << 20  # the line's second point, as the probe's
+_TOO_MUCH = (OverflowError, RecursionError, csv.Error)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def read(path: Path) -> AllReduces:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     try:
         found = _parse(text)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, *_TOO_MUCH) as error:
         raise ConfigError(f"{str(path)!r}: no result of nccl-tests: {error}") from error
     if not found.seconds:
         raise ConfigError(f"{str(path)!r}: no result of nccl-tests: no line with a size and a time")

@@ -33,6 +33,10 @@ def write_tidy(rows: Iterable[Mapping[str, Any]], path: Path) -> tuple[int, int]
             raise ConfigError(f"to {str(path)!r}: allowed: {', '.join(FORMATS)}")
     except ImportError as error:
         raise ConfigError(f"{str(path)!r}: Parquet needs pyarrow: pip install pyarrow") from error
+    except (TypeError, ValueError) as error:  # pyarrow's: a column of numbers and texts
+        raise ConfigError(
+            f"{str(path)!r}: rows of unlike values: {error}; allowed: .csv"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
     rows_columns: tuple[int, int] = table.shape

@@ -15,7 +15,11 @@ from typing import Any
 from mpissd.errors import ConfigError
 
 # vLLM drafts on the target's own GPUs, one synchronous round after the other.
-_SAME = ("target", "draft", "tp", "device_name", "backend", "acceptance", "lm_head", "context")
+_SAME = (
+    *("target", "draft", "tp", "device_name", "backend", "acceptance", "lm_head", "context"),
+    *("num_layers", "dtype", "fuse", "graph"),
+)
+_COUNTS = ("num_drafts", "batch_size", "lookahead")
 
 
 def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -27,6 +31,8 @@ def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     ConfigError: no SD row, or rows of several pairs, machines or laws (the key that differs).
     """
     usable = [row for row in rows if row.get("mode") in ("ar", "sd") and not row.get("schedule")]
+    usable = [row for row in usable if all(type(row.get(name)) is int for name in _COUNTS)]
+    usable = [row for row in usable if isinstance(row.get("tok_per_s"), (int, float))]
     drafted = [row for row in usable if row["mode"] == "sd"]
     inline = [row for row in drafted if row["num_drafts"] == 0]
     drafted = inline or drafted

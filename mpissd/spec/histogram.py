@@ -14,6 +14,7 @@ are a law of their own: --acceptance=marginal:….
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -30,6 +31,7 @@ _KEYS = (
     "spec_correct_drafts_histogram",
 )
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+_MODEL = re.compile(r"^vllm:spec_decode_[^\n]*\bmodel_name=\"([^\"]*)\"", re.MULTILINE)
 _PER_POSITION = re.compile(
     r"^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?"
     r"\{[^}]*?position=\"(\d+)\"[^}]*\}\s+(\S+)",
@@ -44,6 +46,8 @@ def read_histogram(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
+    if len(models := sorted(set(_MODEL.findall(text)))) > 1:  # each has a law of its own
+        raise ConfigError(f"{str(path)!r}: of models {', '.join(models)}: allowed: one model")
     counts = _of_metrics(text) if "vllm:spec_decode" in text else _of_text(text)
     if not counts or min(counts) < 0 or sum(counts) == 0:
         raise ConfigError(
@@ -67,6 +71,8 @@ def _of_metrics(text: str) -> list[int] | None:
     except ValueError:
         return None
     if not reached or set(reached) != set(range(len(reached))):
+        return None
+    if not all(map(math.isfinite, (drafts, *reached.values()))):
         return None
     at_least = [drafts, *(reached[i] for i in range(len(reached))), 0.0]
     return [round(a - b) for a, b in pairwise(at_least)]

@@ -17,10 +17,12 @@ from mpissd.config import RunConfig
 
 Row = Mapping[str, Any]
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
-_FORWARD = ("batch_size", "fuse", "lm_head", "context", "all_reduce")
+_FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
 _SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")
 _DRAFTED = ("draft", "acceptance", "divergence")  # AR has none of it
 _SHOWN = ("acceptance", "divergence", "batch_size", "context", "temperature")
+_MODES = ("ar", "sd", "ssd")
+_COUNTS = ("lookahead", "world_size")
 _FAN_OUTS = ("fan_out", "fan_out_miss")
 
 
@@ -81,12 +83,18 @@ class Comparison:
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
-    """Every setting of these rows, in the order in which they come."""
-    found = [row for row in rows if row.get("tok_per_s")]
+    """Every setting of these rows, in the order in which they come; without what is no row."""
+    found = [row for row in rows if _is_row(row)]
     settings = dict.fromkeys(_setting(row) for row in found if row["mode"] != "ar")
     if not settings:
         settings = dict.fromkeys(_setting(row) for row in found)
     return [Comparison(setting, _methods(found, dict(setting))) for setting in settings]
+
+
+def _is_row(row: Row) -> bool:
+    rate, counts = row.get("tok_per_s"), [row.get(name) for name in _COUNTS]
+    measured = isinstance(rate, (int, float)) and rate > 0
+    return measured and row.get("mode") in _MODES and all(type(n) is int for n in counts)
 
 
 def _setting(row: Row) -> tuple[tuple[str, Any], ...]:
@@ -105,7 +113,7 @@ def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, .
 
 
 def _rank(name: str) -> int:
-    return ("AR", "SD", "SSD").index(name.split()[0])
+    return _MODES.index(name.split()[0].lower())
 
 
 def _cells(rows: Mapping[int, list[Row]]) -> tuple[Cell, ...]:
@@ -127,6 +135,10 @@ def method_of(row: Row) -> str:
         told.append(f"D={row['num_drafts']}")
     if row.get("backup") not in (None, "jit"):
         told.append(f"backup={row['backup']}")
+        if row.get("acceptance_fast") not in (None, RunConfig.acceptance_fast):
+            told.append(f"acceptance_fast={row['acceptance_fast']}")
+    if row.get("backup_lookahead") not in (None, row["lookahead"]):
+        told.append(f"backup_lookahead={row['backup_lookahead']}")
     if mode == "ssd":
         told += _growth(row)
     return " ".join(told)

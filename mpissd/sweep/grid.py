@@ -46,7 +46,7 @@ _NAMES = tuple(field.name for field in dataclasses.fields(RunConfig))
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
 _MOST_VALUES = 10_000  # of one range
 _QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # what follows holds whole quotations
-_RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\.\.(\d+))?")
+_RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 
 @dataclass(frozen=True)

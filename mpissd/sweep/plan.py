@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,7 @@ _DRAFTING = (
     "backup_lookahead",
 )
 _OF_THE_SWEEP = ("dry_run", "world_size", "trace", "ledger_ab", "progress")
+_MOST_COMBINATIONS = 100_000
 _UNSEEN = {"ar": (*_DRAFTING, *_GROWTH), "sd": _GROWTH, "ssd": ()}
 
 
@@ -97,8 +99,12 @@ def make_plan(
     """The plan of a grid over the flags of `base`, which hold where a block does not say otherwise.
 
     `base`'s num_drafts is D of the job. shard: (I, N), I from 1. Raises ConfigError: more draft
-    ranks in the grid than in the job, a shard without a configuration.
+    ranks in the grid than in the job, a shard without a configuration, more combinations than a
+    sweep could ever measure.
     """
+    count = sum(math.prod(len(values) for _, values in block.axes) for block in blocks)
+    if count > _MOST_COMBINATIONS:
+        raise ConfigError(f"grid: {count} combinations: allowed: at most {_MOST_COMBINATIONS}")
     said = _said(base)
     job = {n: text for n, text in said.items() if n in ONE_A_JOB and n not in _OF_THE_SWEEP}
     job["progress"] = "off"  # the sweep has one

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from analysis.__main__ import main
 from analysis.load import load
 from analysis.notes import NothingLeft
 from analysis.select import machines, on_machine
@@ -87,6 +88,16 @@ def test_a_row_without_what_a_row_has(tmp_path: Path) -> None:
         ("provenance", "none"),
         ("fan_out", 3),
         ("sampling_sd", "small"),
+        ("sampling_sd", float("nan")),
+        ("sampling_sd", 1e300),
+        ("device_name", [1]),
+        ("batch_size", 0),
+        ("batch_size", 1e300),
+        ("tp", -1),
+        ("fuse", {}),
+        ("lm_head", -1),
+        ("context", [1]),
+        ("seed", []),
     ],
 )
 def test_a_row_of_other_types(tmp_path: Path, key: str, value: Any) -> None:
@@ -95,6 +106,14 @@ def test_a_row_of_other_types(tmp_path: Path, key: str, value: Any) -> None:
     assert len(data.rows) == 1
     assert len(data.notes.lines) == 1
     assert data.notes.lines[0].startswith(f"{folder}/runs.jsonl:1: left out: ")
+
+
+def test_a_file_that_cannot_be_read_costs_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "a", lines()[0])
+    (tmp_path / "b/runs.jsonl").mkdir(parents=True)
+    data = load([tmp_path])
+    assert len(data.rows) == 1
+    assert data.notes.lines == (f"{tmp_path}/b/runs.jsonl: left out: Is a directory",)
 
 
 def test_a_row_twice_counts_once_and_two_rows_of_one_id_are_told(tmp_path: Path) -> None:
@@ -153,6 +172,17 @@ def test_measured_machines_come_first_and_the_null_device_never(tmp_path: Path) 
     ]
     data = load([write(tmp_path, "\n".join([*lines(), *rows]))])
     assert machines(data.rows) == ["NVIDIA H200", "NVIDIA H100 80GB SXM (emulated)"]
+
+
+@pytest.mark.parametrize("what", ["all", "report"])
+def test_rows_of_the_null_device_alone_are_nothing(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    null = [changed(line, device_name="null device (emulated)") for line in lines()[:5]]
+    folder = write(tmp_path / "in", "\n".join(null))
+    assert main([what, f"--results={folder}", f"--out={tmp_path / 'out'}"]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and not told.out and not (tmp_path / "out").exists()
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -51,6 +51,13 @@ def flags(found: Plan) -> list[dict[str, str]]:
     return [dict(point.flags) for point in found.points]
 
 
+def test_a_grid_that_no_sweep_could_measure_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="99980001 combinations: allowed: at most 100000"):
+        plan("lookahead=1..9999; seed=1..9999")
+    (point,) = plan(f"mode=ssd; lookahead=1..{'9' * 5000}").points  # as text, like any other
+    assert point.config is None and "allowed: a whole number" in str(point.error)
+
+
 def test_an_inline_grid() -> None:
     assert axes("mode=ar,sd,ssd; lookahead=2..8; alpha=.6, .7 ;p_hit=none,0") == {
         "mode": ("ar", "sd", "ssd"),

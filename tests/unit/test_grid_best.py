@@ -81,6 +81,36 @@ def test_what_a_method_is_called() -> None:
     assert method_of(row("ssd", 4, 1, **alone)) == "SSD fan_out=geometric:24 p_hit:0.9"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"backup_lookahead": 2},
+        {"backup": "fast"},
+        {"backup": "fast", "acceptance_fast": "alpha:0.5"},
+    ],
+)
+def test_what_drafts_a_miss_makes_another_method(other: dict[str, Any]) -> None:
+    usual = row("ssd", 4, 900, backup="jit", backup_lookahead=4, acceptance_fast="alpha:0.3")
+    names = {
+        method_of(usual),
+        method_of({**usual, **other}),
+        method_of({**usual, "backup": "fast"}),
+    }
+    assert len(names) == 2 + (other != {"backup": "fast"})
+
+
+def test_graphs_and_single_launches_are_not_repeats() -> None:
+    found = compare_methods([row("ssd", 4, 900, graph=True), row("ssd", 4, 500, graph=False)])
+    assert [len(one.methods[0].best.tok_per_s) for one in found] == [1, 1]
+
+
+def test_what_is_no_row_is_not_compared() -> None:
+    junk = [{}, {"tok_per_s": 5}, {**ROWS[0], "mode": "x"}, {**ROWS[0], "lookahead": None}]
+    assert compare_methods([*ROWS, *junk, {**ROWS[0], "tok_per_s": "fast"}]) == compare_methods(
+        ROWS
+    )
+
+
 def test_the_table_and_the_json_say_the_same() -> None:
     found = compare_methods(ROWS)
     lines = render(found).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,11 @@ def test_a_measurement_is_made_once_and_knows_its_age() -> None:
     known.once(owner, "b", lambda: 0)
     assert known.since >= since
     assert known.once(Owner(), "a", lambda: 8) == 8 and made == [1]
+    known.restart()
+    time.sleep(0.005)  # an age is told to the millisecond
+    outer = known.once(owner, "c", lambda: known.once(owner, "a", lambda: 0))
+    known.restart()
+    assert known.once(owner, "c", lambda: 0) == outer == 7 and known.since == since  # as its part
 
 
 def test_costs_are_shared_by_what_differs_in_its_draws_alone() -> None:

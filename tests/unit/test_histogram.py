@@ -80,6 +80,9 @@ def test_counts_of_every_form(tmp_path: Path, content: Any, counts: list[int]) -
         METRICS.replace('position="1"', 'position="7"'),
         METRICS.replace("80.0", "8.0"),  # more reached position 1 than position 0
         METRICS.replace("100.0", "many"),
+        METRICS.replace("100.0", "NaN"),
+        METRICS.replace("80.0", "+Inf"),
+        METRICS + METRICS.replace('model_name="', 'model_name="another-'),
         "\n".join(line for line in METRICS.splitlines() if "per_pos" not in line),
     ],
 )

@@ -102,6 +102,9 @@ def test_csv_and_json_lines(tmp_path: Path) -> None:
         (TABLE.replace("13.70", "0.000"), "a time of 0.0 s"),
         (CSV + "AllReduce,4,64,1,sum,0\n", "[2, 4] GPUs in one file"),
         ("size,latency\n64,1\n", "time_us"),
+        ("size,time\n" + "6" * 200_000, "field larger"),
+        ('{"results": [{"size": 1e999, "in_place": {"time": 3}}]}', "infinity"),
+        ("[" * 200_000, "no result of nccl-tests"),
     ],
 )
 def test_what_is_no_all_reduce_is_refused(tmp_path: Path, text: str, reason: str) -> None:
@@ -191,6 +194,12 @@ def test_a_schedule_of_other_things_is_refused() -> None:
         schedule([row("ar", 0, 1, 100), row("ssd", 4, 1, 100)])
     with pytest.raises(ConfigError, match="device_name 'x' and 'y'"):
         schedule([*ROWS, row("sd", 3, 8, 500, device_name="y")])
+
+
+def test_what_is_no_row_is_not_in_the_schedule() -> None:
+    assert schedule([*ROWS, {"mode": "sd"}, row("sd", 9, 1, None)]) == schedule(ROWS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_layers '2' and 'None'"):
+        schedule([*ROWS, row("sd", 3, 8, 500, num_layers=2)])
 
 
 def test_tidy_keeps_every_number_and_every_row(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What a figure compares: rivals that are there, and which are not; medians; no empty panel."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from analysis.build import Drawn, Skipped, draw
+from analysis.load import Data
+from analysis.notes import Notes
+from analysis.select import cases, plain
+from tests.analysis.test_figures import data, drawn, legend, poster, rate
+
+
+def test_ar_on_the_draft_gpu_too_may_come_from_another_folder() -> None:
+    rows = data().rows
+    is_wide = (rows["mode"] == "ar") & (rows["gpus"] == 2)
+    apart = rows.assign(folder=rows["folder"].where(~is_wide, "elsewhere"))
+    other = apart[is_wide].assign(fuse=~apart["fuse"][is_wide], tok_per_s=1.0, run_id="x")
+    notes = Notes()
+    both = pd.concat([apart, other], ignore_index=True)
+    (first, *_) = cases(Data(both, (), notes), plain(both), ["lookahead"])
+    point = first.ar_on(2)
+    assert point is not None and point["tok_per_s"] == rate(mode="ar", tp=2)
+    assert any("AR of 8B on 2 GPUs: rows of elsewhere" in line for line in notes.lines)
+    (item,) = draw(Data(both), "throughput")
+    assert isinstance(item, Drawn) and "elsewhere" in item.poster.caption
+
+
+def without(name: str, lost: pd.Series) -> Drawn:
+    (item,) = draw(data().with_rows(data().rows[~lost]), name)
+    assert isinstance(item, Drawn), item
+    return item
+
+
+def test_a_finding_says_which_rival_was_not_measured() -> None:
+    rows = data().rows
+    told = without("throughput", (rows["mode"] == "ar") & (rows["gpus"] == 2)).finding
+    assert "best of SD on as many GPUs" in told and "AR was not measured on as many" in told
+    told = without("throughput", rows["method"] == "SD inline").finding
+    assert "Per GPU against the best of SD and AR" in told and "SD inline was not measured" in told
+    assert "was not measured" not in drawn("throughput").finding
+
+
+def test_a_method_of_one_batch_size_is_set_beside_the_others_there() -> None:
+    rows = data().rows
+    told = without("pareto", (rows["method"] == "SD inline") & (rows["batch_size"] > 1)).finding
+    at = {"acceptance": "alpha:0.8", "lookahead": 4, "batch_size": 1, "lm_head": False}
+    inline = rate(mode="sd", num_drafts=0, **at)
+    assert f"SD inline, T GPUs only at b=1: {inline:.0f} a GPU, where " in told
+    assert "only at" not in drawn("pareto").finding.split("AR, T+1")[0]
+    lost = (rows["method"] == "SD inline") & (rows["lm_head"] | (rows["context"] > 0))
+    assert "(at one of them alone)" in without("head", lost).finding
+
+
+def test_how_many_gpus_more_is_said_and_ticks_are_plain_numbers() -> None:
+    rows = data().rows
+    wide = (rows["mode"] == "ar") & (rows["gpus"] == 2)
+    four = rows.assign(gpus=rows["gpus"].where(~wide, 4), tp=rows["tp"].where(~wide, 4))
+    (item,) = draw(Data(four), "pareto")
+    assert isinstance(item, Drawn)
+    assert "AR, T+3 GPUs" in legend(item.poster) and "AR, T+1 GPUs" not in legend(item.poster)
+    for name in ("pareto", "predicted"):
+        ticks = [t.get_text() for t in poster(name).axes[0].get_yticklabels(which="both")]
+        assert any(ticks) and all(re.fullmatch(r"[\d.]*", t) for t in ticks), ticks
+
+
+def test_growth_that_never_ended_is_said_on_the_empty_panel() -> None:
+    rows = data().rows.assign(t_growth_s=float("nan"))
+    (item,) = draw(Data(rows), "fan_out")
+    assert isinstance(item, Drawn)
+    told = [text.get_text() for text in item.poster.axes[1].texts]
+    assert any("never grown to its end" in text for text in told)
+    assert not any("never" in t.get_text() for t in poster("fan_out").axes[1].texts)
+
+
+def test_measured_gains_are_of_medians() -> None:
+    rows = data().rows
+    lucky = rows[rows["method"] == "SSD"].assign(tok_per_s=lambda r: 3 * r["tok_per_s"])
+    unlucky = lucky.assign(tok_per_s=lucky["tok_per_s"] / 9)
+    (item,) = draw(Data(pd.concat([rows, lucky, unlucky], ignore_index=True)), "break_even")
+    assert isinstance(item, Drawn)
+    gains = [
+        p.table().query("series == 'measured'")["gain"] for p in (item.poster, poster("break_even"))
+    ]
+    assert np.allclose(*gains)
+
+
+def test_a_picture_without_a_point_is_none() -> None:
+    rows = data().rows
+    sd = rows["mode"] == "sd"
+    (item,) = draw(Data(rows[~sd]), "cache_hits")
+    assert isinstance(item, Skipped) and "compare" in item.why
