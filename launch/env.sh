@@ -31,6 +31,8 @@ if [ ! "$mpi_home" -ef "$python_bin/.." ]; then
     default MPI4PY_LIBMPI "$mpi_home/lib:$mpi_home/lib64:$libraries"
 fi
 
+default HOME ~ # of the password file: Open MPI does not start without one
+
 # NumPy's threads would fight with the other ranks: uncapped, a 2.7 ms round took 104 ms.
 default OPENBLAS_NUM_THREADS 1
 default MKL_NUM_THREADS 1

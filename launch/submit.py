@@ -64,20 +64,24 @@ def request_of(given: argparse.Namespace) -> Request:
     script = given.script or ("launch/array.sh" if given.array else "launch/slurm.sh")
     try:
         header = read_header((ROOT / script).read_text())
-    except OSError as error:
-        raise ConfigError(f"SCRIPT={script}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"SCRIPT={script}: {getattr(error, 'strerror', 'no text')}") from error
     told = {name: getattr(given, name) for name in EXPORTS if getattr(given, name)}
     if not given.script:  # T = tasks - D there
         told.pop("tp", None)
     if bad := [name for name, value in told.items() if "," in value]:
         raise ConfigError(f"{bad[0].upper()}={told[bad[0]]}: sbatch takes no comma there")
+    try:
+        extra = tuple(shlex.split(given.sbatch))
+    except ValueError as error:
+        raise ConfigError(f"SBATCH={given.sbatch}: {error}") from error
     sizes: dict[str, Any] = {name: count(name, getattr(given, name)) for name in COUNTS}
     return Request(
         script=script,
         ranks=given.ranks,
         header=header,
         cluster=given.cluster or "bridges2",
-        extra=tuple(shlex.split(given.sbatch)),
+        extra=extra,
         exports={name.upper(): value for name, value in told.items()},
         flags=tuple(given.flags),
         **{name: getattr(given, name) or None for name in WORDS},
@@ -85,9 +89,22 @@ def request_of(given: argparse.Namespace) -> Request:
     )
 
 
+def check_shards(array: str) -> None:
+    """ConfigError for an array of which launch/array.sh cannot tell how many shards there are."""
+    tasks = array.partition("%")[0]
+    last = tasks.removeprefix("0-")
+    whole = tasks == "0" or (last != tasks and last.isdecimal())
+    if not whole and not os.environ.get("SHARDS"):
+        raise ConfigError(
+            f"ARRAY={array}: allowed: 0-N for all shards; of N: SHARDS=N make submit …"
+        )
+
+
 def check_flags(request: Request) -> None:
     """ConfigError for what the job would refuse when its turn comes: flags, memory, no CuPy."""
     is_sweep = request.script == "launch/array.sh"
+    if is_sweep and request.array:
+        check_shards(request.array)
     name = "sweep" if is_sweep else request.exports.get("COMMAND", "run")
     command = cli.parse([name, *request.flags])
     config = command.config if command else None

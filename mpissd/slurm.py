@@ -82,11 +82,11 @@ class Request:
         """sbatch's options, those of the header included; ConfigError where it would be refused."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
-        nodes = self.nodes or int(self.header.get("nodes", 1))
-        ranks = max(self.ranks, int(self.header.get("ntasks", 0)))
+        nodes = self.nodes or self._said("nodes") or 1
+        ranks = max(self.ranks, self._said("ntasks"))
         gpu_type, gpus = self._gpus(ranks, nodes)
         time = self.time or self.header.get("time")
-        cpus = self.cpus or int(self.header.get("cpus-per-task", 0)) or self._default_cpus
+        cpus = self.cpus or self._said("cpus-per-task") or self._default_cpus
         self._check_time(time)
         self._check_ranks(ranks, gpus, nodes)
         self._check_limits(ranks, gpu_type, gpus, nodes)
@@ -107,6 +107,13 @@ class Request:
             listed = (f"{name}={value}" for name, value in self.exports.items())
             told["export"] = ",".join(("ALL", *listed))
         return {**self.header, **{name: text for name, text in told.items() if text is not None}}
+
+    def _said(self, name: str) -> int:
+        """A count that the script's header says; 0 where it says none."""
+        text = self.header.get(name, "0")
+        if not text.isdecimal():
+            raise ConfigError(f"{self.script}: #SBATCH --{name}={text}: allowed: a whole number")
+        return int(text)
 
     def command(self) -> list[str]:
         """The sbatch command; what the script says itself is not repeated."""

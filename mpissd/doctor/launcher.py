@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -76,7 +75,7 @@ def read_launch(
 
 def find_mpirun(mpirun: str) -> str:
     """The program of MPIRUN, which may hold options: on PATH, or beside Python; "" for none."""
-    words = shlex.split(mpirun)
+    words = mpirun.split()  # as a shell splits $MPIRUN
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
     return (shutil.which(words[0], path=path) if words else None) or ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import signal
 import sys
 
@@ -21,7 +20,7 @@ _NOT_PASSED = ("json", "tp", "schedule", "dry_run", "world_size", "progress")
 
 def try_ranks(config: DoctorConfig, mpirun: str, path: str, num_ranks: int) -> tuple[Seen, str]:
     """(what the ranks saw, why that is nothing); never longer than the deadline and 24 s."""
-    words = [path, *shlex.split(mpirun)[1:], "-np", str(num_ranks)]
+    words = [path, *mpirun.split()[1:], "-np", str(num_ranks)]
     words += [sys.executable, "-m", "mpi4py", "-m", "mpissd", "doctor", "--json", *flags(config)]
     answer = ask(words, config.deadline_s + _MORE_S, env=user_environment(), end=signal.SIGTERM)
     return read(answer)

@@ -14,12 +14,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from mpissd.errors import FaultError
+from mpissd.watch import process
 from mpissd.watch.page import OWN, STAGE, Stage
 
 _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SERVER_URI4",
@@ -27,14 +29,17 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SER
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _ATTEMPTS = 50  # to join, where whoever bound the socket dies before there is a warden
-_ANSWER_S = 3.0  # how long a rank that failed waits for the warden to say so
+_ANSWER_S = 5.0  # how long a rank waits for the warden's line; it may hold one back for 3 s
+_MOST = 1000  # characters of what a rank says; the line is for a person
+_REJOINS, _REJOIN_S = 5, 0.2  # where the warden itself is killed; between two of them
 
 
 class Guard:
     """One rank's connection to the warden of its host."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
+    def __init__(self, link: socket.socket, enter: Callable[[], socket.socket | None]) -> None:
+        """enter: joins the warden that there is then; None where there can be none."""
+        self._link, self._enter = link, enter
         self._told = threading.Event()
         self.has_spoken = False  # of a fault, or that it leaves
         self.lost: frozenset[int] = frozenset()  # ranks that a recovering job goes on without
@@ -51,23 +56,37 @@ class Guard:
 
     def tell_and_wait(self, kind: str, text: str) -> bool:
         """Sends a fault and waits until the warden has said it; False where nobody will."""
-        return self.tell(kind, text=text) and self._told.wait(_ANSWER_S)
+        return self.tell(kind, text=text[:_MOST]) and self._told.wait(_ANSWER_S)
 
     def _listen(self) -> None:
         """Asleep until the warden speaks, which it does where something went wrong."""
+        left = _REJOINS
         while True:
             try:
                 heard = self._link.recv(64).decode().split()
             except OSError:
-                return
+                heard = []
             if not heard:
-                return
-            if heard[0] == "said":
+                if not left or not self._rejoin():
+                    return
+                left -= 1
+            elif heard[0] == "said":
                 self._told.set()
             elif heard[0] == "lost":
                 self.lost = frozenset(map(int, heard[1:]))
             elif heard[0] == "end":
                 os._exit(FaultError.exit_code)
+
+    def _rejoin(self) -> bool:
+        """The warden is gone: another takes over, unless this rank is about to leave."""
+        time.sleep(_REJOIN_S)
+        if self.has_spoken or OWN.bytes[STAGE] >= Stage.TEARDOWN:
+            return False
+        link = self._enter()
+        if link is not None:
+            self._link.close()
+            self._link = link
+        return link is not None
 
 
 _guard: Guard | None = None
@@ -81,26 +100,34 @@ def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (
     global _guard
     if not sys.platform.startswith("linux"):
         return
+    if process.stat(os.getpid()) is None:
+        return  # no /proc: everybody would look dead
+    sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
     told = {
         "rank": rank,
         "size": size,
-        "local_size": next((int(os.environ[n]) for n in _LOCAL_SIZES if n in os.environ), None),
+        "local_size": next((int(text) for text in sizes if text.isdecimal()), None),
         "host": socket.gethostname(),
         "launcher": os.getppid(),
         "deadline_s": deadline_s,
         "may_lose": list(may_lose),
     }
-    try:
-        link = _connect()
-        if link is None:
-            return
-        page, signals = OWN.share(), _report_signals()
-        socket.send_fds(link, [json.dumps(told).encode()], [page, signals])
-        os.close(page)
-        os.close(signals)
-    except OSError:
+    ends: list[int] = []  # kept: another warden may need them
+
+    def enter() -> socket.socket | None:
+        try:
+            link = _connect()
+            if link is not None:
+                ends[:] = ends or [OWN.share(), _report_signals()]
+                socket.send_fds(link, [json.dumps(told).encode()], ends)
+        except OSError:
+            return None
+        return link
+
+    link = enter()
+    if link is None:
         return
-    _guard = Guard(link)
+    _guard = Guard(link, enter)
     sys.excepthook = _at_exception
     atexit.register(_at_exit)
 

@@ -104,10 +104,3 @@ class Peer:
         """Ends it, whatever it does."""
         if not process.is_gone(self.pid):
             process.send(self.pid, self.pidfd, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Lets go of it."""
-        self.link.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None

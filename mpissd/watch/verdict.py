@@ -71,11 +71,17 @@ class Host:
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         own = [peer for peer in odd if not peer.ordered]
         if own:
-            return Verdict(f"{own[0]} {own[0].how()} in {self.phase(own[0])}", own[0])
+            line = f"{own[0]} {own[0].how()} in {self.phase(own[0])}"
+            if own[0].status and own[0].signal is None and not self.is_whole_job:
+                line += "; a rank of another host may be why"  # MPI ends who loses a connection
+            return Verdict(line, own[0])
         if not odd:
             return None
+        whom, cause = "all ranks", "the launcher"
+        if not self.is_whole_job:
+            whom, cause = "the ranks of this host", "a fault on another"
         line = (
-            f"ended by signal {odd[0].ordered} to all ranks (Ctrl-C, scancel or the launcher) in "
+            f"ended by signal {odd[0].ordered} to {whom} (Ctrl-C, scancel or {cause}) in "
             f"{self.phase(odd[0])}"
         )
         if self.absent:
@@ -89,18 +95,30 @@ class Host:
         return wanted and lead is not None and not lead.gone and lead.stage == Stage.ROUNDS
 
     def stopped(self, now: float) -> Verdict | None:
-        """About ranks that stand still while others run. All at once is job control, no fault."""
+        """About ranks that stand still while others run. All at once is job control, no fault; on
+        one of several hosts it may be either (see `halted`)."""
         alive = self.alive
         still = [peer for peer in alive if process.is_stopped(peer.pid)]
-        if len(still) == len(alive):
-            still = []
+        is_all = len(still) == len(alive)
         for peer in alive:
-            if peer not in still:
+            if peer not in still or (is_all and self.is_whole_job):
                 peer.stopped_at = None
             elif peer.stopped_at is None:
                 peer.stopped_at = now
+        if is_all:
+            return None
         late = [p for p in still if p.stopped_at is not None and self._is_late(now, p.stopped_at)]
         return self.silent(late[0], now) if late else None
+
+    def halted(self, now: float) -> Verdict | None:
+        """On one of several hosts: that all its ranks stand still. If that is no job control, the
+        ranks that wait for them end the job, and know no culprit."""
+        alive = self.alive
+        if not alive or self.is_whole_job:
+            return None
+        since = [peer.stopped_at for peer in alive]
+        late = all(at is not None and self._is_late(now, at) for at in since)
+        return self.silent(alive[0], now) if late else None
 
     def silent(self, peer: Peer, now: float) -> Verdict:
         """A rank that was stopped."""

@@ -44,7 +44,7 @@ class Warden:
         self._held: tuple[float, Verdict] | None = None  # one that a better one may replace
         self._end_at = self._kill_at = self._gone_at = float("inf")
         self._born_at = self._looked_at = monotonic()
-        self._lingers = False
+        self._lingers = self._noted = False
         self._launcher: tuple[int, int | None] | None = None
         self._stderr: int | None = None
 
@@ -93,7 +93,7 @@ class Warden:
         link.settimeout(1.0)
         try:
             text, fds, _, _ = socket.recv_fds(link, 4096, 2)
-            if uid != os.getuid():
+            if uid != os.getuid() or not pid:  # 0: of a container whose processes it cannot see
                 raise ValueError(f"process {pid} of user {uid}")
             page, signals = fds
             peer = Peer(link, pid, page, signals, json.loads(text))
@@ -125,13 +125,16 @@ class Warden:
     def _read(self, peer: Peer) -> None:
         """A rank speaks, or is gone."""
         try:
-            text = peer.link.recv(4096)
+            text = peer.link.recv(1 << 16)
         except OSError:
             text = b""
-        if not text:
+        try:
+            said = json.loads(text) if text else None
+        except ValueError:  # cut off
+            return
+        if said is None:
             self._events.unregister(peer.link)
             return
-        said = json.loads(text)
         if said["kind"] == "leave":
             peer.left, peer.left_at = said["code"], monotonic()
         elif said["kind"] == "failed":
@@ -162,6 +165,10 @@ class Warden:
         for found in (host.stopped(now), host.unborn(now), host.undead(now)):
             if found is not None:
                 self._judge(found)
+        halted = host.halted(now)
+        if halted is not None and not self._noted:
+            self._noted = True
+            self._say(halted)
 
     def _judge_dead(self, now: float) -> None:
         """Ranks that ended, once it may be known how."""
@@ -199,7 +206,7 @@ class Warden:
             self._say(found)
 
     def _say(self, found: Verdict) -> None:
-        line = f"mpissd: {found.line}\n".encode()
+        line = f"mpissd: {found.line}\n".encode(errors="backslashreplace")
         for fd in (self._stderr, 2) if found.late else (2, self._stderr):
             if fd is None:
                 continue

@@ -119,10 +119,12 @@ def judge(seen: Seen, root: Path) -> None:
         seen.wrong.append(f"not in {told}")
     if seen.code == 0:
         seen.wrong.append("exit code 0")
-    if seen.gone_s > GONE_S + (DEADLINE_S if strike.how == "stop" else 0):
+    if seen.gone_s > GONE_S + (DEADLINE_S if strike.how in ("stop", "hang") else 0):
         seen.wrong.append(f"gone after {seen.gone_s:.1f} s")
     if seen.err.count("Traceback") != (strike.how == "raise"):
         seen.wrong.append(f"{seen.err.count('Traceback')} tracebacks")
+    if strike.how == "hang" and " is stuck in " not in seen.line:
+        seen.wrong.append("not stuck")
     rows = (root / "out" / "runs.jsonl").read_text()
     if not rows.startswith(FINISHED) or not all(json.loads(row) for row in rows.splitlines()):
         seen.wrong.append("rows are damaged")

@@ -19,7 +19,6 @@ from mpissd.trace import DraftLedger, Ledger
 from mpissd.watch import guard
 from mpissd.watch.page import DOING, OWN, STAGE, Doing, Stage
 
-HOW = ("kill", "raise", "exit", "_exit", "stop")
 STAGES = {
     "start": Stage.OPEN,
     "warm-up": Stage.WARM_UP,
@@ -40,6 +39,9 @@ def strike(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "hang":
+        while True:
+            time.sleep(1.0)
     elif how == "exit":
         sys.exit(0)
     elif how == "_exit":

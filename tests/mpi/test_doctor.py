@@ -153,6 +153,11 @@ def test_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
     assert run(2, *FAST, f"--out={tmp_path}/out", env=env) != 0
 
 
+def test_an_mpirun_with_a_stray_quote() -> None:
+    told = doctor(*FAST, env={"MPIRUN": "mpirun '"})
+    assert told.code == 2 and "mpirun -np 2 hostname" in told.line("ranks", "BAD")
+
+
 def test_a_launcher_that_lies() -> None:
     words = (sys.executable, "-m", "mpissd", "doctor", *FAST)
     told = call(*words, env={"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"})

@@ -30,6 +30,8 @@ STRIKES = [
     Strike(DRAFT, "kill", "growth", 900),
     Strike(DRAFT, "stop", "growth", 300),
     Strike(LEAD, "stop", "gather", 1),
+    Strike(FOLLOWER, "hang", "verify", 300),
+    Strike(DRAFT, "hang", "growth", 300),
     Strike(DRAFT, "_exit", "gather", 1),
     Strike(FOLLOWER, "kill", "teardown", 1),
     Strike(LEAD, "_exit", "left", 1),
@@ -98,16 +100,45 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
         assert set(ranks) <= set(job.alive())
 
 
+def sabotaged(tmp_path: Path, function: str) -> dict[str, str]:
+    """The lead names its files by `function`."""
+    (tmp_path / "sabotage").mkdir()
+    (tmp_path / "sabotage" / "sitecustomize.py").write_text(
+        "import os\n"
+        "def full(*_, **__): raise OSError(28, 'No space left on device')\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
+        f"    os.rename = os.link = {function}\n"
+    )
+    return {"PYTHONPATH": str(tmp_path / "sabotage")}
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    env, out = sabotaged(tmp_path, "full"), tmp_path / "out"
+    done = launch(2, *NULL, "--rounds=5", folder=out, direct=True, env=env)
+    assert done.code == 5 and "Traceback" not in done.err
+    (line,) = done.lines
+    assert f"failed in gather: out='{out}': the row was not written: No space left" in line
+
+
+def test_another_warden_takes_over_where_it_is_killed(tmp_path: Path) -> None:
+    with endless(2, tmp_path, *NULL, "--deadline_s=1") as job:
+        (warden,) = (p for p in job.alive() if b"watch.warden" in command_line(p))
+        os.kill(warden, signal.SIGKILL)
+        time.sleep(1.0)
+        draft = job.rank(1)
+        os.kill(draft, signal.SIGSTOP)
+        code, _, err = job.finish()
+        assert code == 5 and f"pid {draft}) stopped in " in err
+        assert all_gone(job)
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def test_an_exception_on_the_lead_ends_every_rank(tmp_path: Path) -> None:
     """The rounds are measured, and then the row can't be written."""
-    sabotage = tmp_path / "sabotage"
-    sabotage.mkdir()
-    (sabotage / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
-        "    os.rename = os.link = None\n"
-    )
-    env = {"PYTHONPATH": str(sabotage)}
+    env = sabotaged(tmp_path, "None")
     done = launch(3, *NULL, "--rounds=5", folder=tmp_path / "out", direct=True, env=env)
     assert done.code not in (0, 2, 3)
     assert done.err.count("Traceback") == 1 and len(done.lines) == 1

@@ -99,10 +99,10 @@ def test_devices_are_counted_host_by_host(hosts: Hosts) -> None:
 def test_a_rank_that_dies_ends_the_ranks_of_both_hosts(
     rank: int, hosts: Hosts, tmp_path: Path
 ) -> None:
-    flags = [*NULL, "--mode=ssd", "--rounds=10000000", "--progress=off", f"--out={tmp_path}"]
+    flags = [*NULL, "--mode=ssd", "--rounds=100000000", "--progress=on", f"--out={tmp_path}"]
     with started(hosts, 3, "mpissd", "run", *flags) as job:
         victim = rank_on(hosts, rank)
-        time.sleep(1.0)
+        job.read_until("round/s")
         os.kill(victim, signal.SIGKILL)
         died = time.monotonic()
         code, _, err = job.finish()
@@ -110,6 +110,22 @@ def test_a_rank_that_dies_ends_the_ranks_of_both_hosts(
             time.sleep(0.1)
         took = time.monotonic() - died
     assert code != 0 and took < 10, (took, err[-1000:])
+    assert f"mpissd: rank {rank} (" in err, err[-1000:]
+    assert f"pid {victim}) was killed by signal 9 (SIGKILL) in " in err, err[-1000:]
+    blamed = [line for line in err.splitlines() if "mpissd: rank " in line]
+    assert all(f"pid {victim})" in line or "of another host" in line for line in blamed), blamed
+
+
+@on_two_hosts
+def test_a_rank_that_stops_on_the_other_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    """It is alone there: its warden cannot tell a fault from job control, and ends nobody."""
+    flags = [*NULL, "--mode=ssd", "--rounds=100000000", "--progress=on", f"--out={tmp_path}"]
+    with started(hosts, 3, "mpissd", "run", *flags, "--deadline_s=2") as job:
+        victim = rank_on(hosts, 1)
+        job.read_until("round/s")
+        os.kill(victim, signal.SIGSTOP)
+        code, _, err = job.finish()
+    assert code != 0 and f"pid {victim}) stopped in " in err, err[-1000:]
 
 
 def rank_on(hosts: Hosts, rank: int) -> int:

@@ -18,7 +18,7 @@ from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.presets import resolve_model
 from mpissd.records import outcome_digest, token_digest
 from tests.loop.harness import Scenario, check_rows
-from tests.mpi.harness import Job, launch, needs_mpi
+from tests.mpi.harness import Job, Started, launch, needs_mpi
 
 pytestmark = needs_mpi
 
@@ -238,6 +238,12 @@ def test_options_change_the_forward_and_not_the_tokens(run: Run) -> None:
     assert sum(row["fan_out"]) == row["branch_budget"] == 9 and len(row["fan_out"]) == 4
     assert row["outcome_digest"] == job(run, "ssd").row["outcome_digest"]
     assert row["floor_us"] > 0 and row["floor_fraction"] > 0
+
+
+def test_a_run_needs_no_home(tmp_path: Path) -> None:
+    words = ["env", "-u", "HOME", "launch/local.sh", "2", *NULL, f"--out={tmp_path}"]
+    with Started(words) as job:
+        assert Job(*job.finish(), tmp_path).row["num_rounds"] == TOY.rounds
 
 
 def test_a_run_can_be_repeated_and_rows_add_up(tmp_path: Path) -> None:

@@ -100,6 +100,11 @@ def test_what_a_script_says_itself_is_not_repeated(
     assert shown(asked.command()) == f"sbatch {line}launch/{name}.sh"
 
 
+def test_a_header_that_is_no_number_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"x.sh: #SBATCH --nodes=1-2: allowed: a whole number"):
+        Request("x.sh", 3, {"nodes": "1-2"}).resolve()
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_is_a_request_that_is_taken(name: str) -> None:
     told = header(name)
@@ -150,6 +155,10 @@ H100 = ("--ranks=5", "--partition=GPU", "--gpu_type=h100-80")
             "world of 1 rank is too small",
         ),
         (("--ranks=3", "--array=0-1", "--", "--grid=mode=sssd"), "unknown mode 'sssd'"),
+        (("--ranks=3", "--array=1-4", "--", "--grid=mode=sd"), "ARRAY=1-4: allowed: 0-N"),
+        (("--ranks=3", "--array=2,5", "--", "--grid=mode=sd"), "ARRAY=2,5: allowed: 0-N"),
+        (("--ranks=3", "--sbatch=--comment='x"), "SBATCH=--comment='x: No closing quotation"),
+        (("--ranks=3", "--script=/bin/true"), "SCRIPT=/bin/true: no text"),
         (("--ranks=3", "--gpus=none"), "GPUS=none: allowed: a whole number from 1"),
         (("--ranks=3", "--script=launch/none.sh"), "SCRIPT=launch/none.sh: No such file"),
         (("--ranks=3", "--python=a,b"), "PYTHON=a,b: sbatch takes no comma there"),

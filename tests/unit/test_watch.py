@@ -97,6 +97,40 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
     assert found is not None and found.culprit is None and "signal 15 to all ranks" in found.line
 
 
+def test_on_one_of_several_hosts_the_fault_may_be_elsewhere(job: Job) -> None:
+    for rank in range(3):
+        job.host.peers[rank].told["size"] = 5
+        job.end(rank, signal.SIGTERM)
+    found = job.host.dead()
+    assert found is not None and "to the ranks of this host" in found.line
+
+
+def test_who_stands_still_alone_on_its_host_is_named_and_not_judged(job: Job) -> None:
+    """Job control would look the same."""
+    for rank in range(3):
+        job.host.peers[rank].told["size"] = 4
+    for rank in (0, 2):
+        job.end(rank)
+        del job.host.peers[rank]
+    job.processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    for now, is_late in ((100.0, False), (101.0 + DEADLINE_S, True)):
+        assert job.host.stopped(now) is None
+        found = job.host.halted(now)
+        assert (found is not None and "stopped in" in found.line) == is_late
+
+
+def test_an_mpi_that_loses_another_host_does_not_make_a_culprit(job: Job) -> None:
+    job.end(1)
+    job.host.peers[1].status = 14 << 8
+    found = job.host.dead()
+    assert found is not None and found.line.endswith("exit code 14 in rounds")
+    job.host.peers[1].told["size"] = 4
+    job.host.peers[0].told["size"] = 4
+    found = job.host.dead()
+    assert found is not None and found.line.endswith("; a rank of another host may be why")
+
+
 def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:
     leaver = job.host.peers[1]
     job.end(1)
