@@ -4,7 +4,7 @@
 # Probes for five and eight GPUs, then three sweeps of one repeat, about six minutes on H200s; started
 # again, each goes on where it was. What was foretold beforehand is judged at the end (foretell.py).
 # LIMIT_S (240) bounds each step; PYTHON, MPIRUN: env.sh. A rehearsal without GPUs:
-#   BACKEND=emulated launch/full_size.sh OUT 8 --device=h200 --rounds=5
+#   BACKEND=emulated launch/full_size.sh OUT 8 --device=null
 set -u -o pipefail
 out=${1:?usage: launch/full_size.sh OUT [GPUS]} gpus=${2:-8} failed=0
 shift $(($# < 2 ? $# : 2))
