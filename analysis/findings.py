@@ -20,18 +20,21 @@ def throughput(numbers: pd.DataFrame) -> str:
     )
     has_wide = bool(raw["series"].str.startswith("AR").sum() > 1)
     has_inline = "SD inline" in set(per_gpu["series"])
+    no_wide = "" if has_wide else " (AR was not measured on as many)"
+    no_inline = "" if has_inline else " (SD inline was not measured)"
     return (
         f"SSD against the best of SD{' and AR' * has_wide} on as many GPUs: "
-        f"{_against(raw, wide=True)}{'' if has_wide else ' (AR was not measured on as many)'}. "
+        f"{_against(raw, wide=True, has_ar=has_wide)}{no_wide}. "
         f"Per GPU against the best of {'SD inline, ' * has_inline}SD and AR: "
-        f"{_against(per_gpu, wide=False)}{'' if has_inline else ' (SD inline was not measured)'}."
+        f"{_against(per_gpu, wide=False, has_ar=True)}{no_inline}."
     )
 
 
-def _against(panel: pd.DataFrame, *, wide: bool) -> str:
+def _against(panel: pd.DataFrame, *, wide: bool, has_ar: bool) -> str:
     lines = panel[panel["x"].isna()].set_index("series")["y"]
     rivals = ["SD"] if wide else ["SD", "SD inline"]
-    ar = max((v for k, v in lines.items() if not wide or _gpus(k) == _most(lines)), default=0.0)
+    there = lines[[not wide or _gpus(k) == _most(lines) for k in lines.index]]
+    ar = max(there, default=0.0) if has_ar else 0.0
     parts = []
     for alpha, here in panel.dropna(subset=["x"]).groupby("x"):
         y = here.set_index("series")["y"]

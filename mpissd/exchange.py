@@ -56,7 +56,7 @@ def collectives(config: CollectivesConfig) -> int:
     _write(target, json.dumps(made, indent=1))
     reduce_s = load_profile(str(target)).all_reduce_s
     shown = ", ".join(f"{n >> 10} KB {reduce_s(ranks, n) * 1e6:.1f} µs" for n in (16384, 131072))
-    print(f"{target}: all-reduces over {ranks} GPUs: {shown}")
+    print(f"{target}: all-reduces over {ranks} GPUs, by the fitted line: {shown}")
     return 0
 
 

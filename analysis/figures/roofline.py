@@ -42,9 +42,13 @@ def roofline(data: Data) -> Poster:
         f"{runs} rows, all-reduces included. Bars: interquartile range. Dotted: the message at "
         "the best rate that any of them reached"
     )
-    left.legend(frameon=False, loc="lower right", fontsize=11.5)
-    upper.legend(frameon=False, loc="upper left", fontsize=9, ncols=2)
-    lower.legend(frameon=False, loc="upper left", fontsize=9, ncols=2)
+    for ax, loc, size, ncols in (
+        (left, "lower right", 11.5, 1),
+        (upper, "upper left", 9, 2),
+        (lower, "upper left", 9, 2),
+    ):
+        if ax.get_legend_handles_labels()[0]:  # a machine without GPUs has no all-reduce
+            ax.legend(frameon=False, loc=loc, fontsize=size, ncols=ncols)
     heading = "Roofline: what the machine gives, what the forwards take"
     return poster.finish(heading, text, legend=False)
 

@@ -113,7 +113,7 @@ def make_plan(
     found: dict[str, Point] = {}
     for combination in _combinations(blocks):
         flags = shared | combination
-        if most is not None and int(most) > 1 and "schedule" not in flags:
+        if most is not None and int(most) != 1 and "schedule" not in flags:
             flags = {"num_drafts": most, **flags}
         point = _point(flags, job)
         found.setdefault(point.digest, point)

@@ -189,6 +189,10 @@ def test_the_job_has_as_many_drafts_as_a_configuration_at_most() -> None:
     found = plan("mode=ar,sd; num_drafts=0,1")
     assert found.num_drafts == 1 and found.drafts == [0, 1]
     assert [p.config.drafts for p in found.points if p.config] == [0, 0, 1]
+    grid = "mode=ar,sd; lookahead=2,4"
+    base = SweepConfig(grid=grid, num_drafts=0)  # the job has no draft rank
+    inline = make_plan(read_grid(grid), base, 1, (1, 1))
+    assert inline.num_drafts == 0 and inline.drafts == [0] and len(inline.points) == 3
     fixed = plan("mode=ar,sd,ssd", num_drafts=2)
     assert fixed.num_drafts == 2 and fixed.drafts == [0, 2]
     with pytest.raises(ConfigError, match="num_drafts=3 in the grid: allowed: at most 2"):

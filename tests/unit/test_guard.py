@@ -98,6 +98,7 @@ def test_another_warden_takes_over_where_it_is_killed() -> None:
 
 def test_nobody_is_watched_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     """There, everybody would look dead."""
+    monkeypatch.setattr(guard, "_guard", None)
     monkeypatch.setattr(process, "stat", lambda pid: None)
     monkeypatch.setattr(guard, "_connect", lambda: pytest.fail("joined"))
     guard.join(0, 2, deadline_s=1.0)
