@@ -106,8 +106,7 @@ class Queue:
             profile = json.loads(known_profiles()["h100"].read_text())
             profile["numbers"]["read_bytes_per_s"]["value"] = 1e10
             env["DEVICE"] = self.script("slow.json", json.dumps(profile))
-            env["PAIR"] = "8b/1b"
-            flags.append("--deadline_s=.1")
+            flags += ["--pair=8b/1b", "--deadline_s=.1"]
         return self.submit(f"code{code}", "--ntasks=2", "launch/slurm.sh", *flags, **env)
 
 
