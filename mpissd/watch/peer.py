@@ -81,6 +81,11 @@ class Peer:
             return False
         return self.status is None or os.waitstatus_to_exitcode(self.status) == self.left
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether its exit status, which may come late, is still needed to judge it."""
+        return self.status is None and not self.in_good_order
+
     def how(self) -> str:
         """How it ended, as the end of a sentence that begins with its name."""
         if self.status is None:

@@ -65,7 +65,7 @@ class Warden:
         if not host.peers:
             return now < self._born_at + _LINGER_S
         last = max(peer.gone_at for peer in host.peers.values())
-        if self._verdict is None:
+        if self._verdict is None and any(peer.is_unclear for peer in host.peers.values()):
             return now < last + 2 * _STATUS_S
         if len(host.peers) == host.told.get("local_size") or self._launcher is None:
             return False
@@ -176,7 +176,7 @@ class Warden:
         gone = [p for p in host.peers.values() if p.gone and not p.is_lost]
         for peer in gone:
             peer.look()
-        if any(p.status is None and now < p.gone_at + _STATUS_S for p in gone):
+        if any(p.is_unclear and now < p.gone_at + _STATUS_S for p in gone):
             return
         found = host.dead()
         if found is None:
