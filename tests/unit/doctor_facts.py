@@ -42,19 +42,19 @@ Legend:
   NV#  = Connection traversing a bonded set of # NVLinks
 """
 LAUNCH = LaunchFacts(
-    python="/work/.venv/bin/python",
+    python="/home/user/.venv/bin/python",
     python_version="3.12.4",
     mpissd="0.1.0",
-    folder="/work/mpissd",
+    folder="/home/user/mpissd",
     num_ranks=3,
     mpirun="mpirun",
-    mpirun_path="/work/.venv/bin/mpirun",
+    mpirun_path="/home/user/.venv/bin/mpirun",
     mpirun_version="mpirun (Open MPI) 5.0.11",
     mpi4py="4.1.2",
     library="Open MPI v5.0.11",
-    library_path="/work/.venv/lib/libmpi.so.40",
+    library_path="/home/user/.venv/lib/libmpi.so.40",
     packages={"cupy-cuda13x": "14.0.1", "mpi4py": "4.1.2", "nvidia-nccl-cu13": "2.28.9"},
-    out="/work/out",
+    out="/home/user/out",
     out_free=10**12,
 )
 

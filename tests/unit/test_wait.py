@@ -77,7 +77,8 @@ def test_a_sleep_lasts_until_its_end_and_sleeps(spin: bool) -> None:
     assert time.thread_time() - before < 0.05  # of the last one's 0.1 s
 
 
-def test_a_sleep_into_the_past_is_over() -> None:
+def test_a_sleep_into_the_past_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpissd.wait.time.sleep", lambda span: pytest.fail(f"slept {span} s"))
     Waiter(60.0, spin=False).sleep_until(time.perf_counter() - 100)
 
 
