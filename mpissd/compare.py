@@ -21,7 +21,7 @@ from mpissd.errors import ConfigError
 _BLOCKS = 20  # a run is cut into, if there are …
 _PER_BLOCK = 5  # … so many rounds for each
 FEWEST_ROUNDS = 4 * _PER_BLOCK
-_Z = 1.959964  # 97.5% of a standard normal
+NORMAL_Z = 1.959964  # 97.5% of a standard normal
 _SPREADS = (("p90", 1.281552), ("p99", 2.326348))  # and where a standard normal has them
 
 Samples = Sequence[float] | NDArray[np.float64]
@@ -90,9 +90,9 @@ class Rate:
         """
         try:
             count, rate = int(row["num_rounds"]), float(row["tok_per_s"])
-            clock = _clock_error(row["round_us"], count)
+            clock = clock_error(row["round_us"], count)
             luck = row.get("sampling_sd")
-            draws = _length_error(row["accept_histogram"]) if luck is None else float(luck)
+            draws = length_error(row["accept_histogram"]) if luck is None else float(luck)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error
         if count < FEWEST_ROUNDS or not 0 < rate < math.inf:
@@ -118,14 +118,14 @@ def compare(
     return compare_rates(Rate.of_rounds(a_seconds, a_tokens), Rate.of_rounds(b_seconds, b_tokens))
 
 
-def _clock_error(round_us: Mapping[str, float], count: int) -> float:
+def clock_error(round_us: Mapping[str, float], count: int) -> float:
     """Relative standard error of the mean round, from its percentiles."""
     spread = max(0.0, *((round_us[name] - round_us["p50"]) / z for name, z in _SPREADS))
     mean = float(round_us["mean"])
     return spread / (mean * math.sqrt(count)) if mean > 0 else 0.0
 
 
-def _length_error(histogram: Sequence[int]) -> float:
+def length_error(histogram: Sequence[int]) -> float:
     """Of the mean acceptance length of n rounds: standard deviation / (mean·√n)."""
     counts = np.asarray(histogram, np.float64)
     lengths = np.arange(len(counts)) + 1.0
@@ -139,7 +139,7 @@ def _length_error(histogram: Sequence[int]) -> float:
 
 def _t(freedom: int) -> float:
     """97.5% of Student's t (Cornish and Fisher's expansion: 0.7% low at 3, 0.01% at 10)."""
-    z, v = _Z, float(freedom)
+    z, v = NORMAL_Z, float(freedom)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
