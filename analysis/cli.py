@@ -7,9 +7,7 @@ every command takes whatever comes and checks it itself.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import fire
 from fire.decorators import SetParseFn
@@ -17,6 +15,7 @@ from fire.decorators import SetParseFn
 from analysis.figures import FIGURES
 from analysis.style import FORMATS
 from mpissd.errors import ConfigError, unknown
+from mpissd.flags import documented, flag, integer, parse_into, words
 
 OTHERS = {
     "all": "Every figure of every machine for which there are rows.",
@@ -24,17 +23,25 @@ OTHERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to do. results: files and folders, with commas between; device: None is the measured
-    machine with most rows; formats: of the saved figures; workers: processes."""
+def formats(name: str, text: str) -> str:
+    """Parses known formats with commas between."""
+    for kind in words(name, text).split(","):
+        if kind not in FORMATS:
+            raise unknown("format", kind, FORMATS)
+    return text
 
-    what: str
-    results: str = "results"
-    out: str = "figures"
-    device: str | None = None
-    formats: str = ",".join(FORMATS)
-    workers: int = 2
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags, the same of every figure."""
+
+    results: str = flag("results", words, "folders (every runs*.jsonl below) and files, by commas")
+    out: str = flag("figures", words, "where the files go")
+    device: str | None = flag(
+        None, words, "device_name of the rows (default: measured before emulated, then most rows)"
+    )
+    formats: str = flag(",".join(FORMATS), formats, "png,pdf,svg or some of them")
+    workers: int = flag(2, integer(1, 64), "processes (all)")
 
     @property
     def paths(self) -> list[str]:
@@ -47,55 +54,28 @@ class Plan:
         return self.formats.split(",")
 
 
-_HELP = {
-    "results": "folders (every runs*.jsonl below) and files, with commas between",
-    "out": "where the files go",
-    "device": "device_name of the rows (default: measured before emulated, then most rows)",
-    "formats": "png,pdf,svg or some of them",
-    "workers": "processes (all)",
-}
+@dataclasses.dataclass(frozen=True)
+class Plan(Options):
+    """What to do, and how."""
+
+    what: str = ""
 
 
 def _command(what: str, about: str) -> Callable[..., Plan]:
-    """A function for fire whose signature and help are the plan's fields."""
+    """A function for fire that takes the options."""
 
     def collect(*words: str, **flags: str) -> Plan:
         if words:
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
         return checked(what, flags)
 
-    fields = [f for f in dataclasses.fields(Plan) if f.name != "what"]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL),
-        *(inspect.Parameter(f.name, keyword, default=f.default) for f in fields),
-        inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD),
-    ]
-    documented: Any = SetParseFn(str)(collect)
-    documented.__signature__ = inspect.Signature(parameters)
-    lines = "\n".join(f"    {f.name}: {_HELP[f.name]}" for f in fields)
-    documented.__doc__ = f"{about}\n\nArgs:\n{lines}\n"
-    command: Callable[..., Plan] = documented
+    command: Callable[..., Plan] = documented(SetParseFn(str)(collect), about, Options)
     return command
 
 
 def checked(what: str, flags: dict[str, str]) -> Plan:
-    """Flags as text → a plan. ConfigError: an unknown flag or format, an empty value."""
-    for name, value in flags.items():
-        if name not in _HELP:
-            raise unknown("flag", f"--{name}", (f"--{n}" for n in _HELP))
-        if str(value) in ("", "True"):
-            raise ConfigError(f"{name}: needs a value")
-    values: dict[str, Any] = {name: str(value) for name, value in flags.items()}
-    if "workers" in values:
-        if values["workers"] not in map(str, range(1, 65)):
-            raise ConfigError(f"workers={values['workers']}: allowed: a whole number in [1, 64]")
-        values["workers"] = int(values["workers"])
-    plan = Plan(what, **values)
-    for kind in plan.kinds:
-        if kind not in FORMATS:
-            raise unknown("format", kind, FORMATS)
-    return plan
+    """Flags as text → a plan. ConfigError: an unknown flag or format, a value that can't be."""
+    return Plan(**dataclasses.asdict(parse_into(Options, flags)), what=what)
 
 
 COMMANDS = {

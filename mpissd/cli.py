@@ -7,7 +7,6 @@ command takes whatever comes and checks it itself: a mistyped flag is one line w
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from mpissd.command_config import (
 )
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError, unknown
-from mpissd.flags import parse_into
+from mpissd.flags import documented, parse_into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +83,7 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
         given = {**flags, **dict(zip(names, words, strict=False))}
         return Command(name, parse_into(spec.config, given), frozenset(given))
 
-    fields = dataclasses.fields(spec.config)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL),
-        *(inspect.Parameter(f.name, keyword, default=f.default) for f in fields),
-        inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD),
-    ]
-    documented: Any = SetParseFn(str)(collect)
-    documented.__signature__ = inspect.Signature(parameters)
-    lines = "\n".join(f"    {f.name}: {f.metadata['help']}" for f in fields)
-    documented.__doc__ = f"{spec.about}\n\nArgs:\n{lines}\n"
-    command: Callable[..., Command] = documented
+    command: Callable[..., Command] = documented(SetParseFn(str)(collect), spec.about, spec.config)
     return command
 
 

@@ -6,6 +6,7 @@ A configuration is a frozen dataclass of such fields; `parse_into` makes one of 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -79,6 +80,23 @@ def words(name: str, text: str) -> str:
 def flag(default: Any, parse: Parse, text: str) -> Any:
     """A dataclass field that is a flag."""
     return field(default=default, metadata={"parse": parse, "help": text})
+
+
+def documented(command: Any, about: str, kind: type) -> Any:
+    """A function (*words, **flags) with the signature and the help of a configuration's fields, as
+    fire shows them."""
+    fields = dataclasses.fields(kind)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    command.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL),
+            *(inspect.Parameter(f.name, keyword, default=f.default) for f in fields),
+            inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
+    lines = "\n".join(f"    {f.name}: {f.metadata['help']}" for f in fields)
+    command.__doc__ = f"{about}\n\nArgs:\n{lines}\n"
+    return command
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:

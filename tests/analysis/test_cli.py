@@ -16,10 +16,10 @@ FIXTURE = Path(__file__).parent / "fixture"
 
 
 def test_a_plan_has_what_was_said() -> None:
-    assert cli.parse(["fan_out"]) == cli.Plan("fan_out")
+    assert cli.parse(["fan_out"]) == cli.Plan(what="fan_out")
     said = ["all", "--results=a,b", "--out=o", "--formats=png,svg", "--workers=1"]
     plan = cli.parse(said)
-    assert plan == cli.Plan("all", "a,b", "o", None, "png,svg", 1)
+    assert plan == cli.Plan("a,b", "o", None, "png,svg", 1, what="all")
     assert plan.paths == ["a", "b"] and plan.kinds == ["png", "svg"]
 
 
