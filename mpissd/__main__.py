@@ -65,19 +65,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
-    from mpissd import commands, exchange, sweeping
-    from mpissd.doctor.examine import doctor
+    if command.name == "doctor":
+        from mpissd.doctor.examine import doctor
+
+        return doctor(command.config, check_before_mpi)
+    if command.name in ("export", "collectives"):  # pandas takes as long to load as the rest
+        from mpissd import exchange
+
+        config = command.config
+        return exchange.export(config) if command.name == "export" else exchange.collectives(config)
+    from mpissd import commands, sweeping
 
     functions: dict[str, Callable[[Any], int]] = {
-        "doctor": lambda config: doctor(config, check_before_mpi),
         "predict": lambda config: commands.predict(config, command.given),
         "plan": lambda config: commands.advise(config, command.given),
         "why": commands.why,
         "compare": commands.compare,
         "tables": commands.tables,
         "best": sweeping.best,
-        "export": exchange.export,
-        "collectives": exchange.collectives,
     }
     return functions[command.name](command.config)
 
