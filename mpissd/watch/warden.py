@@ -16,6 +16,7 @@ import struct
 import sys
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 from mpissd.watch import process
 from mpissd.watch.peer import Peer
@@ -122,19 +123,27 @@ class Warden:
         if pidfd is not None:
             self._events.register(pidfd, selectors.EVENT_READ)
 
-    def _read(self, peer: Peer) -> None:
-        """A rank speaks, or is gone."""
+    def _read(self, peer: Peer) -> bool:
+        """A rank speaks, or is gone; whether there may be more to read."""
         try:
-            text = peer.link.recv(1 << 16)
+            text = peer.link.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
         except OSError:
             text = b""
+        if not text:
+            with suppress(KeyError):  # read to its end before
+                self._events.unregister(peer.link)
+            return False
         try:
-            said = json.loads(text) if text else None
+            said = json.loads(text)
         except ValueError:  # cut off
-            return
-        if said is None:
-            self._events.unregister(peer.link)
-            return
+            return True
+        self._take(peer, said)
+        return True
+
+    def _take(self, peer: Peer, said: dict[str, Any]) -> None:
+        """What a rank said."""
         if said["kind"] == "leave":
             peer.left, peer.left_at = said["code"], monotonic()
         elif said["kind"] == "failed":
@@ -158,6 +167,8 @@ class Warden:
         for peer in list(host.peers.values()):
             if not peer.gone and peer.look():
                 peer.gone_at = now
+                while self._read(peer):  # it may have said that it leaves
+                    pass
         if self._verdict is not None or now - self._looked_at < _WAKE_S / 2:
             return
         self._looked_at = now

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from mpissd.trace import _NEXT, DraftLedger, DraftPhase
 from mpissd.watch.page import DOING, OWN, SIZE, STAGE, WAITING, Doing, Stage, words
 from mpissd.watch.peer import Peer
 from mpissd.watch.verdict import Host
+from mpissd.watch.warden import Warden
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the warden reads /proc")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -164,6 +166,48 @@ def test_who_waits_names_who_does_not(job: Job) -> None:
     assert found.culprit is job.host.peers[1] and "rank 0 waited: plan: nothing" in found.line
     job.set(1, WAITING, 1)
     assert job.host.waited(job.host.peers[0], "plan", 0.0).culprit is job.host.peers[0]
+
+
+LEAVER = """
+import json, os, socket, sys
+from mpissd.watch.page import OWN, STAGE, Stage
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.connect(sys.argv[1])
+read, write = os.pipe()
+os.set_blocking(read, False)
+told = {"rank": 0, "size": 1, "local_size": 1, "host": "h", "launcher": 0, "deadline_s": 10.0}
+socket.send_fds(link, [json.dumps(told).encode()], [OWN.share(), read])
+sys.stdin.readline()
+link.send(json.dumps({"kind": "leave", "code": int(sys.argv[2])}).encode())
+OWN.bytes[STAGE] = Stage.DONE
+os._exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_who_leaves_and_ends_before_the_warden_reads_it_left_in_good_order(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The warden heard nothing, then looks, and the rank has ended in between."""
+    name = str(tmp_path / "warden")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen()
+        command = [sys.executable, "-c", LEAVER, name, str(code)]
+        rank = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+        class Late(Peer):
+            def look(self) -> bool:
+                assert rank.stdin is not None
+                if not rank.stdin.closed:
+                    rank.stdin.close()
+                    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+                return super().look()
+
+        monkeypatch.setattr("mpissd.watch.warden.Peer", Late)
+        Warden(listener).run()
+    assert rank.wait() == code
+    assert capfd.readouterr().err == ""
 
 
 def test_a_draft_may_be_lost_while_the_lead_measures(job: Job) -> None:
