@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,26 +17,40 @@ from mpissd.rounds import Source
 Mask = NDArray[np.bool_]
 
 
-@dataclass
-class Trail:
-    """Raw rounds: each list holds one array a round, [chains] or [chains, b]."""
+_FOLD = 4096  # rounds; as arrays of their own they take twelve times the memory
 
-    round_s: list[Floats] = field(default_factory=list)
-    wait_s: list[Floats] = field(default_factory=list)
-    tokens: list[Ints] = field(default_factory=list)
-    steps: list[Ints] = field(default_factory=list)
-    live: list[Mask] = field(default_factory=list)
-    counted: list[Mask] = field(default_factory=list)  # live, and not in a forced first miss
-    hit: list[Mask] = field(default_factory=list)
-    num_draft: list[Ints] = field(default_factory=list)
-    accepted: list[Ints] = field(default_factory=list)
-    bonus: list[Ints] = field(default_factory=list)
+
+class Trail:
+    """Rounds as they come: what a Prediction holds of each."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[str, list[NDArray[Any]]] = {}
+        self._folded: dict[str, list[NDArray[Any]]] = {}
+
+    def add(self, **fields: NDArray[Any]) -> None:
+        """One round, [chains] or [chains, b] each."""
+        for name, value in fields.items():
+            fresh = self._fresh.setdefault(name, [])
+            fresh.append(value)
+            if len(fresh) == _FOLD:
+                self._fold(name)
+
+    def _fold(self, name: str) -> None:
+        if fresh := self._fresh.pop(name, None):
+            self._folded.setdefault(name, []).append(np.array(fresh))
+
+    def stacked(self) -> dict[str, Any]:
+        """All rounds of every field, [rounds, chains] or [rounds, chains, b]."""
+        for name in list(self._fresh):
+            self._fold(name)
+        return {name: np.concatenate(folds) for name, folds in self._folded.items()}
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Rounds of a job, [rounds, chains] (sequences: [rounds, chains, b]); times in seconds.
 
+    counted: live, and not in a forced first miss.
     wait_s: what the lead waits for its speculation (the ledger's draft wait, the exposed draft
     time). steps: growth steps taken when each outcome was seen. t_growth_s: glue, keys and K growth
     steps; t_draft_s: K sequential steps; both None where there is none.
@@ -60,12 +74,11 @@ class Prediction:
     @classmethod
     def of(cls, job: Job, timing: Timing, trail: Trail) -> Prediction:
         """The rounds of a trail, stacked."""
-        stacked = {name: np.array(rounds) for name, rounds in vars(trail).items()}
         grows = job.fan_outs.branches > 0
         growth = timing.glue_s[-1] + timing.keys_s[-1] + job.lookahead * timing.growth_s[-1]
         drafts = job.lookahead * timing.lanes_s[-1]
         return cls(
-            **stacked,
+            **trail.stacked(),
             backup=Source[job.config.backup.upper()] if job.lookahead else Source.NONE,
             t_target_s=float(timing.verify_s[-1]),
             t_draft_s=float(drafts) if job.lookahead else None,

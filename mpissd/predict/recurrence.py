@@ -119,16 +119,18 @@ class _State:
         over = answer.seen + self._timing.verify_s[rows] + self._timing.host.lead_s
         accepted = self._accepted(hit, answer.num_draft)
         bonus = self._draws.bonus(self._length, accepted)
-        trail.live.append(self.live)
-        trail.counted.append(self.live & (not self._fresh))
-        trail.hit.append(hit)
-        trail.num_draft.append(answer.num_draft)
-        trail.accepted.append(accepted)
-        trail.bonus.append(bonus)
-        trail.steps.append(answer.steps)
-        trail.wait_s.append(answer.seen - self._clock - self._timing.host.ask_s)
-        trail.round_s.append(np.where(self.live.any(axis=1), over - self._clock, 0.0))
-        trail.tokens.append(self._commit(accepted))
+        trail.add(
+            live=self.live,
+            counted=self.live & (not self._fresh),
+            hit=hit,
+            num_draft=answer.num_draft,
+            accepted=accepted,
+            bonus=bonus,
+            steps=answer.steps,
+            wait_s=answer.seen - self._clock - self._timing.host.ask_s,
+            round_s=np.where(self.live.any(axis=1), over - self._clock, 0.0),
+            tokens=self._commit(accepted),
+        )
         self._clock = over
 
     def _answer(self, hit: Mask) -> _Answer:
