@@ -141,6 +141,13 @@ class Started:
             found.append(self.process.pid)
         return found
 
+    def is_gone(self) -> bool:
+        """Whether no process is left of a job that ended, ten seconds later at the latest."""
+        end = time.monotonic() + 10
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.02)
+        return not self.alive()
+
     def rank(self, rank: int) -> int:
         """The process of a rank, once it runs mpissd."""
         wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
@@ -192,5 +199,5 @@ def launch(
         job = Started(["launch/local.sh", str(np_), *told], env)
     with job:
         found = Job(*job.finish(), folder)
-        assert not job.alive(), "ranks outlive their job"
+        assert job.is_gone(), "ranks outlive their job"
     return found

@@ -26,4 +26,4 @@ def test_between_ranks(check: str, num_ranks: int) -> None:
     with start(num_ranks, "tests.mpi.ranks", check) as job:
         code, out, err = job.finish()
         assert (code, out) == (0, "good\n"), err[-2000:]
-        assert not job.alive()
+        assert job.is_gone()

@@ -57,14 +57,6 @@ def endless(np_: int, tmp_path: Path, *flags: str) -> Iterator[Started]:
         yield job
 
 
-def all_gone(job: Started) -> bool:
-    """Within ten seconds of the job's end."""
-    end = time.monotonic() + 10
-    while job.alive() and time.monotonic() < end:
-        time.sleep(0.05)
-    return not job.alive()
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_who_ends_the_launcher_reads_one_line(signum: int, tmp_path: Path) -> None:
     """Ctrl-C goes to the terminal's foreground group, scancel to the launcher."""
@@ -72,7 +64,7 @@ def test_who_ends_the_launcher_reads_one_line(signum: int, tmp_path: Path) -> No
         os.killpg(job.process.pid, signum)
         code, out, err = job.finish()
         assert code != 0 and "schema" not in out
-        assert all_gone(job)
+        assert job.is_gone()
     said = err.splitlines()[-1]
     assert "mpissd: ended by signal " in err and err.count("mpissd:") == 1, said
     assert "Traceback" not in err
@@ -86,7 +78,7 @@ def test_a_follower_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> 
         os.kill(follower, signal.SIGSTOP)
         code, _, err = job.finish()
         assert code == 5 and f"pid {follower}) stopped in " in err
-        assert all_gone(job)
+        assert job.is_gone()
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -129,7 +121,7 @@ def test_another_warden_takes_over_where_it_is_killed(tmp_path: Path) -> None:
         os.kill(draft, signal.SIGSTOP)
         code, _, err = job.finish()
         assert code == 5 and f"pid {draft}) stopped in " in err
-        assert all_gone(job)
+        assert job.is_gone()
 
 
 def command_line(pid: int) -> bytes:

@@ -44,7 +44,7 @@ def test_two_at_once_are_two_alone(
     ]
     with started[0], started[1]:
         jobs = [Job(*job.finish(), folder) for job, folder in zip(started, folders, strict=True)]
-        assert not started[0].alive() and not started[1].alive()
+        assert started[0].is_gone() and started[1].is_gone()
     assert [told(job.row) for job in jobs] == [told(row) for row in alone]
     assert jobs[0].row["run_id"] != jobs[1].row["run_id"]
     saved = [row["run_id"] for job in jobs for row in job.saved]
