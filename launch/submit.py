@@ -25,10 +25,11 @@ sys.path.insert(0, str(ROOT))
 
 from mpissd import cli  # noqa: E402
 from mpissd.comm.topology import check_world  # noqa: E402
+from mpissd.command_config import SweepConfig  # noqa: E402
 from mpissd.errors import ConfigError  # noqa: E402
 from mpissd.job import resolve  # noqa: E402
 from mpissd.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
-from mpissd.sweeping import check_sweep  # noqa: E402
+from mpissd.sweeping import check_sweep, planned  # noqa: E402
 
 WORDS = ("partition", "gpu_type", "account", "time", "array")
 COUNTS = ("gpus", "nodes", "cpus")
@@ -84,32 +85,42 @@ def request_of(given: argparse.Namespace) -> Request:
         extra=extra,
         exports={name.upper(): value for name, value in told.items()},
         flags=tuple(given.flags),
+        needs_gpus=not {"--backend=emulated", "--backend=numpy"} & set(given.flags),
         **{name: getattr(given, name) or None for name in WORDS},
         **sizes,
     )
 
 
-def check_shards(array: str) -> None:
-    """ConfigError for an array of which launch/array.sh cannot tell how many shards there are."""
-    tasks = array.partition("%")[0]
-    last = tasks.removeprefix("0-")
-    whole = tasks == "0" or (last != tasks and last.isdecimal())
-    if not whole and not os.environ.get("SHARDS"):
+def check_shards(array: str, sweep: SweepConfig) -> None:
+    """ConfigError for an array of which launch/array.sh cannot tell how many shards there are, or
+    with more of them than the grid has configurations."""
+    said = os.environ.get("SHARDS", "")
+    last = array.partition("%")[0].removeprefix("0-")
+    whole = array.partition("%")[0] in ("0", f"0-{last}") and last.isdecimal()
+    if not said and not whole:
         raise ConfigError(
             f"ARRAY={array}: allowed: 0-N for all shards; of N: SHARDS=N make submit …"
+        )
+    shards = count("shards", said) or int(last) + 1
+    configurations = len(planned(sweep).points)
+    if shards > configurations:
+        raise ConfigError(
+            f"ARRAY={array}: {shards} shards of {configurations} configurations: allowed: at most "
+            f"as many: 0-{configurations - 1}"
         )
 
 
 def check_flags(request: Request) -> None:
     """ConfigError for what the job would refuse when its turn comes: flags, memory, no CuPy."""
     is_sweep = request.script == "launch/array.sh"
-    if is_sweep and request.array:
-        check_shards(request.array)
     name = "sweep" if is_sweep else request.exports.get("COMMAND", "run")
     command = cli.parse([name, *request.flags])
     config = command.config if command else None
     if command and is_sweep:
-        check_sweep(replace(command.config, world_size=request.ranks), command.given)
+        sweep = replace(command.config, world_size=request.ranks)
+        check_sweep(sweep, command.given)
+        if request.array:
+            check_shards(request.array, sweep)
     asked = request.resolve().get("gpus")
     if config is None or asked is None or getattr(config, "backend", "") not in ("auto", "cupy"):
         return
@@ -154,6 +165,7 @@ def call(command: list[str]) -> int:
 def ask_when(command: list[str]) -> int:
     """Slurm's own estimate of the start, where there is a Slurm."""
     if shutil.which("sbatch") is None:
+        print("submit: no sbatch here: when it would start is not known", file=sys.stderr)
         return 0
     return call([command[0], "--test-only", *command[1:]])
 

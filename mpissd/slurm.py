@@ -52,7 +52,8 @@ CLUSTERS = ("bridges2", "other")
 class Request:
     """What is asked of Slurm; None: as the script says, or the cluster's default.
 
-    header: the script's own #SBATCH options. ranks: T + D, one GPU each. exports: variables for the
+    header: the script's own #SBATCH options. ranks: T + D, one GPU each where needs_gpus; a
+    partition of GPUs is asked for some all the same. exports: variables for the
     job beside those of the shell. extra: further sbatch options. flags: the script's arguments.
     """
 
@@ -71,6 +72,7 @@ class Request:
     extra: tuple[str, ...] = ()
     exports: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    needs_gpus: bool = True
 
     @property
     def limits(self) -> Partition | None:
@@ -135,7 +137,7 @@ class Request:
             given = self.gpus
         elif self.limits is not None and self.limits.most_gpus is None:
             given = max(given, nodes * _GPUS_A_NODE)
-        else:
+        elif self.needs_gpus or self.limits is not None:
             given = max(given, ranks)
         return self.gpu_type or kind or None, given
 

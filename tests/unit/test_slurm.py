@@ -67,6 +67,9 @@ def test_refused_with_a_line_that_says_how_to_mend_it(given: dict[str, Any], say
         ({"partition": "GPU", "ranks": 10, "nodes": 2, "account": "abc123p"}, "--nodes=2 "
          "--partition=GPU --account=abc123p --ntasks=10 --cpus-per-task=5 --gpus=v100-32:16"),
         ({"partition": None}, "--ntasks=3 --gpus=3"),
+        ({"partition": None, "needs_gpus": False}, "--ntasks=3"),
+        ({"needs_gpus": False}, "--partition=GPU-shared --ntasks=3 --cpus-per-task=5 "
+         "--gpus=v100-32:3"),
         ({"partition": "a100", "gpu_type": "a100"}, "--partition=a100 --ntasks=3 --gpus=a100:3"),
         ({"partition": "GPU-shared", "ranks": 6, "cluster": "other", "time": "5-0"},
          "--time=5-0 --partition=GPU-shared --ntasks=6 --gpus=6"),
@@ -157,6 +160,10 @@ H100 = ("--ranks=5", "--partition=GPU", "--gpu_type=h100-80")
         (("--ranks=3", "--array=0-1", "--", "--grid=mode=sssd"), "unknown mode 'sssd'"),
         (("--ranks=3", "--array=1-4", "--", "--grid=mode=sd"), "ARRAY=1-4: allowed: 0-N"),
         (("--ranks=3", "--array=2,5", "--", "--grid=mode=sd"), "ARRAY=2,5: allowed: 0-N"),
+        (
+            ("--ranks=3", "--array=0-3%2", "--", "--grid=mode=sd; lookahead=2,4,6"),
+            "ARRAY=0-3%2: 4 shards of 3 configurations: allowed: at most as many: 0-2",
+        ),
         (("--ranks=3", "--sbatch=--comment='x"), "SBATCH=--comment='x: No closing quotation"),
         (("--ranks=3", "--script=/bin/true"), "SCRIPT=/bin/true: no text"),
         (("--ranks=3", "--gpus=none"), "GPUS=none: allowed: a whole number from 1"),
@@ -184,8 +191,16 @@ def test_an_interpreter_without_cupy_is_refused() -> None:
 def test_dry_prints_the_line_alone() -> None:
     done = submit(*H100, "--tp=4", "--dry=1", "--", "--backend=emulated")
     line = "--partition=GPU --ntasks=5 --cpus-per-task=5 --gpus=h100-80:8 launch/slurm.sh"
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == "submit: no sbatch here: when it would start is not known\n"
     assert done.stdout == f"sbatch {line} --backend=emulated\n"
+
+
+@pytest.mark.parametrize("array", ["0-2", "0", "0-0"])
+def test_an_array_of_as_many_tasks_as_there_are_configurations_is_taken(array: str) -> None:
+    told = ("--grid=mode=sd; lookahead=2,4,6", "--backend=emulated")
+    done = submit("--ranks=3", f"--array={array}", "--dry=1", "--", *told)
+    assert (done.returncode, "--gpus" in done.stdout) == (0, False), done.stderr
 
 
 def test_shellcheck_finds_nothing_wrong() -> None:
