@@ -8,10 +8,12 @@ recorded, and the sweep goes on; a fault (a rank that is gone) ends the job as i
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpissd.bench.claims import Claims
 from mpissd.bench.output import append_row, read_rows
 from mpissd.bench.run import measure
 from mpissd.bench.session import Machine, open_machine
@@ -33,6 +35,15 @@ class Failure:
 
     error: str
     exit_code: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a sweep finds when it starts."""
+
+    todo: frozenset[str]  # names of tasks
+    elsewhere: int  # tasks that another job is at
+    earlier: list[int]  # exit codes of those that failed before
 
 
 def execute_sweep(config: SweepConfig) -> int:
@@ -76,12 +87,31 @@ class Sweep:
 
     def run(self) -> int:
         """Everything that is not there yet, in the plan's order; the exit code."""
+        with ExitStack() as stack:
+            survey = None
+            if self._is_lead:
+                survey = self._survey(stack.enter_context(Claims(self._out)))
+            return self._measure(self._machine.topology.world.bcast(survey))
+
+    def _survey(self, claims: Claims) -> Survey:
+        """The lead: what is left to do. What nobody else has claimed has its row by now, if any."""
+        mine = {p for p in self._plan.points if claims.take(self._digest(Task(p, 0)))}
+        known = self._known()
+        points = {self._digest(task): task.point for task in self._plan.tasks()}
+        left = {name for name in points if name not in known}
+        todo = frozenset(name for name in left if points[name] in mine)
+        earlier = [known[name] for name in points if known.get(name)]
+        return Survey(todo, len(left - todo), earlier)
+
+    def _measure(self, survey: Survey) -> int:
+        """What is left to do, in the plan's order; the exit code."""
         tasks = list(self._plan.tasks())
-        known = self._machine.topology.world.bcast(self._known() if self._is_lead else None)
-        todo = [task for task in tasks if self._digest(task) not in known]
+        todo = [task for task in tasks if self._digest(task) in survey.todo]
         if self._is_lead:
-            print_sweep_card(self._machine, self._plan, self._id, len(tasks), len(todo))
-        codes, began = [0], time.monotonic()
+            known = len(tasks) - len(todo) - survey.elsewhere
+            counts = len(todo), known, survey.elsewhere
+            print_sweep_card(self._machine, self._plan, self._id, *counts)
+        codes, began = [], time.monotonic()
         with Progress(self._config, len(todo), self._is_lead) as progress:
             for task in todo:
                 found = self._one(task)
@@ -89,22 +119,26 @@ class Sweep:
                 if self._is_lead:
                     self._tell(task, found, progress)
         if self._is_lead:
-            self._conclude(tasks, codes[1:], time.monotonic() - began)
-        return int(self._machine.topology.world.bcast(max(codes)))
+            self._conclude(tasks, codes, survey, time.monotonic() - began)
+        return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
 
     def _digest(self, task: Task) -> str:
         backend = self._machine.backend
         return task.digest(self._machine.topology.tp, backend.name, backend.info.name)
 
-    def _known(self) -> set[str]:
-        """What was measured, or failed, before; this and other jobs share the folder."""
-        rows = read_rows(self._out / "runs.jsonl")
-        found = {label["task"] for label in map(_label, rows) if label}
+    def _known(self) -> dict[str, int]:
+        """What was measured, or failed, before, with its exit code; jobs may share the folder."""
+        found: dict[str, int] = {}
         if not self._config.retry:
-            flagged = read_rows(self._out / "flagged.jsonl")
-            found |= {label["task"] for label in map(_label, flagged) if label}
-            found |= {str(row.get("task")) for row in read_rows(self._out / "failed.jsonl")}
-        return found
+            for row in read_rows(self._out / "failed.jsonl"):
+                found[str(row.get("task"))] = int(row.get("exit_code") or ConfigError.exit_code)
+            found |= dict.fromkeys(self._rows_of("flagged.jsonl"), GateError.exit_code)
+        return found | dict.fromkeys(self._rows_of("runs.jsonl"), 0)
+
+    def _rows_of(self, name: str) -> list[str]:
+        """Tasks that have a row in this file of OUT."""
+        labels = map(_label, read_rows(self._out / name))
+        return [label["task"] for label in labels if label]
 
     def _one(self, task: Task) -> dict[str, Any] | Failure | None:
         """One measurement: its row on the lead, None on the other ranks, or why there is none."""
@@ -150,12 +184,14 @@ class Sweep:
             append_row(self._out / "failed.jsonl", failed)
         progress.failure(task, found.error)
 
-    def _conclude(self, tasks: list[Task], codes: list[int], seconds: float) -> None:
+    def _conclude(
+        self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float
+    ) -> None:
         """The lead: which configurations were best, of all rows of this plan."""
         mine = {self._digest(task) for task in tasks}
         rows = read_rows(self._out / "runs.jsonl")
         rows = [row for row in rows if (label := _label(row)) and label["task"] in mine]
-        print_end(self._id, rows, codes, seconds)
+        print_end(self._id, rows, codes, seconds, len(survey.earlier))
 
 
 def _label(row: dict[str, Any]) -> dict[str, Any] | None:

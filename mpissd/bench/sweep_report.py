@@ -18,11 +18,19 @@ from mpissd.sweep.plan import Plan, Task
 _LINES_S = 10.0
 
 
-def print_sweep_card(machine: Machine, plan: Plan, sweep: str, total: int, todo: int) -> None:
-    """Which sweep, how much of it is left, on which machine (stdout)."""
+def print_sweep_card(
+    machine: Machine, plan: Plan, sweep: str, todo: int, known: int, elsewhere: int
+) -> None:
+    """Which sweep, how much of it is left, on which machine (stdout).
+
+    known, elsewhere: measurements that are there already, and that another job is at.
+    """
     tp = machine.topology.tp
-    there = f", {total - todo} there already" if todo < total else ""
-    seconds = predicted_s(plan, tp, machine.backend.name) * todo / max(1, total)
+    there = f", {known} there already" if known else ""
+    if elsewhere:
+        there += f", {elsewhere} left to another job that is measuring them"
+    share = todo / max(1, todo + known + elsewhere)
+    seconds = predicted_s(plan, tp, machine.backend.name) * share
     lines = [
         ("sweep", f"{sweep}: {len(plan.points)} configurations x {plan.repeats}{there}"),
         ("", f"about {duration_text(seconds)} for the {todo} to measure"),
@@ -76,19 +84,26 @@ def _name(task: Task) -> str:
     return f"{task.point}  #{task.repeat + 1}"
 
 
-def print_end(sweep: str, rows: list[dict[str, Any]], codes: list[int], seconds: float) -> None:
-    """The comparison of methods, then one JSON object, which is the last line on stdout."""
+def print_end(
+    sweep: str, rows: list[dict[str, Any]], codes: list[int], seconds: float, earlier: int
+) -> None:
+    """The comparison of methods, then one JSON object, which is the last line on stdout.
+
+    earlier: measurements that failed in an earlier job and were not tried again.
+    """
     found = compare_methods(rows)
     done, failed = codes.count(0), sum(code != 0 for code in codes)
     if found:
         print(f"\n{render(found)}\n")
     rate = 60 * done / seconds if done and seconds > 0 else None
     at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
-    print(f"{done} measured{at}; {failed} failed; {len(rows)} rows of this sweep are there")
+    before = f", {earlier} before (--retry measures them again)" if earlier else ""
+    print(f"{done} measured{at}; {failed} failed{before}; {len(rows)} rows of this sweep are there")
     told = {
         "sweep": sweep,
         "measured": done,
         "failed": failed,
+        "failed_before": earlier,
         "rows": len(rows),
         "seconds": round(seconds, 3),
         "per_minute": None if rate is None else round(rate, 1),

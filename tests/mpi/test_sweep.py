@@ -29,7 +29,7 @@ def sweep(np_: int, *flags: str, folder: Path, module: str = "mpissd") -> Job:
     """`mpissd sweep` on NP ranks."""
     with start(np_, module, "sweep", *flags, f"--out={folder}") as job:
         found = Job(*job.finish(), folder)
-        assert not job.alive(), "ranks outlive their job"
+        assert job.is_gone(), "ranks outlive their job"
     return found
 
 
@@ -143,28 +143,43 @@ def test_shards_share_a_folder(tmp_path: Path) -> None:
     flags = ["--grid=mode=ar,sd,ssd; lookahead=1..4", *NULL, "--repeats=1", f"--out={tmp_path}"]
     jobs = [start(2, "mpissd", "sweep", *flags, f"--shard={n}/2") for n in (1, 2)]
     with jobs[0], jobs[1]:
-        assert {job.finish()[0] for job in jobs} <= {0, 3}
+        codes = {job.finish()[0] for job in jobs}
+    assert codes <= {0, 3}
     found = tasks(tmp_path)
     assert len(found) == len(set(found)) == 9
     whole = sweep(2, *flags[:-1], folder=tmp_path)
-    assert (whole.code, end(whole)["measured"]) == (0, 0)
+    assert (whole.code, end(whole)["measured"]) == (max(codes), 0)
+
+
+def test_equal_sweeps_at_the_same_time_double_nothing(tmp_path: Path) -> None:
+    flags = ["--grid=mode=ar,sd; lookahead=1..6", *NULL, "--repeats=2", f"--out={tmp_path}"]
+    jobs = [start(2, "mpissd", "sweep", *flags) for _ in range(3)]
+    with jobs[0], jobs[1], jobs[2]:
+        ends = [job.finish() for job in jobs]
+    assert {code for code, _, _ in ends} <= {0, 3}
+    found = tasks(tmp_path)
+    assert len(found) == len(set(found)) == 14
+    assert any("left to another job that is measuring them" in out for _, out, _ in ends)
 
 
 def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path: Path) -> None:
     """Rank 1 has no memory for the branches of eight sequences; rank 0 hears of it in time, and
     what needs fewer rows is measured."""
     grid = "--grid=mode=ar,sd,ssd; lookahead=2; batch_size=1,8; fan_out=uniform:2"
-    told = [grid, *NULL, "--repeats=1"]
-    found = sweep(2, *told, folder=tmp_path, module="tests.mpi.sweep_job")
+    flags = [grid, *NULL, "--repeats=1"]
+    found = sweep(2, *flags, folder=tmp_path, module="tests.mpi.sweep_job")
     assert found.code in (2, 3), found.err
     failed = rows_in(tmp_path, "failed")
     assert {row["error"] for row in failed} == {"rank 1: 48 rows wanted, 24 free"}
     kinds = [(row["flags"]["mode"], row["flags"]["batch_size"]) for row in failed]
     assert kinds == [("ssd", "8")]
     assert len(set(tasks(tmp_path))) == 5
-    again = sweep(2, *told, folder=tmp_path)
-    assert (again.code, end(again)["measured"], end(again)["failed"]) == (0, 0, 0)
-    retried = sweep(2, *told, "--retry", folder=tmp_path)
+    again = sweep(2, *flags, folder=tmp_path)
+    told = end(again)
+    assert (again.code, told["measured"], told["failed"]) == (found.code, 0, 0)
+    assert told["failed_before"] == 6 - len(rows_in(tmp_path))
+    assert f", {told['failed_before']} before (--retry measures them again)" in again.out
+    retried = sweep(2, *flags, "--retry", folder=tmp_path)
     assert retried.code in (0, 3) and len(set(tasks(tmp_path))) == 6
 
 
@@ -177,7 +192,7 @@ def test_a_dead_rank_ends_the_sweep(tmp_path: Path) -> None:
         began = time.monotonic()
         code, _, _ = job.finish()
         assert code != 0 and time.monotonic() - began < 20
-        assert not job.alive()
+        assert job.is_gone()
     assert rows_in(tmp_path) == []
 
 
