@@ -11,6 +11,7 @@ from mpissd.watch.page import Stage
 from mpissd.watch.peer import Peer
 
 _MPI_S = 5.0
+_ELSEWHERE = "; a rank of another host may be why"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Host:
         if own:
             line = f"{own[0]} {own[0].how()} in {self.phase(own[0])}"
             if own[0].status and own[0].signal is None and not self.is_whole_job:
-                line += "; a rank of another host may be why"  # MPI ends who loses a connection
+                line += _ELSEWHERE  # MPI ends who loses a connection
             return Verdict(line, own[0])
         if not odd:
             return None
@@ -138,9 +139,8 @@ class Host:
                 busy[0],
             )
         else:
-            found = Verdict(
-                f"{detector} waited in vain in {self.phase(detector)}: {text}", detector
-            )
+            line = f"{detector} waited in vain in {self.phase(detector)}: {text}"
+            found = Verdict(line if self.is_whole_job else line + _ELSEWHERE, detector)
         return self._unless_stopped(found, now)
 
     def unborn(self, now: float) -> Verdict | None:

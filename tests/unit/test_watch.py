@@ -165,7 +165,12 @@ def test_who_waits_names_who_does_not(job: Job) -> None:
     found = job.host.waited(job.host.peers[0], "plan: nothing", 0.0)
     assert found.culprit is job.host.peers[1] and "rank 0 waited: plan: nothing" in found.line
     job.set(1, WAITING, 1)
-    assert job.host.waited(job.host.peers[0], "plan", 0.0).culprit is job.host.peers[0]
+    found = job.host.waited(job.host.peers[0], "plan", 0.0)
+    assert found.culprit is job.host.peers[0] and found.line.endswith("in rounds: plan")
+    job.host.peers[0].told["size"] = 4
+    assert job.host.waited(job.host.peers[0], "plan", 0.0).line.endswith(
+        "plan; a rank of another host may be why"
+    )
 
 
 LEAVER = """
