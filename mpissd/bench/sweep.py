@@ -123,8 +123,8 @@ class Sweep:
         return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
 
     def _digest(self, task: Task) -> str:
-        backend = self._machine.backend
-        return task.digest(self._machine.topology.tp, backend.name, backend.info.name)
+        machine = self._machine  # the lead's device: a draft's may be of another kind
+        return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
     def _known(self) -> dict[str, int]:
         """What was measured, or failed, before, with its exit code; jobs may share the folder."""
