@@ -15,7 +15,16 @@ from analysis.notes import Notes, NothingLeft
 from mpissd.errors import unknown
 
 # What a figure's rows share beside the machine, unless the figure varies it.
-CONDITIONS = ("dtype", "fuse", "graph", "lm_head", "context", "num_layers", "all_reduce")
+CONDITIONS = (
+    "dtype",
+    "fuse",
+    "graph",
+    "lm_head",
+    "context",
+    "num_layers",
+    "all_reduce",
+    "other_draft",
+)
 POLICY = ("on_late", "backup", "backup_cut")
 
 

@@ -8,7 +8,7 @@ per_gpu      tok_per_s / gpus              per_sequence  tok_per_s / batch_size
 low, high    95% interval of tok_per_s (interval.py)
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
-draft_device the device of the first draft rank
+other_draft  the drafts' device, where it is another than the lead's
 step_s       t_draft_s / lookahead: one sequential draft step
 """
 
@@ -26,6 +26,7 @@ Row = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
 _DEFAULTS: Row = {
     "draft": None,
+    "draft_device_name": None,
     "schedule": None,
     "workload": "gemm",
     "num_drafts": 0,
@@ -145,7 +146,7 @@ def _derived(row: Row) -> Row:
         "high": high,
         "step_s": draft / steps if draft and steps else None,
         "backup_cut": row["backup_lookahead"] not in (None, row["lookahead"]),
-        "draft_device": _draft_device(row),
+        "other_draft": _other_draft(row),
         "commit": str((row["provenance"] or {}).get("commit") or ""),
         **_parts(row),
     }
@@ -180,11 +181,9 @@ def _said_fan_out(row: Row) -> str:
     return str(flags.get("fan_out") or (said[-1] if said else ""))
 
 
-def _draft_device(row: Row) -> str | None:
-    ranks = (row["provenance"] or {}).get("ranks") or []
-    if row["num_drafts"] and len(ranks) > row["tp"]:
-        return str(ranks[row["tp"]].get("device") or row["device_name"])
-    return None
+def _other_draft(row: Row) -> str | None:
+    name = row["draft_device_name"]
+    return None if name in (None, row["device_name"]) else str(name)
 
 
 def _parts(row: Row) -> Row:

@@ -89,18 +89,12 @@ def alone(command: cli.Command) -> int:
 
 def check_before_mpi(config: RunConfig) -> None:
     """Everything that can be known to be wrong without MPI and without opening a device."""
-    from mpissd.backend.profile import load_profile
     from mpissd.bench.output import check_file, check_output
-    from mpissd.job import resolve
+    from mpissd.job import resolve_unopened
 
-    memory = None
     size = config.world_size or launcher_size()
     tp = check_world(size, config.drafts) if size is not None else 1
-    if config.backend == "emulated":
-        profile = load_profile(config.device)
-        memory = profile.memory_bytes
-        profile.all_reduce_s(tp, 1)  # refused where the profile was probed with T = 1 alone
-    resolve(config, tp, backend=config.backend, memory_bytes=memory)
+    resolve_unopened(config, tp)
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
-from mpissd.backend.profile import Profile, known_profiles, load_profile
+from mpissd.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.command_config import CompareConfig, PlanConfig, PredictConfig, TablesConfig, WhyConfig
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
@@ -56,11 +56,17 @@ def _costs(
     _check_there(name)
     found = jobfile.load(name)
     if found is None:
-        profile = load_profile(name)
+        profile, drafts = role_profiles(name, config.draft_device)
         run = _run_config(config, covered(profile), given)
-        job = resolve(run, config.tp or 1, backend="emulated", memory_bytes=profile.memory_bytes)
-        check_device(profile, job)
-        return job, DeviceCosts.from_profile(profile, job), HostCosts(), None
+        job = resolve(
+            run,
+            config.tp or 1,
+            backend="emulated",
+            memory_bytes=profile.memory_bytes,
+            draft_memory_bytes=drafts.memory_bytes,
+        )
+        check_device(profile, job, drafts)
+        return job, DeviceCosts.from_profile(profile, job, drafts), HostCosts(), None
     backend = found.backend
     base = _run_config(config, found.config, frozenset())
     measured = resolve(base, found.tp, backend=backend, memory_bytes=None)
@@ -92,6 +98,8 @@ def _run_config(
             known |= dict.fromkeys(alternatives)
     if said.get("mode", "ssd") != "ssd":  # what only SSD has does not come along
         known |= {"backup": "jit", "backup_lookahead": None}
+    if said.get("mode") == "ar" or said.get("num_drafts") == 0:
+        known |= {"draft_device": None}
     return RunConfig(**{**known, **said, "dry_run": True, "world_size": None})
 
 

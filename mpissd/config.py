@@ -55,6 +55,9 @@ class RunConfig:
     draft: str | None = flag(None, words, "likewise")
     backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
     device: str = flag("h100", words, "emulated device: a profile's name or file")
+    draft_device: str | None = flag(
+        None, words, "emulated device of the draft ranks (default: as the targets')"
+    )
     workload: str = flag(
         "gemm", choice("gemm", "markov"), "imposed laws, or a language-model pair that is sampled"
     )
@@ -234,6 +237,8 @@ class RunConfig:
     def digest(self) -> str:
         """Names the configuration: equal for equal flags, whatever their order."""
         told = {k: v for k, v in dataclasses.asdict(self).items() if k not in _NOT_MEASURED}
+        if self.draft_device is None:  # rows from before there was this flag keep their digests
+            del told["draft_device"]
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -10,7 +10,7 @@ from mpissd.backend.profile import load_profile
 from mpissd.comm.topology import check_world, launcher_size
 from mpissd.command_config import BestConfig, SweepConfig
 from mpissd.errors import ConfigError
-from mpissd.job import resolve
+from mpissd.job import resolve_unopened
 from mpissd.sweep.best import compare_methods, render, to_dict
 from mpissd.sweep.forecast import duration_text, predicted_s
 from mpissd.sweep.grid import read_grid
@@ -54,9 +54,8 @@ def why_not(point: Point, tp: int, config: SweepConfig) -> str | None:
     """Why a configuration can't be measured on T ranks, as far as its flags tell; None: it can."""
     if point.config is None:
         return point.error
-    memory = load_profile(config.device).memory_bytes if config.backend == "emulated" else None
     try:
-        resolve(point.config, tp, backend=config.backend, memory_bytes=memory)
+        resolve_unopened(point.config, tp)
     except ConfigError as error:
         return str(error)
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -19,8 +21,8 @@ _FACTORS = np.geomspace(0.25, 8, 61)
 def heterogeneity(data: Data) -> Poster:
     """x = draft step time over this machine's; y = gain over AR of SD and SSD, raw and per GPU."""
     wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
-    found = cases(data, wanted, ["draft_device", "method", "hit_law"])
-    shown = [(c, t) for c in found if (t := Times.of(c)) is not None]
+    found = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
+    shown = [(c, t) for c in found if (t := Times.of(_own(c))) is not None]
     shown = shown[:2]
     need(shown, "AR, SD and SSD of one pair at batch 1, with t_target_s, t_draft_s, t_growth_s")
     poster = Poster(7.8)
@@ -39,9 +41,15 @@ def heterogeneity(data: Data) -> Poster:
     return poster.finish("Heterogeneity: a slower or faster draft device", text)
 
 
+def _own(case: Case) -> Case:
+    """The rows whose draft sits on a device like the targets'."""
+    return replace(case, rows=case.rows[case.rows["other_draft"].isna()])
+
+
 def _panel(poster: Poster, ax: Axes, case: Case, times: Times) -> list[pd.DataFrame]:
     rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
-    sweep = richest(rows[rows["method"] == "SSD"], ["alpha"], ["hit_law", "policy", "lookahead"])
+    own = rows[rows["other_draft"].isna()]
+    sweep = richest(own[own["method"] == "SSD"], ["alpha"], ["hit_law", "policy", "lookahead"])
     alpha = float(sweep["alpha"].iloc[0])
     hits = float(sweep["hit_rate"].median())
     ax.set_title(f"{case.label}+1, α={alpha:g}, hit rate {hits:.2f}")
@@ -81,12 +89,11 @@ def _points(
         here = rows[(rows["method"] == method) & (near | (method == "SD"))].dropna(
             subset=["step_s"]
         )
-        for device, group in here.groupby("draft_device"):
+        for device, group in here.groupby(here["other_draft"].fillna("")):
             found = points(group, ["lookahead", "policy"])
             best = found.loc[found["tok_per_s"].idxmax()]
             names = ("tok_per_s", "low", "high")
             y, low, high = ratio(*(best[n] for n in names), *(ar[n] for n in names))  # type: ignore[index]
-            own = device == group["device_name"].iloc[0]
             poster.line(
                 ax,
                 f"{method}, measured",
@@ -97,7 +104,7 @@ def _points(
                 color=color,
                 marker="o",
                 linestyle="none",
-                markerfacecolor=color if own else "white",
+                markerfacecolor="white" if device else color,
                 markersize=10,
             )
     return used

@@ -131,6 +131,12 @@ def load_profile(text: str) -> Profile:
     return _read(Path(text))
 
 
+def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profile]:
+    """The targets' profile and the drafts' (None: the same). Raises as load_profile."""
+    profile = load_profile(device)
+    return profile, profile if draft_device is None else load_profile(draft_device)
+
+
 def _read(path: Path) -> Profile:
     try:
         data = json.loads(path.read_text())

@@ -62,6 +62,7 @@ def make_row(
         "acceptance": None if job.draft is None or job.laws else config.acceptance_text,
         "hit_law": job.hit_law.label if job.fan_out and not job.laws else None,
         "batch_size": config.batch_size,
+        "draft_device_name": session.infos[job.tp].name if config.drafts else None,
         **_options(session),
         **_throughput(session, measured, sequences),
         **_speculation(session, sequences, measured.draft_lost_round),

@@ -256,8 +256,9 @@ def _open_backend(
         if topology.is_lead:
             make_output(config.out)
         name = choose(config.backend)
+        device = (topology.is_draft and config.draft_device) or config.device
         backend = open_backend(
-            name, device=config.device, local_rank=topology.local_rank, graph=config.graph
+            name, device=device, local_rank=topology.local_rank, graph=config.graph
         )
     except MpissdError as error:
         return None, error

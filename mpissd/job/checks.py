@@ -99,6 +99,21 @@ def _check_rows(job: Job) -> None:
         )
 
 
+def check_draft_device(config: RunConfig, backend: str) -> None:
+    """A device of the draft's own where there is none to choose, or no rank for it."""
+    if config.draft_device is None:
+        return
+    if backend != "emulated":
+        raise ConfigError(
+            f"draft_device={config.draft_device} with backend={backend}: allowed: backend=emulated"
+        )
+    if not config.drafts:
+        raise ConfigError(
+            f"draft_device={config.draft_device} without a draft rank: allowed: num_drafts=1 or "
+            "more"
+        )
+
+
 def check_memory(
     job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None
 ) -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mpissd.backend.profile import role_profiles
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
-from mpissd.job.checks import check_draft, check_fan_out, check_memory, check_shards
+from mpissd.job.checks import (
+    check_draft,
+    check_draft_device,
+    check_fan_out,
+    check_memory,
+    check_shards,
+)
 from mpissd.job.job import Job
 from mpissd.presets import LOOKUP, ModelShape, resolve_model, resolve_pair
 from mpissd.rounds import Source
@@ -29,9 +36,12 @@ def resolve(
 ) -> Job:
     """The job of a configuration on T target ranks.
 
-    memory_bytes: free on the smallest target device (None: unknown, nothing is refused).
-    Raises ConfigError: T that doesn't divide, a law or list that doesn't fit K, too little memory.
+    memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
+    draft_memory_bytes: likewise of the drafts (None: as the targets').
+    Raises ConfigError: T that doesn't divide, a law or list that doesn't fit K, too little memory,
+    a draft device that is none.
     """
+    check_draft_device(config, backend)
     itemsize = 4 if backend == "numpy" else 2
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     if config.pair is None and config.target is None:
@@ -40,6 +50,25 @@ def resolve(
     job = _job(config, tp, target, draft)
     check_memory(job, itemsize, memory_bytes, draft_memory)
     return job
+
+
+def resolve_unopened(config: RunConfig, tp: int) -> Job:
+    """The same before any device is open: memory is known of emulated ones alone.
+
+    Raises ConfigError, also where an emulated device's all-reduces over T ranks are not known.
+    """
+    memory = draft_memory = None
+    if config.backend == "emulated":
+        profile, drafts = role_profiles(config.device, config.draft_device)
+        profile.all_reduce_s(tp, 1)
+        memory, draft_memory = profile.memory_bytes, drafts.memory_bytes
+    return resolve(
+        config,
+        tp,
+        backend=config.backend,
+        memory_bytes=memory,
+        draft_memory_bytes=draft_memory,
+    )
 
 
 def _default_pair(

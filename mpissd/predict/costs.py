@@ -183,16 +183,19 @@ class DeviceCosts:
 
     @classmethod
     def from_profile(
-        cls, profile: Profile, job: Job, itemsize: int = EMULATED_ITEMSIZE
+        cls, profile: Profile, job: Job, draft_profile: Profile | None = None
     ) -> DeviceCosts:
-        """What the emulated backend lets pass for every bucket of a job, to the last bit."""
+        """What the emulated backend lets pass for every bucket of a job, to the last bit.
+
+        draft_profile: of the draft ranks' devices, where they are of another kind.
+        """
         batch = job.config.batch_size
         target = Shard(job.target, job.tp)
-        verify = forwards(profile, target, job.target_buckets(), batch, job.options, itemsize)
+        verify = forwards(profile, target, job.target_buckets(), batch, job.options)
         if job.draft is None:
             return cls(verify)
         alone, rows = Shard(job.draft), job.draft_buckets()
-        draft = forwards(profile, alone, rows, batch, job.draft_options, itemsize)
+        draft = forwards(draft_profile or profile, alone, rows, batch, job.draft_options)
         return cls(verify, draft)
 
     def to_dict(self) -> dict[str, dict[str, float] | None]:

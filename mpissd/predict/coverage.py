@@ -12,19 +12,21 @@ from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts
 from mpissd.presets import PAIRS
 
 
-def check_device(profile: Profile, job: Job) -> None:
+def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
     """ConfigError where a probed profile has no forwards of the job's models.
 
-    A profile of rates alone (h100, …) models any pair.
+    A profile of rates alone (h100, …) models any pair. draft_profile: of the draft ranks' devices,
+    where they are of another kind.
     """
-    if not profile.tables.forwards:
-        return
     _check_forward(profile, Shard(job.target, job.tp), job.options, job.config.batch_size)
     if job.draft is not None:
-        _check_forward(profile, Shard(job.draft), job.draft_options, job.config.batch_size)
+        drafts = draft_profile or profile
+        _check_forward(drafts, Shard(job.draft), job.draft_options, job.config.batch_size)
 
 
 def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequences: int) -> None:
+    if not profile.tables.forwards:
+        return
     profile.require(shard.shape.name, shard.tp, options, sequences)
     cost = shard.cost(1, sequences, EMULATED_ITEMSIZE, options)
     if profile.tables.forward(cost) is None:

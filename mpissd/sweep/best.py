@@ -133,6 +133,8 @@ def method_of(row: Row) -> str:
         told.append("inline")
     if row.get("num_drafts", 0) > 1:
         told.append(f"D={row['num_drafts']}")
+    if row.get("draft_device_name") not in (None, row.get("device_name")):
+        told.append(f"draft on {row['draft_device_name']}")
     if row.get("backup") not in (None, "jit"):
         told.append(f"backup={row['backup']}")
         if row.get("acceptance_fast") not in (None, RunConfig.acceptance_fast):

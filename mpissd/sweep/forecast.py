@@ -6,7 +6,7 @@ products nobody has profiled, as long as reading the weights at a nominal rate.
 
 from __future__ import annotations
 
-from mpissd.backend.profile import Profile, load_profile
+from mpissd.backend.profile import role_profiles
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
@@ -64,7 +64,8 @@ def _round(job: Job, backend: str) -> tuple[float, float]:
 
 def _costs(job: Job, backend: str) -> DeviceCosts:
     if backend != "numpy":
-        return DeviceCosts.from_profile(_profile(job), job)
+        profiles = role_profiles(job.config.device, job.config.draft_device)
+        return DeviceCosts.from_profile(profiles[0], job, profiles[1])
     target, draft = Shard(job.target, job.tp), None
     if job.draft is not None:
         draft = RowTable.of(
@@ -72,10 +73,6 @@ def _costs(job: Job, backend: str) -> DeviceCosts:
         )
     size = 4 * target.num_params(job.options)
     return DeviceCosts(RowTable.of({1: size / _CPU_BYTES_PER_S}), draft)
-
-
-def _profile(job: Job) -> Profile:
-    return load_profile(job.config.device)
 
 
 def duration_text(seconds: float) -> str:

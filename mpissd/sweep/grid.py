@@ -31,6 +31,7 @@ NONE = "none"
 ONE_A_JOB = (  # what the ranks are opened with, and what belongs to no single configuration
     "backend",
     "device",
+    "draft_device",
     "all_reduce",
     "cuda_aware_mpi",
     "graph",

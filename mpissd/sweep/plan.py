@@ -27,6 +27,7 @@ from mpissd.sweep.grid import NONE, ONE_A_JOB, Block
 _GROWTH = ("fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "on_late", "saguaro_c")
 _DRAFTING = (
     "num_drafts",
+    "draft_device",
     "lookahead",
     "alpha",
     "acceptance",
@@ -146,7 +147,8 @@ def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
         told = with_schedule(flags)
         unseen = _unseen(told)
         kept = {name: text for name, text in flags.items() if name not in unseen}
-        return Point(tuple(kept.items()), parse_into(RunConfig, {**job, **kept}))
+        held = {name: text for name, text in job.items() if name not in unseen}
+        return Point(tuple(kept.items()), parse_into(RunConfig, {**held, **kept}))
     except ConfigError as error:
         return Point(tuple(flags.items()), None, str(error))
 
@@ -154,6 +156,8 @@ def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
 def _unseen(flags: Mapping[str, str]) -> set[str]:
     """Flags that change nothing in this configuration."""
     unseen = set(_UNSEEN.get(flags.get("mode", "ssd"), ()))
+    if flags.get("num_drafts") == "0":
+        unseen.add("draft_device")
     if flags.get("backup", "jit") == "jit":
         unseen.add("acceptance_fast")
     return unseen

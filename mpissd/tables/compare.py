@@ -82,7 +82,7 @@ class Setting:
     @classmethod
     def of(cls, row: Row) -> Setting:
         """The setting of an AR or SD row."""
-        device = _draft_device(row) or row["device_name"]
+        device = row.get("draft_device_name") or row["device_name"]
         other = "" if device == row["device_name"] else device
         shared = {key: row[key] for key in _SHARED}
         return cls(**shared, num_drafts=row["num_drafts"], draft_device=other)
@@ -276,13 +276,6 @@ def _alpha(row: Row) -> float | None:
         return float(value) if name == "alpha" else None
     except ValueError:
         return None
-
-
-def _draft_device(row: Row) -> str | None:
-    """The name of the draft rank's device; None where the draft is inline, or it is not known."""
-    ranks = row["provenance"].get("ranks") if row["num_drafts"] else None
-    last = ranks[-1] if isinstance(ranks, list) and ranks else None
-    return str(last["device"]) if isinstance(last, Mapping) and "device" in last else None
 
 
 def _device_flag(rows: Sequence[Row]) -> str | None:

@@ -13,6 +13,7 @@ import pytest
 
 from mpissd import cli
 from mpissd.__main__ import main
+from mpissd.backend.profile import load_profile
 from mpissd.config import RunConfig
 from mpissd.job import resolve
 from mpissd.predict import jobfile
@@ -70,6 +71,18 @@ def test_a_prediction_from_a_device_s_profile(capfd: pytest.CaptureFixture[str])
     assert 0 < ar["tok_per_s"] < sd["tok_per_s"] < ssd["tok_per_s"]
     wider = said(capfd, "predict", *flags, "--mode=ar", "--tp=2")
     assert wider["tok_per_s"] > ar["tok_per_s"]
+
+
+def test_a_slower_draft_device_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--profile=h100", "--pair=8b/1b", "--lookahead=5", "--rounds=50", "--mode=sd"
+    same = said(capfd, "predict", *flags, "--draft_device=h100")
+    slower = said(capfd, "predict", *flags, "--draft_device=v100-32")
+    assert same == said(capfd, "predict", *flags)
+    assert slower["t_target_s"] == same["t_target_s"]
+    config = RunConfig(pair="8b/1b", lookahead=5, mode="sd")
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    costs = DeviceCosts.from_profile(load_profile("v100-32"), job)
+    assert slower["t_draft_s"] == pytest.approx(5 * float(costs.draft_s([1])[0]))
 
 
 def test_a_prediction_from_a_job_s_profile(capfd: pytest.CaptureFixture[str]) -> None:

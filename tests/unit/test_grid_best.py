@@ -99,6 +99,12 @@ def test_what_drafts_a_miss_makes_another_method(other: dict[str, Any]) -> None:
     assert len(names) == 2 + (other != {"backup": "fast"})
 
 
+def test_another_draft_device_makes_another_method() -> None:
+    own = row("ssd", 4, 900, draft_device_name="H200")
+    assert method_of(own) == method_of(row("ssd", 4, 900))
+    assert "draft on V100" in method_of({**own, "draft_device_name": "V100"})
+
+
 def test_graphs_and_single_launches_are_not_repeats() -> None:
     found = compare_methods([row("ssd", 4, 900, graph=True), row("ssd", 4, 500, graph=False)])
     assert [len(one.methods[0].best.tok_per_s) for one in found] == [1, 1]

@@ -216,8 +216,7 @@ def test_settings_are_never_mixed(changed: dict[str, Any]) -> None:
 
 
 def test_inline_and_remote_drafts_are_two_tables_over_one_ar() -> None:
-    ranks = [{"device": "A GPU"}, {"device": "A small GPU"}]
-    remote = sd("8b/1b", 2, run_id="d1", num_drafts=1, provenance={"ranks": ranks})
+    remote = sd("8b/1b", 2, run_id="d1", num_drafts=1, draft_device_name="A small GPU")
     tables = make_tables([ar("8b/1b"), sd("8b/1b", 2), remote], {})
     inline, other = (t for t in tables if t.pair == "8b/1b")
     assert inline.setting and other.setting and inline.has_ar and other.has_ar
