@@ -94,10 +94,13 @@ def _points(
             best = found.loc[found["tok_per_s"].idxmax()]
             names = ("tok_per_s", "low", "high")
             y, low, high = ratio(*(best[n] for n in names), *(ar[n] for n in names))  # type: ignore[index]
+            x = best["step_s"] / times.step
+            if device and method == "SSD":
+                _name(ax, str(device), x, high)
             poster.line(
                 ax,
                 f"{method}, measured",
-                [best["step_s"] / times.step],
+                [x],
                 [y],
                 low=[low],
                 high=[high],
@@ -108,3 +111,9 @@ def _points(
                 markersize=10,
             )
     return used
+
+
+def _name(ax: Axes, device: str, x: float, y: float) -> None:
+    """Which device drafted, over its point."""
+    told = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
+    ax.annotate(told, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=9)

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from analysis.build import Drawn, Skipped, draw
 from analysis.load import Data
@@ -74,6 +75,28 @@ def test_growth_that_never_ended_is_said_on_the_empty_panel() -> None:
     told = [text.get_text() for text in item.poster.axes[1].texts]
     assert any("never grown to its end" in text for text in told)
     assert not any("never" in t.get_text() for t in poster("fan_out").axes[1].texts)
+
+
+def test_another_draft_device_is_a_point_of_its_own_and_in_no_other_figure() -> None:
+    rows = data().rows
+    drafted = rows[rows["method"].isin(["SD", "SSD"]) & (rows["batch_size"] == 1)]
+    slow = drafted.assign(other_draft="NVIDIA Old (emulated)", step_s=2 * drafted["step_s"])
+    both = Data(pd.concat([rows, slow.assign(tok_per_s=50.0)], ignore_index=True))
+    (item,) = draw(both, "heterogeneity")
+    assert isinstance(item, Drawn)
+    here, alone = item.poster.table(), poster("heterogeneity").table()
+    for method in ("SD", "SSD"):
+        name = f"{method}, measured"
+        own, other = here[here["series"] == name].sort_values("x").to_dict("records")
+        assert other["x"] == pytest.approx(2 * own["x"], rel=0.05) and other["y"] < own["y"]
+        assert own["y"] == alone.loc[alone["series"] == name, "y"].iloc[0]
+    curves = [t[t["series"].str.contains("raw|per GPU")]["y"] for t in (here, alone)]
+    assert np.array_equal(*curves)
+    assert "Old" in [text.get_text() for text in item.poster.axes[0].texts]
+    for name in ("throughput", "latency", "pareto"):
+        (item,) = draw(both, name)
+        assert isinstance(item, Drawn)
+        assert item.poster.table().equals(poster(name).table())
 
 
 def test_measured_gains_are_of_medians() -> None:
