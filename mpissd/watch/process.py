@@ -85,10 +85,18 @@ def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
 
 
 def above_proxy(pid: int) -> int:
-    """The process that a user's terminal sees: `pid`, or what started it where it is a proxy."""
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return pid
+    """What started `pid`, where that is a launcher's proxy; else `pid`."""
     found = stat(pid)
-    return found[1] if found is not None and name.startswith("hydra_") else pid
+    return found[1] if found is not None and _name(pid).startswith("hydra_") else pid
+
+
+def is_front(pid: int) -> bool:
+    """Whether it is the launcher itself, whose stderr the user reads, and no daemon of it."""
+    return _name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

@@ -47,7 +47,8 @@ class Warden:
         self._born_at = self._looked_at = monotonic()
         self._lingers = self._noted = False
         self._launcher: tuple[int, int | None] | None = None
-        self._stderr: int | None = None
+        self._stderr: int | None = None  # the launcher's
+        self._is_front = False  # whether the user reads that
 
     def run(self) -> None:
         """Returns when all ranks have ended."""
@@ -120,6 +121,7 @@ class Warden:
         self._launcher = pid, pidfd
         above = process.above_proxy(pid)
         self._stderr = process.borrow_stderr(above, process.open_pidfd(above))
+        self._is_front = process.is_front(above)
         if pidfd is not None:
             self._events.register(pidfd, selectors.EVENT_READ)
 
@@ -217,8 +219,11 @@ class Warden:
             self._say(found)
 
     def _say(self, found: Verdict) -> None:
+        """To the launcher's own stderr, where that is on this host: one that ends a job may drop
+        what its ranks say last."""
         line = f"mpissd: {found.line}\n".encode(errors="backslashreplace")
-        for fd in (self._stderr, 2) if found.late else (2, self._stderr):
+        direct = found.late or self._is_front
+        for fd in (self._stderr, 2) if direct else (2, self._stderr):
             if fd is None:
                 continue
             with suppress(OSError):
