@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import struct
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -15,16 +17,18 @@ class Claims:
     """Locks of single bytes of an empty file, one a configuration.
 
     The kernel drops them with the process, so that a kill leaves none. Where there are none (a file
-    system or a system without them), everything may be taken.
+    system or a system without them, no room for the file), everything may be taken.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / ".claims").open("ab")
+        self._file: IO[bytes] | None = None
+        with suppress(OSError):
+            self._file = (folder / ".claims").open("ab")
 
     def take(self, name: str) -> bool:
         """Whether nobody else has it; it is this job's until `close`."""
         operation = getattr(fcntl, "F_OFD_SETLK", None)
-        if operation is None:
+        if operation is None or self._file is None:
             return True
         place = int.from_bytes(sha256(name.encode()).digest()[:7], "big")
         try:
@@ -37,7 +41,8 @@ class Claims:
 
     def close(self) -> None:
         """Gives all of them back."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Claims:
         return self

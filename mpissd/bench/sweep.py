@@ -170,9 +170,8 @@ class Sweep:
             assert found is not None, "a lead without a row"
             progress.row(task, found)
             return
-        if (
-            found.exit_code != GateError.exit_code
-        ):  # what a gate flagged has its row in flagged.jsonl
+        is_flagged = found.exit_code == GateError.exit_code  # and has its row in flagged.jsonl
+        if not is_flagged:
             failed = {
                 "task": self._digest(task),
                 "repeat": task.repeat,

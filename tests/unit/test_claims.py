@@ -48,6 +48,8 @@ def test_where_nothing_can_be_locked_everything_may_be_taken(
     def refused(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
+    with Claims(tmp_path / "none") as homeless:
+        assert homeless.take("a")
     with Claims(tmp_path) as mine, Claims(tmp_path) as another:
         assert mine.take("a") and not another.take("a")
         monkeypatch.setattr("mpissd.bench.claims.fcntl.fcntl", refused)
