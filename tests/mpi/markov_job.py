@@ -3,17 +3,20 @@
 python -m mpi4py -m tests.mpi.markov_job COUNT LENGTH BIAS FLAGS…      flags as of a run
 
 COUNT sequences are decoded until each has LENGTH tokens; a sequence that ends makes room for the
-next. BIAS, unless it is "none", names a mistake to make. Prints a JSON line: tokens, COUNT lists of
-LENGTH; hit rate; how often each (source, num_draft) was served.
+next. BIAS, unless it is "none", names a mistake to make, or "uneven": forwards last anything up to
+twice what they should, so that growth is interrupted anywhere. Prints a JSON line: tokens, COUNT
+lists of LENGTH; hit rate; how often each (source, num_draft) was served.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 
+from mpissd.backend.emulated_backend import ModelledProgram
 from mpissd.bench.rank import Rank
 from mpissd.bench.session import open_session
 from mpissd.config import parse_flags
@@ -36,9 +39,25 @@ def lenient(judge: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, i
     return found
 
 
+def make_uneven() -> None:
+    """Emulated forwards of random durations."""
+    draw = random.Random(1)
+    launch = ModelledProgram.launch
+
+    def stretched(program: ModelledProgram) -> None:
+        before = program._duration_s
+        program._duration_s = before * draw.uniform(0, 2)
+        launch(program)
+        program._duration_s = before
+
+    ModelledProgram.launch = stretched  # type: ignore[method-assign]
+
+
 def make_mistake(name: str) -> None:
     """Changes this process."""
-    if name == "residual":
+    if name == "uneven":
+        make_uneven()
+    elif name == "residual":
         sampling.residual = residual_of_p
     elif name == "lenient":
         sampling.judge = lenient(sampling.judge)
