@@ -7,7 +7,6 @@ import struct
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -43,14 +42,3 @@ class Claims:
         """Gives all of them back."""
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> Claims:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -8,7 +8,7 @@ recorded, and the sweep goes on; a fault (a rank that is gone) ends the job as i
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Sweep:
         with ExitStack() as stack:
             survey = None
             if self._is_lead:
-                survey = self._survey(stack.enter_context(Claims(self._out)))
+                survey = self._survey(stack.enter_context(closing(Claims(self._out))))
             return self._measure(self._machine.topology.world.bcast(survey))
 
     def _survey(self, claims: Claims) -> Survey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def other(folder: Path, *names: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def test_a_claim_is_its_process_and_goes_with_it(tmp_path: Path) -> None:
-    with Claims(tmp_path) as mine:
+    with closing(Claims(tmp_path)) as mine:
         assert mine.take("a") and mine.take("b") and mine.take("a")
         first, told = other(tmp_path, "a", "c", "b")
         assert told == "[False, True, False]"
@@ -48,9 +49,9 @@ def test_where_nothing_can_be_locked_everything_may_be_taken(
     def refused(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    with Claims(tmp_path / "none") as homeless:
+    with closing(Claims(tmp_path / "none")) as homeless:
         assert homeless.take("a")
-    with Claims(tmp_path) as mine, Claims(tmp_path) as another:
+    with closing(Claims(tmp_path)) as mine, closing(Claims(tmp_path)) as another:
         assert mine.take("a") and not another.take("a")
         monkeypatch.setattr("mpissd.bench.claims.fcntl.fcntl", refused)
         assert another.take("a")
