@@ -99,8 +99,10 @@ def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say
 
 @contextmanager
 def _watched(seconds: float, seen: Seen, say: Say) -> Iterator[Callable[[str], None]]:
-    """Reports and ends this process where the block outlasts its deadline."""
+    """Reports and ends this process where the block outlasts its deadline; rank 0 goes first, as a
+    launcher ends every rank when one has left."""
     at = ["start"]
+    patience = seconds + (_HEAD_START_S if launcher_rank() else 0.0)
 
     def late() -> None:
         seen.session = SessionFacts(error=f"{at[0]}: not over after {seconds:.0f} s")
@@ -108,11 +110,11 @@ def _watched(seconds: float, seen: Seen, say: Say) -> Iterator[Callable[[str], N
         sys.stdout.flush()
         os._exit(code or 2)
 
-    timer = threading.Timer(seconds, late)
+    timer = threading.Timer(patience, late)
     timer.daemon = True
     timer.start()
     # Where a library hangs with Python's lock held, no thread of Python can speak.
-    faulthandler.dump_traceback_later(seconds + _HEAD_START_S, exit=True)
+    faulthandler.dump_traceback_later(patience + _HEAD_START_S, exit=True)
     try:
         yield lambda name: at.__setitem__(0, name)
     finally:
