@@ -6,7 +6,7 @@ import json
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from mpissd.backend.profile import load_profile
+from mpissd.backend.profile import role_profiles
 from mpissd.comm.topology import check_world, launcher_size
 from mpissd.command_config import BestConfig, SweepConfig
 from mpissd.errors import ConfigError
@@ -35,11 +35,16 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> None:
     if twice - {"num_drafts"}:  # which is then the job's
         name = min(twice - {"num_drafts"})
         raise ConfigError(f"{name}: in the grid and on the command line: say it once")
+    if config.draft_device is not None and config.backend != "emulated":
+        raise ConfigError(
+            f"draft_device={config.draft_device} with backend={config.backend}: allowed: "
+            "backend=emulated"
+        )
     plan = planned(config)
     tp = _tp(config, plan)
     if config.backend == "emulated":
-        load_profile(config.device).all_reduce_s(tp, 1)
-    reasons = [why_not(point, tp, config) for point in plan.points]
+        role_profiles(config.device, config.draft_device)[0].all_reduce_s(tp, 1)
+    reasons = [why_not(point, tp) for point in plan.points]
     if all(reasons):
         raise ConfigError(f"none of {len(reasons)} configurations can be measured: {reasons[0]}")
     check_output(config.out)
@@ -50,7 +55,7 @@ def _tp(config: SweepConfig, plan: Plan) -> int:
     return 1 if size is None else check_world(size, plan.num_drafts)
 
 
-def why_not(point: Point, tp: int, config: SweepConfig) -> str | None:
+def why_not(point: Point, tp: int) -> str | None:
     """Why a configuration can't be measured on T ranks, as far as its flags tell; None: it can."""
     if point.config is None:
         return point.error
@@ -66,7 +71,7 @@ def list_plan(config: SweepConfig) -> None:
     plan = planned(config)
     tp = _tp(config, plan)
     for number, point in enumerate(plan.points, 1):
-        reason = why_not(point, tp, config)
+        reason = why_not(point, tp)
         print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))
     seconds = predicted_s(plan, tp, config.backend)
     print(

@@ -94,14 +94,14 @@ class Sweep:
             return self._measure(self._machine.topology.world.bcast(survey))
 
     def _survey(self, claims: Claims) -> Survey:
-        """The lead: what is left to do. What nobody else has claimed has its row by now, if any."""
-        mine = {p for p in self._plan.points if claims.take(self._digest(Task(p, 0)))}
-        known = self._known()
-        points = {self._digest(task): task.point for task in self._plan.tasks()}
-        left = {name for name in points if name not in known}
-        todo = frozenset(name for name in left if points[name] in mine)
-        earlier = [known[name] for name in points if known.get(name)]
-        return Survey(todo, len(left - todo), earlier)
+        """The lead: what is left to do, and not claimed by another job."""
+        names = [self._digest(task) for task in self._plan.tasks()]
+        before = self._known()
+        mine = {name for name in names if name not in before and claims.take(name)}
+        known = self._known()  # anew: whose claim has ended has left its rows
+        left = {name for name in names if name not in known}
+        earlier = [known[name] for name in names if known.get(name)]
+        return Survey(frozenset(left & mine), len(left - mine), earlier)
 
     def _measure(self, survey: Survey) -> int:
         """What is left to do, in the plan's order; the exit code."""
@@ -190,7 +190,7 @@ class Sweep:
         mine = {self._digest(task) for task in tasks}
         rows = read_rows(self._out / "runs.jsonl")
         rows = [row for row in rows if (label := _label(row)) and label["task"] in mine]
-        print_end(self._id, rows, codes, seconds, len(survey.earlier))
+        print_end(self._id, rows, codes, seconds, len(survey.earlier), survey.elsewhere)
 
 
 def _label(row: dict[str, Any]) -> dict[str, Any] | None:

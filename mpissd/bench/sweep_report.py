@@ -28,7 +28,7 @@ def print_sweep_card(
     tp = machine.topology.tp
     there = f", {known} there already" if known else ""
     if elsewhere:
-        there += f", {elsewhere} left to another job that is measuring them"
+        there += f", {elsewhere} left to another job that is to measure them"
     share = todo / max(1, todo + known + elsewhere)
     seconds = predicted_s(plan, tp, machine.backend.name) * share
     lines = [
@@ -85,11 +85,17 @@ def _name(task: Task) -> str:
 
 
 def print_end(
-    sweep: str, rows: list[dict[str, Any]], codes: list[int], seconds: float, earlier: int
+    sweep: str,
+    rows: list[dict[str, Any]],
+    codes: list[int],
+    seconds: float,
+    earlier: int,
+    elsewhere: int,
 ) -> None:
     """The comparison of methods, then one JSON object, which is the last line on stdout.
 
-    earlier: measurements that failed in an earlier job and were not tried again.
+    earlier: measurements that failed in an earlier job and were not tried again; elsewhere: that
+    were left to another job.
     """
     found = compare_methods(rows)
     done, failed = codes.count(0), sum(code != 0 for code in codes)
@@ -104,6 +110,7 @@ def print_end(
         "measured": done,
         "failed": failed,
         "failed_before": earlier,
+        "left_to_others": elsewhere,
         "rows": len(rows),
         "seconds": round(seconds, 3),
         "per_minute": None if rate is None else round(rate, 1),

@@ -156,7 +156,7 @@ def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
 def _unseen(flags: Mapping[str, str]) -> set[str]:
     """Flags that change nothing in this configuration."""
     unseen = set(_UNSEEN.get(flags.get("mode", "ssd"), ()))
-    if flags.get("num_drafts") == "0":
+    if flags.get("num_drafts", "1").strip("0") == "":  # as parsed: 0, 00
         unseen.add("draft_device")
     if flags.get("backup", "jit") == "jit":
         unseen.add("acceptance_fast")

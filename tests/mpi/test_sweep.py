@@ -151,15 +151,20 @@ def test_shards_share_a_folder(tmp_path: Path) -> None:
     assert (whole.code, end(whole)["measured"]) == (max(codes), 0)
 
 
-def test_equal_sweeps_at_the_same_time_double_nothing(tmp_path: Path) -> None:
-    flags = ["--grid=mode=ar,sd; lookahead=1..6", *NULL, "--repeats=2", f"--out={tmp_path}"]
-    jobs = [start(2, "mpissd", "sweep", *flags) for _ in range(3)]
-    with jobs[0], jobs[1], jobs[2]:
-        ends = [job.finish() for job in jobs]
-    assert {code for code, _, _ in ends} <= {0, 3}
+def test_sweeps_at_the_same_time_double_nothing_and_lose_nothing(tmp_path: Path) -> None:
+    """The second has one repeat more, which nobody else is to measure."""
+    flags = ["--grid=mode=ar,sd; lookahead=1..6", *NULL, "--rounds=2000", f"--out={tmp_path}"]
+    with start(2, "mpissd", "sweep", *flags, "--repeats=2") as first:
+        patience = time.monotonic() + 60
+        while not rows_in(tmp_path) and time.monotonic() < patience:
+            time.sleep(0.02)
+        with start(2, "mpissd", "sweep", *flags, "--repeats=3") as second:
+            ends = [Job(*job.finish(), tmp_path) for job in (first, second)]
+    assert {job.code for job in ends} <= {0, 3}
     found = tasks(tmp_path)
-    assert len(found) == len(set(found)) == 14
-    assert any("left to another job that is measuring them" in out for _, out, _ in ends)
+    assert len(found) == len(set(found)) == 21
+    left = end(ends[1])["left_to_others"]
+    assert left and f", {left} left to another job that is to measure them" in ends[1].out
 
 
 def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path: Path) -> None:
