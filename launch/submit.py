@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from mpissd.job import resolve  # noqa: E402
 from mpissd.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
 from mpissd.sweeping import check_sweep, planned  # noqa: E402
 
+_ARRAY, _SLURM = "launch/array.sh", "launch/slurm.sh"
 WORDS = ("partition", "gpu_type", "account", "time", "array")
 COUNTS = ("gpus", "nodes", "cpus")
 EXPORTS = ("tp", "command", "python", "mpirun")
@@ -60,9 +62,15 @@ def count(name: str, text: str | None) -> int | None:
     return int(text) if text else None
 
 
-def request_of(given: argparse.Namespace) -> Request:
+def parsed(given: argparse.Namespace, script: str) -> cli.Command | None:
+    """The flags as the job's command takes them; None where they only ask for help."""
+    name = "sweep" if script == _ARRAY else given.command or "run"
+    return cli.parse([name, *given.flags])
+
+
+def request_of(given: argparse.Namespace, script: str, command: cli.Command | None) -> Request:
     """What is asked for."""
-    script = given.script or ("launch/array.sh" if given.array else "launch/slurm.sh")
+    backend = getattr(command.config, "backend", "auto") if command else "auto"
     try:
         header = read_header((ROOT / script).read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -85,7 +93,7 @@ def request_of(given: argparse.Namespace) -> Request:
         extra=extra,
         exports={name.upper(): value for name, value in told.items()},
         flags=tuple(given.flags),
-        needs_gpus=not {"--backend=emulated", "--backend=numpy"} & set(given.flags),
+        needs_gpus=backend in ("auto", "cupy"),
         **{name: getattr(given, name) or None for name in WORDS},
         **sizes,
     )
@@ -102,6 +110,8 @@ def check_shards(array: str, sweep: SweepConfig) -> None:
             f"ARRAY={array}: allowed: 0-N for all shards; of N: SHARDS=N make submit …"
         )
     shards = count("shards", said) or int(last) + 1
+    if max(map(int, re.findall(r"\d+", array.partition("%")[0]))) >= shards:
+        raise ConfigError(f"ARRAY={array}: SHARDS={shards}: allowed: 0 to {shards - 1}")
     configurations = len(planned(sweep).points)
     if shards > configurations:
         raise ConfigError(
@@ -110,21 +120,18 @@ def check_shards(array: str, sweep: SweepConfig) -> None:
         )
 
 
-def check_flags(request: Request) -> None:
-    """ConfigError for what the job would refuse when its turn comes: flags, memory, no CuPy."""
-    is_sweep = request.script == "launch/array.sh"
-    name = "sweep" if is_sweep else request.exports.get("COMMAND", "run")
-    command = cli.parse([name, *request.flags])
+def check_job(request: Request, command: cli.Command | None) -> None:
+    """ConfigError for what the job would refuse when its turn comes: a grid, memory, no CuPy."""
     config = command.config if command else None
-    if command and is_sweep:
+    if command and request.script == _ARRAY:
         sweep = replace(command.config, world_size=request.ranks)
         check_sweep(sweep, command.given)
         if request.array:
             check_shards(request.array, sweep)
     asked = request.resolve().get("gpus")
-    if config is None or asked is None or getattr(config, "backend", "") not in ("auto", "cupy"):
+    if config is None or asked is None or not request.needs_gpus:
         return
-    if request.script == "launch/slurm.sh" and name == "run":
+    if request.script == _SLURM and command and command.name == "run":
         gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
         memory = gpu.memory_bytes if gpu else None
         tp = check_world(request.ranks, config.drafts)
@@ -139,21 +146,23 @@ def check_flags(request: Request) -> None:
 def main() -> int:
     """Exit 2 with one line where a job would be refused; otherwise sbatch's code."""
     given = arguments().parse_args()
+    script = given.script or (_ARRAY if given.array else _SLURM)
     try:
-        request = request_of(given)
-        command = request.command()
-        check_flags(request)
+        command = parsed(given, script)
+        request = request_of(given, script, command)
+        line = request.command()
+        check_job(request, command)
     except ConfigError as error:
         print(f"submit: {error}", file=sys.stderr)
         return error.exit_code
-    print(shown(command), flush=True)
+    print(shown(line), flush=True)
     os.chdir(ROOT)
     if given.dry:
-        return ask_when(command)
+        return ask_when(line)
     if shutil.which("sbatch") is None:
         print("submit: no sbatch here: log in to the cluster, or DRY=1", file=sys.stderr)
         return 2
-    return call(command)
+    return call(line)
 
 
 def call(command: list[str]) -> int:

@@ -152,7 +152,7 @@ class Request:
             )
 
     def _check_ranks(self, ranks: int, gpus: int, nodes: int) -> None:
-        if gpus and ranks > gpus:
+        if self.needs_gpus and gpus and ranks > gpus:
             is_whole = self.limits is not None and self.limits.most_gpus is None
             mend = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if is_whole else f"GPUS={ranks}"
             raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {mend}")

@@ -68,6 +68,7 @@ def test_refused_with_a_line_that_says_how_to_mend_it(given: dict[str, Any], say
          "--partition=GPU --account=abc123p --ntasks=10 --cpus-per-task=5 --gpus=v100-32:16"),
         ({"partition": None}, "--ntasks=3 --gpus=3"),
         ({"partition": None, "needs_gpus": False}, "--ntasks=3"),
+        ({"partition": None, "needs_gpus": False, "gpus": 1}, "--ntasks=3 --gpus=1"),
         ({"needs_gpus": False}, "--partition=GPU-shared --ntasks=3 --cpus-per-task=5 "
          "--gpus=v100-32:3"),
         ({"partition": "a100", "gpu_type": "a100"}, "--partition=a100 --ntasks=3 --gpus=a100:3"),
@@ -131,11 +132,11 @@ def test_minutes(time: str, expected: float) -> None:
     assert minutes(time) == expected
 
 
-def submit(*words: str) -> subprocess.CompletedProcess[str]:
+def submit(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Where there is no Slurm."""
     return subprocess.run(
         [sys.executable, str(ROOT / "launch" / "submit.py"), *words],
-        env={"PATH": "/nowhere"},
+        env={"PATH": "/nowhere", **env},
         capture_output=True,
         text=True,
         timeout=60,
@@ -198,9 +199,17 @@ def test_dry_prints_the_line_alone() -> None:
 
 @pytest.mark.parametrize("array", ["0-2", "0", "0-0"])
 def test_an_array_of_as_many_tasks_as_there_are_configurations_is_taken(array: str) -> None:
-    told = ("--grid=mode=sd; lookahead=2,4,6", "--backend=emulated")
+    told = ("--grid=mode=sd; lookahead=2,4,6", "--backend", "emulated")
     done = submit("--ranks=3", f"--array={array}", "--dry=1", "--", *told)
     assert (done.returncode, "--gpus" in done.stdout) == (0, False), done.stderr
+
+
+def test_some_shards_of_an_array_are_among_them() -> None:
+    told = ("--dry=1", "--", "--grid=mode=sd; lookahead=1..8", "--backend=emulated")
+    assert submit("--ranks=3", "--array=2,5", *told, SHARDS="6").returncode == 0
+    done = submit("--ranks=3", "--array=2,5", *told, SHARDS="5")
+    assert done.returncode == 2
+    assert done.stderr == "submit: ARRAY=2,5: SHARDS=5: allowed: 0 to 4\n"
 
 
 def test_shellcheck_finds_nothing_wrong() -> None:
