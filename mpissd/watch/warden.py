@@ -92,7 +92,7 @@ class Warden:
         link, _ = self._listener.accept()
         raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, uid, _ = struct.unpack("3i", raw)
-        link.settimeout(1.0)
+        link.settimeout(1.0)  # what joins has sent all that it has to say
         try:
             text, fds, _, _ = socket.recv_fds(link, 4096, 2)
             if uid != os.getuid() or not pid:  # 0: of a container whose processes it cannot see
@@ -105,6 +105,7 @@ class Warden:
         if not self._host.peers:
             self._host.joined_at = monotonic()
             self._watch_launcher(peer.told["launcher"])
+        link.setblocking(False)
         self._host.peers[peer.rank] = peer
         self._events.register(link, selectors.EVENT_READ, peer)
         if peer.pidfd is not None:
@@ -128,7 +129,7 @@ class Warden:
     def _read(self, peer: Peer) -> bool:
         """A rank speaks, or is gone; whether there may be more to read."""
         try:
-            text = peer.link.recv(1 << 16, socket.MSG_DONTWAIT)
+            text = peer.link.recv(1 << 16)
         except BlockingIOError:
             return False
         except OSError:

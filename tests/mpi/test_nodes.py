@@ -99,10 +99,10 @@ def test_devices_are_counted_host_by_host(hosts: Hosts) -> None:
 def test_a_rank_that_dies_ends_the_ranks_of_both_hosts(
     rank: int, hosts: Hosts, tmp_path: Path
 ) -> None:
-    """The host of the culprit names it, and mpirun forwards that unless it is very busy ending the
-    job; somebody on mpirun's own host always says a line."""
+    """The host of the culprit names it, rank 2's being mpirun's own; of another host mpirun
+    forwards that, unless it is very busy ending the job, but a line there always is."""
     flags = [*NULL, "--mode=ssd", "--rounds=100000000", "--progress=on", f"--out={tmp_path}"]
-    for _ in range(3):
+    for _ in range(1 if rank == 2 else 3):
         with started(hosts, 3, "mpissd", "run", *flags) as job:
             victim = rank_on(hosts, rank)
             job.read_until("round/s")
@@ -120,7 +120,7 @@ def test_a_rank_that_dies_ends_the_ranks_of_both_hosts(
         assert all(culprit in line or "of another host" in line for line in named), named
         if any(f"mpissd: rank {rank} (" in line and culprit in line for line in named):
             return
-    raise AssertionError(f"named in none of three jobs: {err[-1000:]}")
+    raise AssertionError(f"never named: {err[-1000:]}")
 
 
 @on_two_hosts
