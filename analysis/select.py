@@ -25,6 +25,7 @@ CONDITIONS = (
     "all_reduce",
     "other_draft",
 )
+_OF_DRAFTS = ("all_reduce", "other_draft")  # AR may have another, or none
 POLICY = ("on_late", "backup", "backup_cut")
 
 
@@ -160,7 +161,7 @@ def _case(data: Data, group: pd.DataFrame, varies: Sequence[str], columns: list[
     is_ssd = kept["mode"] == "ssd"
     ssd = usual(kept[is_ssd], POLICY, data.notes, f"SSD, {what}")
     sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
-    baselines = _baselines(data, ar, kept, tp, [c for c in columns if c != "all_reduce"])
+    baselines = _baselines(data, ar, kept, tp, [c for c in columns if c not in _OF_DRAFTS])
     return Case(target, draft, tp, pd.concat([sd, ssd]), baselines)
 
 

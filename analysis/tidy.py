@@ -21,12 +21,12 @@ from typing import Any
 import pandas as pd
 
 from analysis.interval import interval
+from mpissd.rows import other_draft_device
 
 Row = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
 _DEFAULTS: Row = {
     "draft": None,
-    "draft_device_name": None,
     "schedule": None,
     "workload": "gemm",
     "num_drafts": 0,
@@ -146,7 +146,7 @@ def _derived(row: Row) -> Row:
         "high": high,
         "step_s": draft / steps if draft and steps else None,
         "backup_cut": row["backup_lookahead"] not in (None, row["lookahead"]),
-        "other_draft": _other_draft(row),
+        "other_draft": other_draft_device(row),
         "commit": str((row["provenance"] or {}).get("commit") or ""),
         **_parts(row),
     }
@@ -179,11 +179,6 @@ def _said_fan_out(row: Row) -> str:
     flags = (told.get("sweep") or {}).get("flags") or {}
     said = [w.split("=", 1)[1] for w in told.get("command") or () if w.startswith("--fan_out=")]
     return str(flags.get("fan_out") or (said[-1] if said else ""))
-
-
-def _other_draft(row: Row) -> str | None:
-    name = row["draft_device_name"]
-    return None if name in (None, row["device_name"]) else str(name)
 
 
 def _parts(row: Row) -> Row:

@@ -37,6 +37,9 @@ def caption(
         words.append(f"{partly}fused q,k,v and gate,up")
     if len(backup := used.loc[used["mode"] == "ssd", "backup"].dropna()):
         words.append(f"backup of a miss: {_several(backup)}")
+    if len(apart := used["other_draft"].dropna()):
+        also = "also " if len(apart) < (used["num_drafts"] > 0).sum() else ""
+        words.append(f"drafts {also}on {_several(apart)}".replace(" (emulated)", ""))
     seeds = used["seed"].nunique()
     counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
     commits = sorted({commit[:8] for commit in used["commit"] if commit})

@@ -57,7 +57,7 @@ def _chosen(session: Session) -> SessionFacts:
     why = topology.world.bcast(_why(session))
     return SessionFacts(
         backend=session.backend.name,
-        device_name=topology.world.bcast(session.backend.info.name),
+        device_name=_devices(session),
         all_reduce=topology.world.bcast(session.group.name),
         all_reduce_why=why,
         target=job.target.name,
@@ -65,6 +65,13 @@ def _chosen(session: Session) -> SessionFacts:
         needs=[target] * job.tp + [draft] * topology.num_drafts,
         memory=memory_shares(session.infos, topology.hosts),
     )
+
+
+def _devices(session: Session) -> str:
+    """The lead's device, and the first draft's where it is of another kind."""
+    names, tp = [info.name for info in session.infos], session.job.tp
+    apart = len(names) > tp and names[tp] != names[0]
+    return f"{names[0]}, drafts on {names[tp]}" if apart else names[0]
 
 
 def _why(session: Session) -> str:

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from mpissd.errors import ConfigError
+from mpissd.rows import draft_device
 
 # vLLM drafts on the target's own GPUs, one synchronous round after the other.
 _SAME = (
@@ -72,8 +73,10 @@ _OF_DRAFTS = ("draft", "acceptance")  # AR has none
 
 
 def _check_alike(rows: list[Mapping[str, Any]]) -> None:
-    for key in _SAME:
-        found = sorted({str(row.get(key)) for row in rows})
+    told = {key: [row.get(key) for row in rows] for key in _SAME}
+    told["draft_device_name"] = [draft_device(row) for row in rows]
+    for key, values in told.items():
+        found = sorted(set(map(str, values)))
         if len(found) > 1:
             raise ConfigError(
                 f"rows of {key} {found[0]!r} and {found[1]!r}: allowed: one pair, machine and law"

@@ -53,11 +53,13 @@ def check_job(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
 
     name: the profile's, for the message. measured: the job as it ran.
     """
+    drafted = measured if job.draft else job
     pairs = (
         ("tp", job.tp, measured.tp),
         ("target", job.target.name, measured.target.name),
         ("fuse, lm_head, context", job.options, measured.options),
         ("batch_size", job.config.batch_size, measured.config.batch_size),
+        ("draft_device", job.config.draft_device, drafted.config.draft_device),
     )
     for what, asked, known in pairs:
         if asked != known:

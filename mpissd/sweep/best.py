@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from mpissd.config import RunConfig
+from mpissd.rows import other_draft_device
 
 Row = Mapping[str, Any]
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
@@ -133,8 +134,8 @@ def method_of(row: Row) -> str:
         told.append("inline")
     if row.get("num_drafts", 0) > 1:
         told.append(f"D={row['num_drafts']}")
-    if row.get("draft_device_name") not in (None, row.get("device_name")):
-        told.append(f"draft on {row['draft_device_name']}")
+    if (device := other_draft_device(row)) is not None:
+        told.append(f"draft on {device}")
     if row.get("backup") not in (None, "jit"):
         told.append(f"backup={row['backup']}")
         if row.get("acceptance_fast") not in (None, RunConfig.acceptance_fast):

@@ -19,6 +19,7 @@ from mpissd import theory
 from mpissd.compare import FEWEST_ROUNDS, Comparison, Rate, compare_rates
 from mpissd.errors import ConfigError
 from mpissd.presets import PAIRS
+from mpissd.rows import other_draft_device
 from mpissd.tables.load import Rounds, Row, forward_times, rate_of
 from mpissd.tables.report import ALPHA, REPORT, ReportRow
 
@@ -82,9 +83,7 @@ class Setting:
     @classmethod
     def of(cls, row: Row) -> Setting:
         """The setting of an AR or SD row."""
-        device = row.get("draft_device_name") or row["device_name"]
-        other = "" if device == row["device_name"] else device
-        shared = {key: row[key] for key in _SHARED}
+        shared, other = {key: row[key] for key in _SHARED}, other_draft_device(row) or ""
         return cls(**shared, num_drafts=row["num_drafts"], draft_device=other)
 
     @property

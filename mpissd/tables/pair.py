@@ -8,6 +8,7 @@ from typing import Any
 
 from mpissd.compare import Comparison, compare_rates
 from mpissd.errors import ConfigError
+from mpissd.rows import draft_device
 from mpissd.tables.load import Rounds, Row, rate_of
 
 _WIDTH = 100
@@ -53,7 +54,7 @@ class Pair:
             found=found,
             per_gpu=Comparison(*scaled),
             from_rounds=all(rate.from_rounds for rate in rates),
-            differ={k: (a.get(k), b.get(k)) for k in _CHOSEN if a.get(k) != b.get(k)},
+            differ=_differ(a, b),
         )
 
     def __str__(self) -> str:
@@ -131,3 +132,9 @@ def _told(found: Comparison) -> dict[str, Any]:
         "low": found.low,
         "high": found.high,
     }
+
+
+def _differ(a: Row, b: Row) -> dict[str, tuple[Any, Any]]:
+    told = {key: (a.get(key), b.get(key)) for key in _CHOSEN}
+    told["draft_device_name"] = draft_device(a), draft_device(b)
+    return {key: values for key, values in told.items() if values[0] != values[1]}

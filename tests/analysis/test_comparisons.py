@@ -93,10 +93,19 @@ def test_another_draft_device_is_a_point_of_its_own_and_in_no_other_figure() -> 
     curves = [t[t["series"].str.contains("raw|per GPU")]["y"] for t in (here, alone)]
     assert np.array_equal(*curves)
     assert "Old" in [text.get_text() for text in item.poster.axes[0].texts]
+    assert "drafts also on NVIDIA Old" in item.poster.caption
     for name in ("throughput", "latency", "pareto"):
         (item,) = draw(both, name)
         assert isinstance(item, Drawn)
         assert item.poster.table().equals(poster(name).table())
+
+
+def test_ar_is_the_rival_of_drafts_on_other_devices_too() -> None:
+    rows = data().rows
+    named = pd.Series("NVIDIA Old (emulated)", rows.index).where(rows["num_drafts"] > 0)
+    apart = Data(rows.assign(other_draft=named), (), Notes())
+    (found, *_) = cases(apart, plain(apart.rows), ["lookahead"])
+    assert len(found.ar) and found.ar_on(2) is not None
 
 
 def test_measured_gains_are_of_medians() -> None:

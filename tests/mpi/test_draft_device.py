@@ -11,7 +11,7 @@ from mpissd.backend.profile import load_profile
 from mpissd.config import RunConfig
 from mpissd.job import resolve
 from mpissd.predict.costs import DeviceCosts
-from tests.mpi.harness import Job, launch, needs_mpi, start
+from tests.mpi.harness import Job, Started, launch, needs_mpi, start
 
 pytestmark = needs_mpi
 
@@ -67,4 +67,22 @@ def test_a_sweep_s_rows_without_a_draft_rank_are_as_without_the_flag(tmp_path: P
 )
 def test_refused_in_one_line(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = launch(2, *flags, folder=tmp_path, direct=True)
+    assert done.code == 2 and len(done.lines) == 1 and message in done.lines[0], done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--backend=numpy", "--draft_device=h100"), "with backend=numpy: allowed: backend=emul"),
+        (("--backend=emulated", "--draft_device=foo"), "unknown device 'foo'"),
+    ],
+)
+def test_a_sweep_is_refused_before_it_is_listed(
+    flags: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    """Though AR, of no draft device, could be measured."""
+    grid = "--grid=mode=ar,sd; lookahead=1,2"
+    command = ["launch/local.sh", "2", grid, "--dry_run", *flags, f"--out={tmp_path / 'o'}"]
+    with Started(command, {"COMMAND": "sweep"}) as job:
+        done = Job(*job.finish(), tmp_path)
     assert done.code == 2 and len(done.lines) == 1 and message in done.lines[0], done.err

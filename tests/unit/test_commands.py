@@ -122,6 +122,7 @@ def test_what_cannot_be_predicted(
         (("--pair=8b/1b",), "covers target=toy-target, not llama-3.1-8b"),
         (("--target=toy-target", "--draft=1b"), "covers the draft toy-draft"),
         (("--fuse",), "covers fuse"),
+        (("--draft_device=h100",), "draft_device=h100 with backend=numpy: allowed: backend=emul"),
         (("--mode=sd", "--num_drafts=0"), "covers the draft"),
     ],
 )
@@ -129,6 +130,20 @@ def test_what_a_job_did_not_measure(
     flags: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(capfd, "predict", f"--profile={save(job_profile())}", *flags)
+
+
+def test_a_job_s_profile_knows_its_own_draft_device_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    profile = job_profile()
+    profile["backend"] = "emulated"
+    profile["config"]["draft_device"] = "v100-32"
+    name = f"--profile={save(profile)}"
+    same = said(capfd, "predict", name)
+    assert same == said(capfd, "predict", name, "--draft_device=v100-32")
+    assert said(capfd, "predict", name, "--mode=ar")["t_draft_s"] is None
+    told = refused(capfd, "predict", name, "--draft_device=h100")
+    assert "covers draft_device=v100-32, not h100" in told
 
 
 def paths_of(data: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

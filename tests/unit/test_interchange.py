@@ -194,6 +194,9 @@ def test_a_schedule_of_other_things_is_refused() -> None:
         schedule([row("ar", 0, 1, 100), row("ssd", 4, 1, 100)])
     with pytest.raises(ConfigError, match="device_name 'x' and 'y'"):
         schedule([*ROWS, row("sd", 3, 8, 500, device_name="y")])
+    apart = [row("sd", 3, 1, 500, num_drafts=1, draft_device_name=name) for name in "xy"]
+    with pytest.raises(ConfigError, match="draft_device_name 'x' and 'y'"):
+        schedule(apart)
 
 
 def test_what_is_no_row_is_not_in_the_schedule() -> None:

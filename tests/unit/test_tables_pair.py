@@ -96,6 +96,16 @@ def test_what_means_nothing_is_one_line(
     assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1 and message in err
 
 
+def test_drafts_on_other_devices_differ() -> None:
+    old = result("one", num_drafts=1, world_size=2)  # of before rows named the draft's device
+    own = {**old, "draft_device_name": old["device_name"]}
+    slow = {**old, "run_id": "two", "draft_device_name": "Old GPU"}
+    key = "draft_device_name"
+    assert Pair.of(own, slow, {}).differ == {key: (old["device_name"], "Old GPU")}
+    ranks = [{"device": old["device_name"]}, {"device": "Old GPU"}]
+    assert Pair.of({**old, "provenance": {"ranks": ranks}}, slow, {}).differ == {}
+
+
 def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
     one = result("one")
     check_alike(one, result("two", num_rounds=90, token_digest="beef"))
