@@ -35,6 +35,7 @@ class Peer:
         self.gone = False
         self.is_lost = False  # gone, and the job goes on
         self.gone_at = 0.0
+        self.is_orphan = False  # its launcher was gone first
         self.status: int | None = None  # as os.waitpid says it, where that is known
         self.stopped_at: float | None = None
 

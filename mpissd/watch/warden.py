@@ -167,12 +167,13 @@ class Warden:
         if now - self._looked_at > 4 * _TICK_S:  # this process stood still, so maybe all did
             for peer in host.alive:
                 peer.stopped_at = None
-        for peer in list(host.peers.values()):
-            if not peer.gone and peer.look():
-                peer.gone_at = now
-                while self._read(peer):  # it may have said that it leaves
-                    pass
-        if self._verdict is not None or now - self._looked_at < _WAKE_S / 2:
+        ended = [peer for peer in host.alive if peer.look()]
+        for peer in ended:
+            peer.gone_at, peer.is_orphan = now, self._is_abandoned()
+            while self._read(peer):  # it may have said that it leaves
+                pass
+        is_soon = now - self._looked_at < _WAKE_S / 2
+        if self._verdict is not None or (is_soon and not ended):
             return
         self._looked_at = now
         self._judge_dead(now)
@@ -195,13 +196,22 @@ class Warden:
         found = host.dead()
         if found is None:
             return
-        if found.culprit is not None:
+        if found.culprit is not None and found.culprit.is_orphan and not found.culprit.signal:
+            self._judge(self._abandoned())  # MPI itself ends who loses it
+        elif found.culprit is not None:
             if host.can_do_without(found.culprit):
                 self._lose(found, found.culprit)
             else:
                 self._judge(found)
         elif not host.alive or now > min(p.gone_at for p in gone) + _ORDERED_S:
             self._judge(found)
+
+    def _is_abandoned(self) -> bool:
+        return self._launcher is not None and process.is_gone(self._launcher[0])
+
+    def _abandoned(self) -> Verdict:
+        assert self._launcher is not None
+        return Verdict(f"the launcher (pid {self._launcher[0]}) is gone", late=True)
 
     def _lose(self, found: Verdict, lost: Peer) -> None:
         """The job goes on without this rank."""
@@ -235,10 +245,10 @@ class Warden:
         """Ends the ranks when it is time to."""
         if self._held is not None and now > self._held[0]:
             self._judge(self._held[1])
-        if self._launcher is not None and process.is_gone(self._launcher[0]):
+        if self._is_abandoned():
             self._gone_at = min(self._gone_at, now)
             if now > self._gone_at + _LAUNCHER_S:
-                self._judge(Verdict(f"the launcher (pid {self._launcher[0]}) is gone", late=True))
+                self._judge(self._abandoned())
         for peer in self._host.alive:
             if peer.ordered and now > peer.ordered_at + _ORDERED_S:
                 peer.kill()  # a library holds it up

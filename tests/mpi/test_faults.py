@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mpissd.watch import process
 from tests.mpi.harness import Started, launch, needs_mpi, start
 from tests.mpi.strike import PHASES, Strike, run
 
@@ -69,6 +70,18 @@ def test_who_ends_the_launcher_reads_one_line(signum: int, tmp_path: Path) -> No
     assert "mpissd: ended by signal " in err and err.count("mpissd:") == 1, said
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+def test_a_launcher_that_is_killed_is_said_and_no_rank_is_blamed(tmp_path: Path) -> None:
+    """MPI ends the ranks that lose it, each with a code of its own."""
+    with endless(3, tmp_path, *NULL) as job:
+        found = process.stat(job.rank(0))
+        assert found is not None
+        os.kill(found[1], signal.SIGKILL)
+        _, _, err = job.finish()
+        assert job.is_gone()
+    said = [line for line in err.splitlines() if "mpissd:" in line]
+    assert said == [f"mpissd: the launcher (pid {found[1]}) is gone"], err[-1000:]
 
 
 def test_a_follower_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> None:

@@ -183,17 +183,28 @@ os.set_blocking(read, False)
 told = {"rank": 0, "size": 1, "local_size": 1, "host": "h", "launcher": 0, "deadline_s": 10.0}
 socket.send_fds(link, [json.dumps(told).encode()], [OWN.share(), read])
 sys.stdin.readline()
-link.send(json.dumps({"kind": "leave", "code": int(sys.argv[2])}).encode())
-OWN.bytes[STAGE] = Stage.DONE
-os._exit(int(sys.argv[2]))
+code = int(sys.argv[2])
+if code > 128:
+    os.write(write, bytes([code - 128]))
+else:
+    link.send(json.dumps({"kind": "leave", "code": code}).encode())
+    OWN.bytes[STAGE] = Stage.DONE
+os._exit(code)
 """
+TERMINATED = "mpissd: ended by signal 15 to all ranks (Ctrl-C, scancel or the launcher) in start\n"
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_who_leaves_and_ends_before_the_warden_reads_it_left_in_good_order(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("code", "said"), [(0, ""), (3, ""), (128 + 15, TERMINATED)])
+def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The warden heard nothing, then looks, and the rank has ended in between."""
+    """The warden heard nothing, then looks, and the rank has ended in between; and however soon
+    after the look before it is."""
+    monkeypatch.setattr("mpissd.watch.warden._WAKE_S", 60.0)
     name = str(tmp_path / "warden")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
@@ -212,7 +223,7 @@ def test_who_leaves_and_ends_before_the_warden_reads_it_left_in_good_order(
         monkeypatch.setattr("mpissd.watch.warden.Peer", Late)
         Warden(listener).run()
     assert rank.wait() == code
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == said
 
 
 def test_a_draft_may_be_lost_while_the_lead_measures(job: Job) -> None:
