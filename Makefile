@@ -50,6 +50,8 @@ names := TP $(foreach f,$(flag_of),$(word 1,$(subst :, ,$f))) ARGS PYTHON MPIRUN
 on_command_line = $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 check_names = $(foreach v,$(filter-out $(names) $1,$(on_command_line)),\
     $(error $v is no variable of $(or $2,run); they are: $(names) $1))
+check_only = $(foreach v,$(filter-out PYTHON $2,$(on_command_line)),\
+    $(error $v is no variable of $1; they are: PYTHON $2))
 
 whole = $(if $(shell [[ $(call quote,$2) =~ ^$3$$ ]] || echo no),\
     $(error $1=$2: $1 is a whole number, $4),$2)
@@ -68,10 +70,12 @@ run:
 sweep_of := GRID:grid REPEATS:repeats SHARD:shard
 sweep_names := $(foreach f,$(sweep_of),$(word 1,$(subst :, ,$f)))
 sweep_flags = $(foreach f,$(sweep_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+# T is ranks - D, so D is said, whatever a grid needs of it.
+sweep_drafts = $(if $(call given,DRAFTS),,--num_drafts=$(drafts))
 
 sweep:
 	$(call check_names,$(sweep_names),sweep)$(setup)
-	@PYTHON=$(python) COMMAND=sweep launch/local.sh $(num_ranks) $(sweep_flags) $(flags) $(call given,ARGS)
+	@PYTHON=$(python) COMMAND=sweep launch/local.sh $(num_ranks) $(sweep_flags) $(sweep_drafts) $(flags) $(call given,ARGS)
 
 submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cpus TIME:time \
     ACCOUNT:account ARRAY:array SCRIPT:script COMMAND:command SBATCH:sbatch CLUSTER:cluster DRY:dry
@@ -81,14 +85,15 @@ job = $(foreach f,$(job_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(sub
 
 submit:
 	$(call check_names,$(submit_names) GRID REPEATS,submit)$(setup)
-	@$(python) launch/submit.py --ranks=$(num_ranks) $(job) -- $(sweep_flags) $(flags) $(call given,ARGS)
+	@$(python) launch/submit.py --ranks=$(num_ranks) $(job) -- $(sweep_flags) \
+	    $(if $(call given,GRID),$(sweep_drafts)) $(flags) $(call given,ARGS)
 
 doctor:
 	$(check_names)$(setup)
 	@PYTHON=$(python) launch/doctor.sh --tp=$(tp) $(flags) $(call given,ARGS)
 
 probe:
-	$(setup)
+	$(call check_names,,probe)$(setup)
 	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
 
 bench-gpu:
@@ -97,30 +102,30 @@ bench-gpu:
 	    launch/gpu_limit.sh $(call quote,$(or $(call given,OUT),results/gpu-limit))
 
 figures:
-	$(setup)
+	$(call check_only,figures,ARGS)$(setup)
 	@$(python) -m analysis all $(call given,ARGS)
 
 report:
-	$(setup)
+	$(call check_only,report,ARGS)$(setup)
 	@$(python) -m analysis report $(call given,ARGS)
 
 test:
-	$(setup) test
+	$(call check_only,test,ARGS MPIRUN)$(setup) test
 	@$(python) -m pytest $(call given,ARGS) </dev/null
 
 test-mpi:
-	$(setup) test
+	$(call check_only,test-mpi,ARGS MPIRUN)$(setup) test
 	@$(python) -m pytest -m mpi $(call given,ARGS) </dev/null
 
 check:
-	$(setup) test
+	$(call check_only,check,MPIRUN)$(setup) test
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check -q .
 	@$(python) -m mypy
 	@$(python) -m pytest -q -m "not mpi and not slow and not gpu" </dev/null
 
 venv:
-	$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh)
+	$(call check_only,venv,CUDA MPIRUN)$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh)
 
 clean:
 	@rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -90,6 +90,7 @@ def test_submit(box: Path) -> None:
     asked = ["--ranks=1", "--sbatch=--qos='a b' --mail-type=END", python, "--"]
     assert submitted(box, "MODE=ar", sbatch) == [*asked, "--mode=ar"]
     asked = ["--ranks=3", "--array=0-7", "--tp=2", python, "--", "--grid=k=1,2; m=ar"]
+    asked.append("--num_drafts=1")
     assert submitted(box, "TP=2", "ARRAY=0-7", "GRID=k=1,2; m=ar") == asked
 
 
@@ -167,6 +168,26 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     assert dry_run == ["-m", "mpissd", "run", "--dry_run", "--world_size=4", "--mode=bad"]
 
 
+@pytest.mark.parametrize(
+    ("target", "word", "they"),
+    [
+        ("probe", "TPP=2", "TP MODE"),
+        ("figures", "OUT=x", "PYTHON ARGS"),
+        ("report", "DEVICE=x", "PYTHON ARGS"),
+        ("test", "K=2", "PYTHON ARGS MPIRUN"),
+        ("check", "ARGS=x", "PYTHON MPIRUN"),
+        ("venv", "CUDDA=cuda12", "PYTHON CUDA MPIRUN"),
+    ],
+)
+def test_every_target_refuses_what_it_would_not_read(
+    box: Path, target: str, word: str, they: str
+) -> None:
+    done = call(box, "make", target, word)
+    name = word.partition("=")[0]
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"{name} is no variable of {target}; they are: {they}" in done.stderr
+
+
 def test_help_names_every_variable(box: Path) -> None:
     done = call(box, "make")
     assert done.returncode == 0
@@ -238,6 +259,9 @@ def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     assert argv[:8] == ["-np", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
     told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=2"}
     assert set(argv[8:]) == told
+    done = call(box, "make", "sweep", *fakes, "GRID=mode=ar", "TP=2")
+    argv = json.loads(done.stdout.splitlines()[-1])[0]  # T is not what the grid needs no draft for
+    assert argv[1] == "3" and set(argv[8:]) == {"--grid=mode=ar", "--num_drafts=1"}
     refused = call(box, "make", "sweep", *fakes, "GRIDS=x")
     assert refused.returncode == 2 and "GRIDS is no variable of sweep" in refused.stderr
     assert "GRID is no variable of run" in make_run(box, "GRID=x").stderr
