@@ -43,7 +43,8 @@ ONE_A_JOB = (  # what the ranks are opened with, and what belongs to no single c
     "dry_run",
     "world_size",
 )
-_NAMES = tuple(field.name for field in dataclasses.fields(RunConfig))
+_PARSE = {field.name: field.metadata["parse"] for field in dataclasses.fields(RunConfig)}
+_NAMES = tuple(_PARSE)
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
 _MOST_VALUES = 10_000  # of one range
 _QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # what follows holds whole quotations
@@ -61,7 +62,8 @@ class Block:
 def read_grid(told: str) -> list[Block]:
     """The blocks of an inline grid, or of the file that `told` names.
 
-    Raises ConfigError: no such file, an unknown flag, a flag twice, no value, an open quotation.
+    Raises ConfigError: no such file, an unknown flag, a flag twice, no value, one that the flag
+    never takes, an open quotation.
     """
     path = Path(told)
     if "=" in told and not _is_file(path):
@@ -104,6 +106,8 @@ def _blocks(where: str, text: str) -> Iterator[Block]:
     )
     try:
         parser.read_string(text, where)
+    except configparser.MissingSectionHeaderError as error:
+        raise ConfigError(f"grid={where!r}: allowed: blocks, each below its [name]") from error
     except configparser.Error as error:
         raise ConfigError(f"grid {' '.join(str(error).split())}") from error
     if not parser.sections():
@@ -126,6 +130,9 @@ def _values(name: str, text: str) -> tuple[str, ...]:
     found = [value for item in parts for value in _expanded(name, item)]
     if not found:
         raise ConfigError(f"grid: {name} has no value")
+    for value in found:
+        if value != NONE:
+            _PARSE[name](name, value)
     return tuple(dict.fromkeys(found))
 
 
@@ -139,8 +146,10 @@ def _expanded(name: str, item: str) -> Iterator[str]:
         yield item
         return
     first, last, step = (int(part or 1) for part in found.groups())
-    if not (first <= last and step and last - first < _MOST_VALUES):
+    if not (first <= last and step):
         raise ConfigError(f"grid: {name}={item}: allowed: FIRST..LAST or FIRST..LAST..STEP, rising")
+    if last - first >= _MOST_VALUES:
+        raise ConfigError(f"grid: {name}={item}: allowed: at most {_MOST_VALUES} values")
     yield from map(str, range(first, last + 1, step))
 
 
