@@ -130,6 +130,7 @@ class ExportConfig:
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
     to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
+    where: str | None = flag(None, words, "rows with these values alone: key=value; key=value")
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpissd.backend.profile import known_profiles, load_profile
 from mpissd.command_config import CollectivesConfig, ExportConfig
-from mpissd.errors import ConfigError
+from mpissd.errors import ConfigError, unknown
 from mpissd.interchange import nccl_tests
 from mpissd.interchange.tidy import FORMATS, write_tidy
 from mpissd.interchange.vllm_schedule import schedule
 from mpissd.tables import load_rows
+
+Row = Mapping[str, Any]
+_SHOWN = 12  # values
 
 
 def export(config: ExportConfig) -> int:
@@ -20,9 +25,11 @@ def export(config: ExportConfig) -> int:
         raise ConfigError("to: needed: a file .csv, .parquet, or .json for vLLM's schedule of K")
     named, path = config.results, Path(config.to)
     folders = [Path(named)] if named else [p for p in (Path("results"), Path("out")) if p.exists()]
-    rows = load_rows(folders)
+    rows: Sequence[Row] = load_rows(folders)
     if not rows:
         raise ConfigError(f"results {named or 'results, out'!r}: no runs*.jsonl with a row there")
+    if config.where is not None:
+        rows = matching(rows, config.where)
     if path.suffix in FORMATS:
         count, columns = write_tidy(rows, path)
         print(f"{path}: {count} rows, {columns} columns")
@@ -33,6 +40,26 @@ def export(config: ExportConfig) -> int:
     _write(path, text)
     print(text)
     return 0
+
+
+def matching(rows: Sequence[Row], where: str) -> list[Row]:
+    """Rows whose keys have these values, as docs/row.md names them: "acceptance=alpha:0.8; tp=1".
+
+    ConfigError: no key=value, a key that no row has, a value that none has.
+    """
+    found = list(rows)
+    for part in filter(None, map(str.strip, where.split(";"))):
+        key, is_said, value = (word.strip() for word in part.partition("="))
+        if not is_said:
+            raise ConfigError(f"where: {part!r}: allowed: key=value; key=value")
+        held = {str(row.get(key)) for row in found}
+        if held <= {"None"} and value != "None":
+            raise unknown("key of a row", key, {name for row in found for name in row})
+        found = [row for row in found if str(row.get(key)) == value]
+        if not found:
+            some = ", ".join(sorted(held)[:_SHOWN])
+            raise ConfigError(f"where: {part!r}: no such row is left: allowed: {some}")
+    return found
 
 
 def collectives(config: CollectivesConfig) -> int:

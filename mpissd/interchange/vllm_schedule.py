@@ -79,5 +79,6 @@ def _check_alike(rows: list[Mapping[str, Any]]) -> None:
         found = sorted(set(map(str, values)))
         if len(found) > 1:
             raise ConfigError(
-                f"rows of {key} {found[0]!r} and {found[1]!r}: allowed: one pair, machine and law"
+                f"rows of {key} {found[0]!r} and {found[1]!r}: allowed: one pair, machine and "
+                f"law: --where='{key}={found[0]}'"
             )

@@ -13,6 +13,7 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.backend.profile import load_profile
 from mpissd.errors import ConfigError
+from mpissd.exchange import matching
 from mpissd.interchange.nccl_tests import read
 from mpissd.interchange.tidy import tidy, write_tidy
 from mpissd.interchange.vllm_schedule import schedule
@@ -197,6 +198,19 @@ def test_a_schedule_of_other_things_is_refused() -> None:
     apart = [row("sd", 3, 1, 500, num_drafts=1, draft_device_name=name) for name in "xy"]
     with pytest.raises(ConfigError, match="draft_device_name 'x' and 'y'"):
         schedule(apart)
+
+
+def test_rows_are_chosen_by_what_they_say() -> None:
+    rows = [*ROWS, row("sd", 3, 8, 500, device_name="y")]
+    assert schedule(matching(rows, "device_name=x")) == schedule(ROWS)
+    assert len(matching(rows, "mode=sd; device_name = y;")) == 1
+    for where, says in (
+        ("device_name", "allowed: key=value"),
+        ("device_nam=x", "unknown key of a row 'device_nam': did you mean 'device_name'"),
+        ("device_name=z", "no such row is left: allowed: x, y"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            matching(rows, where)
 
 
 def test_what_is_no_row_is_not_in_the_schedule() -> None:
