@@ -5,12 +5,14 @@ Exit codes: 0 done, 2 a usage error, or no row that could be drawn from.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 from analysis import cli
 from analysis.build import Drawn, build_all, draw, told
 from analysis.load import load
+from analysis.select import on_machine
 from mpissd.errors import MpissdError
 
 
@@ -22,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     except MpissdError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("analysis: ended by a signal; what was drawn stays", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def execute(plan: cli.Plan) -> int:
@@ -29,6 +34,8 @@ def execute(plan: cli.Plan) -> int:
     data = load(plan.paths)
     for line in data.notes.lines:
         print(f"analysis: {line}", file=sys.stderr)
+    if plan.device is not None and plan.what in cli.OTHERS:
+        data = on_machine(data, plan.device)
     out = Path(plan.out)
     if plan.what == "report":
         from analysis.report import write_report

@@ -38,7 +38,9 @@ class Options:
     results: str = flag("results", words, "folders (every runs*.jsonl below) and files, by commas")
     out: str = flag("figures", words, "where the files go")
     device: str | None = flag(
-        None, words, "device_name of the rows (default: measured before emulated, then most rows)"
+        None,
+        words,
+        "device_name of the rows (default of a figure: GPUs, emulated ones, CPUs; most rows first)",
     )
     formats: str = flag(",".join(FORMATS), formats, "png,pdf,svg or some of them")
     workers: int = flag(2, integer(1, 64), "processes (all)")

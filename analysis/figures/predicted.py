@@ -25,7 +25,8 @@ def predicted(data: Data) -> Poster:
             continue
         size = group["error"].abs()
         p95 = float(np.quantile(size, 0.95))
-        label = f"{method}: {len(size)} rows, median error {size.median():.2g}%, p95 {p95:.2g}%"
+        errors = f"median error {_percent(size.median())}, p95 {_percent(p95)}"
+        label = f"{method}: {len(size)} rows, {errors}"
         poster.line(
             left,
             label,
@@ -53,3 +54,8 @@ def predicted(data: Data) -> Poster:
         f"the measured rounds. Worst row: {worst:.1f}%",
     )
     return poster.finish("Predicted against measured throughput", text)
+
+
+def _percent(value: float) -> str:
+    """To two digits, without an exponent."""
+    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
