@@ -2,7 +2,7 @@
 # A sweep as a job array: task I measures shard I of the grid, and a configuration that has a row is
 # not measured again, so the same line goes on where scancel, a time limit or a fault ended it:
 #   sbatch --array=0-7 --ntasks=3 --gpus=3 launch/array.sh --grid=FILE [flags]
-#   make submit ARRAY=0-7 TP=2 ARGS=--grid=FILE …     checked; ARRAY=0-7%2: two at once
+#   make submit ARRAY=0-7 TP=2 GRID=FILE …     checked; ARRAY=0-7%2: two at once
 # One world size an array: T + D = tasks. OUT=out/sweep is the folder of the rows. To submit some
 # tasks alone, say how many shards there are: SHARDS=8 sbatch --array=2,5 …
 #SBATCH --job-name=mpissd-sweep

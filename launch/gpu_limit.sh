@@ -11,7 +11,7 @@ out=${1:?usage: launch/gpu_limit.sh OUT [GPUS]}
 # shellcheck source-path=SCRIPTDIR
 . "${0%/*}/env.sh"
 gpus=${2:-${GPUS:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())' 2>&1)}} ||
-    { echo "bench-gpu: nothing to measure: ${gpus##*$'\n'}" >&2; exit 2; }
+    { echo "bench-gpu: nothing to measure: ${gpus##*$'\n'} (needs a GPU, and CuPy: make venv there)" >&2; exit 2; }
 LIMIT_S=${LIMIT_S:-300} ROUNDS=${ROUNDS:-2000} study=(--backend=cupy --fuse --alpha=.8)
 # shellcheck source-path=SCRIPTDIR
 . "${0%/*}/study.sh"

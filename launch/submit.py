@@ -157,7 +157,7 @@ def main() -> int:
         return error.exit_code
     print(shown(line), flush=True)
     os.chdir(ROOT)
-    if given.dry:
+    if given.dry not in ("", "0"):
         return ask_when(line)
     if shutil.which("sbatch") is None:
         print("submit: no sbatch here: log in to the cluster, or DRY=1", file=sys.stderr)

@@ -16,7 +16,14 @@ from typing import Any
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-from mpissd import cli  # noqa: E402
+try:
+    from mpissd import cli
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] in ("mpissd", "analysis"):
+        raise
+    told = f"{sys.executable} has no {missing.name}: pip install . there, or make venv"
+    print(f"mpissd: {told}", file=sys.stderr)
+    sys.exit(2)
 from mpissd.comm.recovery import check_recovery  # noqa: E402
 from mpissd.comm.topology import (  # noqa: E402
     Refused,
@@ -44,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         if command.name not in ("run", "probe", "sweep"):
             return alone(command)
         watch(command.config)
+        if "device" in command.given and command.config.backend != "emulated":
+            told = f"device={command.config.device} with backend={command.config.backend}"
+            raise ConfigError(f"{told}: allowed: backend=emulated")
         if isinstance(command.config, SweepConfig):
             check_sweep(command.config, command.given)
         else:

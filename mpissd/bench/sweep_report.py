@@ -104,7 +104,9 @@ def print_end(
     rate = 60 * done / seconds if done and seconds > 0 else None
     at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
     before = f", {earlier} before (--retry measures them again)" if earlier else ""
-    print(f"{done} measured{at}; {failed} failed{before}; {len(rows)} rows of this sweep are there")
+    others = f"; {elsewhere} left to another job" if elsewhere else ""
+    there = f"{len(rows)} rows of this sweep are there"
+    print(f"{done} measured{at}; {failed} failed{before}{others}; {there}")
     told = {
         "sweep": sweep,
         "measured": done,

@@ -13,6 +13,7 @@ from mpissd.presets import ModelShape
 from mpissd.schedules import is_tail
 
 _MOST_ROW_BYTES = 1 << 30
+_FLOAT32 = 4  # bytes of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # of device memory, for activations, graphs and libraries
 
 
@@ -120,13 +121,13 @@ def check_memory(
     """More bytes a rank than its device has, or than one message may have; None: not known."""
     _check_rows(job)
     target, draft = job.rank_bytes(itemsize)
-    for name, need, have in (
-        (job.target.name, target, memory_bytes),
-        (job.draft.name if job.draft else "", draft, draft_memory),
+    more = "" if itemsize == _FLOAT32 else "a larger TP, "  # ranks share a host's one memory
+    for name, need, have, mend in (
+        (f"{job.target.name} at tp={job.tp}", target, memory_bytes, f"{more}--num_layers or "),
+        (job.draft.name if job.draft else "", draft, draft_memory, ""),
     ):
         if have is not None and need and need + _SPARE_BYTES > have:
             raise ConfigError(
-                f"{name} at tp={job.tp} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; "
-                f"the device has {have / 1e9:.1f} GB: use a larger TP, --num_layers or "
-                "another pair"
+                f"{name} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; "
+                f"the device has {have / 1e9:.1f} GB: use {mend}another pair"
             )

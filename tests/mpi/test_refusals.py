@@ -23,6 +23,7 @@ BAD: list[tuple[int, tuple[str, ...], str]] = [
         ("--backend=emulated", "--device=v100-32", "--pair=70b/1b"),
         "needs 136.9 GB a rank and 1.1 GB to spare; the device has 32.0 GB",
     ),
+    (2, ("--device=h100",), "device=h100 with backend=auto: allowed: backend=emulated"),
     (3, ("--backend=emulated", "--device=v100-32", "--pair=70b/8b"), "needs 68.5 GB a rank"),
 ]
 

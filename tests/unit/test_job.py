@@ -114,7 +114,7 @@ def test_too_little_memory_names_what_is_needed_and_what_is_there() -> None:
 def test_the_draft_has_a_device_of_its_own() -> None:
     config = RunConfig(pair="8b/1b", mode="sd")
     sizes = {"memory_bytes": 20 * GB, "draft_memory_bytes": 2 * GB}
-    with pytest.raises(ConfigError, match=r"llama-3.2-1b at tp=1 needs 1.9 GB"):
+    with pytest.raises(ConfigError, match=r"llama-3.2-1b needs 1.9 GB"):
         resolve(config, 1, backend="cupy", **sizes)
     inline = RunConfig(pair="8b/1b", mode="sd", num_drafts=0)
     assert resolve(inline, 1, backend="cupy", **sizes).rank_bytes(2)[1] == 0
