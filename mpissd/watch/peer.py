@@ -87,6 +87,11 @@ class Peer:
         """Whether its exit status, which may come late, is still needed to judge it."""
         return self.status is None and not self.in_good_order
 
+    @property
+    def lost_its_launcher(self) -> bool:
+        """Whether MPI ended it for that: with an exit code of its own, or not known how."""
+        return self.is_orphan and self.status != 0 and self.signal is None
+
     def how(self) -> str:
         """How it ended, as the end of a sentence that begins with its name."""
         if self.status is None:

@@ -196,8 +196,8 @@ class Warden:
         found = host.dead()
         if found is None:
             return
-        if found.culprit is not None and found.culprit.is_orphan and not found.culprit.signal:
-            self._judge(self._abandoned())  # MPI itself ends who loses it
+        if found.culprit is not None and found.culprit.lost_its_launcher:
+            self._judge(self._abandoned())
         elif found.culprit is not None:
             if host.can_do_without(found.culprit):
                 self._lose(found, found.culprit)
