@@ -26,11 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 from mpissd import cli  # noqa: E402
 from mpissd.comm.topology import check_world  # noqa: E402
-from mpissd.command_config import SweepConfig  # noqa: E402
 from mpissd.errors import ConfigError  # noqa: E402
 from mpissd.job import resolve  # noqa: E402
 from mpissd.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
-from mpissd.sweeping import check_sweep, planned  # noqa: E402
+from mpissd.sweeping import check_sweep  # noqa: E402
 
 _ARRAY, _SLURM = "launch/array.sh", "launch/slurm.sh"
 WORDS = ("partition", "gpu_type", "account", "time", "array")
@@ -99,7 +98,7 @@ def request_of(given: argparse.Namespace, script: str, command: cli.Command | No
     )
 
 
-def check_shards(array: str, sweep: SweepConfig) -> None:
+def check_shards(array: str, configurations: int) -> None:
     """ConfigError for an array of which launch/array.sh cannot tell how many shards there are, or
     with more of them than the grid has configurations."""
     said = os.environ.get("SHARDS", "")
@@ -112,7 +111,6 @@ def check_shards(array: str, sweep: SweepConfig) -> None:
     shards = count("shards", said) or int(last) + 1
     if max(map(int, re.findall(r"\d+", array.partition("%")[0]))) >= shards:
         raise ConfigError(f"ARRAY={array}: SHARDS={shards}: allowed: 0 to {shards - 1}")
-    configurations = len(planned(sweep).points)
     if shards > configurations:
         raise ConfigError(
             f"ARRAY={array}: {shards} shards of {configurations} configurations: allowed: at most "
@@ -125,9 +123,9 @@ def check_job(request: Request, command: cli.Command | None) -> None:
     config = command.config if command else None
     if command and request.script == _ARRAY:
         sweep = replace(command.config, world_size=request.ranks)
-        check_sweep(sweep, command.given)
+        plan = check_sweep(sweep, command.given)
         if request.array:
-            check_shards(request.array, sweep)
+            check_shards(request.array, len(plan.points))
     asked = request.resolve().get("gpus")
     if config is None or asked is None or not request.needs_gpus:
         return

@@ -19,7 +19,7 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 try:
     from mpissd import cli
 except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] in ("mpissd", "analysis"):
+    if (missing.name or "").partition(".")[0] == "mpissd":
         raise
     told = f"{sys.executable} has no {missing.name}: pip install . there, or make venv"
     print(f"mpissd: {told}", file=sys.stderr)
@@ -51,9 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
         if command.name not in ("run", "probe", "sweep"):
             return alone(command)
         watch(command.config)
-        if "device" in command.given and command.config.backend != "emulated":
-            told = f"device={command.config.device} with backend={command.config.backend}"
-            raise ConfigError(f"{told}: allowed: backend=emulated")
         if isinstance(command.config, SweepConfig):
             check_sweep(command.config, command.given)
         else:

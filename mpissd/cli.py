@@ -87,13 +87,15 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
     return command
 
 
+_ON_A_BACKEND = ("run", "probe", "doctor", "sweep")
 COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
 
 
 def parse(arguments: list[str]) -> Command | None:
     """The command that the arguments name; None where fire showed help.
 
-    Raises ConfigError: an unknown command or flag, a value of the wrong type.
+    Raises ConfigError: an unknown command or flag, a value of the wrong type, a device that would
+    not be emulated.
     """
     command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
     if command and command[0] not in COMMANDS:
@@ -103,4 +105,11 @@ def parse(arguments: list[str]) -> Command | None:
     elif stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
-    return found if isinstance(found, Command) else None
+    if not isinstance(found, Command):
+        return None
+    if found.name in _ON_A_BACKEND and "device" in found.given:
+        backend = found.config.backend
+        if backend != "emulated":  # it would change nothing
+            told = f"device={found.config.device} with backend={backend}"
+            raise ConfigError(f"{told}: allowed: backend=emulated")
+    return found

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpissd.backend.profile import known_profiles, load_profile
 from mpissd.command_config import CollectivesConfig, ExportConfig
@@ -13,9 +12,9 @@ from mpissd.errors import ConfigError, unknown
 from mpissd.interchange import nccl_tests
 from mpissd.interchange.tidy import FORMATS, write_tidy
 from mpissd.interchange.vllm_schedule import schedule
+from mpissd.rows import Row
 from mpissd.tables import load_rows
 
-Row = Mapping[str, Any]
 _SHOWN = 12  # values
 
 

@@ -11,6 +11,7 @@ from mpissd.comm.topology import check_world, launcher_size
 from mpissd.command_config import BestConfig, SweepConfig
 from mpissd.errors import ConfigError
 from mpissd.job import resolve_unopened
+from mpissd.job.checks import check_draft_device
 from mpissd.sweep.best import compare_methods, render, to_dict
 from mpissd.sweep.forecast import duration_text, predicted_s
 from mpissd.sweep.grid import read_grid
@@ -23,8 +24,8 @@ def planned(config: SweepConfig) -> Plan:
     return make_plan(read_grid(str(config.grid)), config, config.repeats, config.shard_of)
 
 
-def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> None:
-    """Everything that is wrong with all of a sweep, known before MPI starts and a device is opened.
+def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> Plan:
+    """The plan; what is wrong with all of it is known before MPI starts and a device is opened.
 
     given: the flags that the user said. Raises ConfigError: flags, grid, one in both, too few
     ranks, or no configuration that could be measured.
@@ -35,11 +36,7 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> None:
     if twice - {"num_drafts"}:  # which is then the job's
         name = min(twice - {"num_drafts"})
         raise ConfigError(f"{name}: in the grid and on the command line: say it once")
-    if config.draft_device is not None and config.backend != "emulated":
-        raise ConfigError(
-            f"draft_device={config.draft_device} with backend={config.backend}: allowed: "
-            "backend=emulated"
-        )
+    check_draft_device(config, config.backend)
     plan = planned(config)
     tp = _tp(config, plan)
     if config.backend == "emulated":
@@ -48,6 +45,7 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> None:
     if all(reasons):
         raise ConfigError(f"none of {len(reasons)} configurations can be measured: {reasons[0]}")
     check_output(config.out)
+    return plan
 
 
 def _tp(config: SweepConfig, plan: Plan) -> int:

@@ -14,9 +14,8 @@ from statistics import median
 from typing import Any
 
 from mpissd.config import RunConfig
-from mpissd.rows import other_draft_device
+from mpissd.rows import Row, other_draft_device
 
-Row = Mapping[str, Any]
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
 _FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
 _SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")

@@ -40,6 +40,8 @@ def test_a_plan_has_what_was_said() -> None:
         (["fan_out", "-", "--out=x"], "'-' is not a flag: write --name=value"),
         (["fan_out", "--results=nowhere"], "results 'nowhere': no such file or folder"),
         (["fan_out", f"--results={FIXTURE}", "--device=H900"], "unknown device 'H900':"),
+        (["all", f"--results={FIXTURE}", "--device=H900"], "unknown device 'H900':"),
+        (["report", f"--results={FIXTURE}", "--device=H900"], "unknown device 'H900':"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -204,6 +204,18 @@ def test_an_array_of_as_many_tasks_as_there_are_configurations_is_taken(array: s
     assert (done.returncode, "--gpus" in done.stdout) == (0, False), done.stderr
 
 
+def test_dry_0_submits() -> None:
+    done = submit(*H100, "--tp=4", "--dry=0", "--", "--backend=emulated")
+    assert done.returncode == 2 and "no sbatch here: log in to the cluster" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["auto", "cupy"])
+def test_an_emulated_device_on_gpus_is_refused(backend: str) -> None:
+    done = submit(*H100, "--", f"--backend={backend}", "--device=v100-32")
+    told = f"submit: device=v100-32 with backend={backend}: allowed: backend=emulated\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
 def test_some_shards_of_an_array_are_among_them() -> None:
     told = ("--dry=1", "--", "--grid=mode=sd; lookahead=1..8", "--backend=emulated")
     assert submit("--ranks=3", "--array=2,5", *told, SHARDS="6").returncode == 0
