@@ -1,0 +1,143 @@
+"""The laws' mean for a row that some run wrote, from any profile of its device.
+
+This is what a user gets from `predict` and `plan`: neither the row's draws nor what its own job
+measured of itself. `forecast_row` says what the profile forecasts, `Forecast.error` how far the
+row lies from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpissd.backend.profile import Profile
+from mpissd.config import RunConfig
+from mpissd.errors import ConfigError
+from mpissd.job import Job, resolve
+from mpissd.model.shard import Shard
+from mpissd.predict.closed import expected
+from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts
+from mpissd.predict.coverage import check_device
+from mpissd.predict.row import is_foretold
+from mpissd.rows import draft_device
+
+Row = Mapping[str, Any]
+
+_EMULATED = " (emulated)"
+_SAID = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
+_DRAFTED = ("lookahead", "acceptance", "acceptance_fast", "backup", "backup_lookahead", "on_late")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """tok_per_s: the laws' mean of all sequences; None where `reason` says why there is none.
+
+    derived: the profile derived a forward that this needs, from a stated rule, and measured none.
+    """
+
+    tok_per_s: float | None = None
+    reason: str | None = None
+    derived: bool = False
+
+    def error(self, row: Row) -> float | None:
+        """Measured / forecast - 1."""
+        return None if self.tok_per_s is None else float(row["tok_per_s"]) / self.tok_per_s - 1
+
+
+def forecast_row(
+    row: Row,
+    profile: Profile,
+    host: HostCosts | None = None,
+    draft_profile: Profile | None = None,
+) -> Forecast:
+    """The laws' mean of a row's configuration on a device, in the long run.
+
+    row: as `run` wrote it, also by an earlier version. profile: of the row's device. host: what
+    the host's work and the link take there (None: nothing). draft_profile: of the draft ranks'
+    device, where it is of another kind. Raises nothing: what cannot be predicted has a reason.
+    """
+    drafts = draft_profile or profile
+    try:
+        job = job_of_row(row)
+        _check_devices(row, profile, drafts)
+        check_device(profile, job, drafts)
+        device = DeviceCosts.from_profile(profile, job, drafts)
+        rate = float(expected(job, device, host or HostCosts()).tok_per_s[0])
+    except ConfigError as error:
+        return Forecast(reason=str(error))
+    return Forecast(rate, derived=_is_derived(profile, drafts, job))
+
+
+def job_of_row(row: Row) -> Job:
+    """The configuration of a row, resolved; ConfigError where no law's mean holds it."""
+    if reason := _unpredictable(row):
+        raise ConfigError(f"row {row.get('run_id')!r}: no law's mean: {reason}")
+    job = resolve(config_of_row(row), int(row["tp"]), backend="emulated", memory_bytes=None)
+    if not is_foretold(job):
+        raise ConfigError(f"row {row.get('run_id')!r}: no law's mean: several tokens a forward")
+    return job
+
+
+def config_of_row(row: Row) -> RunConfig:
+    """The flags of a gemm row with fixed choices; lists and laws as they were resolved."""
+    flags = {name: row.get(name) for name in _SAID}
+    if row["mode"] == "ar":
+        flags["draft"] = None
+    else:
+        flags |= {name: row.get(name) for name in _DRAFTED}
+    for name in ("fan_out", "fan_out_miss"):
+        if row.get(name):
+            flags[name] = "list:" + ",".join(map(str, row[name]))
+    flags |= _hit_flags(row.get("hit_law"))
+    said = {name: value for name, value in flags.items() if value is not None}
+    return RunConfig(backend="emulated", rounds=int(row["num_rounds"]), seed=row["seed"], **said)
+
+
+def _hit_flags(label: str | None) -> dict[str, float]:
+    """p_hit:0.9 or power:A=0.75,r=1.0, as HitLaw labels them."""
+    kind, _, values = (label or "").partition(":")
+    if kind == "p_hit":
+        return {"p_hit": float(values)}
+    found = dict(part.split("=") for part in values.split(",")) if kind == "power" else {}
+    return {f"hit_{name.lower()}": float(value) for name, value in found.items()}
+
+
+def _unpredictable(row: Row) -> str | None:
+    """Why rounds of this row have no mean that laws alone would give; None where they have."""
+    if row["workload"] != "gemm":
+        return "its tokens are sampled (markov)"
+    if row.get("learned"):
+        return "it adapts"
+    if row.get("draft_lost_round") is not None:
+        return "its draft was lost"
+    if row.get("schedule") in ("pearl", "amusd"):
+        return f"{row['schedule']} keeps its candidates behind the last served token alone"
+    return None
+
+
+def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
+    """ConfigError for a row of other devices than the profiles'."""
+    pairs = [("target", row["device_name"], profile)]
+    if row.get("num_drafts"):
+        pairs.append(("draft", draft_device(row) or row["device_name"], drafts))
+    for role, name, known in pairs:
+        if name.removesuffix(_EMULATED) != known.device_name:
+            raise ConfigError(
+                f"row {row.get('run_id')!r}: its {role} ran on {name!r}, profile {known.name!r} "
+                f"is of {known.device_name!r}"
+            )
+
+
+def _is_derived(profile: Profile, drafts: Profile, job: Job) -> bool:
+    """Whether a forward's table, or what a modelled one stands on, is labelled "derived"."""
+    parts = [(profile, Shard(job.target, job.tp), job.options)]
+    if job.draft is not None:
+        parts.append((drafts, Shard(job.draft), job.draft_options))
+    found = []
+    for known, shard, options in parts:
+        cost = shard.cost(1, job.config.batch_size, EMULATED_ITEMSIZE, options)
+        table = known.tables.forward(cost)
+        found += [known.sources["all_reduce"] if job.tp > 1 else ""] if table is None else []
+        found += [] if table is None else [table.source]
+    return any(source.startswith("derived") for source in found)
