@@ -99,7 +99,7 @@ probe:
 bench-gpu:
 	$(call check_names,REPLAYS RUNS LIMIT_S,bench-gpu)$(setup)
 	@PYTHON=$(python) $(if $(call given,TP),TP=$(call quote,$(call given,TP))) \
-	    launch/gpu_limit.sh $(call quote,$(or $(call given,OUT),results/gpu-limit))
+	    results/h200-limit/measure.sh $(call quote,$(or $(call given,OUT),results/gpu-limit))
 
 figures:
 	$(call check_only,figures,ARGS)$(setup)

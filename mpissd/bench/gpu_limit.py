@@ -2,12 +2,13 @@
 
     mpirun -np T python -m mpi4py -m mpissd.bench.gpu_limit OUT [REPLAYS]
 
-(launch/gpu_limit.sh does it.) One rank a GPU. Every number is a median over replays of a captured
-graph in which each forward reads every weight; a replay follows its predecessor at once. Tokens are
-random, what the forward writes is poisoned before and checked after: finite everywhere, and within
-rounding what products by cuBLAS and the portable all-reduce give. The floor is the weights' bytes
-over the read rate that the same job measured. What has a bar is measured in RUNS of so many replays
-(2000). Rows go to OUT/T1.jsonl (T2 …) and, as lines, to stdout; limit_bars makes the table.
+(results/h200-limit/measure.sh does it.) One rank a GPU. Every number is a median over replays of
+a captured graph in which each forward reads every weight; a replay follows its predecessor at once.
+Tokens are random, what the forward writes is poisoned before and checked after: finite everywhere,
+and within rounding what products by cuBLAS and the portable all-reduce give. The floor is the
+weights' bytes over the read rate that the same job measured. What has a bar is measured in RUNS of
+so many replays (2000). Rows go to OUT/T1.jsonl (T2 …) and, as lines, to stdout; limit_bars makes
+the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whole rounds: how soon a verification follows its outcome, what a run says beside the bars.
 
-    python -m mpissd.bench.limit_rounds OUT TRACE     (launch/gpu_limit.sh does it, after each run)
+    python -m mpissd.bench.limit_rounds OUT TRACE     (results/h200-limit/measure.sh does it)
 
 adds to OUT's rows (limit_bars) what the last row of OUT/runs.jsonl and the trace of that run say.
 """

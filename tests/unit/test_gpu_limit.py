@@ -1,4 +1,4 @@
-"""launch/gpu_limit.sh: what it launches on so many GPUs, and what it says where there is none."""
+"""results/h200-limit/measure.sh: what it launches on so many GPUs, and what it says without any."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURE = "h200-limit/measure.sh"
 FAKE = f"""#!{sys.executable}
 import json, os, sys
 words = sys.argv[1:]
@@ -27,8 +28,11 @@ if "mpirun" in sys.argv[0]:
 
 @pytest.fixture
 def box(tmp_path: Path) -> Path:
-    """The launch scripts, and a Python and an mpirun that only report."""
+    """The scripts, and a Python and an mpirun that only report."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for name in ("study.sh", MEASURE):
+        (tmp_path / "results" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "results" / name, tmp_path / "results" / name)
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("python", "mpirun"):
         path = tmp_path / "fakes" / "bin" / name
@@ -63,7 +67,7 @@ AR_70B, SSD_70B = "2 --mode=ar --pair=70b/1b", "3 --mode=ssd --pair=70b/1b"
     ],
 )
 def test_as_many_ranks_as_there_are_gpus(box: Path, gpus: str, expected: list[str]) -> None:
-    done = call(box, "launch/gpu_limit.sh", "out", gpus)
+    done = call(box, f"results/{MEASURE}", "out", gpus)
     assert done.returncode == 0, done.stderr
     assert launched(done) == expected
 
@@ -72,13 +76,13 @@ def test_a_part_can_be_chosen_and_begins_its_rows_anew(box: Path) -> None:
     (box / "out").mkdir()
     for name in ("T1.jsonl", "T4.jsonl"):
         (box / "out" / name).write_text(json.dumps({"what": "read", "tp": 1}))
-    done = call(box, "launch/gpu_limit.sh", "out", "4", TP="4", RUNS="1", REPLAYS="9")
+    done = call(box, f"results/{MEASURE}", "out", "4", TP="4", RUNS="1", REPLAYS="9")
     assert launched(done) == ["4 9 ", "4 --mode=ar --pair=70b/1b"]
     assert not (box / "out/T4.jsonl").read_text() and (box / "out/T1.jsonl").read_text()
 
 
 def test_what_fails_is_said_and_the_others_go_on(box: Path) -> None:
-    done = call(box, "launch/gpu_limit.sh", "out", "1", FAILS="--mode=ar", RUNS="2")
+    done = call(box, f"results/{MEASURE}", "out", "1", FAILS="--mode=ar", RUNS="2")
     assert done.returncode == 1 and done.stdout.count("FAILED: np=1 --mode=ar") == 2
 
 

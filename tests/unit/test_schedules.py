@@ -479,9 +479,9 @@ STUDIES = [("2", "h200"), ("3", "h100")]
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """launch/schedules.py as a module."""
-    where = ROOT / "launch" / "schedules.py"
-    spec = importlib.util.spec_from_file_location("launch_schedules", where)
+    """The study of schedules as a module."""
+    where = ROOT / "results" / "emulated-schedules" / "schedules.py"
+    spec = importlib.util.spec_from_file_location("study_schedules", where)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

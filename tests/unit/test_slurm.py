@@ -238,4 +238,6 @@ def test_shellcheck_finds_nothing_wrong() -> None:
 
 
 def scripts() -> list[str]:
-    return [str(path) for path in sorted((ROOT / "launch").glob("*.sh"))]
+    return sorted(
+        str(path) for place in ("launch", "results") for path in ROOT.glob(f"{place}/**/*.sh")
+    )

@@ -22,9 +22,13 @@ from mpissd.tables.load import Rounds
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def path_of(name: str) -> Path:
+    return ROOT / "results" / f"emulated-{name}" / f"{name}.py"
+
+
 def script(name: str) -> ModuleType:
-    """launch/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+    """results/emulated-NAME/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"study_{name}", path_of(name))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -45,7 +49,7 @@ def row(mode: str, rate: float, *, cell: int = 0, sd: float = 0.01, **changed: A
     return {**known, **told, **changed}
 
 
-# --- launch/predictions.py
+# --- predictions
 
 
 def test_cells_whose_interval_holds_0_are_not_counted() -> None:
@@ -86,7 +90,7 @@ def test_the_committed_table_is_what_the_rows_say(study: str) -> None:
     assert median <= 3 and p95 <= 8
 
 
-# --- launch/advisor.py
+# --- advisor
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +193,7 @@ def test_what_is_kept_is_added_to_what_was_there(tmp_path: Path) -> None:
     rows = study.rows_of(tmp_path / "out")
     assert [r["run_id"] for r in rows] == ["one", "two"]
     assert rows[0]["provenance"]["command"] == ["run", f"--out={tmp_path / 'out'}", "--fuse"]
-    assert study.told(rows[0]) == ("--fuse",)
+    assert study.flags_of(rows[0]) == ("--fuse",)
     kept = sorted(path.name for path in (tmp_path / "out" / "rounds").iterdir())
     assert kept == ["one.npz", "two.npz"] and study.rows_of(tmp_path / "none") == []
 
@@ -244,7 +248,7 @@ def test_a_cell_that_was_not_run_through_is_left_out(cells: list[Any]) -> None:
 def test_both_studies_print_what_is_there(tmp_path: Path) -> None:
     for name in ("advisor", "predictions"):
         done = subprocess.run(
-            [sys.executable, str(ROOT / "launch" / f"{name}.py"), str(tmp_path), "--table"],
+            [sys.executable, str(path_of(name)), str(tmp_path), "--table"],
             capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True,
         )  # fmt: skip
         assert done.stdout.startswith("|") and done.stderr == ""

@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# The reference rows of a GPU machine, one command:  launch/measure.sh OUT NUM_GPUS
+# The reference rows of a GPU machine, one command:  results/h200/measure.sh OUT NUM_GPUS
 # One GPU measures AR and inline SD of 8b/1b, two add SSD with T=1, three 70b/1b with T=2, four AR with
 # T=4, and first of all the framework itself on the null device. A run that fails is said so, and the
 # others go on. ROUNDS=1000, LIMIT_S=120 a run; PARTS="framework one two
-# three four tables probes" to choose.
+# three four probes" to choose.
 set -u -o pipefail
-out=${1:?usage: launch/measure.sh OUT NUM_GPUS} gpus=${2:?usage: launch/measure.sh OUT NUM_GPUS}
-here=${0%/*}
+out=${1:?usage: results/h200/measure.sh OUT NUM_GPUS} gpus=${2:?usage: results/h200/measure.sh OUT NUM_GPUS}
 parts=(framework one two three four)
 read -ra wanted <<<"${PARTS:-${parts[*]:0:$((gpus + 1))}}"
 LIMIT_S=${LIMIT_S:-120} ROUNDS=${ROUNDS:-1000} study=(--backend=cupy --fuse)
 # shellcheck source-path=SCRIPTDIR
-. "$here/study.sh"
+. "${0%/*}/../study.sh"
 
 framework() {
     for _ in 1 2 3; do
@@ -41,20 +40,11 @@ three() {
 }
 four() { measure 4 --mode=ar "${large[@]}"; }
 
-tables() { # what `mpissd tables` compares with the milestone report: T=1, alpha .9, K = 2 … 12
-    local k
-    measure 1 --mode=ar --pair=8b/1b
-    measure 1 --mode=ar --pair=70b/1b
-    for k in 2 4 6 8 10 12; do
-        measure 1 --mode=sd --num_drafts=0 --pair=8b/1b --alpha=.9 --lookahead=$k
-        measure 2 --mode=sd --pair=70b/1b --alpha=.9 --lookahead=$k
-    done
-}
 probe() { # what the machine gives each pair: profiles for the emulated backend and the predictor
     local np=$1
     shift
     echo "== probe np=$np $*"
-    COMMAND=probe timeout -k 5 "$LIMIT_S" "$here/local.sh" "$np" --backend=cupy --fuse \
+    COMMAND=probe timeout -k 5 "$LIMIT_S" "$launch/local.sh" "$np" --backend=cupy --fuse \
         --out="$out" "$@" || { echo "FAILED: probe np=$np $*"; failed=1; }
 }
 probes() {

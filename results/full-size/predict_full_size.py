@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Foretells a grid from what smaller jobs measured of themselves, and judges it afterwards.
+"""Predicts a grid from what smaller jobs measured of themselves, and judges it afterwards.
 
-    launch/foretell.py predict GRID --tp=4 --targets=DIR --drafts=DIR --to=foretold.jsonl
-    launch/foretell.py judge foretold.jsonl RESULTS
+    results/full-size/predict_full_size.py predict GRID --tp=4 --targets=DIR --drafts=DIR \\
+        --to=predicted.jsonl
+    results/full-size/predict_full_size.py judge predicted.jsonl RESULTS
 
 --targets: jobs' profiles (OUT/profiles/*.json), of which those with T target ranks give their
 verifications. --drafts: profiles of jobs with a draft: its forwards, and the host costs of the job
 whose mode, K and b are nearest. A configuration with more verified rows than the target profiles
-have measured is not foretold: a line says how many.
+have measured is not predicted: a line says how many.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mpissd.config import RunConfig
 from mpissd.errors import MpissdError
@@ -46,18 +47,18 @@ def main() -> int:
     found.add_argument("--drafts", type=Path, required=True)
     found.add_argument("--to", type=Path, required=True)
     found = commands.add_parser("judge")
-    found.add_argument("foretold", type=Path)
+    found.add_argument("predicted", type=Path)
     found.add_argument("results", type=Path)
     said = parser.parse_args()
     try:
-        return predict(said) if said.command == "predict" else judge(said.foretold, said.results)
+        return predict(said) if said.command == "predict" else judge(said.predicted, said.results)
     except (MpissdError, OSError) as error:
-        print(f"foretell: {error}", file=sys.stderr)
+        print(f"predict_full_size: {error}", file=sys.stderr)
         return 2
 
 
 def predict(said: argparse.Namespace) -> int:
-    """Writes a line for each configuration of the grid that can be foretold."""
+    """Writes a line for each configuration of the grid that can be predicted."""
     targets = [file for file in profiles(said.targets) if file.tp == said.tp]
     drafts = [file for file in profiles(said.drafts) if file.device.draft is not None]
     if not targets or not drafts:
@@ -76,7 +77,7 @@ def predict(said: argparse.Namespace) -> int:
         lines.append(line(job, predict_row(job, device, nearest(job, drafts).host)))
     said.to.parent.mkdir(parents=True, exist_ok=True)
     said.to.write_text("".join(json.dumps(told) + "\n" for told in lines))
-    print(f"{said.to}: {len(lines)} configurations foretold, {left} not (> {max(verify)} rows)")
+    print(f"{said.to}: {len(lines)} configurations predicted, {left} not (> {max(verify)} rows)")
     return 0
 
 
@@ -124,7 +125,7 @@ def key(mode: str, told: dict[str, Any]) -> list[Any]:
 
 
 def line(job: Job, found: dict[str, Any]) -> dict[str, Any]:
-    """What is foretold of a configuration, by the keys of a row."""
+    """What is predicted of a configuration, by the keys of a row."""
     mode, config = job.config.mode, job.config
     drafted = mode != "ar"
     return {
@@ -143,9 +144,9 @@ def line(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def judge(foretold: Path, results: Path) -> int:
-    """Prints how far what was measured lies from what was foretold, by method."""
-    told = [json.loads(text) for text in foretold.read_text().splitlines()]
+def judge(predicted: Path, results: Path) -> int:
+    """Prints how far what was measured lies from what was predicted, by method."""
+    told = [json.loads(text) for text in predicted.read_text().splitlines()]
     known = {json.dumps(key(entry["mode"], entry)): entry["tok_per_s"] for entry in told}
     errors: dict[str, list[float]] = defaultdict(list)
     missing = 0
@@ -158,10 +159,10 @@ def judge(foretold: Path, results: Path) -> int:
     for name, found in sorted(errors.items()):
         size = sorted(map(abs, found))
         print(
-            f"{name:8} {len(found):4} rows: measured / foretold - 1: median {median(found):+.1%}, "
+            f"{name:8} {len(found):4} rows: measured / predicted - 1: median {median(found):+.1%}, "
             f"in size {median(size):.1%}, at most {size[-1]:.1%}"
         )
-    print(f"{missing} rows were not foretold")
+    print(f"{missing} rows were not predicted")
     return 0
 
 

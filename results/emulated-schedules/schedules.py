@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Runs every schedule on equal GPUs under one outcome law, emulated, and prints one table a cell.
 
-    launch/schedules.py OUT [--gpus=3] [--device=h100] [--tokens=1500] [--repeats=1] [--table]
+    results/emulated-schedules/schedules.py OUT [--gpus=3] [--device=h100] [--tokens=1500] \\
+        [--repeats=1] [--table]
 
 A cell is a target (8b, 70b) and an alpha (.8, .6). A draft on a rank of its own leaves T = GPUs − 1
 to the target, or the next smaller T that divides it; an inline one leaves all of them. K (SSD: and
@@ -14,7 +15,6 @@ the fastest is shown. docs/schedules.md says what the columns mean.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # study, mpissd
+
+from study import LOCAL, flags_of, rows_of  # noqa: E402
 
 from mpissd.backend.profile import load_profile  # noqa: E402
 from mpissd.model.shard import ForwardOptions, Shard  # noqa: E402
@@ -131,23 +132,11 @@ def measure(told: argparse.Namespace, cell: tuple[str, float]) -> None:
     done = Counter(flags_of(row) for row in rows_of(told.out))
     for entry in entries(*cell):
         ranks, *flags = command(told, *cell, entry)
-        run = [str(HERE / "local.sh"), ranks, f"--out={told.out}", *flags]
+        run = [str(LOCAL), ranks, f"--out={told.out}", *flags]
         for _ in range(told.repeats - done[tuple(flags)]):
             ended = subprocess.run(run, stdout=subprocess.DEVNULL, timeout=600, check=False)
             state = "" if ended.returncode == 0 else f" FAILED ({ended.returncode})"
             print(f"{cell[0]} {cell[1]} {entry.name}: {' '.join(flags)}{state}", file=sys.stderr)
-
-
-def flags_of(row: dict) -> tuple[str, ...]:
-    """The flags of a row that name its configuration, as `command` writes them."""
-    flags = row["provenance"]["command"][1:]
-    return tuple(flag for flag in flags if not flag.startswith(("--out=", "--progress=")))
-
-
-def rows_of(out: Path) -> list[dict]:
-    """The rows measured so far."""
-    path = out / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(told: argparse.Namespace, cell: tuple[str, float]) -> str:
@@ -164,7 +153,7 @@ def table(told: argparse.Namespace, cell: tuple[str, float]) -> str:
         f"**{cell[0]}, alpha {cell[1]}, {told.gpus} × {told.device}**",
         "",
         "| schedule | T + D | draft | K (K_b) | tok/s | tok/s per GPU | × AR | tokens a round "
-        "| hits | t_draft / t_target | foretold |",
+        "| hits | t_draft / t_target | predicted |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = next((row["tok_per_s"] for entry, row in found if entry.name == "ar"), None)
@@ -177,7 +166,7 @@ def line(told: argparse.Namespace, entry: Entry, row: dict, base: float | None) 
     """One line of the table."""
     idle = told.gpus - row["world_size"]
     place = f"{row['tp']} + {row['num_drafts']}" + (f", {idle} idle" if idle else "")
-    rate, foretold = row["tok_per_s"], row["predicted_tok_per_s"]
+    rate, predicted = row["tok_per_s"], row["predicted_tok_per_s"]
     cells = [
         entry.name,
         place,
@@ -189,7 +178,7 @@ def line(told: argparse.Namespace, entry: Entry, row: dict, base: float | None) 
         f"{row['acceptance_length']:.2f}",
         "–" if row["hit_rate"] is None else f"{row['hit_rate']:.2f}",
         "–" if row["T_SD"] is None else f"{row['T_SD']:.2f}",
-        "–" if foretold is None else f"{foretold:.1f} ({rate / foretold - 1:+.1%})",
+        "–" if predicted is None else f"{predicted:.1f} ({rate / predicted - 1:+.1%})",
     ]
     return f"| {' | '.join(cells)} |"
 

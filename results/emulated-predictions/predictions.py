@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures random configurations and holds the predictor against them (emulated, or on GPUs).
 
-    launch/predictions.py OUT [--cells=100] [--seed=1] [--gpus=N] [--table]
+    results/emulated-predictions/predictions.py OUT [--cells=100] [--seed=1] [--gpus=N] [--table]
 
 A cell is one machine, pair, K, law and batch, run as SD and as SSD; every row carries the
 prediction made from its own job's profile. Rows go to OUT/runs.jsonl as always, so an interrupted
@@ -19,10 +19,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # study, mpissd
 
-from study import rows_of, told  # noqa: E402
+from study import LOCAL, flags_of, rows_of  # noqa: E402
 
 from mpissd.compare import compare_rates  # noqa: E402
 from mpissd.tables.load import Rounds, load_rounds, rate_of  # noqa: E402
@@ -77,7 +76,7 @@ def ahead(rng: random.Random, lookahead: int) -> list[str]:
 
 def measure(out: Path, cells: int, seed: int, gpus: int) -> None:
     """Runs what OUT does not hold yet, a cell's SD and SSD one after the other."""
-    done = {told(row) for row in rows_of(out)}
+    done = {flags_of(row) for row in rows_of(out)}
     for number in range(cells):
         rng = random.Random(f"{seed}-{number}")
         tp, common = draw(rng, number, gpus)
@@ -86,7 +85,7 @@ def measure(out: Path, cells: int, seed: int, gpus: int) -> None:
             flags = [f"--mode={mode}", f"--rounds={ROUNDS}", *common, *extra]
             if tuple(flags) in done:
                 continue
-            run = [str(HERE / "local.sh"), str(tp + 1), f"--out={out}", *flags]
+            run = [str(LOCAL), str(tp + 1), f"--out={out}", *flags]
             ended = subprocess.run(run, stdout=subprocess.DEVNULL, timeout=300, check=False)
             state = "" if ended.returncode == 0 else f" FAILED ({ended.returncode})"
             print(f"{number + 1}/{cells} {mode} {' '.join(flags[2:])}{state}", file=sys.stderr)

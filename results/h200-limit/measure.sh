@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # How near to the physical limit this machine's GPUs are driven: ten bars, one command (make bench-gpu):
-#   launch/gpu_limit.sh OUT [GPUS]    T = 1, 2 and 4, as far as there are GPUs; TP="2 4" to choose
+#   results/h200-limit/measure.sh OUT [GPUS]    T = 1, 2 and 4, as far as there are GPUs; TP="2 4" to choose
 # For each T: replays of forwards and all-reduces, beside cuBLAS, NCCL and PyTorch; then RUNS=3 runs of
 # ROUNDS=2000 rounds each, AR and (on one GPU more) SSD with p_hit=1. Rows go to OUT/T1.jsonl …, which
 # are begun anew, and to OUT/runs.jsonl; the table is made of all that OUT holds. T = 1, 2 and 4 take
-# 2, 6.5 and 3 minutes on H200s. REPLAYS=2000 of a run; LIMIT_S=300 for each command; PYTHON, MPIRUN: env.sh.
+# 2, 6.5 and 3 minutes on H200s. REPLAYS=2000 of a run; LIMIT_S=300 for each command; PYTHON, MPIRUN: launch/env.sh.
 # Without a GPU it says so and ends 2: nothing was measured.
 set -u -o pipefail
-out=${1:?usage: launch/gpu_limit.sh OUT [GPUS]}
-# shellcheck source-path=SCRIPTDIR
-. "${0%/*}/env.sh"
+out=${1:?usage: results/h200-limit/measure.sh OUT [GPUS]}
+# shellcheck source=../../launch/env.sh
+. "${0%/*}/../../launch/env.sh"
 gpus=${2:-${GPUS:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())' 2>&1)}} ||
     { echo "bench-gpu: nothing to measure: ${gpus##*$'\n'} (needs a GPU, and CuPy: make venv there)" >&2; exit 2; }
 LIMIT_S=${LIMIT_S:-300} ROUNDS=${ROUNDS:-2000} study=(--backend=cupy --fuse --alpha=.8)
 # shellcheck source-path=SCRIPTDIR
-. "${0%/*}/study.sh"
+. "${0%/*}/../study.sh"
 mkdir -p "$out" && scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
 
 replays() { # T

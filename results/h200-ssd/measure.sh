@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# What SSD's choices are worth on a GPU machine, one command:  launch/saguaro.sh OUT NUM_GPUS
+# What SSD's choices are worth on a GPU machine, one command:  results/h200-ssd/measure.sh OUT NUM_GPUS
 # Lateness (8b/1b, K = 7: growth takes longer than a verification), backups over the batch, adaptive
 # fan-out, sampled decoding with a language-model pair, and several draft ranks (4 GPUs). ROUNDS=400,
 # LIMIT_S=60 a run; PARTS="late backup fanout sampled drafts framework" to choose.
 set -u -o pipefail
-out=${1:?usage: launch/saguaro.sh OUT NUM_GPUS} gpus=${2:?usage: launch/saguaro.sh OUT NUM_GPUS}
-here=${0%/*}
+out=${1:?usage: results/h200-ssd/measure.sh OUT NUM_GPUS} gpus=${2:?usage: results/h200-ssd/measure.sh OUT NUM_GPUS}
 parts=(framework late backup fanout sampled)
 [ "$gpus" -lt 4 ] || parts+=(drafts)
 read -ra wanted <<<"${PARTS:-${parts[*]}}"
 LIMIT_S=${LIMIT_S:-60} ROUNDS=${ROUNDS:-400} study=(--backend=cupy --fuse --progress=off)
 # shellcheck source-path=SCRIPTDIR
-. "$here/study.sh"
+. "${0%/*}/../study.sh"
 
 framework() { measure 2 --mode=ssd --backend=emulated --device=null --pair=toy --rounds=5000; }
 small=(--pair=8b/1b --alpha=.8)

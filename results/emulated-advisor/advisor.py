@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs what `plan` advises, and its rivals, on emulated devices: is the advice the best of them?
 
-    launch/advisor.py OUT [--cells=20] [--seed=1] [--table]
+    results/emulated-advisor/advisor.py OUT [--cells=20] [--seed=1] [--table]
 
 A cell is one machine, pair, number of GPUs, law and batch. Five configurations of it are run: the
 advice, the best AR and SD (or SSD, where SD is advised), and the two nearest alternatives of the
@@ -28,10 +28,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # study, mpissd
 
-from study import rows_of, run_alone, told  # noqa: E402
+from study import flags_of, rows_of, run_alone  # noqa: E402
 
 from mpissd.backend.profile import load_profile  # noqa: E402
 from mpissd.compare import Rate, compare_rates  # noqa: E402
@@ -122,7 +121,7 @@ def num_rounds(choice: Choice) -> int:
 
 def measure(out: Path, cells: list[Cell]) -> None:
     """Runs what OUT does not hold yet: all rivals of a cell in turn, then the best two again."""
-    done = [told(row) for row in rows_of(out)]
+    done = [flags_of(row) for row in rows_of(out)]
     for cell in cells:
         for turn, choice in turns(cell):
             flags = cell.flags(choice)
@@ -172,7 +171,7 @@ def table(cells: list[Cell], rows: list[dict], rounds: dict[str, Rounds]) -> str
     ]
     by_flags: dict[tuple[str, ...], list[dict]] = {}
     for row in rows:
-        by_flags.setdefault(told(row), []).append(row)
+        by_flags.setdefault(flags_of(row), []).append(row)
     near, alike, fair, full = 0, 0, 0, 0
     for cell in cells:
         found = [

@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+LOCAL = Path(__file__).resolve().parents[1] / "launch" / "local.sh"
 OTHERS = 0.1  # of the machine: what may run beside a run that is kept
 PATIENCE_S = 60.0  # for a machine to fall quiet
 
 
-def told(row: dict) -> tuple[str, ...]:
+def flags_of(row: dict) -> tuple[str, ...]:
     """The flags of a row that name its configuration, as a study writes them."""
     flags = row["provenance"]["command"][1:]
     return tuple(flag for flag in flags if not flag.startswith(("--out=", "--progress=")))
@@ -99,4 +99,4 @@ def is_quiet() -> bool:
 def command(ranks: int, flags: list[str], out: Path) -> list[str]:
     """As launch/local.sh, without its dry run."""
     line = '. "$0"; np=$1; shift; exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd run "$@"'
-    return ["bash", "-c", line, str(HERE / "env.sh"), str(ranks), f"--out={out}", *flags]
+    return ["bash", "-c", line, str(LOCAL.with_name("env.sh")), str(ranks), f"--out={out}", *flags]
