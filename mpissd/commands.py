@@ -133,7 +133,7 @@ def _choice(choice: Choice) -> str:
     if choice.fan_out is not None:
         how += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead} {choice.on_late}"
     rate = f"{choice.tok_per_s:8.1f} tok/s {choice.tok_per_s_per_gpu:8.1f} a GPU"
-    return f"{choice.mode.upper():3} {where:8}{rate}  {how}"
+    return f"{choice.mode.upper():3} {where:8}{rate}  {how}{'  (derived)' * bool(choice.derived)}"
 
 
 def _verdict(advice: Advice) -> str:

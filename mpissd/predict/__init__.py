@@ -9,7 +9,7 @@ row         predict_row: a prediction with the keys of a result row
 closed      the expectation without sampling, over many configurations at once
 search      the configurations that an advisor may choose from
 stationary  the long-run law of a chain of rounds; coverage: what a profile has measured
-places      where a pair can run on a machine
+places      where a pair can run on a machine; derive: at a T that was not measured
 advisor     which mode, T, K, fan-out and backup to run on given GPUs; breakeven: where that ties
 why         the largest gaps between a result row and its floor
 

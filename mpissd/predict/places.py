@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from mpissd.backend.profile import Profile
 from mpissd.config import RunConfig
@@ -11,20 +12,35 @@ from mpissd.job import Job, resolve
 from mpissd.model.shard import Shard
 from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, forwards
 from mpissd.predict.coverage import check_device
+from mpissd.predict.derive import DERIVED, with_derived
 from mpissd.predict.search import MOST_LOOKAHEAD, Placement
 
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
 
 
-def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Every T that divides, fits the profile's memory and whose all-reduces the profile knows; of a
-    probed profile, every T that was probed.
+@dataclass(frozen=True)
+class Survey:
+    """Where a pair can run. unjudged: why no forward is known, by each T that would fit, too."""
 
-    ConfigError where there is none: what the profile covers, or what is wrong with the last T.
+    placements: tuple[Placement, ...]
+    unjudged: Mapping[int, str]
+
+
+def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
+    """Those of the survey."""
+    return list(survey(config, profile, gpus).placements)
+
+
+def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
+    """Every T that divides and fits the profile's memory: as measured or modelled, else derived
+    (derive.py), else among the unjudged.
+
+    ConfigError where nothing can be judged: what the profile covers, or what is wrong with the
+    last T.
     """
     found: list[Placement] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
-    uncovered: ConfigError | None = None
+    unjudged: dict[int, ConfigError] = {}
     for tp in range(1, gpus + 1):
         try:
             _resolved(config, "ar", tp, 0, profile)
@@ -32,15 +48,15 @@ def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement
             reason = error
             continue
         try:
-            device = device_costs(config, profile, tp)
+            device, derived = _device_costs(config, profile, tp)
         except ConfigError as error:
-            uncovered = uncovered or error
+            unjudged[tp] = error
             continue
         drafts = tuple(d for d in (0, 1) if tp + d <= gpus and _fits(config, tp, d, profile))
-        found.append(Placement(tp, device, drafts))
+        found.append(Placement(tp, device, drafts, derived))
     if not found:
-        raise uncovered or reason
-    return found
+        raise next(iter(unjudged.values()), reason)
+    return Survey(tuple(found), {tp: str(error) for tp, error in unjudged.items()})
 
 
 def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
@@ -48,15 +64,24 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
     ConfigError: a probed profile doesn't cover them, or all-reduces over T ranks are not known.
     """
+    return _device_costs(config, profile, tp)[0]
+
+
+def _device_costs(config: RunConfig, profile: Profile, tp: int) -> tuple[DeviceCosts, str | None]:
+    """device_costs, and from what the target's forwards were derived (None: they were not)."""
     batch = config.batch_size
     job = _resolved(config, "sd", tp, 1, replace(profile, memory_bytes=None))
     assert job.draft is not None, "a pair without a draft"
-    check_device(profile, job)
     target, draft = Shard(job.target, tp), Shard(job.draft)
+    profile = with_derived(profile, target, batch, job.options)
+    check_device(profile, job)
     verify = forwards(profile, target, _row_counts(batch, MOST_LOOKAHEAD + 1), batch, job.options)
     rows = _row_counts(batch, _MOST_BRANCHES)
     options = job.draft_options
-    return DeviceCosts(verify, forwards(profile, draft, rows, batch, options, EMULATED_ITEMSIZE))
+    drafts = forwards(profile, draft, rows, batch, options, EMULATED_ITEMSIZE)
+    known = profile.tables.forward(target.cost(1, batch, EMULATED_ITEMSIZE, job.options))
+    source = "" if known is None else known.source
+    return DeviceCosts(verify, drafts), source if source.startswith(DERIVED) else None
 
 
 def _row_counts(batch: int, most: int) -> list[int]:

@@ -26,11 +26,15 @@ MOST_LOOKAHEAD = 16
 
 @dataclass(frozen=True)
 class Placement:
-    """T target ranks and their forwards; num_drafts: the D that this machine has memory for."""
+    """T target ranks and their forwards; num_drafts: the D that this machine has memory for.
+
+    derived: from what the target's forwards were derived; None where they were not.
+    """
 
     tp: int
     device: DeviceCosts
     num_drafts: tuple[int, ...] = (0, 1)
+    derived: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ ROUGH = Space(  # of many sequences: a cell takes as long as the number of them 
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration and what is expected of it."""
+    """One configuration and what is expected of it; derived: as of its placement."""
 
     mode: str
     tp: int
@@ -102,6 +106,7 @@ class Choice:
     tok_per_s: float
     round_us: float
     hit_rate: float | None
+    derived: str | None = None
 
     @property
     def gpus(self) -> int:
@@ -158,6 +163,7 @@ class Group:
             tok_per_s=float(found.tok_per_s[index]),
             round_us=float(found.round_s[index]) * 1e6,
             hit_rate=float(found.hit_rate[index]) if self.fan_out[index] is not None else None,
+            derived=self.place.derived,
         )
 
 
@@ -165,7 +171,8 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
     """AR on T ranks."""
     found = expect_ar(batch, place.device, host)
     rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
-    return Choice("ar", place.tp, 0, batch, 0, None, "jit", 0, "finish", rate, round_us, None)
+    nothing = None, "jit", 0, "finish"
+    return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None, place.derived)
 
 
 def sd_groups(

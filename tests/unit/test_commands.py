@@ -244,12 +244,16 @@ def test_where_nothing_is_drafted_no_law_is_said(capfd: pytest.CaptureFixture[st
 
 
 def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
-    """Pair, T and fused products are the probe's where nothing else is said."""
+    """Pair and fused products are the probe's where nothing else is said; other T are derived."""
     assert main(["plan", EIGHT, "--gpus=4"]) == 0
     out, _ = capfd.readouterr()
-    found, (ranks, config) = json.loads(out.splitlines()[-1]), run_line(out)
-    assert {choice["tp"] for choice in found["by_method"]} == {1}
-    assert (ranks, config.pair, config.fuse) == (2, "8b/1b", True)
+    _, config = run_line(out)
+    assert (config.pair, config.fuse) == ("8b/1b", True)
+    for choice in json.loads(out.splitlines()[-1])["by_method"]:
+        told = choice["derived"]
+        assert told is None if choice["tp"] == 1 else told.startswith("derived from T=1")
+    assert main(["plan", EIGHT, "--gpus=1"]) == 0
+    found = json.loads(capfd.readouterr()[0].splitlines()[-1])
     same = said(capfd, "predict", EIGHT, "--mode=ar")
     assert same["tok_per_s"] == pytest.approx(found["by_method"][-1]["tok_per_s"])
     assert said(capfd, "predict", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80

@@ -1,0 +1,104 @@
+"""Forwards at a T that was not measured, derived from the same model's at a T that was.
+
+    derived(T) = kept + (measured(T') − kept − reduces(T')) · bytes(T) / bytes(T') + reduces(T)
+
+bytes: weights and KV that one rank reads. reduces: all all-reduces of a forward. kept: what T does
+not change, a launch and what each product loses by itself. T' is the measured number of ranks next
+to T. Against forwards of H200 that were measured at two T it is within 2% at one row
+(docs/profile.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from mpissd.backend.base import Cost
+from mpissd.backend.profile import Profile, known_profiles, load_profile
+from mpissd.backend.profile_tables import Curve, Forward
+from mpissd.errors import ConfigError
+from mpissd.model.shard import ForwardOptions, Shard
+
+DERIVED = "derived"  # how the source of such a forward begins
+_ITEMSIZE = 2  # bytes of a weight, and of an element that is reduced
+
+
+def with_derived(
+    profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
+) -> Profile:
+    """The profile with this forward derived, where it was measured at other T alone.
+
+    A profile of rates alone, one that has the forward, and one that has the model at no T stay as
+    they are. ConfigError: no all-reduce over T ranks is known.
+    """
+    forwards, key = profile.tables.forwards, shard.key(sequences, options)
+    near = None if key in forwards else _nearest(profile, shard, sequences, options)
+    if near is None:
+        return profile
+    found = derive(profile, near, shard, sequences, options)
+    return replace(profile, tables=replace(profile.tables, forwards={**forwards, key: found}))
+
+
+def derive(
+    profile: Profile, near: Shard, shard: Shard, sequences: int, options: ForwardOptions
+) -> Forward:
+    """The forward of `shard` at the row counts at which that of `near` was measured.
+
+    Its source begins with "derived" and says from what. ConfigError as with_derived.
+    """
+    measured = profile.tables.forward(near.cost(1, sequences, _ITEMSIZE, options))
+    assert measured is not None, near
+    reduces = _all_reduces_of(profile, shard.tp)
+    seconds = tuple(
+        _scaled(
+            profile,
+            reduces,
+            near.cost(rows, sequences, _ITEMSIZE, options),
+            shard.cost(rows, sequences, _ITEMSIZE, options),
+            taken,
+        )
+        for rows, taken in zip(measured.points, measured.seconds, strict=True)
+    )
+    source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
+    if shard.tp > 1:
+        source += f"; all-reduces of profile {reduces.name}: {reduces.sources['all_reduce']}"
+    return Forward(shard.num_params(options), Curve(measured.points, seconds, source))
+
+
+def _scaled(
+    profile: Profile, reduces: Profile, known: Cost, wanted: Cost, measured_s: float
+) -> float:
+    """The rule of this module, at one row count."""
+    alone = measured_s - _all_reduces_s(reduces, known)
+    kept = min(alone, known.num_products * profile.product_overhead_s + profile.launch_s)
+    share = (wanted.weight_bytes + wanted.kv_bytes) / (known.weight_bytes + known.kv_bytes)
+    return kept + (alone - kept) * share + _all_reduces_s(reduces, wanted)
+
+
+def _all_reduces_s(profile: Profile, cost: Cost) -> float:
+    return cost.num_all_reduces * profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
+
+
+def _nearest(
+    profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
+) -> Shard | None:
+    """The model on the measured number of ranks that is nearest to T by its ratio, if any."""
+    found = []
+    for tp in sorted({key.tp for key in profile.tables.forwards}):
+        try:
+            other = replace(shard, tp=tp)
+        except ConfigError:  # the model does not divide by it
+            continue
+        if profile.tables.forward(other.cost(1, sequences, _ITEMSIZE, options)) is not None:
+            found.append(other)
+    return min(found, key=lambda other: abs(math.log(other.tp / shard.tp)), default=None)
+
+
+def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
+    """Whose all-reduces count: the profile's own, else those of the one that comes along for the
+    same device."""
+    if ranks == 1 or profile.all_reduce_latency_s is not None:
+        return profile
+    others = (load_profile(name) for name in known_profiles())
+    alike = (other for other in others if other.device_name == profile.device_name)
+    return next((other for other in alike if other.all_reduce_latency_s), profile)
