@@ -227,7 +227,7 @@ def compare(config: CompareConfig) -> int:
     found = [_result(name, config.out) for name in (config.a, config.b)]
     (a, a_path), (b, b_path) = found
     rounds = {**load_rounds([a_path], [a]), **load_rounds([b_path], [b])}
-    pair = Pair.of(a, b, rounds)
+    pair = Pair.of(a, b, rounds, others=load_rows([a_path, b_path]))
     print(pair)
     print(json.dumps(pair.to_dict()))
     return 0

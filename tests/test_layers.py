@@ -35,6 +35,7 @@ LAYERS = {
     "mpissd.theory": 0,
     "mpissd.records": 0,
     "mpissd.compare": 0,
+    "mpissd.rates": 0,
     "mpissd.rows": 0,
     "mpissd.tape": 0,
     "mpissd.trace": 0,

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from mpissd import theory
-from mpissd.compare import FEWEST_ROUNDS, Comparison, Rate, compare_rates
+from mpissd.compare import Comparison, compare_rows
 from mpissd.errors import ConfigError
 from mpissd.presets import PAIRS
+from mpissd.rates import FEWEST_ROUNDS, Rounds
 from mpissd.rows import other_draft_device
-from mpissd.tables.load import Rounds, Row, forward_times, rate_of
+from mpissd.tables.load import Row, forward_times
 from mpissd.tables.report import ALPHA, REPORT, ReportRow
 
 Profiles = Mapping[str, Mapping[str, Any]]  # by run_id, as `run` writes them beside its rows
@@ -36,16 +37,9 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Achieved:
-    """tok/s of SD over tok/s of AR with its 95% interval; by the rounds, or by the rows alone."""
-
-    found: Comparison
-    from_rounds: bool
-
-
-@dataclass(frozen=True)
 class TableRow:
-    """One K: t_sd in units of t_target(K+1), t_draft in units of t_target(1), speedups over AR.
+    """One K: t_sd in units of t_target(K+1), t_draft in units of t_target(1), speedups over AR;
+    achieved: tok/s of SD over tok/s of AR.
 
     num_rows: SD rows at ALPHA. unstable: the median round of a row used drifted.
     """
@@ -56,7 +50,7 @@ class TableRow:
     r_k: Ratio | None = None
     r_k1: Ratio | None = None
     theory: float | None = None
-    achieved: Achieved | None = None
+    achieved: Comparison | None = None
     num_rows: int = 0
     unstable: bool = False
 
@@ -213,26 +207,13 @@ def _table_row(
     )
 
 
-def _achieved(sds: Sequence[Row], ars: Sequence[Row], rounds: AllRounds) -> Achieved | None:
-    """None where one side has no row of 20 rounds."""
-    sd, ar = _rate(sds, rounds), _rate(ars, rounds)
-    if sd is None or ar is None:
-        return None
-    return Achieved(compare_rates(ar, sd), sd.from_rounds and ar.from_rounds)
-
-
-def _rate(rows: Sequence[Row], rounds: AllRounds) -> Rate | None:
-    """The median over repeats, as sure as the least sure of them, since seeds may be equal."""
-    long_enough = [r for r in rows if r["tok_per_s"] and r["num_rounds"] >= FEWEST_ROUNDS]
-    rates = [rate_of(row, rounds.get(row["run_id"])) for row in long_enough]
-    if not rates:
-        return None
-    return Rate(
-        value=statistics.median(rate.value for rate in rates),
-        variance=max(rate.variance for rate in rates),
-        freedom=min(rate.freedom for rate in rates),
-        from_rounds=all(rate.from_rounds for rate in rates),
-    )
+def _achieved(sds: Sequence[Row], ars: Sequence[Row], rounds: AllRounds) -> Comparison | None:
+    """SD over AR; None where one side has no row of 20 rounds."""
+    sides = [
+        [r for r in rows if r["tok_per_s"] and r["num_rounds"] >= FEWEST_ROUNDS]
+        for rows in (ars, sds)
+    ]
+    return compare_rows(sides[0], sides[1], rounds) if all(sides) else None
 
 
 def _ratios(

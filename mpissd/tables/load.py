@@ -7,37 +7,18 @@ import json
 import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.compare import Rate
 from mpissd.errors import ConfigError
+from mpissd.rates import Rounds
 from mpissd.records import SCHEMA
 
 Row = Mapping[str, Any]
 Paths = Iterable[str | Path]
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """The measured rounds of a run, [n]: seconds, and tokens of all sequences."""
-
-    seconds: NDArray[np.float64]
-    tokens: NDArray[np.float64]
-
-
-def rate_of(row: Row, rounds: Rounds | None) -> Rate:
-    """The row's tok_per_s and how sure it is: by its rounds, or where they were not kept by what
-    the row says of them. ConfigError: fewer than 20 rounds, or a row that lacks what `run` writes.
-    """
-    told = Rate.of_row(row)
-    if rounds is None:
-        return told
-    return replace(Rate.of_rounds(rounds.seconds, rounds.tokens), value=told.value)
 
 
 def load_rows(paths: Paths) -> list[dict[str, Any]]:

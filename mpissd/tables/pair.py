@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpissd.compare import Comparison, compare_rates
+from mpissd.compare import FEW_SEEDS, Comparison, How, compare_rows
 from mpissd.errors import ConfigError
+from mpissd.rates import Rounds
 from mpissd.rows import draft_device
-from mpissd.tables.load import Rounds, Row, rate_of
+from mpissd.tables.load import Row
 
 _WIDTH = 100
+_HOW = {
+    How.SEEDS: "by pairs: {} seeds",
+    How.BLOCKS: "by pairs: blocks of the tokens that both emitted, one seed",
+    How.ROUNDS: "as independent runs, by their rounds",
+    How.ROWS: "rounds not kept: intervals from the rows' draws and percentiles, which don't see "
+    "what neighbouring rounds have in common",
+}
 # What decides which tokens are decoded, and how much work one is.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
@@ -29,33 +38,32 @@ _CHOSEN = (
 class Pair:
     """b against a, in tokens a second and in tokens a second and rank.
 
-    differ: what they were told differently, {key: (a's, b's)}. from_rounds: the intervals are of
-    the rounds of both; else at least one of them comes from a row alone (Rate.of_row).
+    differ: what they were told differently, {key: (a's, b's)}.
     """
 
     a: Row
     b: Row
     found: Comparison
     per_gpu: Comparison
-    from_rounds: bool
     differ: dict[str, tuple[Any, Any]]
 
     @classmethod
-    def of(cls, a: Row, b: Row, rounds: dict[str, Rounds]) -> Pair:
-        """Raises ConfigError where a comparison would mean nothing, or with under 20 rounds."""
+    def of(cls, a: Row, b: Row, rounds: Mapping[str, Rounds], others: Sequence[Row] = ()) -> Pair:
+        """others: rows among which the same two configurations under further seeds are looked for.
+
+        Raises ConfigError where a comparison would mean nothing, or with under 20 rounds.
+        """
         check_alike(a, b)
-        rates = [rate_of(row, rounds.get(str(row["run_id"]))) for row in (a, b)]
-        found = compare_rates(*rates)
+        sides = [siblings(row, others) for row in (a, b)]
+        for one in sides[0]:
+            for other in sides[1]:
+                if one.get("seed") == other.get("seed"):
+                    check_alike(one, other)
+        found = compare_rows(sides[0], sides[1], rounds)
+        if found.how is not How.SEEDS:  # of the two that were named
+            found = compare_rows([a], [b], rounds)
         share = a["world_size"] / b["world_size"]
-        scaled = (share * value for value in (found.speedup, found.low, found.high))
-        return cls(
-            a=a,
-            b=b,
-            found=found,
-            per_gpu=Comparison(*scaled),
-            from_rounds=all(rate.from_rounds for rate in rates),
-            differ=_differ(a, b),
-        )
+        return cls(a=a, b=b, found=found, per_gpu=found.scaled(share), differ=_differ(a, b))
 
     def __str__(self) -> str:
         """A few lines for a terminal."""
@@ -65,11 +73,9 @@ class Pair:
         lines.append(f"b over a: {self.found}")
         if self.a["world_size"] != self.b["world_size"]:
             lines.append(f"per GPU: {self.per_gpu}")
-        if not self.from_rounds:
-            lines.append(
-                "(rounds not kept: intervals from the rows' draws and percentiles, which don't see "
-                "what neighbouring rounds have in common)"
-            )
+        lines.append(f"({_HOW[self.found.how].format(self.found.num_seeds)})")
+        if self.found.is_real and not self.found.is_headline:
+            lines.append(f"({FEW_SEEDS})")
         for name, row in (("a", self.a), ("b", self.b)):
             if row.get("stable") is False:
                 lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
@@ -83,9 +89,24 @@ class Pair:
             "b": self.b["run_id"],
             **_told(self.found),
             "per_gpu": _told(self.per_gpu),
-            "from_rounds": self.from_rounds,
+            "from_rounds": self.found.how in (How.BLOCKS, How.ROUNDS),
+            "how": self.found.how.value,
+            "seeds": self.found.num_seeds,
+            "headline": self.found.is_headline,
             "differ": {key: list(values) for key, values in self.differ.items()},
         }
+
+
+def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
+    """The row, and those of the same configuration and length under any seed."""
+    own = _configuration(row)
+    return [row, *(o for o in others if o is not row and o != row and _configuration(o) == own)]
+
+
+def _configuration(row: Row) -> tuple[Any, ...]:
+    """All that a run was told but the seed, and where it ran."""
+    names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
+    return (*(row.get(name) for name in names if name != "seed"), draft_device(row))
 
 
 def check_alike(a: Row, b: Row) -> None:

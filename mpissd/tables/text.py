@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from mpissd.compare import How
 from mpissd.tables.compare import (
     AllRounds,
     Profiles,
@@ -32,10 +33,10 @@ T_SD      t_draft / t_target(K+1): K draft steps over the verification of K+1 ro
 T_draft   t_draft / t_target(1) = r(K+1)·T_SD
 r(M)      t_target(M) / t_target(1), M rows against one; ~ interpolated between measured widths
 theory    E / (r(K+1) + T_draft), with E = (1 − a^(K+1)) / (1 − a) tokens a round
-achieved  tok/s of SD over tok/s of AR, and its 95% interval from the rounds of both;
-          "no difference" where that holds 1
+achieved  tok/s of SD over tok/s of AR, and its 95% interval; "no difference" where that holds 1
 ach/th    achieved / theory
 E/(1+T)   the report's formula on its own T_SD; ratio: E/(1+T) over its printed theory
++         paired over 5 seeds or more of 400 rounds; without it: few seeds, which claim no speedup
 *         rounds were not kept: the interval is of the rows' draws and percentiles alone
 !         a row used is not stable: blocks of its rounds differ in their median
 {_NONE}         no row says it (an interval needs 20 rounds)
@@ -107,9 +108,9 @@ def _line(row: TableRow) -> str:
     achieved = relative = _NONE
     marks = "!" * row.unstable
     if row.achieved is not None:
-        found = row.achieved.found
+        found = row.achieved
         achieved = "no difference"
-        marks = "*" * (not row.achieved.from_rounds) + marks
+        marks = "+" * found.is_headline + "*" * (found.how is How.ROWS) + marks
         if found.is_real:
             achieved = f"{found.speedup:.2f} ({found.low:.2f}–{found.high:.2f})"
             relative = _number(found.speedup / row.theory if row.theory else None, 2)

@@ -33,13 +33,14 @@ sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # 
 from study import flags_of, rows_of, run_alone  # noqa: E402
 
 from mpissd.backend.profile import load_profile  # noqa: E402
-from mpissd.compare import Rate, compare_rates  # noqa: E402
+from mpissd.compare import compare_rates  # noqa: E402
 from mpissd.config import parse_flags  # noqa: E402
 from mpissd.predict.advisor import Advice, plan  # noqa: E402
 from mpissd.predict.costs import HostCosts  # noqa: E402
 from mpissd.predict.places import placements  # noqa: E402
 from mpissd.predict.search import Choice  # noqa: E402
-from mpissd.tables.load import Rounds, load_rounds, rate_of  # noqa: E402
+from mpissd.rates import Rate, Rounds, rate_of  # noqa: E402
+from mpissd.tables.load import load_rounds  # noqa: E402
 
 MACHINES = [  # device, pair, GPUs
     ("h100", "8b/1b", 2),
@@ -151,10 +152,8 @@ class Measured:
     def of(cls, choice: Choice, rows: list[dict], rounds: dict[str, Rounds]) -> Measured:
         """From the runs of one choice."""
         rates = [rate_of(row, rounds.get(row["run_id"])) for row in rows]
-        value = statistics.median(rate.value for rate in rates)
-        variance, freedom = max(r.variance for r in rates), min(r.freedom for r in rates)
         luck = statistics.median(1 + row["sampling_error"] for row in rows)
-        return cls(choice, Rate(value, variance, freedom), luck)
+        return cls(choice, Rate.of_repeats(rates), luck)
 
     @property
     def expected(self) -> float:

@@ -23,8 +23,9 @@ sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # 
 
 from study import LOCAL, flags_of, rows_of  # noqa: E402
 
-from mpissd.compare import compare_rates  # noqa: E402
-from mpissd.tables.load import Rounds, load_rounds, rate_of  # noqa: E402
+from mpissd.compare import compare_rows  # noqa: E402
+from mpissd.rates import Rounds  # noqa: E402
+from mpissd.tables.load import load_rounds  # noqa: E402
 
 ROUNDS = 60
 MACHINES = [  # device, pair, T
@@ -137,8 +138,7 @@ def signs(rows: list[dict], rounds: dict[str, Rounds]) -> tuple[int, int, int]:
         if len(cell) < 2:
             continue
         sd, ssd = cell["sd"], cell["ssd"]
-        rates = [rate_of(row, rounds.get(row["run_id"])) for row in (sd, ssd)]
-        measured = compare_rates(*rates)
+        measured = compare_rows([sd], [ssd], rounds)
         if not measured.is_real:
             skipped += 1
             continue

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from mpissd import theory
-from mpissd.compare import compare
+from mpissd.compare import How, compare_rates
 from mpissd.config import parse_flags
+from mpissd.rates import Rate, Rounds
 from mpissd.tables import render
 from mpissd.tables.compare import Table, TableRow, make_tables
-from mpissd.tables.load import Rounds
 from mpissd.tables.report import REPORT
 from tests.unit.tables_model import (
     LOOKAHEADS,
@@ -89,7 +89,7 @@ def test_a_known_model_is_found_again(pair: str) -> None:
             assert row.r_k.value == pytest.approx(ratio(pair, k))
         known = theory.expected_tokens(0.9, k) / (ratio(pair, k + 1) + draft / t_target(pair, 1))
         assert row.theory == pytest.approx(known)
-        assert row.achieved and row.achieved.found.speedup == pytest.approx(known)
+        assert row.achieved and row.achieved.speedup == pytest.approx(known)
         assert row.num_rows == 1 and not row.unstable
 
 
@@ -120,8 +120,8 @@ def test_without_rounds_the_interval_is_that_of_the_drawn_lengths() -> None:
     shown = sd("8b/1b", 2, accept_histogram=histogram, num_rounds=100)
     rows = [ar("8b/1b"), shown]
     row = line(table(rows), 2)
-    assert row.achieved and not row.achieved.from_rounds
-    found = row.achieved.found
+    assert row.achieved and row.achieved.how is How.ROWS
+    found = row.achieved
     relative = math.log(found.high / found.speedup)
     assert relative == pytest.approx(1.984 * (0.84 / 100) ** 0.5 / 2.4, rel=1e-3)  # t of 99
     assert found.low * found.high == pytest.approx(found.speedup**2)
@@ -141,12 +141,12 @@ def test_with_rounds_the_interval_is_theirs() -> None:
     rounds = {row["run_id"]: kept(row, 0.1, seed) for seed, row in enumerate([first, second])}
     (found,) = [t for t in make_tables([first, second], {}, rounds) if t.pair == "8b/1b"]
     row = line(found, 2)
-    pair = rounds[first["run_id"]], rounds[second["run_id"]]
-    known = compare(*(r.seconds for r in pair), *(r.tokens for r in pair))
-    assert row.achieved and row.achieved.from_rounds
-    assert row.achieved.found.speedup == pytest.approx(second["tok_per_s"] / first["tok_per_s"])
+    pair = [rounds[r["run_id"]] for r in (first, second)]
+    known = compare_rates(*(Rate.of_rounds(r.seconds, r.tokens) for r in pair))
+    assert row.achieved and row.achieved.how is How.ROUNDS
+    assert row.achieved.speedup == pytest.approx(second["tok_per_s"] / first["tok_per_s"])
     for end in ("low", "high"):
-        relative = getattr(row.achieved.found, end) / row.achieved.found.speedup
+        relative = getattr(row.achieved, end) / row.achieved.speedup
         assert relative == pytest.approx(getattr(known, end) / known.speedup, rel=1e-9)
     text = render([first, second], {}, rounds)
     assert re.search(r"^  2 .*\) +\d\.\d\d  \|", text, re.M)
@@ -173,7 +173,7 @@ def test_repeats_count_by_their_median_and_a_drift_is_marked() -> None:
     drifting = sd("8b/1b", 4, stable=False)
     found = table([ar("8b/1b"), *repeats, drifting])
     row = line(found, 2)
-    assert row.achieved and row.achieved.found.speedup == pytest.approx(110 * T1_S["8b/1b"])
+    assert row.achieved and row.achieved.speedup == pytest.approx(110 * T1_S["8b/1b"])
     assert row.num_rows == 3 and not row.unstable and line(found, 4).unstable
     assert re.search(r"^  4 .*\*!\|", render([ar("8b/1b"), drifting]), re.M)
 
