@@ -8,25 +8,27 @@ from typing import Any
 
 import pytest
 
+from tests.needs import lack
+
 
 def why_no_gpu() -> str | None:
-    """Why these tests cannot run here, or None."""
+    """Name what these tests need and this machine lacks, or None."""
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed"
+        return "CuPy"
     import cupy
 
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no usable GPU: {error}"
-    return None if count else "no GPU"
+        return f"a usable GPU ({error})"
+    return None if count else "a GPU"
 
 
 @pytest.fixture(scope="module")
 def gpu() -> None:
     """Skips where there is no GPU."""
-    if reason := why_no_gpu():
-        pytest.skip(reason)
+    if what := why_no_gpu():
+        lack(what)
 
 
 @pytest.fixture(scope="module")

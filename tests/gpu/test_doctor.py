@@ -15,6 +15,7 @@ import pytest
 
 from mpissd.doctor.host import read_cuda, read_host
 from mpissd.doctor.smi import read_gpus, read_links
+from tests.needs import lack
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
@@ -68,7 +69,7 @@ def test_a_rank_without_a_gpu() -> None:
 def test_links_are_read() -> None:
     gpus, _ = read_gpus()
     if len(gpus) < 2:
-        pytest.skip("one GPU")
+        lack("two GPUs")
     links = read_links()
     assert set(links) == {f"GPU{gpu.index}" for gpu in gpus}
     assert read_host(None).links == links
@@ -86,7 +87,7 @@ def test_the_default_run() -> None:
 
 def test_two_target_ranks_of_one_host() -> None:
     if num_gpus() < 2:
-        pytest.skip("one GPU")
+        lack("two GPUs")
     code, table = doctor("--tp=2", "--mode=ar", "--pair=8b/1b")
     assert code == 0, table
     assert line(table, "all-reduce").startswith("ok")
@@ -116,7 +117,7 @@ def test_one_visible_gpu_for_two_ranks() -> None:
 def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     """The second rank counts the GPUs backwards, so its local rank 1 is GPU 0."""
     if num_gpus() < 2:
-        pytest.skip("one GPU")
+        lack("two GPUs")
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "rank = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))\n"

@@ -15,6 +15,7 @@ from mpissd.model.stepper import Stepper
 from mpissd.presets import resolve_model
 from mpissd.wait import Waiter
 from tests.gpu.agreement import relative_error, tolerance
+from tests.needs import lack
 
 pytestmark = pytest.mark.gpu
 NO_COST = Cost(1, 0, 0, 0, 0, 0, 0, 1)
@@ -110,7 +111,7 @@ def test_a_graph_replays_what_eager_runs(gpu: None) -> None:
     options = ForwardOptions(lm_head=True, top_k=3)
     graph, eager = (CupyBackend(0, graph=flag) for flag in (True, False))
     if not graph.capture:
-        pytest.skip(f"no capture: {graph.no_capture_reason}")
+        lack(f"graphs ({graph.no_capture_reason})")
     models = [stepper(b, "toy-target", options, [8]) for b in (graph, eager)]
     for seed in range(3):  # other tokens every time: a graph that had captured them would differ
         first, second = (forward(model, 8, seed) for model in models)
@@ -141,7 +142,7 @@ def test_a_body_that_fails_leaves_the_stream_usable(backend: Any) -> None:
 
     with pytest.raises(ZeroDivisionError):
         if not backend.capture:
-            pytest.skip("no capture")
+            lack("graphs")
         backend.program(body, NO_COST)
     program = backend.program(backend.read(4096), NO_COST)
     program.launch()

@@ -15,6 +15,7 @@ from mpissd.comm.group import SoloGroup
 from mpissd.errors import ConfigError, FaultError
 from mpissd.wait import Waiter
 from tests.gpu.agreement import relative_error, tolerance
+from tests.needs import lack
 
 pytestmark = pytest.mark.gpu
 ORACLE = NumpyBackend()
@@ -90,7 +91,7 @@ def test_products_of_column_views_and_fused_parts(backend: Any, rows: int, start
 def packing(backend: Any) -> Iterator[Any]:
     """The backend, chaining its products."""
     if backend.no_chain_reason:
-        pytest.skip(f"no chains: {backend.no_chain_reason}")
+        lack(f"a GPU that runs chains ({backend.no_chain_reason})")
     backend.plan_rows(32)
     yield backend
     backend.plan_rows(None)
@@ -210,7 +211,8 @@ def test_the_peak_of_a_full_device_is_unknown(
 @pytest.mark.parametrize("capturable", [True, False])
 def test_a_chain_takes_as_long_as_its_links(backend: Any, capturable: bool) -> None:
     """All-reduces that each read 256 MB: as long as the measured bandwidth says, within a half."""
-    calibrate = pytest.importorskip("mpissd.bench.calibrate")
+    from mpissd.bench import calibrate
+
     size, count = 1 << 28, 8
     read = backend.read(size)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import lack
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests/gpu/mpi_shard_check.py"
 
@@ -17,11 +19,10 @@ SCRIPT = "tests/gpu/mpi_shard_check.py"
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend, choices", [("host", "staged,device,auto"), ("numpy", "auto")])
 def test_two_ranks_give_what_one_gives(backend: str, choices: str) -> None:
-    pytest.importorskip("mpi4py")
     mpirun = Path(sys.executable).with_name("mpirun")
     launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
     if launcher is None:
-        pytest.skip("no mpirun")
+        lack("an mpirun")
     options = [f"--backend={backend}", f"--all_reduce={choices}", "--models=toy-draft"]
     settings = {
         "PYTHONPATH": str(ROOT),

@@ -18,6 +18,7 @@ from mpissd.records import RoundRecords
 from mpissd.rounds import Outcome, Request, Speculation
 from mpissd.trace import LeadPhase
 from tests.loop.harness import Rig, Scenario
+from tests.needs import needs_linux
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_GROWTH = 1 << 20  # bytes, of all rounds behind the first tenth
@@ -120,7 +121,7 @@ def told(rig: Rig, records: RoundRecords, lead: Any, digest: int) -> dict[str, A
     }
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@needs_linux
 @pytest.mark.parametrize("num_rounds", [30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_memory_stays_flat_and_the_clock_true(num_rounds: int) -> None:
     """In a process of its own: what other tests left behind would blur it."""

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.needs import needs
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0  # of a job; an idle machine needs two seconds
 
@@ -39,7 +41,7 @@ def mpirun_missing() -> bool:
 
 needs_mpi = [
     pytest.mark.mpi,
-    pytest.mark.skipif(mpirun_missing(), reason="there is no mpirun"),
+    needs("an mpirun", not mpirun_missing()),
 ]
 
 

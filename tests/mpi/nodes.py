@@ -7,13 +7,14 @@ alone. mpirun starts its daemon there by an agent that does what ssh would. Need
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.needs import missing
 
 AGENT = """#!/bin/sh
 # [options] HOST COMMAND…
@@ -29,19 +30,19 @@ exec ip netns exec "$name" unshare --uts --mount --ipc sh -c '
 
 
 def why_not() -> str | None:
-    """Why there can be no such hosts here; None where there can."""
+    """Name what such hosts need and this machine lacks; None where nothing is."""
     if os.geteuid() != 0:
-        return "only root may make network namespaces"
-    if not (shutil.which("ip") and shutil.which("unshare")):
-        return "needs ip (iproute2) and unshare"
+        return "root, for network namespaces"
+    if programs := missing("ip", "unshare"):
+        return programs
     name = f"mpissd{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode:
-        return f"no network namespaces: {made.stderr.strip()}"
+        return f"network namespaces ({made.stderr.strip()})"
     run = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "--ipc", "true"]
     tried = subprocess.run(run, capture_output=True, text=True)
     subprocess.run(["ip", "netns", "delete", name], check=True)
-    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
+    return f"namespaces ({tried.stderr.strip()})" if tried.returncode else None
 
 
 class Hosts:

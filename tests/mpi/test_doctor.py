@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.harness import Started, needs_mpi
+from tests.needs import lack, needs_root
 
 pytestmark = needs_mpi
 
@@ -144,8 +145,18 @@ def test_no_mpi4py(tmp_path: Path) -> None:
     assert run(2, *TOY, f"--out={tmp_path}", env=env) != 0
 
 
+def open_mpi() -> str:
+    """The file of the Open MPI library that jobs load here, as the doctor names it."""
+    found = re.search(r"Open MPI v\S+ (/\S+)", doctor(*FAST, "--mode=ar").out)
+    return found[1] if found else lack("Open MPI's library")
+
+
 def test_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
-    env = {"MPIRUN": program(tmp_path, "mpirun", OTHER_MPIRUN)}
+    """The library is told: beside this mpirun there is none, and elsewhere any or none."""
+    env = {
+        "MPIRUN": program(tmp_path, "mpirun", OTHER_MPIRUN),
+        "MPI4PY_LIBMPI": open_mpi(),
+    }
     told = doctor(*FAST, env=env)
     assert told.code == 2
     told.line("MPI library", "BAD")
@@ -165,7 +176,7 @@ def test_a_launcher_that_lies() -> None:
     assert "started 4 processes, but MPI sees 1 rank" in told.line("launcher", "BAD")
 
 
-@pytest.mark.parametrize("which", ["read-only", "a file in it"])
+@pytest.mark.parametrize("which", [pytest.param("read-only", marks=needs_root), "a file in it"])
 def test_a_folder_that_only_a_write_finds_wrong(which: str, tmp_path: Path) -> None:
     out = Path("/proc/mpissd") if which == "read-only" else tmp_path
     if which == "a file in it":
@@ -226,7 +237,7 @@ def test_what_cupy_tells_of_gpus(tmp_path: Path) -> None:
 def test_too_few_slots() -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
-        pytest.skip("Open MPI's options, and no Open MPI beside Python")
+        lack("Open MPI beside Python")
     env = {
         "MPIRUN": f"{mpirun} --host localhost:1",
         "PRTE_MCA_rmaps_default_mapping_policy": "slot",

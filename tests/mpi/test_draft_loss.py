@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from mpissd.gates import violations
 from tests.mpi.harness import DIRECT, Job, Started, launch, needs_mpi
+from tests.needs import lack
 
 pytestmark = needs_mpi
 
@@ -34,7 +34,7 @@ def struck(tmp_path: Path, strike: str, *flags: str) -> Job:
 
 def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
     if not is_open_mpi_5():
-        pytest.skip("survivors are kept by Open MPI 5 alone")
+        lack("Open MPI 5: it alone keeps survivors")
     done = struck(tmp_path, "2 kill growth 1500", "--on_draft_loss=ar")
     row, arrays = done.row, done.arrays
     assert len(done.lines) == 1 and done.lines[0].startswith("mpissd: rank 2 (")

@@ -15,11 +15,12 @@ import pytest
 
 from tests.mpi.harness import DIRECT, Job, Started, launch, needs_mpi, start
 from tests.mpi.nodes import Hosts, two_hosts, why_not
+from tests.needs import needs
 
 pytestmark = needs_mpi
 OnOneHost = Callable[[str], dict[str, Any]]
-REASON = why_not()
-on_two_hosts = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+LACK = why_not()
+on_two_hosts = needs(LACK or "", not LACK)
 
 SHAPES = [
     "--target=gen:layers=2,hidden=128,ffn=256,heads=4,vocab=512",

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.mpi.harness import DIRECT, Job, Started, needs_mpi
+from tests.needs import needs_linux
 
 pytestmark = [
     *needs_mpi,
-    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc"),
+    needs_linux,
 ]
 FLAGS = "--mode=ssd --pair=toy --backend=emulated --device=null --progress=off".split()
 MOST_GROWTH = 1 << 20

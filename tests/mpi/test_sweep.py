@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.mpi.harness import Job, Started, launch, needs_mpi, start
+from tests.needs import needs_linux
 
 pytestmark = needs_mpi
 
@@ -207,7 +208,7 @@ def resident(pid: int) -> float:
     return int(fields[0]) / 1e3
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@needs_linux
 def test_memory_does_not_grow_with_the_number_of_configurations(tmp_path: Path) -> None:
     grid = "mode=ar,sd,ssd; lookahead=2,4; alpha=.6,.8; batch_size=1,2"
     told = [f"--grid={grid}", *NULL, "--repeats=12", f"--out={tmp_path}"]

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.needs import lack
 from tests.slurm.sandbox import Sandbox, why_not
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Sandbox]:
-    if reason := why_not():
-        pytest.skip(reason)
+    if what := why_not():
+        lack(what)
     with Sandbox() as sandbox:
         yield sandbox
     assert sandbox.left == []

@@ -61,16 +61,16 @@ Name=gpu Type=h100-80 File={folder}/dev/gpu[8-15]
 
 
 def why_not() -> str:
-    """Why there can be no sandbox here; empty where there can."""
+    """Name what a sandbox needs and this machine lacks; empty where nothing is."""
     if missing := [name for name in PROGRAMS if which(name) is None]:
-        return f"there is no {', no '.join(missing)}"
+        return ", ".join(missing)
     if os.geteuid() != 0:
-        return "a Slurm of one's own needs root"
+        return "root, for a Slurm of its own"
     with tempfile.TemporaryDirectory() as folder:
         try:
             os.mknod(Path(folder, "gpu"), stat.S_IFCHR | 0o666, NULL_DEVICE)
         except OSError as error:
-            return f"no fake GPU can be made: {error.strerror}"
+            return f"device files, for fake GPUs ({error.strerror})"
     return ""
 
 

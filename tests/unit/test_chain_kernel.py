@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from mpissd.backend import chain_plan
 from mpissd.backend.chain_plan import GEOMETRIES, Geometry, Multiplication, Operand
 from tests.gpu.agreement import relative_error, tolerance
+from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, GRID, DONE_COUNTS = 4, 2, 8
@@ -34,7 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
     """The emulated kernels for so many row tiles; a small ring, so that all of it is reused."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        lack("a C++ compiler")
     folder, built = tmp_path_factory.mktemp("kernels"), {}
 
     def build(row_tiles: int) -> Any:
@@ -51,7 +52,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
                 text=True,
             )
             if "_Float16" in done.stderr:
-                pytest.skip("the C++ compiler knows no _Float16")
+                lack("a C++ compiler with _Float16")
             assert done.returncode == 0, done.stderr
             built[row_tiles] = ctypes.CDLL(str(path))
             assert built[row_tiles].chain_bytes() == geometry.shared_bytes

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mpissd.bench.claims import Claims
+from tests.needs import needs_linux
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open files are Linux'")
+pytestmark = needs_linux
 CLAIM = (
     "import sys, pathlib; from mpissd.bench.claims import Claims;"
     "claims = Claims(pathlib.Path(sys.argv[1]));"

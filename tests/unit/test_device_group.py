@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("mpi4py")
 from mpissd.comm.device_group import Seat, choose, shared_gpu, unique_id
 from mpissd.comm.device_mpi import claims_cuda, scrubbed, trial
 from mpissd.errors import ConfigError

@@ -26,6 +26,7 @@ from mpissd.doctor.launcher import (
 )
 from mpissd.doctor.ranks import Seen
 from mpissd.doctor.trial import MARK, flags, read
+from tests.needs import needs_linux
 
 SEEN = Seen([RankFacts(0, "h", 1, "p", "3.12", "0.1.0", "/m")], [], SessionFacts(error="x"))
 
@@ -118,7 +119,7 @@ def test_free_space_where_nothing_is_yet(tmp_path: Path) -> None:
     assert found is not None and found > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc, process_vm_readv")
+@needs_linux
 def test_memory_of_another_process() -> None:
     program = (
         "import ctypes, os, sys\n"
@@ -136,7 +137,7 @@ def test_memory_of_another_process() -> None:
     assert peek(os.getpid(), ctypes.addressof(mine), 3) in (b"own", None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/maps")
+@needs_linux
 def test_threads_of_the_blas_that_is_loaded() -> None:
     program = "import numpy; from mpissd.doctor.host import blas_threads as b; print(b())"
     told = []

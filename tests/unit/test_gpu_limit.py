@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.needs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURE = "h200-limit/measure.sh"
@@ -86,9 +88,8 @@ def test_what_fails_is_said_and_the_others_go_on(box: Path) -> None:
     assert done.returncode == 1 and done.stdout.count("FAILED: np=1 --mode=ar") == 2
 
 
+@needs("an environment without CuPy", find_spec("cupy") is None)
 def test_without_a_gpu_it_says_so_and_ends_2(box: Path) -> None:
-    if importlib.util.find_spec("cupy") is not None:
-        pytest.skip("CuPy is installed")
     done = call(box, "make", "bench-gpu", f"PYTHON={sys.executable}", "OUT=out")
     assert done.returncode == 2 and done.stdout == "" and not (box / "out").exists()
     assert re.search(r"^bench-gpu: nothing to measure: .*cupy", done.stderr, re.M)

@@ -10,13 +10,11 @@ import pytest
 
 from mpissd.backend.emulated_backend import EmulatedBackend
 from mpissd.backend.profile import load_profile
+from mpissd.bench import calibrate, calibrations, models
 from mpissd.comm.group import SoloGroup
 from mpissd.comm.topology import Refused
 from mpissd.config import RunConfig
 from mpissd.job import Job, resolve
-
-models = pytest.importorskip("mpissd.bench.models")
-calibrations = pytest.importorskip("mpissd.bench.calibrations")
 
 WORLD = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
 LEAD = SimpleNamespace(world=WORLD, group=WORLD, is_draft=False, is_lead=True)
@@ -154,8 +152,6 @@ def test_a_measurement_is_made_once_and_knows_its_age() -> None:
 
 
 def test_costs_are_shared_by_what_differs_in_its_draws_alone() -> None:
-    calibrate = pytest.importorskip("mpissd.bench.calibrate")
-
     def keys(mode: str = "ssd", **flags: Any) -> tuple[Any, Any]:
         found = job(mode, **flags)
         grown = calibrate._key(found, ()), found.fan_outs

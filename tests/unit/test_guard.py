@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from uuid import uuid4
 import pytest
 
 from mpissd.watch import guard, process
+from tests.needs import missing, needs, needs_linux
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the warden reads /proc")
+pytestmark = needs_linux
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, sys, time
@@ -108,10 +108,7 @@ def test_nobody_is_watched_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatc
 ALONE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
-@pytest.mark.skipif(
-    not shutil.which("unshare") or bool(subprocess.run([*ALONE, "true"]).returncode),
-    reason="no PID namespaces here",
-)
+@needs("PID namespaces", not missing("unshare") and not subprocess.run([*ALONE, "true"]).returncode)
 def test_a_rank_in_a_container_of_its_own_is_not_taken_for_dead() -> None:
     """The other's warden cannot see its process."""
     then = "time.sleep(1.5); guard.leave(0); guard.stage(Stage.DONE); os._exit(0)"

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
+from mpissd.bench import host_costs
 from mpissd.decode.draft import Drafter
 from mpissd.trace import DraftPhase, LeadPhase
 from mpissd.wait import Waiter
-
-host_costs = pytest.importorskip("mpissd.bench.host_costs")
 
 N = 9
 PATIENT = Waiter(60.0, spin=False, spin_s=200e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from mpissd.bench.output import check_output, make_output
 from mpissd.errors import ConfigError
+from tests.needs import IS_ROOT, needs
 
 JUDGES = [check_output, make_output]
 
@@ -48,7 +48,7 @@ def test_a_name_too_long(judge: Callable[[str], None], tmp_path: Path) -> None:
         judge(str(tmp_path / ("n" * 300)))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@needs("another user than root", not IS_ROOT)
 @pytest.mark.parametrize("mode", [0o500, 0o000])
 def test_a_folder_of_somebody_else(mode: int, tmp_path: Path) -> None:
     locked = tmp_path / "locked"

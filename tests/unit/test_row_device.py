@@ -13,14 +13,12 @@ from mpissd.backend.base import Cost
 from mpissd.backend.emulated_backend import EmulatedBackend
 from mpissd.backend.numpy_backend import NumpyBackend
 from mpissd.backend.profile import Profile, load_profile
+from mpissd.bench import calibrate, row_times
 from mpissd.comm.group import Group, SoloGroup
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.model.stepper import Stepper
 from mpissd.presets import resolve_model
 from mpissd.wait import Waiter
-
-calibrate = pytest.importorskip("mpissd.bench.calibrate")
-row_times = pytest.importorskip("mpissd.bench.row_times")
 
 WAITER = Waiter(30.0, spin=False)
 

@@ -10,12 +10,11 @@ import pytest
 
 from mpissd.backend.emulated_backend import EmulatedBackend
 from mpissd.backend.profile import load_profile
+from mpissd.bench import row_times
 from mpissd.config import RunConfig
 from mpissd.job import resolve
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.presets import resolve_model
-
-row_times = pytest.importorskip("mpissd.bench.row_times")
 
 
 def floor(device: str, batch: int, **numbers: Any) -> tuple[dict[str, Any], float | None, Any]:

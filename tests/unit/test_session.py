@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mpissd.backend.base import DeviceInfo
-
-session = pytest.importorskip("mpissd.bench.session")
+from mpissd.bench import session
 
 
 def cpu(size: int | None) -> DeviceInfo:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import missing, needs
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
 
@@ -211,7 +213,7 @@ def test_interrupted_installation_starts_over(machine: Machine) -> None:
     assert machine.installed() == [".[mpi]", ".[mpi]"]
 
 
-@pytest.mark.skipif(not shutil.which("flock"), reason="no flock on this machine")
+@needs("flock", not missing("flock"))
 def test_two_at_once_install_once(machine: Machine) -> None:
     both = [machine.start(FAKE_PIP="sleep 0.5") for _ in range(2)]
     for process in both:

@@ -12,6 +12,7 @@ import pytest
 
 from mpissd.errors import ConfigError
 from mpissd.slurm import Request, minutes, read_header, shown
+from tests.needs import missing, needs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("slurm", "array", "bridges2_shared", "bridges2_8gpu", "bridges2_h100")
@@ -224,16 +225,14 @@ def test_some_shards_of_an_array_are_among_them() -> None:
     assert done.stderr == "submit: ARRAY=2,5: SHARDS=5: allowed: 0 to 4\n"
 
 
+@needs("shellcheck", not missing("shellcheck"))
 def test_shellcheck_finds_nothing_wrong() -> None:
-    try:
-        done = subprocess.run(
-            ["shellcheck", "--severity=warning", "-x", "-P", "SCRIPTDIR", *scripts()],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no shellcheck")
+    done = subprocess.run(
+        ["shellcheck", "--severity=warning", "-x", "-P", "SCRIPTDIR", *scripts()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout
 
 

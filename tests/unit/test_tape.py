@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mpissd import tape as module
 from mpissd.tape import LAST, SPILL_ROUNDS, Tape
 from mpissd.trace import LeadPhase, Ledger
+from tests.needs import needs_linux
 
 Steps = st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=60)
 
@@ -56,7 +57,7 @@ def test_memory_holds_what_was_not_spilled_and_no_more() -> None:
     assert (tape.read() == np.arange(5000)).all()
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+@needs_linux
 def test_the_file_has_no_name_and_goes_with_the_tape(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with mock.patch("tempfile.tempdir", str(tmp_path)):

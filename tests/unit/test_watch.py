@@ -18,8 +18,9 @@ from mpissd.watch.page import DOING, OWN, SIZE, STAGE, WAITING, Doing, Stage, wo
 from mpissd.watch.peer import Peer
 from mpissd.watch.verdict import Host
 from mpissd.watch.warden import Warden
+from tests.needs import needs_linux
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the warden reads /proc")
+pytestmark = needs_linux
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 DEADLINE_S = 10.0
 

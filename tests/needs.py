@@ -1,0 +1,40 @@
+"""What a test needs beyond what set-up brings: it says so here, and is skipped by name without it.
+
+Set-up brings the packages of setup.cfg and an mpirun, to a Linux with Python, make and git, and
+to any user. A compiler, a GPU, Slurm, iproute2 or root is more than that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import NoReturn
+
+import pytest
+
+LINUX = sys.platform == "linux"
+IS_ROOT = os.geteuid() == 0
+
+
+def missing(*programs: str) -> str:
+    """Name the programs that are not on PATH, comma-separated; "" where all are."""
+    return ", ".join(name for name in programs if shutil.which(name) is None)
+
+
+def needs(what: str, there: object) -> pytest.MarkDecorator:
+    """Mark tests that are skipped, by the name of what they need, unless it is there."""
+    return pytest.mark.skipif(not there, reason=_reason(what))
+
+
+def lack(what: str) -> NoReturn:
+    """Skip the test or fixture that asks, by the name of what it needs and has not found."""
+    pytest.skip(_reason(what))
+
+
+def _reason(what: str) -> str:
+    return f"needs {what}: more than set-up brings"
+
+
+needs_linux = needs("Linux and its /proc", LINUX)
+needs_root = needs("root", IS_ROOT)
