@@ -94,6 +94,7 @@ class PlanConfig:
     p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence")
     hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r")
     hit_r: float | None = flag(None, number(0), "r of the hit law")
+    hit_law: str | None = flag(None, words, "a hit law by its text or name, as in run")
     batch_size: int = flag(1, integer(1), "sequences b")
     fuse: bool = flag(False, switch, "q,k,v as one product, and gate,up as one")
     lm_head: bool = flag(False, switch, "with the vocabulary product")

@@ -26,7 +26,8 @@ from mpissd.predict.search import Choice, cut_law
 from mpissd.predict.why import gaps
 from mpissd.tables import Pair, is_usable, load_profiles, load_rounds, load_rows, render
 
-_ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), ("p_hit", "hit_a", "hit_r")
+_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+_ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
 
 
 def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -173,7 +174,6 @@ def _command(run: RunConfig, choice: Choice) -> str:
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
 
 
-_HITS = ("p_hit", "hit_a", "hit_r")
 _FORWARD = ("batch_size", "fuse", "lm_head", "context")
 
 

@@ -19,7 +19,7 @@ from mpissd.schedules import SCHEDULES, is_tail
 _MOST_DRAFTS = 4
 DEFAULT_VOCAB = 64
 DEFAULT_ACCEPTANCE_FAST = "alpha:0.3"
-_LAWS = ("alpha", "acceptance", "p_hit", "hit_a", "hit_r")  # of the gemm workload alone
+_LAWS = ("alpha", "acceptance", "p_hit", "hit_a", "hit_r", "hit_law")  # of the gemm workload alone
 _MODELS = (  # of the markov workload alone
     "temperature",
     "vocab",
@@ -76,6 +76,9 @@ class RunConfig:
     p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence (ssd)")
     hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r (ssd)")
     hit_r: float | None = flag(None, number(0), "r of the hit law")
+    hit_law: str | None = flag(
+        None, words, "power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat"
+    )
     batch_size: int = flag(1, integer(1, 4096), "sequences b")
     rounds: int | None = flag(None, integer(1), "measured rounds (default 200 without num_tokens)")
     num_tokens: int | None = flag(
@@ -237,8 +240,9 @@ class RunConfig:
     def digest(self) -> str:
         """Names the configuration: equal for equal flags, whatever their order."""
         told = {k: v for k, v in dataclasses.asdict(self).items() if k not in _NOT_MEASURED}
-        if self.draft_device is None:  # rows from before there was this flag keep their digests
-            del told["draft_device"]
+        for name in ("draft_device", "hit_law"):  # rows from before these flags keep their digests
+            if told[name] is None:
+                del told[name]
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -104,11 +104,22 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float) -> float:
 
 
 def miss_probability(
-    weights: Sequence[float], fan_out: Sequence[float], hit_a: Sequence[float], hit_r: float
+    weights: Sequence[float],
+    fan_out: Sequence[float],
+    hit_a: Sequence[float],
+    hit_r: float | Sequence[float],
 ) -> float:
-    """Σ_k w_k·miss_k(F_k); weights = accept_probabilities(...), all sequences K+1 long."""
-    rows = zip(weights, fan_out, hit_a, strict=True)
-    return math.fsum(w * power_law_miss(f, a, hit_r) for w, f, a in rows)
+    """Σ_k w_k·miss_k(F_k); weights = accept_probabilities(...), all sequences K+1 long.
+
+    hit_r: one for every k, or K+1 of them.
+    """
+    rows = zip(weights, fan_out, hit_a, each_k(hit_r, len(weights)), strict=True)
+    return math.fsum(w * power_law_miss(f, a, r) for w, f, a, r in rows)
+
+
+def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
+    """`width` numbers: the one that all k share, or those that there are."""
+    return [value] * width if isinstance(value, (int, float)) else value
 
 
 def power_fan_out(

@@ -23,7 +23,8 @@ def _block(seed: int, purpose: Purpose, sequence: int, number: int) -> list[floa
 class Law:
     """Y(s,p), the draft's x(s,p,i,source) and the rank of the bonus token.
 
-    hazards: a_1 … a_K by source. p_hit imposes hits, else miss(F) = min(1, A·F^-r).
+    hazards: a_1 … a_K by source. p_hit imposes hits, else miss(F) = min(1, A·F^-r), with an A and r
+    of its own where all served tokens were accepted, if `end` has them.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Law:
         p_hit: float | None = None,
         hit_a: float = 0.75,
         hit_r: float = 1.0,
+        end: tuple[float, float] | None = None,
     ) -> None:
         self.seed, self.vocab, self.hazards = seed, vocab, hazards
-        self.fan_out, self.p_hit, self.hit_a, self.hit_r = fan_out, p_hit, hit_a, hit_r
+        self.fan_out, self.p_hit = fan_out, p_hit
+        self.powers = (hit_a, hit_r), end or (hit_a, hit_r)
 
     def draw(self, purpose: Purpose, sequence: int, position: int) -> float:
         number, offset = divmod(position, _BLOCK)
@@ -66,12 +69,13 @@ class Law:
             k += 1
         return k, self.true(sequence, length + k)
 
-    def rank(self, sequence: int, position: int) -> float:
-        """From 1; infinite where no fan-out reaches the bonus token."""
+    def rank(self, sequence: int, position: int, end: bool = False) -> float:
+        """From 1; infinite where no fan-out reaches the bonus token. end: all were accepted."""
         u = self.draw(Purpose.RANK, sequence, position)
         if self.p_hit is not None:
             return 1 if u < self.p_hit else math.inf
-        return float(max(1, math.ceil((self.hit_a / u) ** (1 / self.hit_r))))
+        a, r = self.powers[end]
+        return float(max(1, math.ceil((a / u) ** (1 / r))))
 
     def hits(self, sequence: int, length: int, k: int) -> bool:
         """Whether the outcome (k, t*) of a verification behind `length` tokens is a key."""

@@ -28,6 +28,7 @@ LAYERS = {
     "mpissd.wait": 0,
     "mpissd.watch": 0,
     "mpissd.presets": 0,
+    "mpissd.real_pairs": 0,
     "mpissd.hf_config": 0,
     "mpissd.heads": 0,
     "mpissd.schedules": 0,

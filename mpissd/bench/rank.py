@@ -138,7 +138,7 @@ class Rank:
         if topology.num_drafts < 2:
             return Share()
         weights = job.acceptance[Source.CACHE].probabilities()
-        hit_a, hit_r = [job.hit_law.hit_a] * len(weights), job.hit_law.hit_r
+        hit_a, hit_r = job.hit_law.powers(job.lookahead, job.lookahead)
 
         def owners(fan_out: tuple[int, ...]) -> Ints:
             return owners_of(fan_out, topology.num_drafts, weights, hit_a, hit_r)

@@ -115,7 +115,7 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         Source.JIT: primary,
         Source.FAST: resolve_acceptance(config.acceptance_fast, lookahead),
     }
-    hit_law = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r)
+    hit_law = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
     backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
     fan_outs = _fan_outs(config, acceptance, hit_law, backup_lookahead)
     if config.mode == "ssd":
@@ -145,27 +145,27 @@ def _fan_outs(
     lookahead = config.lookahead
     text, primary = tail_list(config.fan_out, lookahead, lookahead), laws[Source.CACHE].hazards
     if config.mode == "sd":
-        _fan_out(config, text, lookahead, primary, hit_law)
+        _fan_out(text, lookahead, primary, hit_law)
     if config.mode != "ssd":
         return FanOuts()
-    after_hit = _fan_out(config, text, lookahead, primary, hit_law)
+    after_hit = _fan_out(text, lookahead, primary, hit_law)
     text = tail_list(config.fan_out_miss or config.fan_out, lookahead, backup_lookahead)
 
     def behind(source: Source) -> tuple[int, ...]:
         cut = [rate * (n < backup_lookahead) for n, rate in enumerate(laws[source].hazards)]
-        return _fan_out(config, text, lookahead, cut, hit_law)
+        return _fan_out(text, backup_lookahead, cut, hit_law)
 
     after_miss = behind(Source.FAST if config.backup == "fast" else Source.JIT)
     return FanOuts(after_hit, after_miss, behind(Source.FAST) if config.backup == "auto" else None)
 
 
-def _fan_out(
-    config: RunConfig, text: str, lookahead: int, hazards: Sequence[float], hit_law: HitLaw
-) -> tuple[int, ...]:
-    law = hit_law
+def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:
+    """F_0 … F_K behind a trunk of `served` tokens; hazards: K of them."""
+    lookahead, law = len(hazards), hit_law
     if adaptive_budget(text) is not None:  # what it begins with is believed, not known
         hazards, law = (PRIOR_ALPHA,) * lookahead, HitLaw("")
-    minimum = 1 if config.p_hit else 0
-    found = resolve_fan_out(text, lookahead, hazards, law.hit_a, law.hit_r, minimum=minimum)
+    minimum = 1 if hit_law.p_hit else 0
+    powers = law.powers(lookahead, served)
+    found = resolve_fan_out(text, lookahead, hazards, *powers, minimum=minimum)
     hit_law.check_fan_out(found)
     return found

@@ -52,7 +52,7 @@ def break_even_p_hit(
     if rival is None:
         return 0.0
     cells = _widened(cells_of(ssd, laws))
-    p_hits = np.tile(_GRID[:, None], (1, ssd.lookahead + 1))
+    p_hits = np.tile(_GRID[:, None, None], (1, 2, ssd.lookahead + 1))
     tried = replace(cells, p_hits=p_hits, p_hits_miss=p_hits)
     return _crossing(np.log(_rates(tried, ssd, host, places) / rival.tok_per_s), 0)
 

@@ -33,8 +33,8 @@ from mpissd.rounds import Source
 class Cells:
     """G configurations with one draft model that share K ≥ 1, b and where the draft sits.
 
-    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted). hazards: of cached and just-in-time tokens.
-    *_miss: behind a trunk that a backup drafted.
+    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted), of fewer than were served and of all.
+    hazards: of cached and just-in-time tokens. *_miss: behind a trunk that a backup drafted.
     """
 
     lookahead: int
@@ -43,8 +43,8 @@ class Cells:
     num_drafts: int  # that share rows and lanes; 1 inline
     hazards: Floats  # [G, K]
     hazards_fast: Floats  # [G, K]
-    p_hits: Floats  # [G, K+1]
-    p_hits_miss: Floats  # [G, K+1]
+    p_hits: Floats  # [G, 2, K+1]
+    p_hits_miss: Floats  # [G, 2, K+1]
     branches: Ints  # [G]
     branches_miss: Ints  # [G]
     backup_lookahead: Ints  # [G]
@@ -57,7 +57,8 @@ class Cells:
     @classmethod
     def of(cls, job: Job) -> Cells:
         """The one configuration of a job that drafts."""
-        nothing, chance = (0,) * (job.lookahead + 1), job.hit_law.hit_probability
+        nothing = (0,) * (job.lookahead + 1)
+        chance = job.hit_law.hit_probabilities(job.fan_outs.widest)
         fan_out, fan_out_miss = job.fan_out or nothing, job.fan_out_miss or nothing
         return cls(
             lookahead=job.lookahead,
@@ -66,8 +67,8 @@ class Cells:
             num_drafts=max(1, job.config.drafts),
             hazards=np.array([job.acceptance[Source.CACHE].hazards]),
             hazards_fast=np.array([job.acceptance[Source.FAST].hazards]),
-            p_hits=np.array([[chance(f) for f in fan_out]]),
-            p_hits_miss=np.array([[chance(f) for f in fan_out_miss]]),
+            p_hits=chance[None, :, fan_out],
+            p_hits_miss=chance[None, :, fan_out_miss],
             branches=np.array([sum(fan_out)]),
             branches_miss=np.array([sum(fan_out_miss)]),
             backup_lookahead=np.array([job.backup_lookahead]),
@@ -245,12 +246,15 @@ def _rate(tokens: Floats, round_s: Floats) -> Floats:
 
 
 def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
-    """(P(next outcome hits), mean tokens) of a round that verifies m = 0 … K tokens, [G, K+1]."""
-    width = p_hits.shape[1]
+    """(P(next outcome hits), mean tokens) of a round that verifies m = 0 … K tokens, [G, K+1].
+
+    p_hits: [G, 2, K+1].
+    """
+    (rejected, end), width = p_hits.swapaxes(0, 1), p_hits.shape[2]
     reached = np.cumprod(np.column_stack([np.ones(len(hazards)), hazards]), axis=1)  # P(k >= i)
-    ended = reached[:, :-1] * (1 - hazards) * p_hits[:, :-1]  # P(k = i < m, hit)
+    ended = reached[:, :-1] * (1 - hazards) * rejected[:, :-1]  # P(k = i < m, hit)
     before = np.column_stack([np.zeros(len(hazards)), np.cumsum(ended, axis=1)])
-    hit = before[:, :width] + reached * p_hits  # k = m: the bonus after m accepted
+    hit = before[:, :width] + reached * end  # k = m: the bonus after m accepted
     return hit, np.cumsum(reached, axis=1)
 
 

@@ -16,6 +16,8 @@ from mpissd.predict.costs import Floats
 from mpissd.predict.timing import Ints
 from mpissd.rng import Purpose, uniforms
 
+Mask = NDArray[np.bool_]
+
 _LAW_SEQUENCE = 1 << 29  # streams of `LawDraws`: no request of a run has such an id
 
 
@@ -29,8 +31,11 @@ class Draws(ABC):
         """U of x_1 … x_K at these lengths, [chains, b, K]."""
 
     @abstractmethod
-    def hits(self, length: Ints, accepted: Ints, limit: Ints) -> NDArray[np.bool_]:
-        """Whether the true bonus is among the `limit` = F_k candidates kept for it, [chains, b]."""
+    def hits(self, length: Ints, accepted: Ints, limit: Ints, end: Mask) -> Mask:
+        """Whether the true bonus is among the `limit` = F_k candidates kept for it, [chains, b].
+
+        end: whether all served tokens were accepted.
+        """
 
     @abstractmethod
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
@@ -52,7 +57,8 @@ class ReplayDraws(Draws):
 
         self._true = (table(Purpose.TOKEN) * job.target.vocab_size).astype(np.int64)
         self._coins = table(Purpose.ACCEPT)
-        self._ranks = job.hit_law.ranks(table(Purpose.RANK))
+        uniform, law = table(Purpose.RANK), job.hit_law
+        self._ranks = np.array([law.ranks(uniform, end) for end in law.ends])
         self._ahead = np.arange(lookahead)
         self._rows = np.arange(batch)
 
@@ -60,8 +66,9 @@ class ReplayDraws(Draws):
         places = length[..., None] + self._ahead
         return np.asarray(self._coins[self._rows[:, None], places])
 
-    def hits(self, length: Ints, accepted: Ints, limit: Ints) -> NDArray[np.bool_]:
-        rank = self._ranks[self._rows, length + accepted]
+    def hits(self, length: Ints, accepted: Ints, limit: Ints, end: Mask) -> Mask:
+        law = np.minimum(end, len(self._ranks) - 1)
+        rank = self._ranks[law, self._rows, length + accepted]
         return np.asarray(rank <= limit)
 
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
@@ -77,15 +84,15 @@ class LawDraws(Draws):
     def __init__(self, job: Job, chains: int, seed: int = 0) -> None:
         self.chains = chains
         self._seed, self._lookahead = seed, job.lookahead
-        counts = range(job.fan_outs.widest + 1)
-        self._p_hit = np.array([job.hit_law.hit_probability(f) for f in counts])
+        self._p_hit = job.hit_law.hit_probabilities(job.fan_outs.widest)
         self._used = {Purpose.ACCEPT: 0, Purpose.RANK: 0}
 
     def coins(self, length: Ints) -> Floats:
         return self._next(Purpose.ACCEPT, (*length.shape, self._lookahead))
 
-    def hits(self, length: Ints, accepted: Ints, limit: Ints) -> NDArray[np.bool_]:
-        return np.asarray(self._next(Purpose.RANK, length.shape) < self._p_hit[limit])
+    def hits(self, length: Ints, accepted: Ints, limit: Ints, end: Mask) -> Mask:
+        chance = self._p_hit[end.astype(np.int64), limit]
+        return np.asarray(self._next(Purpose.RANK, length.shape) < chance)
 
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
         return np.zeros_like(length)

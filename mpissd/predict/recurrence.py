@@ -129,7 +129,7 @@ class _State:
             steps=answer.steps,
             wait_s=answer.seen - self._clock - self._timing.host.ask_s,
             round_s=np.where(self.live.any(axis=1), over - self._clock, 0.0),
-            tokens=self._commit(accepted),
+            tokens=self._commit(accepted, accepted == answer.num_draft),
         )
         self._clock = over
 
@@ -195,10 +195,13 @@ class _State:
         good &= np.arange(self._job.lookahead) < num_draft[..., None]
         return np.asarray(np.logical_and.accumulate(good, axis=2).sum(axis=2), np.int64)
 
-    def _commit(self, accepted: Ints) -> Ints:
-        """Advances the sequences; returns the tokens [chains] that this round adds to a result."""
+    def _commit(self, accepted: Ints, end: Mask) -> Ints:
+        """Advances the sequences; returns the tokens [chains] that this round adds to a result.
+
+        end: where all served tokens were accepted.
+        """
         limit = self._lists[self._hit.astype(np.int64), accepted]
-        self._hit = self._draws.hits(self._length, accepted, limit)
+        self._hit = self._draws.hits(self._length, accepted, limit, end)
         self._fresh = False
         count = np.where(self.live, accepted + 1, 0)
         self._length = self._length + count

@@ -53,7 +53,7 @@ class Laws:
         texts = config.acceptance_text, config.acceptance_fast
         most = min(_length(text) for text in texts)
         hazards, fast = (resolve_acceptance(cut_law(t, most), most).hazards for t in texts)
-        hit = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r)
+        hit = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
         return cls(hazards, fast, hit, 63 if config.lm_head else MAX_BRANCHES)
 
 
@@ -230,9 +230,9 @@ def _row(
 ) -> _Row | None:
     """None where these laws don't allow this fan-out."""
     drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
-    fan_out = _fan_out(text, laws.hazards[:lookahead], laws.hit)
+    fan_out = _fan_out(text, laws.hazards[:lookahead], lookahead, laws.hit)
     cut = (*drafted, *(0.0,) * (lookahead - backup))
-    fan_out_miss = _fan_out(text, cut, laws.hit)
+    fan_out_miss = _fan_out(text, cut, backup, laws.hit)
     if fan_out is None or fan_out_miss is None:
         return None
     if max(*fan_out, *fan_out_miss) > laws.most_candidates:
@@ -246,21 +246,26 @@ def _backups(space: Space, lookahead: int) -> Sequence[int]:
     return sorted({max(1, math.ceil(share * lookahead - 1e-9)) for share in space.backup_shares})
 
 
-def _fan_out(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
-    """F_0 … F_K as `run` resolves them; None where the law allows none."""
+def _fan_out(
+    text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
+) -> tuple[int, ...] | None:
+    """F_0 … F_K as `run` resolves them behind `served` tokens; None where the law allows none."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
         while reached and not hazards[reached - 1]:  # behind a 0 nothing is kept: found only once
             reached -= 1
-    found = _resolved(text, hazards[:reached], hit)
+    found = _resolved(text, hazards[:reached], min(served, reached + 1), hit)
     return None if found is None else (*found, *(0,) * (len(hazards) - reached))
 
 
 @lru_cache(maxsize=4096)
-def _resolved(text: str, hazards: tuple[float, ...], hit: HitLaw) -> tuple[int, ...] | None:
+def _resolved(
+    text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
+) -> tuple[int, ...] | None:
     try:
         minimum = 1 if hit.p_hit else 0
-        return resolve_fan_out(text, len(hazards), hazards, hit.hit_a, hit.hit_r, minimum=minimum)
+        powers = hit.powers(len(hazards), served)
+        return resolve_fan_out(text, len(hazards), hazards, *powers, minimum=minimum)
     except ConfigError:  # a budget too small, or no candidate hits
         return None
 
@@ -269,8 +274,7 @@ def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[
     fans, fans_miss = (
         np.array([getattr(row, name) for row in rows]) for name in ("fan_out", "fan_out_miss")
     )  # [G, K+1]
-    widest = int(max(fans.max(), fans_miss.max()))
-    chance = np.array([laws.hit.hit_probability(f) for f in range(widest + 1)])
+    chance = laws.hit.hit_probabilities(int(max(fans.max(), fans_miss.max())))
     return Cells(
         lookahead=lookahead,
         batch_size=batch,
@@ -278,8 +282,8 @@ def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[
         num_drafts=1,
         hazards=_repeat(laws.hazards, lookahead, len(rows)),
         hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
-        p_hits=chance[fans],
-        p_hits_miss=chance[fans_miss],
+        p_hits=chance[:, fans].swapaxes(0, 1),
+        p_hits_miss=chance[:, fans_miss].swapaxes(0, 1),
         branches=fans.sum(axis=1),
         branches_miss=fans_miss.sum(axis=1),
         fast=np.array([row.fast for row in rows]),

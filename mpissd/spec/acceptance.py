@@ -5,12 +5,18 @@ acceptance  alpha:0.8          every token with 0.8 (0.8 alone says the same)
             marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
             histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also as vLLM
                                and SGLang tell them (spec/histogram.py)
-hits        an imposed p_hit, or the power law miss(F) = min(1, A·F^{−r})
+hits        p_hit:.9             imposed: every outcome with .9, whatever the fan-out (from 1 on)
+            power:A=.75,r=1      miss(F) = min(1, A·F^{−r})
+            power:A=.64/.23,r=.4/.5    apart behind a rejection / where every served token was
+                                 accepted
+            smollm2-own, …       as measured on a real pair (mpissd/real_pairs.py)
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -19,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError, unknown
+from mpissd.real_pairs import REAL_PAIRS
 from mpissd.spec.histogram import read_histogram
 from mpissd.theory import accept_probabilities, power_law_miss
 
@@ -107,38 +114,64 @@ class HitLaw:
     """The rank, from 1, of the true bonus token among the draft's candidates, from a uniform u.
 
     Imposed: rank 1 with p_hit, else NEVER. Power law: P(rank ≤ F) = 1 − min(1, A·F^{−r}).
+    end_a, end_r: of a bonus behind tokens that were all accepted; None: as behind a rejection.
     """
 
     label: str
     p_hit: float | None = None
     hit_a: float = DEFAULT_HIT_A
     hit_r: float = DEFAULT_HIT_R
+    end_a: float | None = None
+    end_r: float | None = None
 
     def __post_init__(self) -> None:
         if self.p_hit is not None:
             _probability("p_hit", self.p_hit)
-        if not 0 <= self.hit_a < math.inf:
-            raise ConfigError(f"hit_a={self.hit_a}: allowed: at least 0 and finite")
-        if not 0 < self.hit_r < math.inf:
-            raise ConfigError(f"hit_r={self.hit_r}: allowed: above 0 and finite")
+        for a, r in (self._power(end) for end in self.ends):
+            if not 0 <= a < math.inf:
+                raise ConfigError(f"hit_a={a}: allowed: at least 0 and finite")
+            if not 0 < r < math.inf:
+                raise ConfigError(f"hit_r={r}: allowed: above 0 and finite")
 
-    def rank(self, u: float) -> int:
+    @property
+    def ends(self) -> tuple[bool, ...]:
+        """The values of `end` (all served tokens accepted) that this law tells apart."""
+        return (False,) if self.end_a is None else (False, True)
+
+    def _power(self, end: bool) -> tuple[float, float]:
+        """(A, r) behind a rejection, or at the end."""
+        if not end or self.end_a is None or self.end_r is None:
+            return self.hit_a, self.hit_r
+        return self.end_a, self.end_r
+
+    def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """A_k and r_k for k = 0 … K accepted of `served` tokens, as the fan-out takes them."""
+        each = [self._power(k >= served) for k in range(lookahead + 1)]
+        return tuple(a for a, _ in each), tuple(r for _, r in each)
+
+    def rank(self, u: float, end: bool = False) -> int:
         """Rank for one u in [0, 1)."""
-        return int(self.ranks(np.array([u]))[0])
+        return int(self.ranks(np.array([u]), end)[0])
 
-    def ranks(self, u: NDArray[np.float64]) -> Ints:
+    def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
         """Ranks, of the shape of u; from 1 to NEVER."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
+        a, r = self._power(end)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            ranks = np.ceil((self.hit_a / u) ** (1 / self.hit_r))
+            ranks = np.ceil((a / u) ** (1 / r))
         return np.where(u > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
 
-    def hit_probability(self, fan_out: float) -> float:
+    def hit_probability(self, fan_out: float, end: bool = False) -> float:
         """P(the bonus token is among the first F candidates)."""
         if self.p_hit is None:
-            return 1.0 - power_law_miss(fan_out, self.hit_a, self.hit_r)
+            return 1.0 - power_law_miss(fan_out, *self._power(end))
         return self.p_hit if fan_out >= 1 else 0.0
+
+    def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
+        """hit_probability of F = 0 … widest behind a rejection and at the end, [2, widest + 1]."""
+        counts = range(widest + 1)
+        return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
 
     def check_fan_out(self, fan_out: tuple[int, ...]) -> None:
         """ConfigError where a hit is imposed on an outcome that keeps no candidate."""
@@ -148,15 +181,52 @@ class HitLaw:
             )
 
 
-def resolve_hit_law(p_hit: float | None, hit_a: float | None, hit_r: float | None) -> HitLaw:
-    """Imposed hits, or the power law with its defaults where A or r is None; not both."""
+def resolve_hit_law(
+    p_hit: float | None, hit_a: float | None, hit_r: float | None, text: str | None = None
+) -> HitLaw:
+    """Imposed hits, the power law with its defaults where A or r is None, or what `text` names;
+    not two of them."""
+    if text is not None:
+        if not p_hit is hit_a is hit_r is None:
+            flags = f"p_hit={p_hit}, hit_a={hit_a}, hit_r={hit_r}"
+            raise ConfigError(f"hit_law={text} with {flags}: allowed: one law")
+        return named_hit_law(text)
     if p_hit is None:
         a = DEFAULT_HIT_A if hit_a is None else hit_a
         r = DEFAULT_HIT_R if hit_r is None else hit_r
-        return HitLaw(f"power:A={a},r={r}", None, a, r)
+        return _power_law((a, None, r, None))
     if hit_a is not None or hit_r is not None:
         raise ConfigError(f"p_hit={p_hit} with hit_a={hit_a}, hit_r={hit_r}: allowed: one law")
     return HitLaw(f"p_hit:{p_hit}", p_hit)
+
+
+_POWER = re.compile(r"A=([^/,]+)(?:/([^/,]+))?,r=([^/,]+)(?:/([^/,]+))?")
+
+
+def named_hit_law(text: str) -> HitLaw:
+    """The law that a text names, which may be a row's hit_law; its label is the numbers."""
+    kind, _, values = text.strip().partition(":")
+    if text.strip() in REAL_PAIRS:
+        pair = REAL_PAIRS[text.strip()]
+        return _power_law((*pair.hit_a, *pair.hit_r))
+    if kind == "p_hit":
+        return resolve_hit_law(_number(text, values), None, None)
+    found = _POWER.fullmatch(values)
+    if kind != "power" or found is None:
+        known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", *REAL_PAIRS))
+        raise ConfigError(f"{known}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
+    a, end_a, r, end_r = found.groups()
+    split = end_a is not None or end_r is not None
+    each = (a, end_a or a, r, end_r or r) if split else (a, None, r, None)
+    return _power_law(tuple(None if v is None else _number(text, v) for v in each))
+
+
+def _power_law(numbers: Sequence[float | None]) -> HitLaw:
+    """The law of A, A at the end, r, r at the end (None at the ends: as behind a rejection)."""
+    a, end_a, r, end_r = numbers
+    ends = ("", "") if end_a is None else (f"/{end_a}", f"/{end_r}")
+    assert a is not None and r is not None, numbers
+    return HitLaw(f"power:A={a}{ends[0]},r={r}{ends[1]}", None, a, r, end_a, end_r)
 
 
 def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:

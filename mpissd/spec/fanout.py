@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError, unknown
 from mpissd.rounds import Source
-from mpissd.theory import accept_probabilities, power_law_miss
+from mpissd.theory import accept_probabilities, each_k, power_law_miss
 
 Ints = NDArray[np.int32]
 
@@ -32,14 +32,14 @@ def resolve_fan_out(
     lookahead: int,
     alpha_rates: Sequence[float],
     hit_a: float | Sequence[float],
-    hit_r: float,
+    hit_r: float | Sequence[float],
     *,
     minimum: int = 0,
 ) -> tuple[int, ...]:
     """F_0..F_K, K+1 whole numbers, of `uniform:F`, `geometric:B` or `list:a,b,…`.
 
-    alpha_rates: K hazards of acceptance. hit_a, hit_r: miss_k(F) = min(1, A_k·F^{−r}), one A or
-    K+1 of them. minimum: what geometric gives every k at least (1 where F_k = 0 is not allowed).
+    alpha_rates: K hazards of acceptance. hit_a, hit_r: miss_k(F) = min(1, A_k·F^{−r_k}), one of
+    each or K+1. minimum: what geometric gives every k at least (1 where F_k = 0 is not allowed).
     ConfigError names the value and what is allowed.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
@@ -50,9 +50,9 @@ def resolve_fan_out(
     if kind == "uniform":
         return (_count(text, values, MAX_BRANCHES // width),) * width
     if kind in ("geometric", "adaptive"):  # adaptive begins where geometric stays
-        a = [hit_a] * width if isinstance(hit_a, (int, float)) else list(hit_a)
         budget = _count(text, values, MAX_BRANCHES)
-        return _geometric(text, budget, accept_probabilities(alpha_rates), a, hit_r, minimum)
+        weights = accept_probabilities(alpha_rates)
+        return _geometric(text, budget, weights, each_k(hit_a, width), hit_r, minimum)
     known = unknown("fan_out", kind, ("uniform", "geometric", "list", "adaptive", "tail"))
     raise ConfigError(f"{known}, as in uniform:3, geometric:24, list:4,3,3 or adaptive:24")
 
@@ -67,7 +67,7 @@ def optimal_fan_out(
     weights: Sequence[float],
     budget: int,
     hit_a: Sequence[float],
-    hit_r: float,
+    hit_r: float | Sequence[float],
     minimum: int = 0,
 ) -> tuple[int, ...]:
     """argmin Σ_k w_k·miss_k(F_k) over whole F_k ≥ minimum with ΣF_k ≤ B; of equals, the least ΣF_k.
@@ -75,13 +75,14 @@ def optimal_fan_out(
     Dynamic programming over k, O(K·B²). A greedy search fails: with A = 1 the first candidate at k
     gains nothing, so it never buys the second (B = 24: [24, 0, …], hit .19 against .68).
     """
-    assert len(weights) == len(hit_a) and hit_r > 0, (len(weights), len(hit_a), hit_r)
+    slopes = each_k(hit_r, len(weights))
+    assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
     assert spare >= 0, (budget, minimum, len(weights))
     best = np.zeros(spare + 1)  # [spare+1] least Σ over the k so far, by candidates spent
     choices: list[NDArray[np.intp]] = []
-    for weight, a in zip(weights, hit_a, strict=True):
-        misses = [power_law_miss(minimum + extra, a, hit_r) for extra in range(spare + 1)]
+    for weight, a, r in zip(weights, hit_a, slopes, strict=True):
+        misses = [power_law_miss(minimum + extra, a, r) for extra in range(spare + 1)]
         best, chosen = _add_position(best, weight * np.array(misses))
         choices.append(chosen)
     left = int(np.flatnonzero(best <= best.min() + _TIE)[0])
@@ -111,7 +112,7 @@ def _geometric(
     budget: int,
     weights: Sequence[float],
     hit_a: Sequence[float],
-    hit_r: float,
+    hit_r: float | Sequence[float],
     minimum: int,
 ) -> tuple[int, ...]:
     """The optimum, or a ConfigError where it keeps no candidate or the budget can't hold it."""
@@ -201,7 +202,7 @@ def owners_of(
     num_drafts: int,
     weights: Sequence[float],
     hit_a: Sequence[float],
-    hit_r: float,
+    hit_r: float | Sequence[float],
 ) -> Ints:
     """Which of D drafts grows each lane, [ΣF]: dealt in turn, the likeliest outcome first.
 
@@ -209,9 +210,9 @@ def owners_of(
     the F-th candidate at k; so every draft holds its share of the hits.
     """
     k_of, place = lanes_of(fan_out)
-    miss = power_law_miss
+    miss, r = power_law_miss, each_k(hit_r, len(weights))
     value = [
-        weights[k] * (miss(p, hit_a[k], hit_r) - miss(p + 1, hit_a[k], hit_r))
+        weights[k] * (miss(p, hit_a[k], r[k]) - miss(p + 1, hit_a[k], r[k]))
         for k, p in zip(k_of.tolist(), place.tolist(), strict=True)
     ]
     # Places of one k are worth less and less, whatever the law says (A = 1: the first is worth 0).

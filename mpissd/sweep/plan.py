@@ -24,7 +24,7 @@ from mpissd.flags import parse_into
 from mpissd.schedules import with_schedule
 from mpissd.sweep.grid import NONE, ONE_A_JOB, Block
 
-_GROWTH = ("fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "on_late", "saguaro_c")
+_GROWTH = ("fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law", "on_late", "saguaro_c")
 _DRAFTING = (
     "num_drafts",
     "draft_device",

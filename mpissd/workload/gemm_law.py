@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,8 +153,10 @@ class DraftStream(TokenStream):
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
         self._flat_run = self._run.reshape(-1)
         self._source_plane = plane
-        # [0] decoys alone; [1] with Y at its rank's place, for the row that is the true outcome
-        self._decoys = np.zeros((2, capacity, self._window, widest), np.int32)
+        # [0] decoys alone; [1] with Y at its rank's place, for the row that is the true outcome;
+        # [2] likewise where all served tokens were accepted, if the hit law tells that apart
+        planes = 1 + len(hit_law.ends)
+        self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
         self._widest = widest
         self._offsets: dict[tuple[int, ...], Offsets] = {}
@@ -184,7 +187,10 @@ class DraftStream(TokenStream):
         run = self._flat_run.take(source * self._source_plane + origin)
         accepted = np.minimum(run, num_draft)
         index = (origin * self._widest)[:, None] + offsets.decoy
-        index += (offsets.k == accepted[:, None]) * self._decoys[0].size
+        plane: Any = 1
+        if len(self._decoys) > 2:
+            plane = 1 + (accepted == num_draft)[:, None]
+        index += (offsets.k == accepted[:, None]) * (plane * self._decoys[0].size)
         return self._flat_decoys.take(index)
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
@@ -207,9 +213,11 @@ class DraftStream(TokenStream):
         gap = (wrong - true - 1) % self.vocab
         shift = place + (place >= gap[:, None])
         decoys = (true[:, None] + 1 + shift) % self.vocab
-        rank = self._hit_law.ranks(self._draw(Purpose.RANK, slot, start))
         self._decoys[0, slot] = decoys
-        self._decoys[1, slot] = np.where(place == rank[:, None] - 1, true[:, None], decoys)
+        uniform = self._draw(Purpose.RANK, slot, start)
+        for plane, end in enumerate(self._hit_law.ends, 1):
+            rank = self._hit_law.ranks(uniform, end)
+            self._decoys[plane, slot] = np.where(place == rank[:, None] - 1, true[:, None], decoys)
 
 
 def leading(matches: NDArray[np.bool_]) -> Ints:

@@ -106,6 +106,7 @@ def laws(dice: random.Random, mode: str, lookahead: int) -> Flags:
                 {},
                 {"p_hit": dice.choice(["0", "0.5", "1"])},
                 {"hit_a": "1.2", "hit_r": dice.choice(["0.3", "1", "2.5"])},
+                {"hit_law": dice.choice(["smollm2-chat", "power:A=0.9/0.2,r=1/0.4"])},
             ]
         )
     if dice.random() < 0.3:
@@ -217,6 +218,7 @@ TEXTS = {
     "p_hit": ["1.5", "-1", "often"],
     "hit_a": ["-1", "nan"],
     "hit_r": ["-0.5", "inf"],
+    "hit_law": ["smollm3", "power:A=1"],
 }
 
 
@@ -230,7 +232,7 @@ def bad_value(table: dict[str, list[str]]) -> Breaker:
     return broken
 
 
-OF_ONE_WORKLOAD = ("acceptance", "acceptance_fast", "alpha", "p_hit", "hit_a", "hit_r")
+OF_ONE_WORKLOAD = ("acceptance", "acceptance_fast", "alpha", "p_hit", "hit_a", "hit_r", "hit_law")
 NAMED = {
     "all:3": "'all'",
     "beta:1": "'beta'",

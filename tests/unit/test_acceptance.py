@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.errors import ConfigError
+from mpissd.real_pairs import REAL_PAIRS
 from mpissd.spec.acceptance import (
     NEVER,
     AcceptanceLaw,
     HitLaw,
     count_accepted,
     hazards_of_counts,
+    named_hit_law,
     resolve_acceptance,
     resolve_hit_law,
 )
@@ -219,6 +221,53 @@ def test_hit_law_errors(
     with pytest.raises(ConfigError) as error:
         resolve_hit_law(p_hit, a, r)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["p_hit:0.7", "power:A=0.75,r=1.0", "power:A=0.65/0.25,r=0.3/0.4", "power:A=0.5/0.5,r=1.0/2.0"],
+)
+def test_a_law_is_named_by_its_label(text: str) -> None:
+    assert named_hit_law(text).label == text
+    assert resolve_hit_law(None, None, None, text) == named_hit_law(text)
+
+
+def test_a_law_of_two_ends() -> None:
+    law = named_hit_law("power:A=.8/.4,r=1")
+    assert law.label == "power:A=0.8/0.4,r=1.0/1.0"
+    assert law.powers(3, 2) == ((0.8, 0.8, 0.4, 0.4), (1.0,) * 4)
+    assert (law.hit_probability(2), law.hit_probability(2, end=True)) == (0.6, 0.8)
+    assert law.hit_probabilities(2).tolist() == [
+        [0, pytest.approx(0.2), 0.6], [0, 0.6, 0.8]
+    ]  # fmt: skip
+    assert law.rank(0.5) == 2 and law.rank(0.5, end=True) == 1
+    single = named_hit_law("power:A=.8,r=1")
+    assert single == resolve_hit_law(None, 0.8, 1.0) and single.ends == (False,)
+
+
+# Miss rates that were measured, F = 1, 2, 4, 8, 16: behind a rejection, behind all accepted.
+MEASURED = {
+    "smollm2-own": ((0.644, 0.512, 0.394, 0.297, 0.233), (0.232, 0.150, 0.102, 0.073, 0.055)),
+    "smollm2-chat": ((0.777, 0.682, 0.570, 0.501, 0.431), (0.316, 0.245, 0.192, 0.161, 0.139)),
+}
+
+
+@pytest.mark.parametrize("name", REAL_PAIRS)
+def test_the_laws_of_the_real_pair_are_what_was_measured(name: str) -> None:
+    """Within 8% of each miss rate, exactly at F = 1."""
+    law = named_hit_law(name)
+    for end in (False, True):
+        misses = [1 - law.hit_probability(f, end) for f in (1, 2, 4, 8, 16)]
+        assert misses == pytest.approx(MEASURED[name][end], rel=0.08)
+        assert misses[0] == pytest.approx(MEASURED[name][end][0], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text", ["power:A=1", "power:A=1,r=0", "power:A=x,r=1", "A=1,r=1", "p_hit:2"]
+)
+def test_texts_that_name_no_law(text: str) -> None:
+    with pytest.raises(ConfigError):
+        named_hit_law(text)
 
 
 def test_imposed_hits_need_a_candidate_for_every_outcome() -> None:

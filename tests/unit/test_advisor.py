@@ -217,7 +217,9 @@ def test_flags_name_what_was_chosen() -> None:
     assert alone.flags() == {"mode": "ar", "num_drafts": "0"}
 
 
-@pytest.mark.parametrize("law", [{"hit_a": 0.9, "hit_r": 0.7}, {"p_hit": 0.6}, {}])
+@pytest.mark.parametrize(
+    "law", [{"hit_a": 0.9, "hit_r": 0.7}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
+)
 @pytest.mark.parametrize("way", [("jit", 6), ("jit", 2), ("fast", 6), ("fast", 1)])
 @pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])
 def test_both_fan_outs_of_a_search_are_those_of_a_job(

@@ -110,6 +110,8 @@ def test_help_is_shown_and_nothing_runs(
         (("--fan_out=triangle:3",), "unknown fan_out 'triangle'"),
         (("--fan_out=list:0,1,1,1,1", "--p_hit=0.5"), "every F_k from 1"),
         (("--p_hit=0.5", "--hit_a=1"), "allowed: one law"),
+        (("--p_hit=0.5", "--hit_law=smollm2-own"), "allowed: one law"),
+        (("--hit_law=smollm2",), "unknown hit_law 'smollm2': did you mean 'smollm2-own'?"),
         (("--hit_r=0",), "hit_r=0.0: allowed: above 0"),
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--acceptance=beta:3",), "unknown acceptance 'beta'"),

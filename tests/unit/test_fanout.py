@@ -23,7 +23,9 @@ def hit_rate(
     return 1 - miss_probability(accept_probabilities(hazards), fan_out, a, r)
 
 
-def least_miss(weights: tuple[float, ...], budget: int, a: list[float], r: float) -> float:
+def least_miss(
+    weights: tuple[float, ...], budget: int, a: list[float], r: float | list[float]
+) -> float:
     """By trying every fan-out within the budget."""
     choices = itertools.product(range(budget + 1), repeat=len(weights))
     return min(miss_probability(weights, f, a, r) for f in choices if sum(f) <= budget)
@@ -53,13 +55,14 @@ def test_greedy_and_no_zeros_are_worse() -> None:
     st.lists(st.floats(0, 1), min_size=0, max_size=3),
     st.integers(1, 8),
     st.lists(st.floats(0.05, 2), min_size=4, max_size=4),
-    st.floats(0.2, 3),
+    st.lists(st.floats(0.2, 3), min_size=4, max_size=4),
 )
 def test_the_optimum_is_what_exhaustive_search_finds(
-    hazards: list[float], budget: int, a: list[float], r: float
+    hazards: list[float], budget: int, a: list[float], r: list[float]
 ) -> None:
+    """With an A and an r of each k."""
     weights = accept_probabilities(hazards)
-    a = a[: len(weights)]
+    a, r = a[: len(weights)], r[: len(weights)]
     fan_out = optimal_fan_out(weights, budget, a, r)
     assert sum(fan_out) <= budget and min(fan_out) >= 0
     found = miss_probability(weights, fan_out, a, r)

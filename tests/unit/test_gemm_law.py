@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.rounds import Batch, Outcome, Request, Source
-from mpissd.spec.acceptance import AcceptanceLaw, resolve_hit_law
+from mpissd.spec.acceptance import AcceptanceLaw, named_hit_law, resolve_hit_law
 from mpissd.spec.fanout import lanes_of
 from mpissd.workload.gemm_law import DraftStream, TokenStream, leading
 from tests.oracle import Law
@@ -35,16 +35,18 @@ class Pair:
         p_hit: float | None = None,
         hit_a: float | None = None,
         hit_r: float | None = None,
+        hit_law: str | None = None,
     ) -> None:
         self.lookahead, self.fan_out = lookahead, tuple(fan_out)
         primary = tuple(rates) or (0.8,) * lookahead
         laws = dict.fromkeys((Source.CACHE, Source.JIT), AcceptanceLaw(primary, ""))
         laws[Source.FAST] = AcceptanceLaw((fast,) * lookahead, "")
-        hit_law = resolve_hit_law(p_hit, hit_a, hit_r)
+        hits = resolve_hit_law(p_hit, hit_a, hit_r, hit_law)
         hazards = {source: law.hazards for source, law in laws.items()}
-        told = p_hit, hit_law.hit_a, hit_law.hit_r
+        end = None if hits.end_a is None else (hits.end_a, hits.end_r or 0)
+        told = p_hit, hits.hit_a, hits.hit_r, end
         self.law = Law(seed, vocab, hazards, self.fan_out, *told)
-        self.draft = DraftStream(seed, vocab, batch, laws, hit_law, max((1, *fan_out)))
+        self.draft = DraftStream(seed, vocab, batch, laws, hits, max((1, *fan_out)))
         self.target = TokenStream(seed, vocab, batch, lookahead, SHORT)
         self.batch = Batch(batch)
 
@@ -150,8 +152,10 @@ def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObje
     """Distinct; the true bonus where its rank says and nowhere else; never what was proposed."""
     lookahead, vocab = len(fan_out) - 1, max(fan_out) + 2 + spare
     alpha = data.draw(st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+    hits = data.draw(st.sampled_from([None, "power:A=1.2/0.3,r=0.5/1.5"]))
+    rates = [alpha] * lookahead
     pair = Pair(
-        lookahead, fan_out, batch=2, vocab=vocab, seed=seed, rates=[alpha] * lookahead, fast=0.5
+        lookahead, fan_out, batch=2, vocab=vocab, seed=seed, rates=rates, fast=0.5, hit_law=hits
     )
     pair.admit(Request(0), Request(5))
     for _ in range(3):
@@ -166,22 +170,20 @@ def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObje
                 assert len(ids) == len(set(ids)) == fan_out[j]
                 assert all(0 <= token < vocab for token in ids)
                 assert j >= served or drafts[j] not in ids
-            rank = pair.law.rank(s, n + k)
+            rank = pair.law.rank(s, n + k, k == served)
             where = rows[k].index(bonus) + 1 if bonus in rows[k] else math.inf
             assert where == (rank if rank <= fan_out[k] else math.inf)
         pair.commit(ks)
 
 
 @pytest.mark.parametrize(
-    ("p_hit", "hit_a", "hit_r"),
-    [(0.0, None, None), (0.35, None, None), (1.0, None, None), (None, 0.75, 1.0), (None, 1.2, 0.5)],
+    "text",
+    ["p_hit:0", "p_hit:0.35", "p_hit:1", "power:A=.75,r=1", "power:A=1.2,r=0.5", "smollm2-own"],
 )
-def test_hits_follow_the_hit_law(
-    p_hit: float | None, hit_a: float | None, hit_r: float | None
-) -> None:
+def test_hits_follow_the_hit_law(text: str) -> None:
     """Seed 11, 8 sequences, 500 rounds; 5 standard deviations: a false alarm in 1.7e6 a check."""
     fan_out = (4, 1, 3)
-    pair = Pair(2, fan_out, batch=8, seed=11, p_hit=p_hit, hit_a=hit_a, hit_r=hit_r)
+    pair = Pair(2, fan_out, batch=8, seed=11, hit_law=text)
     pair.admit(*[Request(n) for n in range(8)])
     tries, hits = np.zeros(3), np.zeros(3)
     for _ in range(500):
@@ -192,9 +194,9 @@ def test_hits_follow_the_hit_law(
             hits[k] += bonus in rows[k]
             ks.append(k)
         pair.commit(ks)
-    law = resolve_hit_law(p_hit, hit_a, hit_r)
+    law = named_hit_law(text)
     for k, fan in enumerate(fan_out):
-        p = law.hit_probability(fan)
+        p = law.hit_probability(fan, k == 2)
         assert abs(hits[k] - tries[k] * p) <= 5 * math.sqrt(tries[k] * p * (1 - p))
         assert tries[k] > 400
 

@@ -41,6 +41,13 @@ CASES: dict[str, dict[str, Any]] = {
         "backup_lookahead": 2, "on_late": "serve", "fan_out": "uniform:6",
     },
     "ssd, imposed": {"mode": "ssd", "lookahead": 5, "p_hit": 0.8, "batch_size": 2},
+    "ssd, hits of a real pair": {
+        "mode": "ssd", "lookahead": 5, "hit_law": "smollm2-chat", "batch_size": 3,
+        "fan_out": "geometric:30", "backup_lookahead": 3,
+    },
+    "ssd, hits of two ends, served": {
+        "mode": "ssd", "lookahead": 7, "hit_law": "power:A=1.1/0.1,r=0.3/0.9", "on_late": "serve",
+    },
     "ssd, tokens": {"mode": "ssd", "lookahead": 4, "batch_size": 3, "num_tokens": 60},
     "ssd, tokens, crowd": {
         "mode": "ssd", "lookahead": 5, "batch_size": 6, "num_tokens": 50, "fan_out": "uniform:2",
