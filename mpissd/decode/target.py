@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.decode.speculator import Speculator
 from mpissd.rounds import Batch, Event, Ints, Outcome, Request, Speculation
@@ -71,12 +72,12 @@ class TargetLoop:
         self._pending = Outcome(self._pending.round, np.concatenate([self._pending.rows, rows]))
 
     def finish(self, request_ids: Sequence[int]) -> None:
-        """These sequences take no further part; what they emitted so far stands."""
+        """Releases these sequences from the next round on; what they emitted so far stands."""
         gone = np.isin(self._pending.ids, request_ids)
+        # A sequence that was admitted since the last round is dropped: no other rank knows it yet.
         unborn = gone & (self._pending.events == Event.ADMIT)
-        self._pending.events[gone] = Event.RELEASE
-        if unborn.any():  # called off before they began: nobody heard of them
-            self._pending = Outcome(self._pending.round, self._pending.rows[~unborn])
+        released = self._released(gone)
+        self._pending = Outcome(released.round, released.rows[~unborn])
 
     def step(self) -> RoundResult:
         """One round: speculation r for outcome r-1, verification, outcome r."""
@@ -108,10 +109,17 @@ class TargetLoop:
 
     def stop(self) -> None:
         """Ends the loops of the followers and of the draft."""
-        self._pending.events[:] = Event.RELEASE
+        everyone = np.ones(len(self._pending.rows), np.bool_)
+        self._pending = self._released(everyone)
         nothing = Speculation.empty(self.round, 0, 0)
         self._speculator.stop(self._pending)
         self._plans.publish(self._pending, nothing, stop=True)
+
+    def _released(self, gone: NDArray[np.bool_]) -> Outcome:
+        """The pending outcome with these rows [n] as releases; step() has returned the original."""
+        released = Outcome(self._pending.round, self._pending.rows.copy())
+        released.events[gone] = Event.RELEASE
+        return released
 
 
 def follow(

@@ -85,6 +85,27 @@ def test_sequences_come_and_go(mode: str) -> None:
 
 
 @Modes
+def test_an_outcome_that_was_returned_never_changes(mode: str) -> None:
+    server = Server(Scenario(mode, batch=3, lookahead=3, p_hit=1.0))
+    kept: list[tuple[Outcome, bytes]] = []
+
+    def step() -> None:
+        outcome = server.step().outcome
+        kept.append((outcome, outcome.rows.tobytes()))
+
+    server.loop.admit([Request(n) for n in range(3)])
+    step()
+    server.loop.finish([1])
+    step()
+    server.loop.admit([Request(7), Request(8)])
+    server.loop.finish([0, 8])
+    step()
+    server.loop.stop()
+    assert [outcome.rows.tobytes() for outcome, _ in kept] == [rows for _, rows in kept]
+    assert [outcome.num_live for outcome, _ in kept] == [3, 2, 2]
+
+
+@Modes
 def test_the_same_id_in_another_epoch_starts_over(mode: str) -> None:
     server = Server(Scenario(mode, batch=1, p_hit=1.0))
     server.loop.admit([Request(6, epoch=1)])
