@@ -19,8 +19,7 @@ from mpissd.errors import MpissdError
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
-        plan = cli.parse(sys.argv[1:] if arguments is None else arguments)
-        return 0 if plan is None else execute(plan)
+        return execute(cli.parse(sys.argv[1:] if arguments is None else arguments))
     except MpissdError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return error.exit_code

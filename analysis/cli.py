@@ -6,7 +6,9 @@ every command takes whatever comes and checks it itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import fire
@@ -86,17 +88,20 @@ COMMANDS = {
 }
 
 
-def parse(arguments: list[str]) -> Plan | None:
-    """The plan that the arguments name; None where fire showed help.
+def parse(arguments: list[str]) -> Plan:
+    """Returns the plan that the arguments name.
 
-    Raises ConfigError: an unknown figure or flag, a value that can't be.
+    Help goes to stdout and ends with SystemExit(0). Raises ConfigError: an unknown figure or flag,
+    a value that can't be.
     """
     command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
     if command and command[0] not in COMMANDS:
         raise unknown("figure", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
-        arguments = [*command, "--", "--help"]
-    elif stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+        with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr
+            fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="analysis")
+    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     found = fire.Fire(COMMANDS, command=arguments, name="analysis", serialize=lambda _: None)
-    return found if isinstance(found, Plan) else None
+    assert isinstance(found, Plan), found
+    return found

@@ -61,15 +61,15 @@ def count(name: str, text: str | None) -> int | None:
     return int(text) if text else None
 
 
-def parsed(given: argparse.Namespace, script: str) -> cli.Command | None:
-    """The flags as the job's command takes them; None where they only ask for help."""
+def parsed(given: argparse.Namespace, script: str) -> cli.Command:
+    """The flags as the job's command takes them."""
     name = "sweep" if script == _ARRAY else given.command or "run"
     return cli.parse([name, *given.flags])
 
 
-def request_of(given: argparse.Namespace, script: str, command: cli.Command | None) -> Request:
+def request_of(given: argparse.Namespace, script: str, command: cli.Command) -> Request:
     """What is asked for."""
-    backend = getattr(command.config, "backend", "auto") if command else "auto"
+    backend = getattr(command.config, "backend", "auto")
     try:
         header = read_header((ROOT / script).read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -118,18 +118,18 @@ def check_shards(array: str, configurations: int) -> None:
         )
 
 
-def check_job(request: Request, command: cli.Command | None) -> None:
+def check_job(request: Request, command: cli.Command) -> None:
     """ConfigError for what the job would refuse when its turn comes: a grid, memory, no CuPy."""
-    config = command.config if command else None
-    if command and request.script == _ARRAY:
+    config = command.config
+    if request.script == _ARRAY:
         sweep = replace(command.config, world_size=request.ranks)
         plan = check_sweep(sweep, command.given)
         if request.array:
             check_shards(request.array, len(plan.points))
     asked = request.resolve().get("gpus")
-    if config is None or asked is None or not request.needs_gpus:
+    if asked is None or not request.needs_gpus:
         return
-    if request.script == _SLURM and command and command.name == "run":
+    if request.script == _SLURM and command.name == "run":
         gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
         memory = gpu.memory_bytes if gpu else None
         tp = check_world(request.ranks, config.drafts)

@@ -46,8 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
-        if command is None:
-            return 0
         if command.name not in ("run", "probe", "sweep"):
             return alone(command)
         watch(command.config)

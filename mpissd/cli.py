@@ -6,7 +6,9 @@ command takes whatever comes and checks it itself: a mistyped flag is one line w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,22 +93,22 @@ _ON_A_BACKEND = ("run", "probe", "doctor", "sweep")
 COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
 
 
-def parse(arguments: list[str]) -> Command | None:
-    """The command that the arguments name; None where fire showed help.
+def parse(arguments: list[str]) -> Command:
+    """Returns the command that the arguments name.
 
-    Raises ConfigError: an unknown command or flag, a value of the wrong type, a device that would
-    not be emulated.
+    Help goes to stdout and ends with SystemExit(0). Raises ConfigError: an unknown command or flag,
+    a value of the wrong type, a device that would not be emulated.
     """
     command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
     if command and command[0] not in COMMANDS:
         raise unknown("command", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
-        arguments = [*command, "--", "--help"]
-    elif stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+        with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr
+            fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="mpissd")
+    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
-    if not isinstance(found, Command):
-        return None
+    assert isinstance(found, Command), found
     if found.name in _ON_A_BACKEND and "device" in found.given:
         backend = found.config.backend
         if backend != "emulated":  # it would change nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -86,10 +87,19 @@ def test_help_is_shown_and_nothing_runs(
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 0
-    shown = "".join(capfd.readouterr())
-    assert "run" in shown
+    shown, stderr = capfd.readouterr()  # stdout: `--help | grep` finds a flag
+    assert "run" in shown and not stderr
     if arguments[:1] == ["run"]:
         assert all(f"--{name}" in shown for name in ("mode", "fan_out", "on_late"))
+
+
+def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    for name, spec in cli.SPECS.items():
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        shown, stderr = capfd.readouterr()
+        assert left.value.code == 0 and not stderr
+        assert all(f"--{field.name}" in shown for field in dataclasses.fields(spec.config))
 
 
 @pytest.mark.parametrize(
