@@ -122,7 +122,7 @@ def check_job(request: Request, command: cli.Command) -> None:
     """ConfigError for what the job would refuse when its turn comes: a grid, memory, no CuPy."""
     config = command.config
     if request.script == _ARRAY:
-        sweep = replace(command.config, world_size=request.ranks)
+        sweep = replace(command.config, dry_run=True, world_size=request.ranks)
         plan = check_sweep(sweep, command.given)
         if request.array:
             check_shards(request.array, len(plan.points))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from mpissd.config import DEFAULT_ACCEPTANCE_FAST, RunConfig
 from mpissd.errors import ConfigError
-from mpissd.flags import flag, integer, number, switch, words
+from mpissd.flags import Checked, flag, integer, number, switch, words
 from mpissd.schedules import SCHEDULES
+from mpissd.sweep.grid import read_grid
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class SweepConfig(RunConfig):
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
     retry: bool = flag(False, switch, "measure again what failed or was flagged before")
 
-    def __post_init__(self) -> None:
-        """A run's flags are judged where they meet the grid's."""
+    def check_sweep(self) -> None:
+        """Refuses a sweep without a grid, and what only one configuration can have."""
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
         for name in ("trace", "ledger_ab"):
@@ -45,6 +47,12 @@ class SweepConfig(RunConfig):
         if self.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (judged before MPI starts)
+
+    def excuses(self, flags: AbstractSet[str]) -> bool:
+        """Whether each block of the grid says one of these flags: judged where they meet."""
+        if self.grid is None:
+            return False
+        return all(flags & dict(block.axes).keys() for block in read_grid(self.grid))
 
     @property
     def shard_of(self) -> tuple[int, int]:
@@ -57,7 +65,7 @@ class SweepConfig(RunConfig):
 
 
 @dataclass(frozen=True)
-class BestConfig:
+class BestConfig(Checked):
     """Of `best`: from which rows."""
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: out)")
@@ -72,15 +80,15 @@ class PredictConfig(RunConfig):
     )
     tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.schedule is not None:  # which flags were said decides what a profile's job keeps
+    def check_schedule(self) -> None:
+        """Refuses a schedule: which flags were said decides what a profile's job keeps."""
+        if self.schedule is not None:
             flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[self.schedule].items())
             raise ConfigError(f"schedule={self.schedule} with predict: allowed: its flags, {flags}")
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(Checked):
     """Of `plan`: the laws, the machine, and how many GPUs."""
 
     profile: str = flag("h100", words, "device profile: a name or a file")
@@ -102,7 +110,7 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class WhyConfig:
+class WhyConfig(Checked):
     """Of `why`: whose gaps."""
 
     result: str | None = flag(None, words, "runs.jsonl, or a run id in OUT/runs.jsonl")
@@ -110,7 +118,7 @@ class WhyConfig:
 
 
 @dataclass(frozen=True)
-class CompareConfig:
+class CompareConfig(Checked):
     """Of `compare`: which two results."""
 
     a: str | None = flag(None, words, "a run id in OUT, or a runs.jsonl (its last row)")
@@ -119,14 +127,14 @@ class CompareConfig:
 
 
 @dataclass(frozen=True)
-class TablesConfig:
+class TablesConfig(Checked):
     """Of `tables`: from which rows."""
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(Checked):
     """Of `export`: which rows, and as what."""
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
@@ -135,7 +143,7 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class CollectivesConfig:
+class CollectivesConfig(Checked):
     """Of `collectives`: what nccl-tests measured, and the profile that it joins."""
 
     file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpissd.errors import ConfigError
-from mpissd.flags import choice, flag, integer, number, parse_into, switch, words
+from mpissd.flags import Checked, choice, flag, integer, number, parse_into, switch, words
 from mpissd.schedules import SCHEDULES, is_tail
 
 _MOST_DRAFTS = 4
@@ -38,7 +38,7 @@ _NOT_MEASURED = frozenset(
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Checked):
     """What the user asked for; None is "not said" and resolved when the machine is known."""
 
     mode: str = flag("ssd", choice("ar", "sd", "ssd"), "ar, sd or ssd")
@@ -46,7 +46,9 @@ class RunConfig:
         None, choice(*SCHEDULES), f"sets what its name stands for: {', '.join(SCHEDULES)}"
     )
     num_drafts: int | None = flag(
-        None, integer(0), "draft ranks D; T = world size - D (default 0 for ar, else 1)"
+        None,
+        integer(0, _MOST_DRAFTS),
+        "draft ranks D; T = world size - D (default 0 for ar, else 1)",
     )
     pair: str | None = flag(
         None, words, "toy, 8b/1b, 70b/1b, TARGET/DRAFT (default: what the machine can hold)"
@@ -122,69 +124,57 @@ class RunConfig:
     dry_run: bool = flag(False, switch, "validate and stop, without MPI")
     world_size: int | None = flag(None, integer(1), "ranks to validate for, with dry_run")
 
-    def __post_init__(self) -> None:
+    def check_acceptance(self) -> None:
+        """Refuses two acceptance laws."""
         if self.alpha is not None and self.acceptance is not None:
             raise ConfigError("alpha and acceptance say the same thing: give one")
+
+    def check_lookahead(self) -> None:
+        """Refuses to draft no token."""
         if self.mode != "ar" and self.lookahead < 1:
             raise ConfigError(f"lookahead=0 with mode={self.mode}: allowed: a whole number >= 1")
+
+    def check_num_drafts(self) -> None:
+        """Refuses SSD without a draft rank, and AR with one."""
         if self.mode == "ssd" and self.num_drafts == 0:
             raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)")
-        if self.num_drafts is not None and self.num_drafts > _MOST_DRAFTS:
-            raise ConfigError(f"num_drafts={self.num_drafts}: allowed: 0 to {_MOST_DRAFTS}")
         if self.mode == "ar" and self.num_drafts:
             raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
+
+    def check_pair(self) -> None:
+        """Refuses models that are said twice."""
         if self.pair is not None and (self.target or self.draft):
             raise ConfigError("pair and target/draft say the same thing: give one")
+
+    def check_models(self) -> None:
+        """Refuses one model of a pair without the other, where both are needed."""
         needs_draft = self.mode != "ar" and not (self.is_lookup and self.draft is None)
         if (self.target is None) != (self.draft is None) and needs_draft:
             missing = "draft" if self.draft is None else "target"
             raise ConfigError(f"{missing}: needed beside the other with mode={self.mode}")
-        if self.fan_out_miss is not None:
-            self._check_lists(self.fan_out_miss)
-        if self.backup == "auto" and self.mode != "ssd":
-            raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
-        if self.backup == "auto" and self.drafts > 1:  # each would time the others' misses, too
-            raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
-        self._check_workload()
-        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
-            raise ConfigError(
-                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
-            )
-        if self.backup_lookahead == 0 and not (self.mode == "ssd" and is_tail(self.fan_out)):
-            raise ConfigError(
-                f"backup_lookahead=0 with mode={self.mode}, fan_out={self.fan_out}: allowed: "
-                f"1..{self.lookahead}, and 0 with mode=ssd and fan_out=tail:F"
-            )
         if self.draft is not None and self.target is None:
             raise ConfigError("target: needed beside draft")
-        if self.on_draft_loss == "ar":
-            self._check_draft_loss()
-        if self.world_size is not None and not self.dry_run:
-            raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
 
-    def _check_draft_loss(self) -> None:
-        """What can't go on without its draft is refused before it begins."""
-        if self.drafts != 1:
-            raise ConfigError(f"on_draft_loss=ar with num_drafts={self.drafts}: allowed: 1")
-        if self.temperature > 0:  # a draft that dies after its tokens takes their rows with it
-            raise ConfigError(
-                f"on_draft_loss=ar with temperature={self.temperature:g}: allowed: temperature=0"
-            )
-        for name in ("trace", "ledger_ab"):
-            if getattr(self, name):
-                raise ConfigError(f"{name} with on_draft_loss=ar: allowed: on_draft_loss=abort")
-
-    def _check_lists(self, fan_out_miss: str) -> None:
-        """A list that follows what is served or committed is one for all trunks."""
-        for name, text in (("fan_out", self.fan_out), ("fan_out_miss", fan_out_miss)):
+    def check_fan_outs(self) -> None:
+        """Refuses fan_out_miss where either fan-out follows what was served or committed."""
+        if self.fan_out_miss is None:
+            return
+        for name, text in (("fan_out", self.fan_out), ("fan_out_miss", self.fan_out_miss)):
             if is_tail(text) or text.strip().startswith("adaptive"):
                 raise ConfigError(
                     f"{name}={text} with both fan_out and fan_out_miss: allowed: uniform, "
                     "geometric, list"
                 )
 
-    def _check_workload(self) -> None:
-        """Flags of one workload are refused with the other: they would change nothing."""
+    def check_backup(self) -> None:
+        """Refuses backup=auto without a cache that can miss, and with several drafts."""
+        if self.backup == "auto" and self.mode != "ssd":
+            raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
+        if self.backup == "auto" and self.drafts > 1:  # each would time the others' misses, too
+            raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
+
+    def check_laws(self) -> None:
+        """Refuses flags of one workload with the other: they would change nothing."""
         markov = self.workload == "markov"
         for name in _LAWS if markov else _MODELS:
             value = getattr(self, name)
@@ -198,6 +188,9 @@ class RunConfig:
                 f"acceptance_fast={self.acceptance_fast} with workload=markov: allowed: "
                 "workload=gemm"
             )
+
+    def check_saguaro(self) -> None:
+        """Refuses Saguaro sampling where no cache is filled, or where tokens are not sampled."""
         damped = self.saguaro_c is not None and self.saguaro_c < 1
         if damped and (self.mode != "ssd" or self.temperature == 0):
             at = f"mode={self.mode}, temperature={self.temperature:g}"
@@ -205,10 +198,44 @@ class RunConfig:
                 f"saguaro_c={self.saguaro_c} with {at}: allowed: 1, or mode=ssd and a "
                 "temperature above 0"
             )
+
+    def check_stop_token(self) -> None:
+        """Refuses a stop token outside the vocabulary."""
         if self.stop_token is not None and self.stop_token >= (self.vocab or DEFAULT_VOCAB):
             raise ConfigError(
                 f"stop_token={self.stop_token}: allowed: 0..{(self.vocab or DEFAULT_VOCAB) - 1}"
             )
+
+    def check_backup_lookahead(self) -> None:
+        """Refuses a backup longer than K, and one of no token where the fan-out needs a trunk."""
+        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
+            raise ConfigError(
+                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
+            )
+        if self.backup_lookahead == 0 and not (self.mode == "ssd" and is_tail(self.fan_out)):
+            raise ConfigError(
+                f"backup_lookahead=0 with mode={self.mode}, fan_out={self.fan_out}: allowed: "
+                f"1..{self.lookahead}, and 0 with mode=ssd and fan_out=tail:F"
+            )
+
+    def check_draft_loss(self) -> None:
+        """Refuses on_draft_loss=ar where the run cannot go on without its draft."""
+        if self.on_draft_loss != "ar":
+            return
+        if self.drafts != 1:
+            raise ConfigError(f"on_draft_loss=ar with num_drafts={self.drafts}: allowed: 1")
+        if self.temperature > 0:  # a draft that dies after its tokens takes their rows with it
+            raise ConfigError(
+                f"on_draft_loss=ar with temperature={self.temperature:g}: allowed: temperature=0"
+            )
+        for name in ("trace", "ledger_ab"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with on_draft_loss=ar: allowed: on_draft_loss=abort")
+
+    def check_world_size(self) -> None:
+        """Refuses a number of ranks where ranks are started: their launcher says it."""
+        if self.world_size is not None and not self.dry_run:
+            raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
 
     @property
     def drafts(self) -> int:

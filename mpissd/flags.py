@@ -1,14 +1,17 @@
 """Flags as text: each is a dataclass field that knows how its text is typed, bounded and explained.
 
-A configuration is a frozen dataclass of such fields; `parse_into` makes one of what was said.
+A configuration is a frozen dataclass of such fields, `Checked` whenever one is made; `parse_into`
+makes one of what was said.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -80,6 +83,65 @@ def words(name: str, text: str) -> str:
 def flag(default: Any, parse: Parse, text: str) -> Any:
     """A dataclass field that is a flag."""
     return field(default=default, metadata={"parse": parse, "help": text})
+
+
+class Checked:
+    """Base of every configuration: judges each one that is made, whichever way it is made.
+
+    Parsing, a constructor call and dataclasses.replace all end in __post_init__, which raises
+    ConfigError for a value that its flag does not take and then runs every method named `check_…`,
+    those of the base classes first. A subclass adds checks and cannot drop one: TypeError where it
+    defines __post_init__ or a check that a base class has.
+    """
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls):
+            if name == "__post_init__" or (_is_check(name) and hasattr(super(cls, cls), name)):
+                raise TypeError(f"{cls.__name__}.{name} would replace a check of its base class")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if value != f.default:
+                f.metadata["parse"](f.name, str(value))
+        for kind in reversed(type(self).__mro__):
+            for name in filter(_is_check, vars(kind)):
+                self._run(getattr(kind, name))
+
+    def _run(self, check: Check) -> None:
+        try:
+            check(self)
+        except ConfigError:
+            if not self.excuses(flags_read(check, self)):
+                raise
+
+    def excuses(self, flags: AbstractSet[str]) -> bool:
+        """Whether a failed check that read these flags is judged later, when they are known."""
+        return False
+
+
+Check = Callable[[Any], None]
+
+
+def _is_check(name: str) -> bool:
+    return name.startswith("check_")
+
+
+def flags_read(check: Check, config: Checked) -> set[str]:
+    """The names of the flags that a check reads of this configuration, up to what it refuses."""
+    names = set[str]()
+
+    class Reading:
+        def __getattr__(self, name: str) -> Any:
+            found = inspect.getattr_static(config, name)
+            if isinstance(found, property):
+                return found.fget(self)  # type: ignore[misc]
+            names.add(name)
+            return getattr(config, name)
+
+    with contextlib.suppress(ConfigError):
+        check(Reading())
+    return names
 
 
 def documented(command: Any, about: str, kind: type) -> Any:

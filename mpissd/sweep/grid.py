@@ -36,6 +36,7 @@ ONE_A_JOB = (  # what the ranks are opened with, and what belongs to no single c
     "cuda_aware_mpi",
     "graph",
     "deadline_s",
+    "on_draft_loss",
     "out",
     "trace",
     "ledger_ab",

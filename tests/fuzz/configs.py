@@ -29,7 +29,6 @@ def judged(flags: Flags, world_size: int) -> RunConfig:
     Raises ConfigError.
     """
     command = cli.parse(arguments(flags))
-    assert command is not None
     config = command.config
     memory = load_profile(config.device).memory_bytes
     tp = check_world(world_size, config.drafts)

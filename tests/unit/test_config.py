@@ -71,7 +71,7 @@ def test_every_flag_has_help_and_refuses_a_missing_value(name: str) -> None:
         ({"fuse": "maybe"}, "fuse=maybe: allowed: true, false"),
         ({"alpha": "0.8", "acceptance": "rates:.9"}, "alpha and acceptance"),
         ({"num_drafts": "0"}, "num_drafts=0 with mode=ssd"),
-        ({"num_drafts": "5"}, "num_drafts=5: allowed: 0 to 4"),
+        ({"num_drafts": "5"}, r"num_drafts=5: allowed: a whole number in \[0, 4\]"),
         ({"num_drafts": "2", "backup": "auto"}, "backup=auto with num_drafts=2"),
         ({"mode": "sd", "backup": "auto"}, "backup=auto with mode=sd: allowed: jit, fast"),
         ({"fan_out_miss": "adaptive:8"}, "fan_out_miss=adaptive:8 with both"),
