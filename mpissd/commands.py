@@ -16,7 +16,7 @@ from mpissd.command_config import CompareConfig, PlanConfig, PredictConfig, Tabl
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
-from mpissd.predict import jobfile
+from mpissd.predict import jobfile, real_hits
 from mpissd.predict.advisor import Advice, plan
 from mpissd.predict.costs import DeviceCosts, HostCosts
 from mpissd.predict.coverage import check_device, check_job, covered
@@ -109,14 +109,18 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     _check_there(config.profile)
     profile = load_profile(config.profile)
     run = _planned(config, profile, given)
-    advice = plan(run, HostCosts(), placements(run, profile, config.gpus), config.gpus)
+    asked = run, HostCosts(), placements(run, profile, config.gpus), config.gpus
+    advice, real = plan(*asked), real_hits.real_hits(*asked)
     print(f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:")
     for choice in advice.by_method:
         mark = "→" if choice == advice.best else " "
         print(f" {mark} {_choice(choice)}")
     print(_verdict(advice))
+    for line in real_hits.lines(real):
+        print(f"   {line}")
     print(f"   run it: {_command(run, advice.best)}")
-    print(json.dumps(_advice(advice)))
+    told = {**_advice(advice), "real_hits": [hits.to_dict() for hits in real]}
+    print(json.dumps(told))
     return 0
 
 

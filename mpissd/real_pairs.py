@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SOURCE = (
-    "measured on one real pair: SmolLM2-135M-Instruct with a 4-layer draft distilled from it, "
+    "measured on one real pair, SmolLM2-135M-Instruct with a 4-layer draft distilled from it, "
     "temperature 0"
 )
 

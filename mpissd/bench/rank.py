@@ -121,7 +121,7 @@ class Rank:
                 prior_hazards=prior,
                 prior_a=DEFAULT_HIT_A,
                 prior_r=DEFAULT_HIT_R,
-                minimum=1 if config.p_hit else 0,
+                minimum=1 if job.hit_law.p_hit else 0,
             )
         return AdaptiveControls(
             fixed,

@@ -89,18 +89,9 @@ def config_of_row(row: Row) -> RunConfig:
     for name in ("fan_out", "fan_out_miss"):
         if row.get(name):
             flags[name] = "list:" + ",".join(map(str, row[name]))
-    flags |= _hit_flags(row.get("hit_law"))
+    flags["hit_law"] = row.get("hit_law")
     said = {name: value for name, value in flags.items() if value is not None}
     return RunConfig(backend="emulated", rounds=int(row["num_rounds"]), seed=row["seed"], **said)
-
-
-def _hit_flags(label: str | None) -> dict[str, float]:
-    """p_hit:0.9 or power:A=0.75,r=1.0, as HitLaw labels them."""
-    kind, _, values = (label or "").partition(":")
-    if kind == "p_hit":
-        return {"p_hit": float(values)}
-    found = dict(part.split("=") for part in values.split(",")) if kind == "power" else {}
-    return {f"hit_{name.lower()}": float(value) for name, value in found.items()}
 
 
 def _unpredictable(row: Row) -> str | None:

@@ -243,6 +243,24 @@ def test_where_nothing_is_drafted_no_law_is_said(capfd: pytest.CaptureFixture[st
     assert (ranks, config) == (1, RunConfig(mode="ar", num_drafts=0, pair="8b/1b", fuse=True))
 
 
+def test_a_plan_names_the_hits_of_a_real_pair(capfd: pytest.CaptureFixture[str]) -> None:
+    """Beside the default law stands what a plan under each measured law finds; only beside it."""
+    flags = ("plan", "--profile=h200", "--alpha=.7", "--gpus=2")
+    assert main(list(flags)) == 0
+    text = capfd.readouterr().out
+    found = json.loads(text.splitlines()[-1])["real_hits"]
+    assert [hits["hit_law"] for hits in found] == ["smollm2-own", "smollm2-chat"]
+    assert "SmolLM2-135M-Instruct" in text
+    for hits in found:
+        assert f"{hits['hit_law']} (" in text and "SmolLM2-135M-Instruct" in hits["source"]
+        assert main([*flags, f"--hit_law={hits['hit_law']}"]) == 0
+        text_alone = capfd.readouterr().out
+        alone = json.loads(text_alone.splitlines()[-1])
+        assert alone["real_hits"] == [] and "SmolLM2" not in text_alone
+        assert hits["ssd"] in alone["by_method"]
+        assert hits["gain_at_equal_gpus"] == alone["extra_gpu"]["gain_at_equal_gpus"]
+
+
 def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
     """Pair and fused products are the probe's where nothing else is said; other T are derived."""
     assert main(["plan", EIGHT, "--gpus=4"]) == 0
