@@ -32,6 +32,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,12 +96,32 @@ class Comparison:
         return f"{self.speedup:.{digits}f}× ({interval})"
 
     @property
+    def brief(self) -> str:
+        """For a table: the speedup or "no difference", the interval, and + where it is a claim."""
+        told = f"{self.speedup:.2f}" if self.is_real else "no difference"
+        mark = "+" * (self.is_headline and self.is_real)
+        return f"{told} ({self.low:.2f}–{self.high:.2f}){mark}"
+
+    @property
     def claim(self) -> str:
         """What a sentence may say: a speedup from enough seeds alone, else the interval."""
         interval = f"{self.low:.2f}–{self.high:.2f}"
         if not self.is_real:
             return f"no difference ({interval})"
         return f"{self.speedup:.2f}× ({interval})" if self.is_headline else f"{interval}, few seeds"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; the speedup is null where the interval holds 1."""
+        verdict = "faster" if self.speedup > 1 else "slower"
+        return {
+            "verdict": verdict if self.is_real else "no difference",
+            "speedup": self.speedup if self.is_real else None,
+            "low": self.low,
+            "high": self.high,
+            "how": self.how.value,
+            "seeds": self.num_seeds,
+            "headline": self.is_headline,
+        }
 
 
 def compare_rows(

@@ -3,36 +3,66 @@
 Rows are compared within a *setting*: one pair on one machine, one acceptance law, batch, context.
 AR accepts nothing, so its rows belong to every acceptance law. A *method* is a mode with all that
 belongs to it but K: where the draft sits, fan-out, hit law, backup. Several rows of one method, K
-and setting are repeats: their median counts, and their range is shown.
+and setting, whatever their seed, are one cell: its median and range are shown, and its gain over AR
+is mpissd.compare's, paired by seed where there are several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from mpissd.compare import Comparison as Gain
+from mpissd.compare import compare_rows
 from mpissd.config import RunConfig
+from mpissd.errors import ConfigError
 from mpissd.rows import Row, other_draft_device
 
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
 _FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
 _SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")
 _DRAFTED = ("draft", "acceptance", "divergence")  # AR has none of it
-_SHOWN = ("acceptance", "divergence", "batch_size", "context", "temperature")
+_SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
 _FAN_OUTS = ("fan_out", "fan_out_miss")
+_WIDE = 28  # of a gain with its interval
+_LEGEND = """\
+best, at: K of the largest predicted mean (expected_tok_per_s), which no measured round enters
+x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval
++: paired over 5 seeds or more of 400 rounds; what has none is of few seeds and claims no speedup"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Rows of one method at one K: tok/s of all repeats."""
+    """Rows of one method at one K: repeats and seeds."""
 
     lookahead: int
-    tok_per_s: tuple[float, ...]
-    ranks: int
+    rows: tuple[Row, ...]
+
+    @property
+    def tok_per_s(self) -> tuple[float, ...]:
+        return tuple(float(row["tok_per_s"]) for row in self.rows)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.rows[0]["world_size"])
+
+    @property
+    def predicted(self) -> float | None:
+        """The mean of the laws' means that the jobs' profiles say; None where a row has none."""
+        found = [row.get("expected_tok_per_s") for row in self.rows]
+        told = [float(rate) for rate in found if rate]
+        return fmean(told) if len(told) == len(found) else None
+
+    def over(self, base: Cell) -> Gain | None:
+        """Its gain over another cell; None where rows say too little of themselves."""
+        try:
+            return compare_rows(base.rows, self.rows)
+        except ConfigError:
+            return None
 
     @property
     def median(self) -> float:
@@ -48,6 +78,13 @@ class Cell:
         return self.median / self.ranks
 
 
+def best_cell(cells: Sequence[Cell]) -> Cell:
+    """The one of the largest predicted mean; where one has none, of the largest median."""
+    if all(cell.predicted for cell in cells):
+        return max(cells, key=lambda cell: cell.predicted or 0.0)
+    return max(cells, key=lambda cell: cell.median)
+
+
 @dataclass(frozen=True)
 class Method:
     """One method in one setting, by K."""
@@ -57,8 +94,10 @@ class Method:
 
     @property
     def best(self) -> Cell:
-        """At its own best K."""
-        return max(self.cells, key=lambda cell: cell.median)
+        """At its own best K: that of the largest predicted mean, which no measured round enters,
+        so that the draws it is then compared by did not choose it (docs/definitions.md). Where a
+        row has no prediction: that of the largest median."""
+        return best_cell(self.cells)
 
     def at(self, lookahead: int) -> Cell | None:
         """At this K; AR has but one cell, which is that of every K."""
@@ -117,10 +156,7 @@ def _rank(name: str) -> int:
 
 
 def _cells(rows: Mapping[int, list[Row]]) -> tuple[Cell, ...]:
-    return tuple(
-        Cell(k, tuple(float(row["tok_per_s"]) for row in of), int(of[0]["world_size"]))
-        for k, of in sorted(rows.items())
-    )
+    return tuple(Cell(k, tuple(of)) for k, of in sorted(rows.items()))
 
 
 def method_of(row: Row) -> str:
@@ -171,7 +207,7 @@ def flags_of(row: Row) -> dict[str, str]:
 
 def render(comparisons: Iterable[Comparison]) -> str:
     """A table for each setting: tok/s by method and K, the best K of each, and what it gains."""
-    return "\n\n".join(_table(found) for found in comparisons)
+    return "\n\n".join([*(_table(found) for found in comparisons), _LEGEND])
 
 
 def _table(found: Comparison) -> str:
@@ -181,7 +217,8 @@ def _table(found: Comparison) -> str:
     lines = [f"{said['target']}{drafts}, T={said['tp']}, {said['device_name']}: {', '.join(told)}"]
     width = max(len(method.name) for method in found.methods)
     columns = "".join(f"{f'K={k}':>9}" for k in found.lookaheads)
-    lines.append(f"{'tok/s':{width}}{columns}     best   at  spread   n  x AR  a GPU")
+    gains = f"{'x AR':>{_WIDE}}{'a GPU':>{_WIDE}}"
+    lines.append(f"{'tok/s':{width}}{columns}     best   at  spread   n{gains}")
     lines += [f"{method.name:{width}}{_line(method, found)}" for method in found.methods]
     return "\n".join(lines)
 
@@ -192,9 +229,17 @@ def _line(method: Method, found: Comparison) -> str:
     told = "".join(f"{'' if c is None else _number(c.median):>9}" for c in cells)
     at = f"K={best.lookahead}" if best.lookahead else ""
     told += f"{_number(best.median):>9}{at:>5}{best.spread:>8.1%}{len(best.tok_per_s):>4}"
-    if base is not None:
-        told += f"{best.median / base.median:>6.2f}{best.per_gpu / base.per_gpu:>7.2f}"
-    return told
+    for gain in _gains(best, base):
+        told += f"{'–' if gain is None else gain.brief:>{_WIDE}}"
+    return told.rstrip()
+
+
+def _gains(best: Cell, base: Cell | None) -> tuple[Gain | None, Gain | None]:
+    """Over AR, and that a GPU; None for AR itself, and where rows say too little."""
+    found = None if base is None or best is base else best.over(base)
+    if found is None or base is None:
+        return None, None
+    return found, found.scaled(base.ranks / best.ranks)
 
 
 def _number(rate: float) -> str:
@@ -203,23 +248,34 @@ def _number(rate: float) -> str:
 
 def to_dict(found: Comparison) -> dict[str, Any]:
     """As JSON: the setting, and of each method its cells and its best K."""
-    base = found.baseline
     return {
         "setting": dict(found.setting),
-        "methods": [
-            {
-                "method": method.name,
-                "best_lookahead": method.best.lookahead,
-                "tok_per_s": method.best.median,
-                "tok_per_s_per_gpu": method.best.per_gpu,
-                "spread": method.best.spread,
-                "speedup": None if base is None else method.best.median / base.median,
-                "speedup_per_gpu": None if base is None else method.best.per_gpu / base.per_gpu,
-                "by_lookahead": {
-                    str(cell.lookahead): {"tok_per_s": cell.median, "repeats": cell.tok_per_s}
-                    for cell in method.cells
-                },
-            }
-            for method in found.methods
-        ],
+        "methods": [_method_dict(method, found.baseline) for method in found.methods],
+    }
+
+
+def _number_of(gain: Gain | None, is_base: bool) -> float | None:
+    """Null where no speedup is known, and where its interval holds 1."""
+    if is_base:
+        return 1.0
+    return gain.speedup if gain is not None and gain.is_real else None
+
+
+def _method_dict(method: Method, base: Cell | None) -> dict[str, Any]:
+    best = method.best
+    gain, per_gpu = _gains(best, base)
+    return {
+        "method": method.name,
+        "best_lookahead": best.lookahead,
+        "tok_per_s": best.median,
+        "tok_per_s_per_gpu": best.per_gpu,
+        "spread": best.spread,
+        "speedup": _number_of(gain, best is base),
+        "speedup_per_gpu": _number_of(per_gpu, best is base),
+        "over_ar": None if gain is None else gain.to_dict(),
+        "over_ar_per_gpu": None if per_gpu is None else per_gpu.to_dict(),
+        "by_lookahead": {
+            str(cell.lookahead): {"tok_per_s": cell.median, "repeats": cell.tok_per_s}
+            for cell in method.cells
+        },
     }

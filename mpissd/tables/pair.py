@@ -87,12 +87,9 @@ class Pair:
         return {
             "a": self.a["run_id"],
             "b": self.b["run_id"],
-            **_told(self.found),
-            "per_gpu": _told(self.per_gpu),
+            **self.found.to_dict(),
+            "per_gpu": self.per_gpu.to_dict(),
             "from_rounds": self.found.how in (How.BLOCKS, How.ROUNDS),
-            "how": self.found.how.value,
-            "seeds": self.found.num_seeds,
-            "headline": self.found.is_headline,
             "differ": {key: list(values) for key, values in self.differ.items()},
         }
 
@@ -143,16 +140,6 @@ def _short(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return "–" if value is None else str(value)
-
-
-def _told(found: Comparison) -> dict[str, Any]:
-    verdict = "faster" if found.speedup > 1 else "slower"
-    return {
-        "verdict": verdict if found.is_real else "no difference",
-        "speedup": found.speedup if found.is_real else None,
-        "low": found.low,
-        "high": found.high,
-    }
 
 
 def _differ(a: Row, b: Row) -> dict[str, tuple[Any, Any]]:

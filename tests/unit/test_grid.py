@@ -160,6 +160,18 @@ def test_what_a_method_does_not_see_is_folded() -> None:
     assert len({point.digest for point in found.points}) == len(found.points)
 
 
+def test_seeds_are_of_the_grid_and_no_repeat_changes_them() -> None:
+    """AR has five as well; a repeat measures equal draws again."""
+    found = plan("mode=ar,ssd; seed=0..4; alpha=.5,.8", repeats=2)
+    seeds: dict[tuple[str, str | None], set[int]] = {}
+    for task in found.tasks():
+        config, said = task.point.config, dict(task.point.flags)
+        assert config is not None
+        seeds.setdefault((config.mode, said.get("alpha")), set()).add(config.seed)
+        assert config.seed == int(said["seed"])
+    assert seeds == dict.fromkeys([("ar", None), ("ssd", ".5"), ("ssd", ".8")], set(range(5)))
+
+
 def test_a_point_is_what_run_makes_of_its_flags() -> None:
     found = plan(
         "mode=ssd; fan_out='list:4,3,2'; lookahead=2; p_hit=none,.5", backend="emulated", rounds=7
