@@ -207,12 +207,15 @@ def saguaro(numbers: pd.DataFrame) -> str:
 
 
 def predicted(numbers: pd.DataFrame) -> str:
-    """Errors by method."""
+    """Errors by method: of the replay, and of the laws' mean, which holds the luck of the draws."""
     rows = numbers.dropna(subset=["n"])
     told = [
         f"{r.series} {r.median:.2g}% (p95 {r.p95:.2g}%, n = {r.n:.0f})" for r in rows.itertuples()
     ]
-    return "Median error: " + ", ".join(told) + "."
+    what = (
+        "Median error of the replay of each row's own draws, and where it says so of its laws' mean"
+    )
+    return f"{what}, both from its own job's profile: {', '.join(told)}."
 
 
 def break_even(numbers: pd.DataFrame) -> str:

@@ -79,6 +79,17 @@ class PredictConfig(RunConfig):
         None, words, "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file)"
     )
     tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
+    rows: str | None = flag(
+        None, words, "folders or runs.jsonl, a comma between: the errors of predicting their rows"
+    )
+    host: str | None = flag(
+        None, words, "with rows: a run's profile whose host costs count (default: the profile's)"
+    )
+
+    def check_host(self) -> None:
+        """Refuses a host where no rows are judged."""
+        if self.host is not None and self.rows is None:
+            raise ConfigError(f"host={self.host} without rows: allowed: with rows")
 
     def check_schedule(self) -> None:
         """Refuses a schedule: which flags were said decides what a profile's job keeps."""

@@ -17,6 +17,7 @@ from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
 from mpissd.predict import jobfile, real_hits
+from mpissd.predict.accuracy import judge, profile_of_another_job
 from mpissd.predict.advisor import Advice, plan
 from mpissd.predict.costs import DeviceCosts, HostCosts
 from mpissd.predict.coverage import check_device, check_job, covered
@@ -31,7 +32,10 @@ _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
 
 
 def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints what a run of these flags would report, from a profile alone."""
+    """Prints what a run of these flags would report, from a profile alone; or with `rows` how far
+    such predictions lie from rows."""
+    if config.rows is not None:
+        return _judge(config, config.rows)
     if config.profile is None:
         raise ConfigError("profile: needed: a job's OUT/profiles/RUN_ID.json, or a device's")
     job, device, host, num_rounds = _costs(config, config.profile, given)
@@ -40,6 +44,18 @@ def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int
     print(f"   tok/s  {_number(rate)}   (the laws' mean: {_number(found['expected_tok_per_s'])})")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
     print(json.dumps(found))
+    return 0
+
+
+def _judge(config: PredictConfig, rows: str) -> int:
+    """Prints the three errors of predictions over rows; the last line is JSON."""
+    for name in filter(None, (config.profile, config.host)):
+        _check_there(name)
+    paths = [path for part in rows.split(",") for path in _row_files(Path(part))]
+    if not paths:
+        raise ConfigError(f"rows {rows!r}: no runs*.jsonl there")
+    text, numbers = judge(load_rows(paths), profile_of_another_job(config.profile, config.host))
+    print(f"{text}\n{json.dumps(numbers)}")
     return 0
 
 

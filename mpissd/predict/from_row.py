@@ -1,14 +1,16 @@
-"""The laws' mean for a row that some run wrote, from any profile of its device.
+"""The laws' mean for a row that some run wrote, from a profile of another job.
 
 This is what a user gets from `predict` and `plan`: neither the row's draws nor what its own job
-measured of itself. `forecast_row` says what the profile forecasts, `Forecast.error` how far the
-row lies from it.
+measured of itself. `forecast_row` takes a device's profile, `forecast_from_run` what another run
+measured of itself; `Forecast.error` is how far the row lies from what they forecast.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpissd.backend.profile import Profile
@@ -18,15 +20,23 @@ from mpissd.job import Job, resolve
 from mpissd.model.shard import Shard
 from mpissd.predict.closed import expected
 from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts
-from mpissd.predict.coverage import check_device
+from mpissd.predict.coverage import check_device, check_job
+from mpissd.predict.jobfile import JobFile
 from mpissd.predict.row import is_foretold
 from mpissd.rows import draft_device
 
 Row = Mapping[str, Any]
 
-_EMULATED = " (emulated)"
 _SAID = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
-_DRAFTED = ("lookahead", "acceptance", "acceptance_fast", "backup", "backup_lookahead", "on_late")
+_DRAFTED = (
+    "lookahead",
+    "acceptance",
+    "acceptance_fast",
+    "backup",
+    "backup_lookahead",
+    "on_late",
+    "hit_law",
+)
 
 
 @dataclass(frozen=True)
@@ -63,19 +73,54 @@ def forecast_row(
         _check_devices(row, profile, drafts)
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
-        rate = float(expected(job, device, host or HostCosts()).tok_per_s[0])
+        rate = _mean(job, device, host or HostCosts())
     except ConfigError as error:
         return Forecast(reason=str(error))
     return Forecast(rate, derived=_is_derived(profile, drafts, job))
 
 
+def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
+    """The same from the profile that another run wrote of itself, with its host costs.
+
+    name: of its file, for the reasons; it has to be of a run on the row's device, which the file
+    does not say.
+    """
+    if Path(name).stem == row.get("run_id"):
+        return Forecast(reason="the profile is of their own job")
+    try:
+        job = job_of_row(row)
+        if run.backend != row["backend"] or not _covers(name, run, job):
+            raise ConfigError("the profile does not cover their configuration")
+        return Forecast(_mean(job, run.device, run.host))
+    except ConfigError as error:
+        return Forecast(reason=str(error))
+
+
+def _covers(name: str, run: JobFile, job: Job) -> bool:
+    config = RunConfig(**{**run.config, "dry_run": True, "world_size": None})
+    measured = resolve(config, run.tp, backend=run.backend, memory_bytes=None)
+    try:
+        check_job(name, job, measured, run.device)
+    except ConfigError:
+        return False
+    return True
+
+
+def _mean(job: Job, device: DeviceCosts, host: HostCosts) -> float:
+    """The laws' mean, tok/s of all sequences; ConfigError where rounds take no time at all."""
+    rate = float(expected(job, device, host).tok_per_s[0])
+    if not math.isfinite(rate):
+        raise ConfigError("a null device without host costs takes no time")
+    return rate
+
+
 def job_of_row(row: Row) -> Job:
     """The configuration of a row, resolved; ConfigError where no law's mean holds it."""
     if reason := _unpredictable(row):
-        raise ConfigError(f"row {row.get('run_id')!r}: no law's mean: {reason}")
+        raise ConfigError(f"no law's mean: {reason}")
     job = resolve(config_of_row(row), int(row["tp"]), backend="emulated", memory_bytes=None)
     if not is_foretold(job):
-        raise ConfigError(f"row {row.get('run_id')!r}: no law's mean: several tokens a forward")
+        raise ConfigError("no law's mean: they draft several tokens a forward")
     return job
 
 
@@ -89,7 +134,6 @@ def config_of_row(row: Row) -> RunConfig:
     for name in ("fan_out", "fan_out_miss"):
         if row.get(name):
             flags[name] = "list:" + ",".join(map(str, row[name]))
-    flags["hit_law"] = row.get("hit_law")
     said = {name: value for name, value in flags.items() if value is not None}
     return RunConfig(backend="emulated", rounds=int(row["num_rounds"]), seed=row["seed"], **said)
 
@@ -97,13 +141,13 @@ def config_of_row(row: Row) -> RunConfig:
 def _unpredictable(row: Row) -> str | None:
     """Why rounds of this row have no mean that laws alone would give; None where they have."""
     if row["workload"] != "gemm":
-        return "its tokens are sampled (markov)"
+        return "their tokens are sampled (markov)"
     if row.get("learned"):
-        return "it adapts"
+        return "they adapt"
     if row.get("draft_lost_round") is not None:
-        return "its draft was lost"
+        return "their draft was lost"
     if row.get("schedule") in ("pearl", "amusd"):
-        return f"{row['schedule']} keeps its candidates behind the last served token alone"
+        return f"{row['schedule']} keeps candidates behind the last served token alone"
     return None
 
 
@@ -113,22 +157,23 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
     if row.get("num_drafts"):
         pairs.append(("draft", draft_device(row) or row["device_name"], drafts))
     for role, name, known in pairs:
-        if name.removesuffix(_EMULATED) != known.device_name:
-            raise ConfigError(
-                f"row {row.get('run_id')!r}: its {role} ran on {name!r}, profile {known.name!r} "
-                f"is of {known.device_name!r}"
-            )
+        if device_of(name) != known.device_name:
+            raise ConfigError(f"their {role} ran on {name}, the profile is of {known.device_name}")
+
+
+def device_of(name: str | None) -> str:
+    """A device's name as its profile has it."""
+    return (name or "").removesuffix(" (emulated)")
 
 
 def _is_derived(profile: Profile, drafts: Profile, job: Job) -> bool:
-    """Whether a forward's table, or what a modelled one stands on, is labelled "derived"."""
-    parts = [(profile, Shard(job.target, job.tp), job.options)]
+    """Whether a forward's table, or the all-reduces of a modelled one, are labelled "derived"."""
+    parts = [(profile, Shard(job.target, job.tp), job.options, job.target_buckets())]
     if job.draft is not None:
-        parts.append((drafts, Shard(job.draft), job.draft_options))
-    found = []
-    for known, shard, options in parts:
-        cost = shard.cost(1, job.config.batch_size, EMULATED_ITEMSIZE, options)
-        table = known.tables.forward(cost)
-        found += [known.sources["all_reduce"] if job.tp > 1 else ""] if table is None else []
-        found += [] if table is None else [table.source]
-    return any(source.startswith("derived") for source in found)
+        parts.append((drafts, Shard(job.draft), job.draft_options, job.draft_buckets()))
+    sources = []
+    for known, shard, options, rows in parts:
+        cost = shard.cost(rows[-1], job.config.batch_size, EMULATED_ITEMSIZE, options)
+        found = known.tables.forward(cost)
+        sources.append(known.sources["all_reduce"] if found is None else found.source)
+    return any(source.startswith("derived") for source in sources)

@@ -12,7 +12,8 @@ from mpissd.backend.profile import load_profile
 from mpissd.errors import ConfigError
 from mpissd.predict import jobfile
 from mpissd.predict.closed import expected
-from mpissd.predict.from_row import forecast_row, job_of_row
+from mpissd.predict.costs import HostCosts
+from mpissd.predict.from_row import forecast_from_run, forecast_row, job_of_row
 from mpissd.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -55,7 +56,7 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     name = "emulated-sweep/runs_h100_drafts.jsonl"
     row = row_like(name, mode="sd", draft_device_name="NVIDIA V100 32GB SXM2 (emulated)")
     target = load_profile("h100")
-    assert "draft ran on 'NVIDIA V100" in (forecast_row(row, target).reason or "")
+    assert "draft ran on NVIDIA V100" in (forecast_row(row, target).reason or "")
     slow = forecast_row(row, target, None, load_profile("v100-32")).tok_per_s
     fast = forecast_row({**row, "draft_device_name": row["device_name"]}, target).tok_per_s
     assert slow is not None and fast is not None and slow < fast
@@ -65,10 +66,11 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     ("name", "wanted", "reason"),
     [
         ("saguaro/runs.jsonl", {}, "markov"),
-        ("h200-ssd/runs.jsonl", {"backup": "auto"}, "adapts"),
+        ("h200-ssd/runs.jsonl", {"backup": "auto"}, "they adapt"),
         ("emulated-schedules/runs.jsonl", {"schedule": "pearl"}, "pearl"),
         ("emulated-schedules/runs.jsonl", {"draft": "medusa4-llama-3.1-8b"}, "several tokens"),
-        ("h200-tables/runs.jsonl", {"mode": "ar"}, "is of 'NVIDIA H100 80GB SXM'"),
+        ("h200/runs.jsonl", {"backend": "emulated"}, "ran on null device"),
+        ("h200-tables/runs.jsonl", {"mode": "ar"}, "is of NVIDIA H100 80GB SXM"),
     ],
 )
 def test_what_has_no_forecast_says_why(name: str, wanted: dict[str, Any], reason: str) -> None:
@@ -80,7 +82,7 @@ def test_what_has_no_forecast_says_why(name: str, wanted: dict[str, Any], reason
 
 def test_a_lost_draft_has_no_mean() -> None:
     row = row_like("h200-sweep/runs_8b.jsonl", mode="sd")
-    with pytest.raises(ConfigError, match="its draft was lost"):
+    with pytest.raises(ConfigError, match="their draft was lost"):
         job_of_row({**row, "draft_lost_round": 7})
 
 
@@ -95,3 +97,24 @@ def test_a_derived_forward_is_labelled(tmp_path: Path) -> None:
         path.write_text(json.dumps(told))
         found = forecast_row(row, load_profile(str(path)))
         assert found.tok_per_s and found.derived == source.startswith("derived")
+
+
+def test_a_null_device_without_host_costs_takes_no_time() -> None:
+    row = row_like("h200/runs.jsonl", backend="emulated")
+    assert "takes no time" in (forecast_row(row, load_profile("null")).reason or "")
+    costs = HostCosts(lead_sample=1e-5)
+    assert forecast_row(row, load_profile("null"), costs).tok_per_s is not None
+
+
+def test_another_run_s_profile_predicts_what_it_covers() -> None:
+    """Its own row is no other job's; T, widths and backend have to be those that it measured."""
+    row = row_like("h200-tables/runs.jsonl", mode="sd", lookahead=8, inline_draft=False)
+    path = RESULTS / "h200-tables" / "profiles" / f"{row['run_id']}.json"
+    run = jobfile.load(str(path))
+    assert run is not None
+    assert "own job" in (forecast_from_run(row, str(path), run).reason or "")
+    found = forecast_from_run(row, "of-another-job.json", run)
+    assert found.tok_per_s == pytest.approx(row["expected_tok_per_s"], rel=1e-9)
+    for changed in ({"tp": 2}, {"lookahead": 9}, {"batch_size": 2}, {"backend": "emulated"}):
+        reason = forecast_from_run({**row, **changed}, "of-another-job.json", run).reason
+        assert reason == "the profile does not cover their configuration"

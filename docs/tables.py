@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Rewrites the tables of the documentation that a command prints.
+
+    docs/tables.py [FILE …]        (default: every .md file beside this one)
+
+A table stands between two comments, of which the first holds its command:
+
+    <!-- python -m mpissd predict --rows=results/h200-tables -->
+    <!-- end -->
+
+The command runs in the repository's root; its last line, JSON, is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+_BLOCK = re.compile(r"<!-- python (-m mpissd .+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """The commands that a page holds tables of."""
+    return [found[1] for found in _BLOCK.finditer(text)]
+
+
+def rewritten(text: str) -> str:
+    """A page with its tables as their commands print them now."""
+    return _BLOCK.sub(lambda found: _block(found[1]), text)
+
+
+def _block(command: str) -> str:
+    printed = subprocess.run(
+        [sys.executable, *shlex.split(command)],
+        cwd=HERE.parent,
+        check=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.splitlines()
+    return "\n".join([f"<!-- python {command} -->", *printed[:-1], "<!-- end -->"])
+
+
+def main() -> int:
+    """0; the pages that changed are named."""
+    for path in map(Path, sys.argv[1:] or sorted(map(str, HERE.glob("*.md")))):
+        before = path.read_text()
+        after = rewritten(before)
+        if after != before:
+            path.write_text(after)
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
