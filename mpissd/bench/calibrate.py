@@ -80,7 +80,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
     if rank.target is not None and target is not None and topology.is_lead:
         read, peak = _rates(session, rank.target, target)
     session.barrier()
-    draft = topology.world.bcast(draft, root=topology.tp) if topology.num_drafts else draft
+    draft = topology.world.bcast(draft, root=topology.tp if topology.num_drafts else 0)
     target = topology.world.bcast(target, root=0)
     key = "host", _key(session.job, ()), session.job.fan_outs
     host = known.once(session.backend, key, lambda: _host_costs(rank, target, draft))
@@ -103,10 +103,10 @@ def _host_costs(
 ) -> HostCosts | None:
     """Of the job's loops over paused forwards; on the lead. Collective over the job's world.
 
-    What nothing that is grown bears on is shared by all hit laws and fan-outs.
+    What nothing that is grown bears on is shared by all hit laws and fan-outs of equal pauses.
     """
     session, known = rank.session, rank.session.calibrations
-    topology, plain = session.topology, _key(session.job, _GROWN)
+    topology, plain = session.topology, _pass_key(session.job, target, draft)
     owner = session.backend
     passes = [
         known.once(owner, ("pass", plain), lambda: _paused_pass(rank, target, draft, ahead=False))
@@ -120,6 +120,14 @@ def _host_costs(
     leads = every[0]
     drafts = every[topology.tp] if topology.num_drafts else every[0]
     return host_costs(session, leads, drafts, target, draft, nap)
+
+
+def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None) -> Hashable:
+    """Equal for configurations whose rounds with nothing grown are the same over pauses: those of a
+    draft that may grow more rows can be of another kernel."""
+    rows = -(-job.config.batch_size // max(1, job.config.drafts))
+    drafting = None if draft is None else pause_of(draft)(rows)
+    return _key(job, _GROWN), pause_of(target)(job.verify_rows), drafting
 
 
 def _forward_times(session: Session, worker: Any) -> ForwardTimes:
