@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mpissd.compare import NORMAL_Z, clock_error, length_error
+from mpissd.rates import NORMAL_Z, clock_error, length_error
 
 
 def interval(row: Mapping[str, Any]) -> tuple[float, float]:
