@@ -16,14 +16,16 @@ from mpissd.command_config import CompareConfig, PlanConfig, PredictConfig, Tabl
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
+from mpissd.predict import advice as advice_text
 from mpissd.predict import jobfile, real_hits
 from mpissd.predict.accuracy import judge, profile_of_another_job
-from mpissd.predict.advisor import Advice, plan
+from mpissd.predict.advisor import plan
 from mpissd.predict.costs import DeviceCosts, HostCosts
 from mpissd.predict.coverage import check_device, check_job, covered
-from mpissd.predict.places import placements
+from mpissd.predict.laws import cut_law
+from mpissd.predict.places import survey
 from mpissd.predict.row import predict_row
-from mpissd.predict.search import Choice, cut_law
+from mpissd.predict.search import Choice
 from mpissd.predict.why import gaps
 from mpissd.tables import Pair, is_usable, load_profiles, load_rounds, load_rows, render
 
@@ -125,18 +127,17 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     _check_there(config.profile)
     profile = load_profile(config.profile)
     run = _planned(config, profile, given)
-    asked = run, HostCosts(), placements(run, profile, config.gpus), config.gpus
+    found = survey(run, profile, config.gpus)
+    asked = run, HostCosts(), found.placements, config.gpus, found.unjudged
     advice, real = plan(*asked), real_hits.real_hits(*asked)
-    print(f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:")
-    for choice in advice.by_method:
-        mark = "→" if choice == advice.best else " "
-        print(f" {mark} {_choice(choice)}")
-    print(_verdict(advice))
+    heading = f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:"
+    print(advice_text.render(advice, heading, found.unjudged))
     for line in real_hits.lines(real):
         print(f"   {line}")
-    print(f"   run it: {_command(run, advice.best)}")
-    told = {**_advice(advice), "real_hits": [hits.to_dict() for hits in real]}
-    print(json.dumps(told))
+    what = "run the fastest of these" if advice.missing else "run it"
+    print(f"   {what}: {_command(run, advice.best)}")
+    told = advice_text.to_dict(advice, found.unjudged)
+    print(json.dumps({**told, "real_hits": [hits.to_dict() for hits in real]}))
     return 0
 
 
@@ -146,38 +147,6 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k in names}
     probed = {k: v for k, v in covered(profile).items() if k not in given}
     return RunConfig(**{**flags, "pair": config.pair or "8b/1b", **probed})
-
-
-def _choice(choice: Choice) -> str:
-    where = f"T={choice.tp} D={choice.num_drafts}"
-    how = "" if choice.mode == "ar" else f" K={choice.lookahead}"
-    if choice.fan_out is not None:
-        how += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead} {choice.on_late}"
-    rate = f"{choice.tok_per_s:8.1f} tok/s {choice.tok_per_s_per_gpu:8.1f} a GPU"
-    return f"{choice.mode.upper():3} {where:8}{rate}  {how}{'  (derived)' * bool(choice.derived)}"
-
-
-def _verdict(advice: Advice) -> str:
-    lines = []
-    if advice.gain is not None:
-        lines.append(f"best over the best other mode on as many GPUs: {advice.gain:.3f}×")
-    extra = advice.extra_gpu
-    if extra is not None:
-        lines += [
-            f"{what}: {gain:.3f}×"
-            for what, gain in (
-                ("SSD's extra GPU, raw", extra.gain),
-                ("the same per GPU", extra.gain_per_gpu),
-                ("SSD against the best other use of as many GPUs", extra.gain_at_equal_gpus),
-            )
-            if gain is not None
-        ]
-    for what, value in (
-        ("alpha", advice.break_even_alpha),
-        ("p_hit", advice.break_even_p_hit),
-    ):
-        lines.append(f"break-even {what}: {'none' if value is None else f'{value:.3f}'}")
-    return "\n".join(f"   {line}" for line in lines)
 
 
 def _command(run: RunConfig, choice: Choice) -> str:
@@ -195,26 +164,6 @@ def _command(run: RunConfig, choice: Choice) -> str:
 
 
 _FORWARD = ("batch_size", "fuse", "lm_head", "context")
-
-
-def _advice(advice: Advice) -> dict[str, Any]:
-    return {
-        "best": dataclasses.asdict(advice.best),
-        "by_method": [dataclasses.asdict(choice) for choice in advice.by_method],
-        "alternatives": [dataclasses.asdict(choice) for choice in advice.alternatives],
-        "gain": advice.gain,
-        "break_even_alpha": advice.break_even_alpha,
-        "break_even_p_hit": advice.break_even_p_hit,
-        "extra_gpu": None
-        if advice.extra_gpu is None
-        else {
-            "gain": advice.extra_gpu.gain,
-            "gain_per_gpu": advice.extra_gpu.gain_per_gpu,
-            "gain_at_equal_gpus": advice.extra_gpu.gain_at_equal_gpus,
-            "gain_over_replicas": advice.extra_gpu.gain_over_replicas,
-        },
-        "num_evaluated": advice.num_evaluated,
-    }
 
 
 def why(config: WhyConfig) -> int:

@@ -16,7 +16,7 @@ from mpissd.errors import ConfigError
 from mpissd.flags import Checked, choice, flag, integer, number, parse_into, switch, words
 from mpissd.schedules import SCHEDULES, is_tail
 
-_MOST_DRAFTS = 4
+MOST_DRAFTS = 4
 DEFAULT_VOCAB = 64
 DEFAULT_ACCEPTANCE_FAST = "alpha:0.3"
 _LAWS = ("alpha", "acceptance", "p_hit", "hit_a", "hit_r", "hit_law")  # of the gemm workload alone
@@ -47,7 +47,7 @@ class RunConfig(Checked):
     )
     num_drafts: int | None = flag(
         None,
-        integer(0, _MOST_DRAFTS),
+        integer(0, MOST_DRAFTS),
         "draft ranks D; T = world size - D (default 0 for ar, else 1)",
     )
     pair: str | None = flag(

@@ -38,6 +38,7 @@ LAYERS = {
     "mpissd.compare": 0,
     "mpissd.rates": 0,
     "mpissd.rows": 0,
+    "mpissd.rivals": 0,
     "mpissd.tape": 0,
     "mpissd.trace": 0,
     "mpissd.config": 0,

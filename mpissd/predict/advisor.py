@@ -10,27 +10,27 @@ the exhaustive search that it is held against. Everything comes from costs and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mpissd.config import RunConfig
+from mpissd.config import MOST_DRAFTS, RunConfig
 from mpissd.errors import ConfigError
 from mpissd.predict.breakeven import break_even_alpha, break_even_p_hit
 from mpissd.predict.costs import HostCosts
+from mpissd.predict.laws import MOST_LOOKAHEAD, Laws
 from mpissd.predict.search import (
     COARSE,
     FULL,
-    MOST_LOOKAHEAD,
     ROUGH,
     Choice,
     Group,
-    Laws,
     Placement,
     Space,
     ar_choice,
     sd_groups,
     ssd_groups,
 )
+from mpissd.rivals import Family, Others, families, other_uses
 
 _FEW = 16  # sequences, whose configurations are cheap to evaluate
 _REFINED = 3  # coarse SSD choices that are searched finely around
@@ -40,9 +40,9 @@ _REFINED = 3  # coarse SSD choices that are searched finely around
 class ExtraGpu:
     """What the GPU that SSD's draft takes would bring elsewhere.
 
-    ssd: on N = T + D GPUs. without: the best of the other modes on at most N − 1. otherwise: the
-    best of them on at most N (a larger T, or SD's draft). replicas_tok_per_s: of as many copies of
-    one of them as N GPUs hold, each with a batch of its own.
+    ssd: on N = T + D GPUs. without: the best other use of N − 1. otherwise: the best other use of N
+    (a larger T, or SD's draft). replicas_tok_per_s: of as many copies of one use as N GPUs hold,
+    each with a batch of its own. None: none, or not all that would fit could be judged.
     """
 
     ssd: Choice
@@ -78,14 +78,17 @@ class ExtraGpu:
 class Advice:
     """What to run.
 
-    best: most tokens a second on at most the GPUs given. by_method: the best of AR, SD inline, SD
-    and SSD. alternatives: the next two ways to run best's mode, with another T or K. rival: the
-    best of the other modes on no more GPUs than best. break_even_alpha: of the best choice that
-    drafts, break_even_p_hit: of the best SSD, each against the other modes on no more GPUs (see
-    breakeven).
+    best: most tokens a second on at most the GPUs given, of what could be judged. judged: the
+    fastest of each mode, T and D; missing: what would fit, too, but could not be judged (plan's
+    unjudged T). by_method: the best of AR, SD inline, SD and SSD. alternatives: the next two ways
+    to run best's mode, with another T or K. rival: the best other use of best's GPUs (rivals.py).
+    break_even_alpha: of the best choice that drafts, break_even_p_hit: of the best SSD, each
+    against the other uses of its GPUs (see breakeven).
     """
 
     best: Choice
+    judged: tuple[Choice, ...]
+    missing: tuple[Family, ...]
     by_method: tuple[Choice, ...]
     alternatives: tuple[Choice, ...]
     rival: Choice | None
@@ -100,10 +103,17 @@ class Advice:
         return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
 
 
-def plan(config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: int) -> Advice:
+def plan(
+    config: RunConfig,
+    host: HostCosts,
+    places: Sequence[Placement],
+    gpus: int,
+    unjudged: Collection[int] = (),
+) -> Advice:
     """The advice for one batch of config.batch_size on at most `gpus` GPUs.
 
     Of `config` the laws and the batch size count; mode, K, fan-out and backup are what is sought.
+    unjudged: T on which the pair would fit, too (places.survey).
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
@@ -114,37 +124,57 @@ def plan(config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: 
         leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
         for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
             choices += search.ssd(next(p for p in places if p.tp == tp), space)
-    return _advice(_ranked(choices), laws, host, places, search.num_evaluated)
+    missing = tuple(f for tp in sorted(unjudged) for f in families(tp, gpus, MOST_DRAFTS))
+    return _advice(_Ranked(_ranked(choices), missing), laws, host, places, search.num_evaluated)
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """Choices, fastest first, and what could not be judged."""
+
+    choices: Sequence[Choice]
+    missing: tuple[Family, ...]
+
+    def others(self, mode: str, gpus: int) -> Others[Choice]:
+        """What else so many GPUs could do."""
+        return other_uses(mode, gpus, self.choices, self.missing)
+
+    def first(self, *modes: str) -> Choice | None:
+        """The fastest of these modes."""
+        return next((c for c in self.choices if c.mode in modes), None)
 
 
 def _advice(
-    choices: Sequence[Choice],
+    ranked: _Ranked,
     laws: Laws,
     host: HostCosts,
     places: Sequence[Placement],
     num_evaluated: int,
 ) -> Advice:
     """The advice that ranked choices amount to."""
-    best = choices[0]
-    same = [choice for choice in choices if choice.mode == best.mode]
-    rivals = _others(choices, best.mode, best.gpus)
-    drafting = next((c for c in choices if c.mode != "ar"), None)
-    ssd = next((c for c in choices if c.mode == "ssd"), None)
+    best = ranked.choices[0]
+    same = [choice for choice in ranked.choices if choice.mode == best.mode]
+    drafting, ssd = ranked.first("sd", "ssd"), ranked.first("ssd")
     alpha = p_hit = None
     if drafting is not None:
-        others = _others(choices, drafting.mode, drafting.gpus)
-        alpha = break_even_alpha(drafting, others, laws, host, places)
+        mode, gpus = drafting.mode, drafting.gpus
+        rivals = [c for c in ranked.choices if c.mode != mode and c.gpus <= gpus]
+        if not ranked.others(mode, gpus).missing:
+            alpha = break_even_alpha(drafting, rivals, laws, host, places)
     if ssd is not None:
-        others = _others(choices, "ssd", ssd.gpus)
-        p_hit = break_even_p_hit(ssd, others[0] if others else None, laws, host, places)
+        others = ranked.others("ssd", ssd.gpus)
+        if not others.missing:
+            p_hit = break_even_p_hit(ssd, others.best, laws, host, places)
     return Advice(
         best=best,
-        by_method=tuple(_firsts(choices, lambda c: c.method)),
+        judged=tuple(_firsts(ranked.choices, Family.of)),
+        missing=ranked.missing,
+        by_method=tuple(_firsts(ranked.choices, lambda c: (c.mode, c.num_drafts > 0))),
         alternatives=tuple(_firsts(same, lambda c: (c.tp, c.lookahead))[1:3]),
-        rival=rivals[0] if rivals else None,
+        rival=ranked.others(best.mode, best.gpus).best,
         break_even_alpha=alpha,
         break_even_p_hit=p_hit,
-        extra_gpu=None if ssd is None else _extra_gpu(ssd, choices),
+        extra_gpu=None if ssd is None else _extra_gpu(ssd, ranked),
         num_evaluated=num_evaluated,
     )
 
@@ -175,10 +205,23 @@ class _Search:
             if place.tp > self.gpus:
                 continue
             choices.append(ar_choice(place, self.batch, self.host))
-            lookaheads = range(1, MOST_LOOKAHEAD + 1)
-            choices += self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
+            choices += self.sd(place)
             choices += self.ssd(place, space)
         return choices
+
+    def sd(self, place: Placement) -> list[Choice]:
+        """SD at every K on at most one draft rank; on more at the K around the best of these."""
+        few = tuple(d for d in place.num_drafts if d <= 1)
+        many = tuple(d for d in place.num_drafts if d > 1)
+        found = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
+        if not found or not many:
+            return found
+        best = _ranked(found)[0].lookahead
+        near = range(max(1, best - 2), min(MOST_LOOKAHEAD, best + 2) + 1)
+        return found + self._sd(replace(place, num_drafts=many), near)
+
+    def _sd(self, place: Placement, lookaheads: Iterable[int]) -> list[Choice]:
+        return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
 
     def ssd(self, place: Placement, space: Space) -> list[Choice]:
         """The best SSD of every K of a space."""
@@ -214,11 +257,6 @@ def _ranked(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
 
-def _others(choices: Iterable[Choice], mode: str, gpus: int) -> list[Choice]:
-    """Choices of other modes on at most so many GPUs, fastest first."""
-    return _ranked(c for c in choices if c.mode != mode and c.gpus <= gpus)
-
-
 def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
     """The first of every kind, in order."""
     found: dict[Hashable, Choice] = {}
@@ -227,13 +265,13 @@ def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> li
     return list(found.values())
 
 
-def _extra_gpu(ssd: Choice, choices: Sequence[Choice]) -> ExtraGpu:
+def _extra_gpu(ssd: Choice, ranked: _Ranked) -> ExtraGpu:
     count = ssd.gpus
-    without, otherwise = _others(choices, "ssd", count - 1), _others(choices, "ssd", count)
-    copies = [(count // c.gpus) * c.tok_per_s for c in otherwise]
+    without, otherwise = (ranked.others("ssd", gpus) for gpus in (count - 1, count))
+    copies = [(count // c.gpus) * c.tok_per_s for c in otherwise.judged]
     return ExtraGpu(
         ssd=ssd,
-        without=without[0] if without else None,
-        otherwise=otherwise[0] if otherwise else None,
-        replicas_tok_per_s=max(copies) if copies else None,
+        without=without.best,
+        otherwise=otherwise.best,
+        replicas_tok_per_s=None if otherwise.missing else max(copies, default=None),
     )

@@ -13,7 +13,8 @@ import numpy as np
 
 from mpissd.predict.closed import Cells, expect
 from mpissd.predict.costs import Floats, HostCosts
-from mpissd.predict.search import MOST_LOOKAHEAD, Choice, Laws, Placement, cells_of, sd_groups
+from mpissd.predict.laws import MOST_LOOKAHEAD, Laws
+from mpissd.predict.search import Choice, Placement, cells_of, sd_groups
 from mpissd.theory import expected_tokens, expected_tokens_from_rates
 
 _GRID = np.linspace(0.0, 1.0, 101)
@@ -74,7 +75,8 @@ def _rival_rates(
         return
     for place in places:
         for group in sd_groups(place, laws, choice.batch_size, range(1, MOST_LOOKAHEAD + 1)):
-            if place.tp + group.method[1] <= choice.gpus:
+            drafts = group.method[1]
+            if drafts <= 1 and place.tp + drafts <= choice.gpus:
                 yield expect(_with_alpha(group.cells), place.device, host).tok_per_s
 
 

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mpissd.backend.profile import Profile
-from mpissd.config import RunConfig
+from mpissd.config import MOST_DRAFTS, RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
 from mpissd.model.shard import Shard
 from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, forwards
 from mpissd.predict.coverage import check_device
 from mpissd.predict.derive import DERIVED, with_derived
-from mpissd.predict.search import MOST_LOOKAHEAD, Placement
+from mpissd.predict.laws import MOST_LOOKAHEAD
+from mpissd.predict.search import Placement
 
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
 
@@ -52,7 +53,8 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
         except ConfigError as error:
             unjudged[tp] = error
             continue
-        drafts = tuple(d for d in (0, 1) if tp + d <= gpus and _fits(config, tp, d, profile))
+        most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # more would have no sequence
+        drafts = tuple(d for d in range(1 + most) if _fits(config, tp, d, profile))
         found.append(Placement(tp, device, drafts, derived))
     if not found:
         raise next(iter(unjudged.values()), reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -39,12 +39,17 @@ class RealHits:
 
 
 def real_hits(
-    config: RunConfig, host: HostCosts, places: Sequence[Placement], gpus: int
+    config: RunConfig,
+    host: HostCosts,
+    places: Sequence[Placement],
+    gpus: int,
+    unjudged: Collection[int] = (),
 ) -> list[RealHits]:
     """The best SSD under every measured pair's hits; none where `config` says a hit law itself."""
     if any(getattr(config, name) is not None for name in _HITS):
         return []
-    advices = ((n, plan(replace(config, hit_law=n), host, places, gpus)) for n in REAL_PAIRS)
+    runs = ((name, replace(config, hit_law=name)) for name in REAL_PAIRS)
+    advices = ((name, plan(run, host, places, gpus, unjudged)) for name, run in runs)
     return [RealHits(name, a.extra_gpu) for name, a in advices if a.extra_gpu is not None]
 
 

@@ -14,47 +14,22 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.predict.closed import Cells, Expected, expect, expect_ar
 from mpissd.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.spec.acceptance import HitLaw, resolve_acceptance, resolve_hit_law
-from mpissd.spec.fanout import MAX_BRANCHES, resolve_fan_out
-
-MOST_LOOKAHEAD = 16
+from mpissd.predict.laws import MOST_LOOKAHEAD, Laws
+from mpissd.spec.acceptance import HitLaw
+from mpissd.spec.fanout import resolve_fan_out
 
 
 @dataclass(frozen=True)
 class Placement:
-    """T target ranks and their forwards; num_drafts: the D that this machine has memory for.
-
-    derived: from what the target's forwards were derived; None where they were not.
-    """
+    """T target ranks and their forwards."""
 
     tp: int
     device: DeviceCosts
-    num_drafts: tuple[int, ...] = (0, 1)
-    derived: str | None = None
-
-
-@dataclass(frozen=True)
-class Laws:
-    """What the tokens do, whatever the configuration: hazards of the longest K that is tried, and
-    the most candidates that a row may keep (an LM head has its top 64)."""
-
-    hazards: tuple[float, ...]
-    hazards_fast: tuple[float, ...]
-    hit: HitLaw
-    most_candidates: int = MAX_BRANCHES
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Laws:
-        """The laws of a configuration; a list of rates limits K to its length."""
-        texts = config.acceptance_text, config.acceptance_fast
-        most = min(_length(text) for text in texts)
-        hazards, fast = (resolve_acceptance(cut_law(t, most), most).hazards for t in texts)
-        hit = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
-        return cls(hazards, fast, hit, 63 if config.lm_head else MAX_BRANCHES)
+    num_drafts: tuple[int, ...] = (0, 1)  # the D that this machine has memory for
+    derived: str | None = None  # from what the target's forwards were; None: they were not
 
 
 _POLICIES = ((False, False), (False, True), (True, False), (True, True))
@@ -178,11 +153,10 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
 def sd_groups(
     place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
 ) -> Iterator[Group]:
-    """SD, inline and on a draft rank: drafting K tokens is all it can do."""
+    """SD, inline and on every D: drafting K tokens is all it can do."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
         if lookahead <= len(laws.hazards):
-            nothing = (0,) * (lookahead + 1)
-            cells = _cells(laws, lookahead, batch, drafts == 0, [_Row(nothing, nothing, lookahead)])
+            cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
             yield Group(("sd", drafts), place, cells, (None,))
 
 
@@ -199,19 +173,16 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
             if (row := _row(text, laws, lookahead, fast, backup, serve)) is not None
         ]
         if rows:
-            cells = _cells(laws, lookahead, batch, False, [row for _, row in rows])
+            cells = _cells(laws, lookahead, batch, 1, [row for _, row in rows])
             yield Group(("ssd", 1), place, cells, tuple(text for text, _ in rows))
 
 
 def cells_of(choice: Choice, laws: Laws) -> Cells:
     """The one cell of a choice that drafts."""
-    nothing = (0,) * (choice.lookahead + 1)
-    row: _Row | None = _Row(nothing, nothing, choice.lookahead)
-    if choice.fan_out is not None:
-        way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
-        row = _row(choice.fan_out, laws, choice.lookahead, *way)
+    way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
+    row = _row(choice.fan_out, laws, choice.lookahead, *way)
     assert row is not None, choice
-    return _cells(laws, choice.lookahead, choice.batch_size, choice.num_drafts == 0, [row])
+    return _cells(laws, choice.lookahead, choice.batch_size, choice.num_drafts, [row])
 
 
 @dataclass(frozen=True)
@@ -225,10 +196,18 @@ class _Row:
     serve: bool = False
 
 
+def _not_grown(lookahead: int) -> _Row:
+    """SD's: no candidate is kept."""
+    nothing = (0,) * (lookahead + 1)
+    return _Row(nothing, nothing, lookahead)
+
+
 def _row(
-    text: str, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
+    text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
 ) -> _Row | None:
-    """None where these laws don't allow this fan-out."""
+    """None where these laws don't allow this fan-out; no fan-out: SD's."""
+    if text is None:
+        return _not_grown(lookahead)
     drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
     fan_out = _fan_out(text, laws.hazards[:lookahead], lookahead, laws.hit)
     cut = (*drafted, *(0.0,) * (lookahead - backup))
@@ -270,7 +249,7 @@ def _resolved(
         return None
 
 
-def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[_Row]) -> Cells:
+def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_Row]) -> Cells:
     fans, fans_miss = (
         np.array([getattr(row, name) for row in rows]) for name in ("fan_out", "fan_out_miss")
     )  # [G, K+1]
@@ -278,8 +257,8 @@ def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[
     return Cells(
         lookahead=lookahead,
         batch_size=batch,
-        inline=inline,
-        num_drafts=1,
+        inline=drafts == 0,
+        num_drafts=max(1, drafts),
         hazards=_repeat(laws.hazards, lookahead, len(rows)),
         hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
         p_hits=chance[:, fans].swapaxes(0, 1),
@@ -294,18 +273,3 @@ def _cells(laws: Laws, lookahead: int, batch: int, inline: bool, rows: Sequence[
 
 def _repeat(hazards: Sequence[float], lookahead: int, count: int) -> Floats:
     return np.tile(np.array(hazards[:lookahead], np.float64), (count, 1))
-
-
-def _length(text: str) -> int:
-    """The longest K that a law reaches, up to MOST_LOOKAHEAD."""
-    kind, _, values = text.strip().partition(":")
-    listed = values.count(",") + 1 if kind in ("rates", "marginal") else MOST_LOOKAHEAD
-    return min(listed, MOST_LOOKAHEAD)
-
-
-def cut_law(text: str, most: int) -> str:
-    """A list of rates, shortened to `most` values; any other law as it is."""
-    kind, _, values = text.strip().partition(":")
-    if kind not in ("rates", "marginal"):
-        return text
-    return f"{kind}:{','.join(values.split(',')[:most])}"

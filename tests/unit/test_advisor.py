@@ -18,8 +18,9 @@ from mpissd.job import resolve
 from mpissd.predict.advisor import Advice, best_of, plan
 from mpissd.predict.closed import Cells, expected
 from mpissd.predict.costs import DeviceCosts, HostCosts
+from mpissd.predict.laws import Laws, cut_law
 from mpissd.predict.places import device_costs, placements
-from mpissd.predict.search import FULL, Choice, Laws, Placement, cells_of, cut_law, fan_outs
+from mpissd.predict.search import FULL, Choice, Placement, cells_of, fan_outs
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -144,6 +145,16 @@ def test_gains_of_the_extra_gpu_add_up() -> None:
     assert extra.replicas_tok_per_s is not None
     assert extra.replicas_tok_per_s >= extra.otherwise.tok_per_s
     assert extra.gain_over_replicas == extra.ssd.tok_per_s / extra.replicas_tok_per_s
+
+
+def test_every_t_and_d_is_judged() -> None:
+    """More draft ranks than sequences would have nothing to draft."""
+    alone = {(mode, t, 0) for mode in ("ar", "sd") for t in (1, 2, 4)}
+    beside = {(mode, t, 1) for mode in ("sd", "ssd") for t in (1, 2)}
+    more = {("sd", 1, 2), ("sd", 1, 3), ("sd", 2, 2)}
+    for batch, found in ((1, alone | beside), (4, alone | beside | more)):
+        advice = advise(4, alpha=0.8, pair="8b/1b", batch_size=batch)
+        assert {(c.mode, c.tp, c.num_drafts) for c in advice.judged} == found
 
 
 def test_break_even_alpha_is_theory_s_for_sd() -> None:

@@ -277,6 +277,48 @@ def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -
     assert said(capfd, "predict", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
 
 
+@pytest.mark.parametrize("alpha", [0.5, 0.8])
+def test_a_plan_lists_every_use_that_it_judged(
+    alpha: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", f"--alpha={alpha}"]) == 0
+    out, _ = capfd.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    names = ["AR T=1", "AR T=2", "SD inline T=1", "SD inline T=2", "SD T=1 D=1", "SSD T=1 D=1"]
+    assert all(f"{name} " in out for name in names) and len(found["judged"]) == len(names)
+    rates = [choice["tok_per_s"] for choice in found["judged"]]
+    assert rates == sorted(rates, reverse=True)
+    assert not found["unjudged"] and found["best"] == found["judged"][0]
+
+
+def test_a_t_that_was_not_probed_is_derived_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without it SSD was "1.671x the best other use" of two GPUs."""
+    assert main(["plan", EIGHT, "--gpus=2", "--alpha=.5"]) == 0
+    out, _ = capfd.readouterr()
+    lines = out.splitlines()
+    assert any("SD inline T=2" in line and "(derived)" in line for line in lines)
+    assert any("T=2 is derived from T=1" in line for line in lines)
+    assert json.loads(lines[-1])["gain"] < 1.2
+
+
+def test_a_use_that_cannot_be_judged_is_said_first_and_nothing_is_best(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text = Path(EIGHT.partition("=")[2]).read_text().replace("NVIDIA H200", "Another GPU")
+    Path("other.json").write_text(text)
+    assert main(["plan", "--profile=./other.json", "--gpus=2", "--alpha=.5"]) == 0
+    out, _ = capfd.readouterr()
+    first, *lines = out.splitlines()
+    assert first.startswith("not judged: AR T=2, SD inline T=2") and "all-reduce over 2" in first
+    found = json.loads(lines[-1])
+    assert not any("best" in line or "→" in line for line in lines[:-1])
+    assert found["best"] is None and found["gain"] is None
+    assert found["break_even_alpha"] is None and found["break_even_p_hit"] is None
+    assert found["extra_gpu"]["gain_at_equal_gpus"] is None
+    assert found["extra_gpu"]["gain"] > 1  # over one GPU, of which everything is known
+    assert {(u["mode"], u["tp"]) for u in found["unjudged"]} == {("ar", 2), ("sd", 2)}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
