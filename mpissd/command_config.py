@@ -124,16 +124,20 @@ class PlanConfig(Checked):
 class WhyConfig(Checked):
     """Of `why`: whose gaps."""
 
-    result: str | None = flag(None, words, "runs.jsonl, or a run id in OUT/runs.jsonl")
-    out: str = flag("out", words, "folder of runs.jsonl")
+    result: str | None = flag(
+        None, words, "a run id in OUT, a runs.jsonl or a folder (default: OUT)"
+    )
+    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
 
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
     """Of `compare`: which two results."""
 
-    a: str | None = flag(None, words, "a run id in OUT, or a runs.jsonl (its last row)")
-    b: str | None = flag(None, words, "likewise; the speedup is b's over a's")
+    a: str | None = flag(
+        None, words, "a run id in OUT, or the last row of a runs.jsonl or a folder"
+    )
+    b: str | None = flag(None, words, "likewise; default: A is a folder of two configurations")
     out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
 
 

@@ -28,6 +28,7 @@ from mpissd.predict.row import predict_row
 from mpissd.predict.search import Choice
 from mpissd.predict.why import gaps
 from mpissd.tables import Pair, is_usable, load_profiles, load_rounds, load_rows, render
+from mpissd.tables.find import find_pair, find_rows
 
 _HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
 _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
@@ -168,7 +169,7 @@ _FORWARD = ("batch_size", "fuse", "lm_head", "context")
 
 def why(config: WhyConfig) -> int:
     """Prints the three largest gaps between a row and its floor."""
-    row = _find_row(config)
+    row = find_rows(config.result, config.out)[0][-1]
     found = gaps(row)
     floor = "unknown" if row.get("floor_us") is None else f"{row['floor_us']:.1f} µs"
     print(f"{row.get('run_id')}: round {row['round_us']['mean']:.1f} µs, floor {floor}")
@@ -177,41 +178,13 @@ def why(config: WhyConfig) -> int:
     return 0
 
 
-def _find_row(config: WhyConfig) -> dict[str, Any]:
-    """The row of a run id, or the last one of a file."""
-    named = config.result or ""
-    path = Path(named) if named.endswith(".jsonl") else Path(config.out, "runs.jsonl")
-    rows = load_rows([path])
-    if named and not named.endswith(".jsonl"):
-        rows = [row for row in rows if row.get("run_id") == named]
-    if not rows:
-        raise ConfigError(f"result {named or str(path)!r}: no such row in {str(path)!r}")
-    return dict(rows[-1])
-
-
 def compare(config: CompareConfig) -> int:
     """Prints how much faster one result is than another, and how sure that is."""
-    if config.a is None or config.b is None:
-        raise ConfigError("compare: needs two results, each a run id or a runs.jsonl")
-    found = [_result(name, config.out) for name in (config.a, config.b)]
-    (a, a_path), (b, b_path) = found
-    rounds = {**load_rounds([a_path], [a]), **load_rounds([b_path], [b])}
-    pair = Pair.of(a, b, rounds, others=load_rows([a_path, b_path]))
+    a, b, paths = find_pair(config.a, config.b, config.out)
+    pair = Pair.of(a, b, load_rounds(paths, [a, b]), others=load_rows(paths))
     print(pair)
     print(json.dumps(pair.to_dict()))
     return 0
-
-
-def _result(named: str, out: str) -> tuple[dict[str, Any], Path]:
-    """The last row of a file, or a run id's row under a folder; and where it was looked for."""
-    is_file = named.endswith(".jsonl")
-    path = Path(named if is_file else out)
-    rows = load_rows([path])
-    if not is_file:
-        rows = [row for row in rows if row.get("run_id") == named]
-    if not rows:
-        raise ConfigError(f"result {named!r}: no such row in {str(path)!r}")
-    return rows[-1], path
 
 
 def tables(config: TablesConfig) -> int:

@@ -4,6 +4,7 @@ load     rows, their jobs' profiles and their rounds, from results/**/runs*.json
 compare  T_SD, r, theoretical and achieved speedup of each pair and setting
 text     the tables, why the report's don't close, and what to run where a row is missing
 pair     one result over another
+find     the rows that a run id, a file or a folder names
 
     rows = load_rows(["results"])
     print(render(rows, load_profiles(["results"], rows), load_rounds(["results"], rows)))
