@@ -150,7 +150,7 @@ def table(told: argparse.Namespace, cell: tuple[str, float]) -> str:
         if tuple(flags) in held
     ]
     lines = [
-        f"**{cell[0]}, alpha {cell[1]}, {told.gpus} × {told.device}**",
+        f"**{cell[0]}, alpha {cell[1]}, {told.gpus} × {told.device} (emulated)**",
         "",
         "| schedule | T + D | draft | K (K_b) | tok/s | tok/s per GPU | × AR | tokens a round "
         "| hits | t_draft / t_target | predicted |",
