@@ -243,7 +243,7 @@ def _depth(row: Row, t_target: float | None) -> Iterator[str]:
 
 
 def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
-    """The prediction's errors are those of the rates beside them."""
+    """The errors of the replay, and of its draws, are those of the rates beside them."""
     rate, foretold = number(row, "tok_per_s"), number(row, "predicted_tok_per_s")
     if rate is not None and foretold:
         error = rate / foretold - 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -68,6 +69,8 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
         known[named.device_name] = named
 
     def forecast(row: Row) -> Forecast:
+        if host is not None and Path(host).stem == row.get("run_id"):
+            return Forecast(reason="the host costs are of their own job")
         target = named or known.get(device_of(row["device_name"]))
         if target is None:
             return Forecast(reason=f"no profile of {device_of(row['device_name'])}")

@@ -36,7 +36,8 @@ def predict_row(
     Keys that a result row has mean the same here and come from the run's own draws. Beside them:
     exposed_us (mean draft wait), T_p, expected_tok_per_s (the laws' mean, long run), sampling_error
     (tok_per_s / expected_tok_per_s − 1: what these draws are worth) and sampling_sd (the standard
-    deviation of that error over runs of as many rounds). Measured / tok_per_s − 1 is model error.
+    deviation of that error over runs of as many rounds). Measured / tok_per_s − 1 is the error of
+    the replay; what a prediction without these draws errs by is predict/accuracy's.
     Raises ConfigError for a job that can't be foretold.
     """
     if not is_foretold(job):

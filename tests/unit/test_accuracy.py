@@ -101,6 +101,13 @@ def test_the_command_takes_rows_a_profile_and_a_host(capsys: pytest.CaptureFixtu
     assert sum(named["left_out"].values()) == 131 and "the profile is of NVIDIA H200" in text
 
 
+def test_the_host_s_own_row_is_no_other_job_s() -> None:
+    run = sorted((RESULTS / "h200" / "profiles").glob("ssd-66*.json"))[0]
+    rows = [row for row in load_rows([RESULTS / "h200"]) if row["mode"] == "ssd"]
+    _, left = errors_of(rows, profile_of_another_job("h200", str(run)))
+    assert left["the host costs are of their own job"] == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
