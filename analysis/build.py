@@ -12,6 +12,7 @@ from analysis.figures import FIGURES, Spec
 from analysis.findings import FINDINGS
 from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
+from analysis.real_pair import beside
 from analysis.select import by_pair, machines, on_machine
 from analysis.style import Poster, save, themed
 
@@ -66,7 +67,7 @@ def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skippe
         return Skipped(machine, name, str(nothing))
     if poster.table().empty:
         return Skipped(machine, name, "no two rows that it could compare")
-    finding = FINDINGS[name.split("-")[0]](poster.table())
+    finding = FINDINGS[name.split("-")[0]](poster.table()) + beside(poster.caption)
     return Drawn(machine, name, poster, data.notes.lines, finding)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from analysis.real_pair import REAL
+
 Says = Callable[[pd.DataFrame], str]
 
 
@@ -40,8 +42,15 @@ def _against(panel: pd.DataFrame, *, wide: bool, has_ar: bool) -> str:
         y = here.set_index("series")["y"]
         if "SSD" in y:
             best = max([ar, *(y[r] for r in rivals if r in y)])
-            parts.append(f"{y['SSD'] / best:.2f}× at α={alpha:g}")
+            parts.append(f"{y['SSD'] / best:.2f}×{_real(here, best)} at α={alpha:g}")
     return ", ".join(parts)
+
+
+def _real(here: pd.DataFrame, best: float) -> str:
+    """SSD over `best`, predicted with the hits of a real pair, where its points tell."""
+    ssd = here[here["series"] == "SSD"].reindex(columns=REAL).dropna(axis=1)
+    gains = (ssd.iloc[0] / best) if ssd.size else []
+    return f" (real {min(gains):.2f}–{max(gains):.2f})" if len(gains) else ""
 
 
 def _gpus(label: str) -> int:

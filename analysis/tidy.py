@@ -9,6 +9,7 @@ low, high    95% interval of tok_per_s (interval.py)
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
 other_draft  the drafts' device, where it is another than the lead's
+real_…       tok_per_s that an SSD row would give with a real pair's hits (real_pair.py)
 step_s       t_draft_s / lookahead: one sequential draft step
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.interval import interval
+from analysis.real_pair import REAL, under_real_pairs
 from mpissd.rows import other_draft_device
 
 Row = dict[str, Any]
@@ -123,7 +125,7 @@ def _check(row: Row) -> None:
 def tidy(rows: list[Row]) -> pd.DataFrame:
     """Complete rows as a frame."""
     frame = pd.DataFrame(rows)
-    for name in _NUMBERS:
+    for name in (*_NUMBERS, *REAL):
         frame[name] = pd.to_numeric(frame[name], errors="coerce").astype(float)
     return frame
 
@@ -150,6 +152,7 @@ def _derived(row: Row) -> Row:
         "other_draft": other_draft_device(row),
         "commit": str((row["provenance"] or {}).get("commit") or ""),
         **_parts(row),
+        **under_real_pairs(row),
     }
 
 

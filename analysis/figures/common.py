@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis import real_pair
 from analysis.interval import ratio
 from analysis.load import Data
 from analysis.notes import NothingLeft
@@ -44,8 +45,9 @@ def caption(
     counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
     commits = sorted({commit[:8] for commit in used["commit"] if commit})
     told = f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
-    sentences = [" · ".join(words), *extra, " · ".join(filter(None, [counts, told]))]
-    return ". ".join(sentence.rstrip(".") for sentence in sentences) + "."
+    rows = " · ".join(filter(None, [counts, told]))
+    sentences = [" · ".join(words), *extra, real_pair.sentence(used), rows]
+    return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
 
 
 def machine(rows: pd.DataFrame) -> str:

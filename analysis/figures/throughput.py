@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 
 from analysis.figures.common import BARS, best, caption, look, need
 from analysis.load import Data
+from analysis.real_pair import REAL
 from analysis.select import Case, cases, plain, points, richest
 from analysis.style import BLACK, GREY, Poster
 
@@ -96,7 +97,8 @@ def _draw(
     share = found["gpus"] if per_gpu else 1
     columns = (found[name] / share for name in ("tok_per_s", "low", "high"))
     y, low, high = columns
-    poster.line(ax, method, found[by], y, low=low, high=high, **look(method))
+    also = {name: found[name] / share for name in REAL}
+    poster.line(ax, method, found[by], y, low=low, high=high, also=also, **look(method))
 
 
 def _baselines(poster: Poster, ax: Axes, case: Case, per_gpu: bool) -> None:
