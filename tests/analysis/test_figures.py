@@ -318,6 +318,21 @@ def test_predicted() -> None:
     assert len(numbers) - len(told) == len(raw())
 
 
+def test_predicted_tells_the_replay_from_the_mean() -> None:
+    """And says that neither is a user's prediction, which has another job's profile."""
+    rows = data().rows
+    mean = rows.assign(expected_tok_per_s=rows["tok_per_s"] / 1.1)
+    with themed():
+        figure = FIGURES["predicted"].draw(Data(mean))
+    told = figure.table().dropna(subset=["n"]).set_index("series")
+    assert told.loc["SSD, laws' mean", "median"] == pytest.approx(10)
+    assert (
+        told.loc["SSD", "median"]
+        == poster("predicted").table().dropna(subset=["n"]).set_index("series").loc["SSD", "median"]
+    )
+    assert "another job's profile: error (c)" in figure.caption
+
+
 def test_break_even() -> None:
     numbers = poster("break_even").table()
     raw_gain, per_gpu = (
