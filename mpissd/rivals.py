@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from mpissd.errors import ConfigError
+from mpissd.presets import resolve_model
+
 
 class Use(Protocol):
     """Anything that was measured or forecast: a choice of `plan`, a row, a point of a figure."""
@@ -107,6 +110,17 @@ def widest(gpus: int, tps: Collection[int]) -> tuple[Family, ...]:
     whole, beside = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     found = [*families(whole, whole), *families(beside, beside + 1)[2:]]
     return tuple(family for family in found if family.tp)
+
+
+def tps_of(target: str, most: int) -> tuple[int, ...]:
+    """Every T up to `most` on which a target can run, as far as its name tells (model/shard.py
+    divides heads and inner width by T); every T at all where it tells nothing."""
+    try:
+        shape = resolve_model(target)
+    except ConfigError:
+        return tuple(range(1, most + 1))
+    widths = shape.num_heads, shape.num_kv_heads, shape.ffn
+    return tuple(t for t in range(1, most + 1) if not any(width % t for width in widths))
 
 
 def _rank(use: Use) -> tuple[float, int]:

@@ -16,6 +16,7 @@ from mpissd.sweep.best import compare_methods, render, to_dict
 from mpissd.sweep.forecast import duration_text, predicted_s
 from mpissd.sweep.grid import read_grid
 from mpissd.sweep.plan import Plan, Point, make_plan
+from mpissd.sweep.uses import verdicts
 from mpissd.tables import load_rows
 
 
@@ -86,6 +87,11 @@ def best(config: BestConfig) -> int:
     found = compare_methods(rows)
     if not found:
         raise ConfigError(f"results {config.results or 'out'!r}: no rows there")
-    print(render(found))
-    print(json.dumps([to_dict(comparison) for comparison in found]))
+    beside = [verdicts(comparison, rows) for comparison in found]
+    print(render(found, beside))
+    told = [
+        {**to_dict(one), "ssd_at_equal_gpus": [verdict.to_dict() for verdict in lines]}
+        for one, lines in zip(found, beside, strict=True)
+    ]
+    print(json.dumps(told))
     return 0

@@ -23,7 +23,7 @@ from mpissd.rows import Row, other_draft_device
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
 _FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
 _SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")
-_DRAFTED = ("draft", "acceptance", "divergence")  # AR has none of it
+DRAFTED = ("draft", "acceptance", "divergence")  # AR has none of it
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
@@ -123,28 +123,29 @@ class Comparison:
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
     """Every setting of these rows, in the order in which they come; without what is no row."""
-    found = [row for row in rows if _is_row(row)]
+    found = [row for row in rows if is_row(row)]
     settings = dict.fromkeys(_setting(row) for row in found if row["mode"] != "ar")
     if not settings:
         settings = dict.fromkeys(_setting(row) for row in found)
     return [Comparison(setting, _methods(found, dict(setting))) for setting in settings]
 
 
-def _is_row(row: Row) -> bool:
+def is_row(row: Row) -> bool:
+    """Whether it has a rate, a mode and its counts."""
     rate, counts = row.get("tok_per_s"), [row.get(name) for name in _COUNTS]
     measured = isinstance(rate, (int, float)) and rate > 0
     return measured and row.get("mode") in _MODES and all(type(n) is int for n in counts)
 
 
 def _setting(row: Row) -> tuple[tuple[str, Any], ...]:
-    names = (*_MACHINE, *_FORWARD, *_SAMPLED, *_DRAFTED)
+    names = (*_MACHINE, *_FORWARD, *_SAMPLED, *DRAFTED)
     return tuple((name, row.get(name)) for name in names)
 
 
 def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
     cells: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        told = [name for name in setting if row["mode"] != "ar" or name not in _DRAFTED]
+        told = [name for name in setting if row["mode"] != "ar" or name not in DRAFTED]
         if all(row.get(name) == setting[name] for name in told):
             cells.setdefault(method_of(row), {}).setdefault(row["lookahead"], []).append(row)
     methods = [Method(name, _cells(of)) for name, of in cells.items()]
@@ -205,12 +206,18 @@ def flags_of(row: Row) -> dict[str, str]:
     return dict(pairs)
 
 
-def render(comparisons: Iterable[Comparison]) -> str:
-    """A table for each setting: tok/s by method and K, the best K of each, and what it gains."""
-    return "\n\n".join([*(_table(found) for found in comparisons), _LEGEND])
+def render(comparisons: Iterable[Comparison], beside: Sequence[Sequence[object]] = ()) -> str:
+    """A table for each setting: tok/s by method and K, the best K of each, and what it gains.
+
+    beside: what is said below each table, a line each (sweep/uses.py).
+    """
+    found = list(comparisons)
+    told = [*beside, *[[]] * (len(found) - len(beside))]
+    tables = (_table(one, lines) for one, lines in zip(found, told, strict=True))
+    return "\n\n".join([*tables, _LEGEND])
 
 
-def _table(found: Comparison) -> str:
+def _table(found: Comparison, beside: Sequence[object]) -> str:
     said = dict(found.setting)
     told = [f"{name} {said[name]}" for name in _SHOWN if said.get(name)]
     drafts = f"/{said['draft']}" if said.get("draft") else ""
@@ -220,7 +227,7 @@ def _table(found: Comparison) -> str:
     gains = f"{'x AR':>{_WIDE}}{'a GPU':>{_WIDE}}"
     lines.append(f"{'tok/s':{width}}{columns}     best   at  spread   n{gains}")
     lines += [f"{method.name:{width}}{_line(method, found)}" for method in found.methods]
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(str, beside)])
 
 
 def _line(method: Method, found: Comparison) -> str:

@@ -11,6 +11,7 @@ import pytest
 from mpissd.command_config import BestConfig
 from mpissd.errors import ConfigError
 from mpissd.sweep.best import compare_methods, method_of, render, to_dict
+from mpissd.sweep.uses import verdicts
 from mpissd.sweeping import best
 
 SAME = {
@@ -72,6 +73,49 @@ def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None
         ["AR", "SD"],
         ["SSD fan_out=uniform:3 p_hit:0.9"],
     ]
+
+
+def of_two_gpus(*others: dict) -> list[dict]:
+    """SSD, SD and AR as ROWS have them, and what else ran on two GPUs."""
+    here = {"target": "llama-3.1-8b"}
+    rows = [{**r, **here} for r in ROWS[:-1]]
+    return rows + [{**r, **here, "num_drafts": 0, "world_size": 2} for r in others]
+
+
+def test_the_best_other_use_is_over_every_t() -> None:
+    inline = [row("sd", k, rate, tp=2) for k, rate in ((1, 800), (3, 950))]
+    rows = of_two_gpus(row("ar", 0, 525, tp=2), *inline)
+    first = next(c for c in compare_methods(rows) if dict(c.setting)["tp"] == 1)
+    (verdict,) = verdicts(first, rows)
+    best = verdict.others.best
+    assert (
+        best is not None
+        and best.cell.lookahead == 3
+        and str(verdict.others.judged[1]) == ("SD T=1 D=1 K=4: 600.0 tok/s")
+    )
+    assert verdict.gain is not None and verdict.gain.speedup == pytest.approx(1000 / 950)
+    assert "best other use of 2 GPUs, SD inline T=2 K=3: 950.0 tok/s" in str(verdict)
+    other_t = next(c for c in compare_methods(rows) if dict(c.setting)["tp"] == 2)
+    assert verdicts(other_t, rows) == []  # no SSD there
+
+
+def test_a_use_that_was_not_measured_is_said_and_nothing_is_best() -> None:
+    rows = of_two_gpus(row("ar", 0, 525, tp=2))
+    first = compare_methods(rows)[0]
+    (verdict,) = verdicts(first, rows)
+    assert verdict.others.best is None
+    assert "fastest measured of 2 GPUs, SD T=1 D=1 K=4" in str(verdict)
+    assert str(verdict).endswith("not measured: SD inline T=2")
+    told = verdict.to_dict()
+    assert told["best_other_use"] is None and told["over_best"] is None
+    assert told["not_measured"] == ["SD inline T=2"]
+
+
+def test_gpus_of_another_kind_are_no_rivals() -> None:
+    rows = of_two_gpus(row("ar", 0, 525, tp=2))
+    mixed = {**rows[3], "draft_device_name": "V100", "tok_per_s": 5000.0}
+    (verdict,) = verdicts(compare_methods(rows)[0], [*rows, mixed])
+    assert verdict.others.fastest is not None and verdict.others.fastest.tok_per_s < 5000
 
 
 def test_what_a_method_is_called() -> None:

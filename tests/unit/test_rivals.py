@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from mpissd.rivals import Family, families, other_uses, widest
+from mpissd.errors import ConfigError
+from mpissd.model.shard import Shard
+from mpissd.presets import PRESETS
+from mpissd.rivals import Family, families, other_uses, tps_of, widest
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,20 @@ def test_families_of_a_t() -> None:
         "AR T=1", "SD inline T=1", "SD T=1 D=1", "SD T=1 D=2", "SSD T=1 D=1", "SSD T=1 D=2",
     ]  # fmt: skip
     assert families(4, 3) == ()
+
+
+def runs(name: str, tp: int) -> bool:
+    try:
+        Shard(PRESETS[name], tp)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [n for n, shape in PRESETS.items() if shape.head is None])
+def test_t_of_a_target_are_those_that_it_divides_by(name: str) -> None:
+    assert tps_of(name, 12) == tuple(t for t in range(1, 13) if runs(name, t))
+
+
+def test_t_of_an_unknown_target_are_all() -> None:
+    assert tps_of("somebody's own", 3) == (1, 2, 3)
