@@ -22,6 +22,7 @@ from mpissd.predict.costs import DeviceCosts, HostCosts
 COMMANDS = ("predict", "plan", "why", "compare", "tables", "probe")
 PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
 EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
+TWO = f"--profile={PROBED / 'h200-70b-1b-T2D1.json'}"  # 70B at T=2 and 1B, fused
 SEVENTY = f"--profile={PROBED / 'h200-70b-T4.json'}"  # 70B at T=4, no draft
 
 
@@ -405,6 +406,9 @@ def test_a_job_s_profile_of_another_schema(capfd: pytest.CaptureFixture[str]) ->
         (("plan", "--profile=h10"), "did you mean 'h100'"),
         (("plan", "--pair=70b/1b", "--gpus=1", "--profile=h100"), ""),
         (("plan", "--alpha=2"), "alpha=2"),
+        # Three ranks divide neither model; what the profile lacks is said first.
+        (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
+        (("plan", TWO, "--gpus=3", "--pair=toy"), "doesn't cover toy-target T=1"),
         (("why",), "runs.jsonl"),
         (("why", "--result=nothing"), "runs.jsonl"),
         (("why", "--result=./none.jsonl"), "none.jsonl"),
