@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from analysis.gain import claim
 from analysis.real_pair import REAL
 
 Says = Callable[[pd.DataFrame], str]
@@ -68,7 +69,8 @@ def cache_hits(numbers: pd.DataFrame) -> str:
         text = f"{panel}: over SD {_ends(here, 'over SD on the same GPUs')}"
         alone = here[here["series"] == "over SD inline, per GPU"]
         if len(alone):
-            text += f"; per GPU at most {alone['y'].max():.2f}× of SD without a draft GPU"
+            most = alone.loc[alone["y"].idxmax()]
+            text += f"; per GPU at most {claim(most)} of SD without a draft GPU"
         parts.append(text)
     return ". ".join(parts) + "."
 
@@ -78,7 +80,7 @@ def _ends(here: pd.DataFrame, series: str) -> str:
     if found.empty:
         return "nothing measured"
     first, last = found.iloc[0], found.iloc[-1]
-    return f"{first['y']:.2f}× at p_hit {first['x']:g}, {last['y']:.2f}× at {last['x']:g}"
+    return f"{claim(first)} at p_hit {first['x']:g}, {claim(last)} at {last['x']:g}"
 
 
 def fan_out(numbers: pd.DataFrame) -> str:
@@ -146,7 +148,7 @@ def batch(numbers: pd.DataFrame) -> str:
     for (panel, series), here in numbers.groupby(["panel", "series"]):
         if panel.endswith("over SD") and not series.startswith("_"):
             ends = here.sort_values("x").iloc[[0, -1]]
-            told = " to ".join(f"{r.y:.2f}× at b={r.x:g}" for r in ends.itertuples())
+            told = " to ".join(f"{claim(r)} at b={r['x']:g}" for _, r in ends.iterrows())
             parts.append(f"{panel.split(':')[0]}, {series}: {told}")
     return "SSD over SD on the same GPUs: " + "; ".join(parts) + "."
 
@@ -195,8 +197,10 @@ def drafts(numbers: pd.DataFrame) -> str:
     told = []
     for what, here in twins.groupby(["panel", "series"], sort=False):
         v = here.set_index("draft")["value"]
-        if len(v) == 2:
+        if len(v) == 2 and not what[0].startswith("tok/s"):
             told.append(f"{' '.join(dict.fromkeys(what))} {v.iloc[1] / v.iloc[0] - 1:+.0%}")
+    faster = numbers[numbers["series"].str.endswith("wide over narrow")]
+    told += [f"tok/s of {p['series'].split(',')[0]} {claim(p)}" for _, p in faster.iterrows()]
     if told:
         parts.append("NoFT-Wide against NoFT: " + ", ".join(told))
     return ". ".join(parts) + "."
@@ -255,11 +259,12 @@ def head(numbers: pd.DataFrame) -> str:
         for series in ("T_SD / K", "SSD over SD on the same GPUs", "SSD over SD inline, per GPU"):
             found = here[here["series"] == series].sort_values("x")
             name = panel.split(":")[0]
-            if len(found) > 1:
-                ends = f"{found['y'].iloc[0]:.3g} → {found['y'].iloc[-1]:.3g}"
-                parts.append(f"{name}: {series} {ends}")
-            elif len(found):
-                parts.append(f"{name}: {series} {found['y'].iloc[0]:.3g} (at one of them alone)")
+            is_share = series == "T_SD / K"
+            told = [f"{p['y']:.3g}" if is_share else claim(p) for _, p in found.iterrows()]
+            if len(told) > 1:
+                parts.append(f"{name}: {series} {told[0]} → {told[-1]}")
+            elif told:
+                parts.append(f"{name}: {series} {told[0]} (at one of them alone)")
     return "From the least to the most that a forward includes, " + "; ".join(parts) + "."
 
 

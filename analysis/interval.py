@@ -23,13 +23,3 @@ def interval(row: Mapping[str, Any]) -> tuple[float, float]:
     clock = clock_error(round_us, count) if count and round_us.get("mean") else 0.0
     half = NORMAL_Z * math.hypot(float(luck), clock)
     return rate * math.exp(-half), rate * math.exp(half)
-
-
-def ratio(
-    value: float, low: float, high: float, base: float, base_low: float, base_high: float
-) -> tuple[float, float, float]:
-    """value / base with the interval of two independent rates, by their logarithms."""
-    down = math.hypot(math.log(value / low), math.log(base_high / base))
-    up = math.hypot(math.log(high / value), math.log(base / base_low))
-    middle = value / base
-    return middle, middle * math.exp(-down), middle * math.exp(up)

@@ -96,6 +96,16 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return found.reset_index()
 
 
+def best_point(found: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
+    """The fastest of `points`, by their predicted mean where all have one, which no measured round
+    enters: so that luck does not choose what is then compared (docs/definitions.md)."""
+    predicted = found["expected_tok_per_s"]
+    rate = (
+        predicted * found[column] / found["tok_per_s"] if predicted.notna().all() else found[column]
+    )
+    return found.loc[rate.idxmax()]
+
+
 @dataclass(frozen=True)
 class Case:
     """A pair on T target GPUs: its SD and SSD rows under one set of conditions, its target's AR."""

@@ -6,12 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.interval import ratio
+from analysis.gain import gain
 from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
-from analysis.select import Case, cases, on_machine, plain, points
-
-_NAMES = ("tok_per_s", "low", "high")
+from analysis.select import Case, best_point, cases, on_machine, plain, points
 
 
 def best_of_each(data: Data, machine: str) -> pd.DataFrame:
@@ -24,34 +22,39 @@ def best_of_each(data: Data, machine: str) -> pd.DataFrame:
     lines = []
     for case in cases(here, wanted, ["method"]):
         rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
-        ar = case.ar_on(case.tp)
-        if not len(rows) or ar is None:
+        ar = _ar(case, case.tp)
+        if not len(rows) or not len(ar):
             continue
         alpha = rows["alpha"].value_counts().index[0]
         lines += _lines(case, rows[rows["alpha"] == alpha], ar)
     return pd.DataFrame(lines)
 
 
-def _lines(case: Case, rows: pd.DataFrame, ar: pd.Series) -> list[dict[str, Any]]:
-    found = [("AR", ar)]
-    wide = case.ar_on(case.tp + 1)
-    found += [] if wide is None else [("AR", wide)]
-    for method in ("SD inline", "SD"):
-        found += [(method, p) for p in _best(rows[rows["method"] == method], ["lookahead"])]
+def _ar(case: Case, gpus: int) -> pd.DataFrame:
+    return case.ar[(case.ar["gpus"] == gpus) & (case.ar["batch_size"] == 1)]
+
+
+def _lines(case: Case, rows: pd.DataFrame, ar: pd.DataFrame) -> list[dict[str, Any]]:
+    found = [("AR", ar), ("AR", _ar(case, case.tp + 1))]
+    found += [(name, _best(rows[rows["method"] == name])) for name in ("SD inline", "SD")]
     ssd = rows[rows["method"] == "SSD"]
-    for law, group in ssd.groupby("hit_law"):
-        found += [(f"SSD, {law}", p) for p in _best(group, ["lookahead", "policy"])]
-    return [_line(case, method, point, ar) for method, point in found]
+    found += [(f"SSD, {law}", _best(group)) for law, group in ssd.groupby("hit_law")]
+    return [_line(case, method, cell, ar) for method, cell in found if len(cell)]
 
 
-def _best(rows: pd.DataFrame, by: list[str]) -> list[pd.Series]:
-    found = points(rows, by)
-    return [found.loc[found["tok_per_s"].idxmax()]] if len(found) else []
+def _best(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the best K and policy."""
+    by = ["lookahead", "policy"]
+    if rows.empty:
+        return rows
+    best = best_point(points(rows, by))
+    return rows[(rows[by] == best[by]).all(axis=1)]
 
 
-def _line(case: Case, method: str, point: pd.Series, ar: pd.Series) -> dict[str, Any]:
-    gain, low, high = ratio(*(point[n] for n in _NAMES), *(ar[n] for n in _NAMES))
-    share = ar["gpus"] / point["gpus"]
+def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict[str, Any]:
+    point = points(cell, ["method"]).iloc[0]
+    found = gain(cell, ar)
+    share = ar["gpus"].iloc[0] / point["gpus"]
     drafted = method != "AR"
     return {
         "pair": case.label,
@@ -62,8 +65,8 @@ def _line(case: Case, method: str, point: pd.Series, ar: pd.Series) -> dict[str,
         "hits": f"{point['hit_rate']:.2f}" if pd.notna(point["hit_rate"]) else "",
         "tok/s": float(point["tok_per_s"]),
         "per GPU": float(point["per_gpu"]),
-        "gain": f"{gain:.2f}× ({low:.2f}–{high:.2f})",
-        "gain per GPU": f"{gain * share:.2f}×",
+        "gain": "" if cell is ar else found.claim,
+        "gain per GPU": "" if cell is ar else found.scaled(share).claim,
         "rows": int(point["n"]),
     }
 

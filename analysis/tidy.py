@@ -62,6 +62,8 @@ _DEFAULTS: Row = {
     "predicted_tok_per_s": None,
     "expected_tok_per_s": None,
     "prediction_error": None,
+    "sampling_sd": None,
+    "accept_histogram": None,
     "saguaro_c": None,
     "temperature": None,
     "vocab": None,
@@ -84,8 +86,8 @@ _SWITCHES = ("lm_head", "fuse", "graph", "inline_draft")
 _PLAIN = ("seed", "branch_budget", "num_layers", "full_num_layers")
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
-    "predicted_tok_per_s expected_tok_per_s prediction_error branch_budget tok_per_s "
-    "temperature divergence round_s forward_s all_reduce_s wait_s other_s step_s"
+    "predicted_tok_per_s prediction_error expected_tok_per_s sampling_sd branch_budget "
+    "tok_per_s temperature divergence round_s forward_s all_reduce_s wait_s other_s step_s"
 ).split()
 
 

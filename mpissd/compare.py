@@ -105,10 +105,7 @@ class Comparison:
     @property
     def claim(self) -> str:
         """What a sentence may say: a speedup from enough seeds alone, else the interval."""
-        interval = f"{self.low:.2f}–{self.high:.2f}"
-        if not self.is_real:
-            return f"no difference ({interval})"
-        return f"{self.speedup:.2f}× ({interval})" if self.is_headline else f"{interval}, few seeds"
+        return claim_of(self.speedup, self.low, self.high, self.is_headline)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the speedup is null where the interval holds 1."""
@@ -122,6 +119,14 @@ class Comparison:
             "seeds": self.num_seeds,
             "headline": self.is_headline,
         }
+
+
+def claim_of(speedup: float, low: float, high: float, is_headline: bool) -> str:
+    """What a sentence may say of a speedup and its interval."""
+    interval = f"{low:.2f}–{high:.2f}"
+    if low <= 1 <= high:
+        return f"no difference ({interval})"
+    return f"{speedup:.2f}× ({interval})" if is_headline else f"{interval}, few seeds"
 
 
 def compare_rows(

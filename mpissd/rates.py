@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,34 @@ class Rounds:
 
     seconds: NDArray[np.float64]
     tokens: NDArray[np.float64]
+
+    @classmethod
+    def read(cls, path: Path, row: Row) -> Rounds:
+        """From rounds/RUN_ID.npz. ConfigError: no such arrays, or other rounds than the row's."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                seconds = np.asarray(arrays["round_s"], np.float64)
+                sequences = np.asarray(arrays["sequences"], np.int64)
+                tokens = _tokens(sequences, len(seconds), row.get("token_limit"))
+        except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
+            raise ConfigError(f"{path}: no rounds of a run: {error}") from error
+        if len(seconds) != row.get("num_rounds"):
+            told = f"{len(seconds)} rounds, the row has {row.get('num_rounds')}"
+            raise ConfigError(f"{path}: {told}")
+        return cls(seconds, tokens)
+
+
+def _tokens(
+    sequences: NDArray[np.int64], num_rounds: int, limit: int | None
+) -> NDArray[np.float64]:
+    """Tokens of each round; what a sequence emits past `limit` does not count."""
+    made = np.zeros(num_rounds)
+    for request_id in np.unique(sequences[:, 1]):
+        own = sequences[sequences[:, 1] == request_id]
+        total = np.cumsum(own[:, 3] + 1)
+        counted = total if limit is None else np.minimum(total, limit)
+        np.add.at(made, own[:, 0], np.diff(counted, prepend=0))
+    return made
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import BARS, caption, gains, look, need
+from analysis.figures.common import GAINS, caption, draw_gains, look, need
+from analysis.gain import gains
 from analysis.load import Data
 from analysis.select import Case, cases, plain, richest
 from analysis.style import BLACK, ORANGE, PURPLE, RED, Poster, parity
@@ -49,7 +50,7 @@ def batch_scaling(data: Data) -> Poster:
         used,
         "Dashed: the closed formula with P(all hit) = p_hit^b, from the rows' own times at each b. "
         f"Dotted: hits correlated, {_RHO:.0%} of rounds hit or miss together (modelled)",
-        BARS,
+        GAINS,
     )
     return poster.finish("Batch scaling and the p_hit^b cliff", text)
 
@@ -85,16 +86,7 @@ def _gain(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFr
         color = _COLORS[place]
         if len(alone):
             found = gains(group, alone, "batch_size")
-            poster.line(
-                ax,
-                label,
-                found["batch_size"],
-                found["value"],
-                low=found["low"],
-                high=found["high"],
-                color=color,
-                marker=_MARKERS[place],
-            )
+            draw_gains(poster, ax, label, found, color=color, marker=_MARKERS[place])
         first = group.iloc[0]
         for rho, style in ((0.0, "--"), (_RHO, ":")):
             model = _model(case, first["alpha"], int(first["lookahead"]), rate, rho)
@@ -142,7 +134,5 @@ def _per_gpu(
 ) -> None:
     if not len(rows) or not len(ar):
         return
-    found = gains(rows, ar, "batch_size")
     share = ar["gpus"].iloc[0] / rows["gpus"].iloc[0]
-    y, low, high = (found[c] * share for c in ("value", "low", "high"))
-    poster.line(ax, label, found["batch_size"], y, low=low, high=high, **style)
+    draw_gains(poster, ax, label, gains(rows, ar, "batch_size", share), **style)

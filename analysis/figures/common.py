@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from analysis import real_pair
-from analysis.interval import ratio
 from analysis.load import Data
 from analysis.notes import NothingLeft
-from analysis.select import points
-from analysis.style import METHODS
+from analysis.select import best_point, points
+from analysis.style import METHODS, Poster
+from mpissd.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 
 BARS = "Bars: 95% interval of a run (luck of its draws, spread of its rounds), widest of repeats."
+GAINS = "Bars: 95% interval of the ratio, in pairs of seeds where both have three or more"
+NO_CLAIM = (
+    f"FEW SEEDS: a speedup is claimed from {HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds on, "
+    "and none here"
+)
 
 
 def caption(
@@ -42,12 +47,20 @@ def caption(
         also = "also " if len(apart) < (used["num_drafts"] > 0).sum() else ""
         words.append(f"drafts {also}on {_several(apart)}".replace(" (emulated)", ""))
     seeds = used["seed"].nunique()
+    if GAINS in extra and not is_enough(used):
+        extra = (*extra, NO_CLAIM)
     counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
     commits = sorted({commit[:8] for commit in used["commit"] if commit})
     told = f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
     rows = " · ".join(filter(None, [counts, told]))
     sentences = [" · ".join(words), *extra, real_pair.sentence(used), rows]
     return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
+
+
+def is_enough(rows: pd.DataFrame) -> bool:
+    """Whether any configuration among them could have a speedup that may be claimed."""
+    long = rows[pd.to_numeric(rows["num_rounds"]) >= HEADLINE_ROUNDS]
+    return bool(long["seed"].nunique() >= HEADLINE_SEEDS)
 
 
 def machine(rows: pd.DataFrame) -> str:
@@ -81,19 +94,22 @@ def look(method: str) -> dict[str, Any]:
     return {"color": color, "marker": marker}
 
 
-def gains(rows: pd.DataFrame, base: pd.DataFrame, by: str) -> pd.DataFrame:
-    """rows over base at equal `by`: columns by, value, low, high."""
-    found = points(rows, [by]).merge(points(base, [by]), on=by, suffixes=("", "_base"))
-    names = ("tok_per_s", "low", "high")
-    triples = [
-        ratio(*(row[n] for n in names), *(row[f"{n}_base"] for n in names))
-        for _, row in found.iterrows()
-    ]
-    values = np.array(triples or np.zeros((0, 3)))
-    return found[[by]].assign(value=values[:, 0], low=values[:, 1], high=values[:, 2])
+def draw_gains(poster: Poster, ax: Axes, label: str, found: pd.DataFrame, **options: Any) -> None:
+    """A series of gains (analysis/gain.py: what it is over, value, low, high, headline)."""
+    if len(found):
+        poster.line(
+            ax,
+            label,
+            found.iloc[:, 0],
+            found["value"],
+            low=found["low"],
+            high=found["high"],
+            also={"headline": found["headline"]},
+            **options,
+        )
 
 
 def best(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The fastest configuration at each value of `by`, repeats as one point."""
+    """The best configuration at each value of `by`, repeats as one point."""
     found = points(rows, [by, "lookahead", "policy"])
-    return found.loc[found.groupby(by)["tok_per_s"].idxmax()] if len(found) else found
+    return pd.DataFrame([best_point(part) for _, part in found.groupby(by)], columns=found.columns)

@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, need
+from analysis.gain import gain
 from analysis.load import Data
 from analysis.select import CONDITIONS, plain, points, short, usual
 from analysis.style import BLUE, GREEN, ORANGE, PURPLE, RED, Poster
@@ -108,6 +109,8 @@ def _twins(poster: Poster, axes: list[Axes], rows: pd.DataFrame) -> None:
         for name, part in group.groupby("draft"):
             rates.setdefault(short(name), []).append((method, part["tok_per_s"].median(), color))
     _bars(poster, axes[1], "tok/s, all GPUs", rates)
+    for method, group in zip(("SD", "SSD"), found, strict=True):
+        _keep_gain(poster, axes[1], method, group)
     for name, bars in rates.items():
         share = rows["gpus"].iloc[0]
         for i, (_, value, _) in enumerate(bars):
@@ -131,6 +134,15 @@ def _twins(poster: Poster, axes: list[Axes], rows: pd.DataFrame) -> None:
             for name, group in rows.groupby("draft")
         },
     )
+
+
+def _keep_gain(poster: Poster, ax: Axes, method: str, rows: pd.DataFrame) -> None:
+    """The wide draft's tok/s over the narrow one's, with its interval, for the sentence beside."""
+    narrow, wide = (rows[rows["draft"] == name] for name in _NOFT)
+    if len(narrow) and len(wide):
+        over = gain(wide, narrow)
+        ends = {"y": over.speedup, "low": over.low, "high": over.high}
+        poster.keep(ax, f"{method}, wide over narrow", **ends, headline=over.is_headline)
 
 
 def _bars(

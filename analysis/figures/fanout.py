@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.figures.common import BARS, caption, need
-from analysis.interval import ratio
+from analysis.figures.common import GAINS, caption, draw_gains, need
+from analysis.gain import gains_over
 from analysis.load import Data
 from analysis.select import Case, cases, plain, points, richest
 from analysis.style import BLUE, RED, Poster, parity
@@ -54,7 +54,7 @@ def fan_out(data: Data) -> Poster:
         ax.set_ylabel(label)
     used = [ssd for _, ssd in shown] + [c.ar[c.ar["gpus"] == c.tp] for c, _ in shown]
     text = caption(
-        data, used, "Growth: glue and K steps over all branches, where they ran to their end", BARS
+        data, used, "Growth: glue and K steps over all branches, where they ran to their end", GAINS
     )
     return poster.finish("Fan-out: what more branches buy", text)
 
@@ -74,18 +74,16 @@ def _series(
     poster: Poster, column: Any, case: Case, rows: pd.DataFrame, kind: str, look: dict[str, Any]
 ) -> None:
     found = points(rows, ["branch_budget"])
-    ar = case.ar_on(case.tp)
+    ar = case.ar[(case.ar["gpus"] == case.tp) & (case.ar["batch_size"] == 1)]
     if not len(found):
         return
     x = found["branch_budget"]
     poster.line(column[0], kind, x, found["hit_rate"], **look)
     grown = found["t_growth_s"] / found["t_target_s"]
     poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **look)
-    if ar is None:
+    if not len(ar):
         return
-    names = ("tok_per_s", "low", "high")
-    values = [ratio(*(p[n] for n in names), *(ar[n] for n in names)) for _, p in found.iterrows()]
     share = case.tp / (case.tp + 1)
     for name, factor, style in ((kind, 1.0, "-"), (f"{kind}, per GPU", share, ":")):
-        y, low, high = ([v[i] * factor for v in values] for i in range(3))
-        poster.line(column[2], name, x, y, low=low, high=high, linestyle=style, **look)
+        gain = gains_over(rows, ar, "branch_budget", factor)
+        draw_gains(poster, column[2], name, gain, linestyle=style, **look)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import BARS, caption, need
-from analysis.interval import ratio
+from analysis.figures.common import GAINS, caption, draw_gains, need
+from analysis.gain import gains
 from analysis.load import Data
 from analysis.select import Case, cases, key, plain, points, richest
 from analysis.style import BLUE, RED, SKY, Poster, parity
@@ -33,7 +33,7 @@ def lm_head_context(data: Data) -> Poster:
         used,
         "LM head: the vocabulary product with top-k in target and draft. Context: bytes of keys "
         "and values that attention would read, of both models",
-        BARS,
+        GAINS,
         vary=("lm_head", "context"),
     )
     return poster.finish("LM head and context: what they do to T_SD and to the verdict", text)
@@ -82,26 +82,11 @@ def _panel(poster: Poster, column: list[Axes], case: Case, rows: pd.DataFrame) -
         ("SSD over SD inline, raw", "SD inline", 1.0, BLUE, "s"),
         ("SSD over SD inline, per GPU", "SD inline", share, SKY, "D"),
     ):
-        gain = _gain(rows, method)
-        if len(gain):
-            y = [gain[c] * factor for c in ("value", "low", "high")]
-            poster.line(
-                below, name, gain["place"], y[0], low=y[1], high=y[2], color=color, marker=marker
-            )
+        sides = [rows[rows["method"] == m] for m in ("SSD", method)]
+        found = gains(sides[0], sides[1], "place", factor)
+        draw_gains(poster, below, name, found, color=color, marker=marker)
     parity(below)
     below.set_xticks(range(len(kinds)), [_name(*kind) for kind in kinds])
-
-
-def _gain(rows: pd.DataFrame, method: str) -> pd.DataFrame:
-    pair = [points(rows[rows["method"] == m], ["place"]) for m in ("SSD", method)]
-    both = pair[0].merge(pair[1], on="place", suffixes=("", "_base"))
-    names = ("tok_per_s", "low", "high")
-    values = [
-        ratio(*(r[n] for n in names), *(r[f"{n}_base"] for n in names)) for _, r in both.iterrows()
-    ]
-    return both[["place"]].assign(
-        **{n: [v[i] for v in values] for i, n in enumerate(("value", "low", "high"))}
-    )
 
 
 def _name(lm_head: bool, context: int) -> str:

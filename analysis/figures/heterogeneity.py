@@ -9,9 +9,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, need
-from analysis.interval import ratio
+from analysis.gain import gain
 from analysis.load import Data
-from analysis.select import Case, cases, plain, points, richest
+from analysis.select import Case, best_point, cases, plain, points, richest
 from analysis.style import BLUE, GREY, RED, Poster, parity
 from analysis.times import Times
 
@@ -86,15 +86,15 @@ def _points(
     poster: Poster, ax: Axes, case: Case, times: Times, rows: pd.DataFrame
 ) -> list[pd.DataFrame]:
     """The best measured K of each method, for each draft device."""
-    ar = case.ar_on(case.tp)
+    ar = case.ar[(case.ar["gpus"] == case.tp) & (case.ar["batch_size"] == 1)]
     used = [rows]
     for method, color in (("SSD", RED), ("SD", BLUE)):
         here = rows[rows["method"] == method].dropna(subset=["step_s"])
         for device, group in here.groupby(here["other_draft"].fillna("")):
             found = points(group, ["lookahead"])
-            best = found.loc[found["tok_per_s"].idxmax()]
-            names = ("tok_per_s", "low", "high")
-            y, low, high = ratio(*(best[n] for n in names), *(ar[n] for n in names))  # type: ignore[index]
+            best = best_point(found)
+            over = gain(group[group["lookahead"] == best["lookahead"]], ar)
+            y, low, high = over.speedup, over.low, over.high
             x = best["step_s"] / times.step
             if device and method == "SSD":
                 _name(ax, str(device), x, high)
@@ -105,6 +105,7 @@ def _points(
                 [y],
                 low=[low],
                 high=[high],
+                also={"headline": [over.is_headline]},
                 color=color,
                 marker="o",
                 linestyle="none",

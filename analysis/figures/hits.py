@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import BARS, caption, need
-from analysis.interval import ratio
+from analysis.figures.common import GAINS, caption, draw_gains, need
+from analysis.gain import gains_over
 from analysis.load import Data
-from analysis.select import Case, cases, plain, points, richest
+from analysis.select import Case, cases, plain, richest
 from analysis.style import BLACK, BLUE, RED, SKY, Poster, parity
 from analysis.times import Times
 
@@ -31,7 +31,7 @@ def cache_hits(data: Data) -> Poster:
     for ax, (case, ssd) in zip(grid, shown, strict=True):
         used += _panel(poster, ax, case, ssd)
     grid[0].set_ylabel("SSD's gain over SD, ×")
-    text = caption(data, used, "Equal K, alpha and fan-out; per GPU counts the draft GPU", BARS)
+    text = caption(data, used, "Equal K, alpha and fan-out; per GPU counts the draft GPU", GAINS)
     return poster.finish("What cache hits are worth: SSD over SD", text)
 
 
@@ -56,9 +56,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame) -> list[pd.D
         ("over SD inline, per GPU", inline, share, {"color": SKY, "marker": "D"}),
     ):
         if len(base):
-            found = _over(ssd, base)
-            y = [found[c] * factor for c in ("value", "low", "high")]
-            poster.line(ax, name, found["p_hit"], y[0], low=y[1], high=y[2], **look)
+            draw_gains(poster, ax, name, gains_over(ssd, base, "p_hit", factor), **look)
             used.append(base)
     times = Times.of(case)
     if times is not None:
@@ -71,14 +69,3 @@ def _panel(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame) -> list[pd.D
     parity(ax)
     ax.set_xlabel("imposed cache-hit rate p_hit")
     return used
-
-
-def _over(ssd: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
-    """SSD at every p_hit over the one base."""
-    one = points(base.assign(all=0), ["all"]).iloc[0]
-    names = ("tok_per_s", "low", "high")
-    found = points(ssd, ["p_hit"])
-    values = [ratio(*(r[n] for n in names), *(one[n] for n in names)) for _, r in found.iterrows()]
-    return found[["p_hit"]].assign(
-        value=[v[0] for v in values], low=[v[1] for v in values], high=[v[2] for v in values]
-    )

@@ -5,13 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError
 from mpissd.rates import Rounds
@@ -67,34 +63,8 @@ def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
             run_id = str(row.get("run_id"))
             path = folder / f"{run_id}.npz"
             if run_id not in found and path.is_file():
-                found[run_id] = _rounds(path, row)
+                found[run_id] = Rounds.read(path, row)
     return found
-
-
-def _rounds(path: Path, row: Row) -> Rounds:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            seconds = np.asarray(arrays["round_s"], np.float64)
-            sequences = np.asarray(arrays["sequences"], np.int64)
-            tokens = _tokens(sequences, len(seconds), row.get("token_limit"))
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path}: no rounds of a run: {error}") from error
-    if len(seconds) != row.get("num_rounds"):
-        raise ConfigError(f"{path}: {len(seconds)} rounds, the row has {row.get('num_rounds')}")
-    return Rounds(seconds, tokens)
-
-
-def _tokens(
-    sequences: NDArray[np.int64], num_rounds: int, limit: int | None
-) -> NDArray[np.float64]:
-    """Tokens of each round; what a sequence emits past `limit` does not count."""
-    made = np.zeros(num_rounds)
-    for request_id in np.unique(sequences[:, 1]):
-        own = sequences[sequences[:, 1] == request_id]
-        total = np.cumsum(own[:, 3] + 1)
-        counted = total if limit is None else np.minimum(total, limit)
-        np.add.at(made, own[:, 0], np.diff(counted, prepend=0))
-    return made
 
 
 def forward_times(where: str, profile: Mapping[str, Any]) -> dict[int, float]:

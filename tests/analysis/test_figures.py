@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from analysis.build import Drawn, Skipped, draw, slug
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
-from analysis.interval import ratio
+from analysis.gain import claim, gain, gains, gains_over
 from analysis.load import Data, load
 from analysis.notes import Notes, NothingLeft
 from analysis.select import Case, cases, on_machine, plain, points, short, usual
@@ -439,11 +439,38 @@ def test_repeats_are_one_point_with_the_widest_interval() -> None:
     assert point == {"k": 1, "tok_per_s": 10.0, "low": 8.0, "high": 13.0, "n": 3}
 
 
-def test_a_ratio_has_both_intervals() -> None:
-    middle, low, high = ratio(2.0, 1.8, 2.2, 1.0, 1.0, 1.0)
-    assert (middle, low, high) == pytest.approx((2.0, 1.8, 2.2))
-    _, low, high = ratio(1.0, 0.9, 1.1, 1.0, 0.9, 1.1)
-    assert low < 0.9 and high > 1.1
+def told(rate: float, seed: int = 0, **values: object) -> pd.DataFrame:
+    """A row of 400 rounds with an interval of ± 10%, which says no more of itself."""
+    known = {"run_id": f"{rate}-{seed}", "mode": "sd", "seed": seed, "num_rounds": 400}
+    ends = {"tok_per_s": rate, "low": rate / 1.1, "high": 1.1 * rate, "folder": "nowhere"}
+    return pd.DataFrame([{**known, **ends, "round_us": None, "accept_histogram": None, **values}])
+
+
+def test_a_gain_has_both_intervals() -> None:
+    exact = told(1.0, low=1.0, high=1.0)
+    found = gain(told(2.0), exact)
+    assert (found.speedup, found.low, found.high) == pytest.approx((2.0, 2 / 1.1, 2.2), rel=1e-3)
+    both = gain(told(1.0), told(1.0, seed=1))
+    assert both.low < 1 / 1.1 and both.high > 1.1 and not both.is_real
+
+
+def test_gains_are_paired_by_seed_and_few_seeds_claim_nothing() -> None:
+    """A gain of 5% under a luck of 20%, five seeds of 400 rounds."""
+    luck = [0.8, 1.2, 0.9, 1.1, 1.0]
+    sd, ssd = (
+        pd.concat([told(rate * k * lucky, n, x=k) for n, lucky in enumerate(luck) for k in (1, 2)])
+        for rate in (100.0, 105.0)
+    )
+    found = gains(ssd, sd, "x", share=0.5)
+    assert found["x"].tolist() == [1, 2] and found["headline"].all()
+    assert found["value"].tolist() == pytest.approx([0.525, 0.525])
+    point = gains(ssd, sd, "x").rename(columns={"value": "y"}).iloc[0]
+    assert claim(point) == "1.05× (1.05–1.05)"
+    few = gains(ssd[ssd["seed"] < 4], sd, "x").rename(columns={"value": "y"}).iloc[0]
+    assert not few["headline"] and claim(few) == "1.05–1.05, few seeds"
+    over = gains_over(ssd, sd[sd["x"] == 1], "x")
+    assert over["value"].tolist() == pytest.approx([1.05, 2.1])
+    assert gains(ssd, sd.assign(x=9), "x").empty
 
 
 def test_names() -> None:

@@ -90,12 +90,13 @@ def test_the_table_of_the_best() -> None:
     table = best_of_each(load([FIXTURE]), H100)
     assert {"AR", "SD", "SD inline", "SSD, p_hit:1.0"} <= set(table["method"])
     first = table.iloc[0]
-    assert first["method"] == "AR" and first["GPUs"] == 1 and first["gain"].startswith("1.00×")
+    assert first["method"] == "AR" and first["GPUs"] == 1 and first["gain"] == ""
     ssd = table[table["method"] == "SSD, p_hit:1.0"].iloc[0]
     assert ssd["per GPU"] == ssd["tok/s"] / 2
-    gain = float(ssd["gain"].split("×")[0])
-    assert float(ssd["gain per GPU"].rstrip("×")) == round(ssd["per GPU"] / first["tok/s"], 2)
-    assert gain == round(ssd["tok/s"] / first["tok/s"], 2)
+    for column, rate in (("gain", "tok/s"), ("gain per GPU", "per GPU")):
+        told = re.fullmatch(r"([\d.]+)–([\d.]+), few seeds", ssd[column])  # one seed: no speedup
+        assert told, ssd[column]
+        assert float(told[1]) < ssd[rate] / first["tok/s"] < float(told[2])
 
 
 def test_where_the_rows_came_from() -> None:

@@ -1,0 +1,77 @@
+"""Speedups of rows over rows: mpissd.compare's, for every figure, table and sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from mpissd.compare import Comparison, claim_of, compare_rates, compare_rows
+from mpissd.errors import ConfigError
+from mpissd.rates import NORMAL_Z, Rate, Rounds
+
+FEW = "few seeds"
+_GAIN = ("value", "low", "high", "headline")
+
+
+def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison:
+    """How much faster the rows of one configuration are than those of another.
+
+    Rows that say too little of themselves count by the interval that they have (interval.py).
+    """
+    sides = [_records(side) for side in (base, rows)]
+    try:
+        return compare_rows(sides[0], sides[1], _rounds([*sides[0], *sides[1]]))
+    except ConfigError:
+        rates = [Rate.of_repeats([_rate(row) for row in side]) for side in sides]
+        return compare_rates(rates[0], rates[1])
+
+
+def gains(rows: pd.DataFrame, base: pd.DataFrame, by: str, share: float = 1.0) -> pd.DataFrame:
+    """The gain at every value of `by` that both have: columns by, value, low, high, headline.
+
+    share: a factor without error, such as GPUs over GPUs.
+    """
+    return _frame(by, {x: (part, base[base[by] == x]) for x, part in rows.groupby(by)}, share)
+
+
+def gains_over(rows: pd.DataFrame, base: pd.DataFrame, by: str, share: float = 1.0) -> pd.DataFrame:
+    """The same over one base, that of every value."""
+    return _frame(by, {x: (part, base) for x, part in rows.groupby(by)}, share)
+
+
+def _frame(
+    by: str, parts: Mapping[Any, tuple[pd.DataFrame, pd.DataFrame]], share: float
+) -> pd.DataFrame:
+    lines = []
+    for x, (part, base) in parts.items():
+        if len(part) and len(base):
+            found = gain(part, base).scaled(share)
+            lines.append((x, found.speedup, found.low, found.high, found.is_headline))
+    return pd.DataFrame(lines, columns=[by, *_GAIN])
+
+
+def claim(point: Mapping[str, Any] | pd.Series) -> str:
+    """What a sentence may say of a drawn gain: y, low, high and headline."""
+    return claim_of(*(float(point[name]) for name in ("y", "low", "high")), bool(point["headline"]))
+
+
+def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as mpissd.compare takes them; null for what they do not say."""
+    plain = rows.astype(object).where(rows.notna(), None)
+    return [{str(k): v for k, v in row.items()} for row in plain.to_dict("records")]
+
+
+def _rounds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
+    """The rounds of rows that kept them: FOLDER/rounds/RUN_ID.npz."""
+    paths = {str(r["run_id"]): Path(r["folder"], "rounds", f"{r['run_id']}.npz") for r in rows}
+    by_id = {str(row["run_id"]): row for row in rows}
+    return {name: Rounds.read(p, by_id[name]) for name, p in paths.items() if p.is_file()}
+
+
+def _rate(row: Mapping[str, Any]) -> Rate:
+    half = math.log(row["high"] / row["low"]) / (2 * NORMAL_Z)
+    return Rate(float(row["tok_per_s"]), half**2, 1000, from_rounds=False)
