@@ -203,3 +203,35 @@ def launch(
         found = Job(*job.finish(), folder)
         assert job.is_gone(), "ranks outlive their job"
     return found
+
+
+class Together:
+    """Runs by name: (ranks, flags). Those of as many ranks are one job, which starts when the
+    first of them is asked for: starting MPI and Python takes longer than a short run.
+    """
+
+    def __init__(self, runs: Mapping[str, tuple[int, Sequence[str]]], folder: Path) -> None:
+        self._runs, self._folder = runs, folder
+        self._done: dict[str, Job] = {}
+
+    def __getitem__(self, name: str) -> Job:
+        if name not in self._done:
+            np_ = self._runs[name][0]
+            alike = {other: flags for other, (n, flags) in self._runs.items() if n == np_}
+            self._done |= self._run(np_, alike)
+        return self._done[name]
+
+    def _run(self, np_: int, runs: Mapping[str, Sequence[str]]) -> dict[str, Job]:
+        folders = {name: self._folder / f"{np_}-{n}" for n, name in enumerate(runs)}
+        for name, folder in folders.items():
+            folder.mkdir()
+            flags = [*runs[name], f"--out={folder / 'out'}"]
+            (folder / "flags.json").write_text(json.dumps(flags))
+        with start(np_, "tests.mpi.many_job", *map(str, folders.values())) as job:
+            code, _, err = job.finish()
+            assert code == 0, err[-2000:]
+            assert job.is_gone(), "ranks outlive their job"
+        return {
+            name: Job(*json.loads((folder / "told.json").read_text()), folder / "out")
+            for name, folder in folders.items()
+        }

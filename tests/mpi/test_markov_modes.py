@@ -6,16 +6,14 @@ hits that are finished and misses that are drafted just in time draws what SD dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpissd.records import token_digest
 from tests.loop.markov_rig import Pair, greedy
-from tests.mpi.harness import Job, launch, needs_mpi
+from tests.mpi.harness import Job, Together, needs_mpi
 
 pytestmark = needs_mpi
 
@@ -52,8 +50,27 @@ GREEDY: dict[str, tuple[int, list[str]]] = {
 }
 
 
-def run(np_: int, flags: Sequence[str], folder: Path) -> Job:
-    return launch(np_, *BASE, *flags, folder=folder / "out", direct=True)
+AT_ZERO = [*BASE, *MODELS, "--temperature=0"]
+DRAWN = [*BASE, *MODELS, "--temperature=0.8", "--batch_size=5", "--rounds=40"]
+STOPPED = [*AT_ZERO, "--batch_size=6", "--num_tokens=40", "--stop_token=7"]
+RUNS: dict[str, tuple[int, list[str]]] = {
+    **{
+        name: (np_, [*AT_ZERO, f"--num_tokens={TOKENS}", *flags])
+        for name, (np_, flags) in GREEDY.items()
+    },
+    "drawn by sd": (2, [*DRAWN, "--mode=sd", "--divergence=0.35"]),
+    "drawn, D=2": (3, [*DRAWN, *NATURAL, "--num_drafts=2"]),
+    "drawn, T=2": (3, [*DRAWN, *NATURAL]),
+    **{
+        f"{mode} to a stop": (1 if mode == "ar" else 2, [*STOPPED, f"--mode={mode}"])
+        for mode in ("ar", "sd", "ssd")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    return Together(RUNS, tmp_path_factory.mktemp("runs"))
 
 
 def emitted(job: Job) -> dict[int, list[int]]:
@@ -63,10 +80,8 @@ def emitted(job: Job) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_greedy_decoding_is_the_target_s_own(name: str, tmp_path: Path) -> None:
-    np_, flags = GREEDY[name]
-    flags = [*MODELS, "--temperature=0", f"--num_tokens={TOKENS}", *flags]
-    job = run(np_, flags, tmp_path)
+def test_greedy_decoding_is_the_target_s_own(name: str, runs: Together) -> None:
+    job = runs[name]
     want = greedy(replace(PAIR, batch=job.row["batch_size"]), TOKENS)
     assert job.row["token_digest"] == token_digest(want, TOKENS)
     assert {n: tokens[:TOKENS] for n, tokens in emitted(job).items()} == want
@@ -78,24 +93,18 @@ def test_greedy_decoding_is_the_target_s_own(name: str, tmp_path: Path) -> None:
         assert 0 < job.row["hit_rate"] < 1
 
 
-def test_ssd_draws_what_sd_draws(tmp_path: Path) -> None:
-    flags = [*MODELS, "--temperature=0.8", "--batch_size=5", "--rounds=40"]
-    sd = run(2, [*flags, "--mode=sd", "--divergence=0.35"], tmp_path / "sd")
-    jobs = [
-        run(3, [*flags, *NATURAL, "--num_drafts=2"], tmp_path / "drafts"),
-        run(3, [*flags, *NATURAL], tmp_path / "targets"),
-    ]
-    for job in jobs:
+def test_ssd_draws_what_sd_draws(runs: Together) -> None:
+    sd = runs["drawn by sd"]
+    for job in (runs["drawn, D=2"], runs["drawn, T=2"]):
         assert 0 < job.row["hit_rate"] < 1
         assert job.row["outcome_digest"] == sd.row["outcome_digest"]
         assert emitted(job) == emitted(sd)
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-def test_a_stop_token_ends_a_sequence(mode: str, tmp_path: Path) -> None:
+def test_a_stop_token_ends_a_sequence(mode: str, runs: Together) -> None:
     """And nothing that came behind it in its round is told."""
-    flags = [*MODELS, "--temperature=0", "--batch_size=6", "--num_tokens=40", "--stop_token=7"]
-    job = run(1 if mode == "ar" else 2, [*flags, f"--mode={mode}"], tmp_path)
+    job = runs[f"{mode} to a stop"]
     want = greedy(replace(PAIR, batch=6), 40, stop_token=7)
     assert {7} < {tokens[-1] for tokens in want.values()}, "choose another stop token"
     assert {n: tokens[:40] for n, tokens in emitted(job).items()} == want

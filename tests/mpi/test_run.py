@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.presets import resolve_model
 from mpissd.records import outcome_digest, token_digest
 from tests.loop.harness import Scenario, check_rows
-from tests.mpi.harness import Job, Started, launch, needs_mpi
+from tests.mpi.harness import Job, Started, Together, launch, needs_mpi
 
 pytestmark = needs_mpi
 
@@ -33,22 +31,10 @@ provenance""".split()
 DRAFT_KEYS = """draft fan_out branch_budget acceptance hit_law hit_rate t_draft_s t_growth_s
 T_SD""".split()
 
-Run = Callable[..., Job]
 TOY = Scenario(batch=2, lookahead=3, rounds=20, seed=3)
 COMMON = "--pair=toy --batch_size=2 --lookahead=3 --rounds=20 --seed=3 --warmup_rounds=2".split()
 NUMPY = ("--backend=numpy", *COMMON)
 NULL = ("--backend=emulated", "--device=null", *COMMON)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Launches a job; the same job is launched once."""
-
-    @cache
-    def cached(np_: int, *flags: str) -> Job:
-        return launch(np_, *flags, folder=tmp_path_factory.mktemp("job") / "out")
-
-    return cached
 
 
 # name: (ranks, flags, what was decoded)
@@ -71,14 +57,56 @@ AR = [name for name in JOBS if name.startswith("ar")]
 ALIKE = [AR, [name for name in JOBS if name not in AR]]
 
 
-def job(run: Run, name: str) -> Job:
-    np_, flags, _ = JOBS[name]
-    return run(np_, *flags)
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "serve": (("--on_late=serve", "--p_hit=0.7"), {"on_late": "serve", "p_hit": 0.7}),
+    "fast": (("--backup=fast",), {"backup": "fast"}),
+    "short": (("--backup_lookahead=1",), {"backup_lookahead": 1}),
+    "K1": (("--lookahead=1", "--fan_out=list:0,4"), {"lookahead": 1, "fan_out": (0, 4)}),
+    "rates": (("--acceptance=rates:1,0.5,0",), {"rates": (1.0, 0.5, 0.0)}),
+    "one-round": (("--rounds=1", "--batch_size=64"), {"batch": 64}),
+}
+TOKENS = {"ar": 1, "sd": 2, "ssd": 3}  # ranks
+OPTIONS = ("--fuse", "--lm_head", "--context=64", "--num_layers=2", "--fan_out=geometric:9")
+H100 = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--num_layers=2", "--rounds=5")
+H100 += ("--warmup_rounds=1", "--lookahead=3", "--p_hit=1")
+
+
+def without(*names: str) -> tuple[str, ...]:
+    """NULL's flags but these."""
+    return tuple(flag for flag in NULL if flag.partition("=")[0] not in names)
+
+
+RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
+    **{name: (np_, flags) for name, (np_, flags, _) in JOBS.items()},
+    **{
+        name: (2, (*without(*(flag.partition("=")[0] for flag in flags)), *flags))
+        for name, (flags, _) in VARIANTS.items()
+    },
+    **{
+        f"{mode}-tokens": (
+            np_,
+            (
+                *without("--rounds", "--batch_size"),
+                *"--batch_size=5 --num_tokens=31".split(),
+                f"--mode={mode}",
+            ),
+        )
+        for mode, np_ in TOKENS.items()
+    },
+    "many-tokens": (2, (*NULL, "--num_tokens=1000000")),
+    "options": (3, (*NUMPY, *OPTIONS)),
+    "h100": (3, H100),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    return Together(RUNS, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_row_keeps_its_contract(run: Run, name: str) -> None:
-    done, (np_, _, scenario) = job(run, name), JOBS[name]
+def test_the_row_keeps_its_contract(runs: Together, name: str) -> None:
+    done, (np_, _, scenario) = runs[name], JOBS[name]
     row = done.row
     assert set(KEYS) <= set(row)
     assert (row["schema"], row["mode"], row["workload"]) == (1, scenario.mode, "gemm")
@@ -98,8 +126,8 @@ def test_the_row_keeps_its_contract(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_what_was_said_is_what_was_written(run: Run, name: str) -> None:
-    done = job(run, name)
+def test_what_was_said_is_what_was_written(runs: Together, name: str) -> None:
+    done = runs[name]
     assert done.err == ""
     assert done.saved == [done.row]
     files = [path.name for path in (done.folder / "rounds").iterdir()]
@@ -109,8 +137,8 @@ def test_what_was_said_is_what_was_written(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_row_follows_from_the_raw_rounds(run: Run, name: str) -> None:
-    done, scenario = job(run, name), JOBS[name][2]
+def test_the_row_follows_from_the_raw_rounds(runs: Together, name: str) -> None:
+    done, scenario = runs[name], JOBS[name][2]
     row, arrays = done.row, done.arrays
     rows = arrays["sequences"]
     tokens = check_rows(rows, scenario)  # the law, in every decision
@@ -138,32 +166,32 @@ def test_the_row_follows_from_the_raw_rounds(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("names", ALIKE, ids=["ar", "sd-and-ssd"])
-def test_equal_decisions_have_equal_digests(run: Run, names: list[str]) -> None:
+def test_equal_decisions_have_equal_digests(runs: Together, names: list[str]) -> None:
     """SSD with all misses is SD; T = 1 is T = 2; a draft inline is a draft on its own rank."""
-    digests = {name: job(run, name).row["outcome_digest"] for name in names}
+    digests = {name: runs[name].row["outcome_digest"] for name in names}
     assert len(set(digests.values())) == 1, digests
 
 
-def test_every_mode_emits_the_same_tokens(run: Run) -> None:
-    digests = {name: job(run, name).row["token_digest"] for name in JOBS}
+def test_every_mode_emits_the_same_tokens(runs: Together) -> None:
+    digests = {name: runs[name].row["token_digest"] for name in JOBS}
     assert len(set(digests.values())) == 1, digests
 
 
-def test_messages_are_one_each_way_and_a_plan_to_each_follower(run: Run) -> None:
-    count = {name: job(run, name).row["messages_per_round"] for name in JOBS}
+def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -> None:
+    count = {name: runs[name].row["messages_per_round"] for name in JOBS}
     assert count["ar"] == count["sd-inline"] == 0
     assert count["ar-T2"] == count["sd-inline-T2"] == 1
     assert count["sd"] == count["ssd"] == 2
     assert count["sd-T2"] == count["ssd-T2"] == 3
     assert count["ssd-null-T4"] == 5
-    assert job(run, "ar").row["bytes_per_round"] == 0 < job(run, "sd").row["bytes_per_round"]
+    assert runs["ar"].row["bytes_per_round"] == 0 < runs["sd"].row["bytes_per_round"]
 
 
 @pytest.mark.parametrize("name", ["ar-T2", "sd", "sd-inline", "ssd-T2", "ssd-all-hit"])
 def test_a_job_s_profile_foretells_the_number_in_its_row(
-    run: Run, name: str, capfd: pytest.CaptureFixture[str]
+    runs: Together, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = job(run, name)
+    done = runs[name]
     profile = done.folder / "profiles" / f"{done.row['run_id']}.json"
     assert main(["predict", f"--profile={profile}"]) == 0
     foretold = json.loads(capfd.readouterr().out.splitlines()[-1])
@@ -175,19 +203,20 @@ def test_a_job_s_profile_foretells_the_number_in_its_row(
 
 
 @pytest.mark.parametrize("command", ["why", "tables"])
-def test_a_row_can_be_read_again(run: Run, command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    done = job(run, "ssd")
+def test_a_row_can_be_read_again(
+    runs: Together, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = runs["ssd"]
     told = f"--out={done.folder}" if command == "why" else f"--results={done.folder}"
     assert main([command, told]) == 0
     out, err = capfd.readouterr()
     assert err == "" and (done.row["run_id"] in out if command == "why" else "8b/1b" in out)
 
 
-@pytest.mark.parametrize(("mode", "np_"), [("ar", 1), ("sd", 2), ("ssd", 3)])
-def test_so_many_tokens_of_each_sequence(run: Run, mode: str, np_: int) -> None:
+@pytest.mark.parametrize("mode", TOKENS)
+def test_so_many_tokens_of_each_sequence(runs: Together, mode: str) -> None:
     """Sequences finish at their own pace; what they emit beyond does not count."""
-    flags = [flag for flag in NULL if not flag.startswith(("--rounds", "--batch"))]
-    done = run(np_, *flags, "--batch_size=5", "--num_tokens=31", f"--mode={mode}")
+    done = runs[f"{mode}-tokens"]
     rows, scenario = done.arrays["sequences"], replace(TOY, mode=mode, batch=5)
     tokens = check_rows(rows, scenario)
     assert done.row["num_tokens"] == 5 * 31
@@ -200,43 +229,28 @@ def test_so_many_tokens_of_each_sequence(run: Run, mode: str, np_: int) -> None:
         assert len(set(np.bincount(rows[:, 0]))) > 1, "all finished at once: choose another seed"
 
 
-def test_rounds_end_a_run_before_its_tokens(run: Run) -> None:
-    row = run(2, *NULL, "--num_tokens=1000000").row
+def test_rounds_end_a_run_before_its_tokens(runs: Together) -> None:
+    row = runs["many-tokens"].row
     assert row["num_rounds"] == 20 and row["num_tokens"] < 200
-    assert row["token_digest"] == job(run, "ar").row["token_digest"]
-
-
-VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "serve": (("--on_late=serve", "--p_hit=0.7"), {"on_late": "serve", "p_hit": 0.7}),
-    "fast": (("--backup=fast",), {"backup": "fast"}),
-    "short": (("--backup_lookahead=1",), {"backup_lookahead": 1}),
-    "K1": (("--lookahead=1", "--fan_out=list:0,4"), {"lookahead": 1, "fan_out": (0, 4)}),
-    "rates": (("--acceptance=rates:1,0.5,0",), {"rates": (1.0, 0.5, 0.0)}),
-    "one-round": (("--rounds=1", "--batch_size=64"), {"batch": 64}),
-}
+    assert row["token_digest"] == runs["ar"].row["token_digest"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_policies_and_odd_sizes(run: Run, name: str) -> None:
-    flags, changes = VARIANTS[name]
-    told = {flag.partition("=")[0] for flag in flags}
-    kept = [flag for flag in NULL if flag.partition("=")[0] not in told]
-    done = run(2, *kept, *flags)
-    tokens = check_rows(done.arrays["sequences"], replace(TOY, **changes))
+def test_policies_and_odd_sizes(runs: Together, name: str) -> None:
+    done = runs[name]
+    tokens = check_rows(done.arrays["sequences"], replace(TOY, **VARIANTS[name][1]))
     first = 1 if name == "one-round" else 20
     assert done.row["token_digest"] == token_digest(tokens, first)
     if name == "one-round":
         assert (done.row["num_rounds"], done.row["hit_rate"]) == (1, None)
 
 
-def test_options_change_the_forward_and_not_the_tokens(run: Run) -> None:
-    flags = ("--fuse", "--lm_head", "--context=64", "--num_layers=2", "--fan_out=geometric:9")
-    done = run(3, *NUMPY, *flags)
-    row = done.row
+def test_options_change_the_forward_and_not_the_tokens(runs: Together) -> None:
+    row = runs["options"].row
     assert (row["fuse"], row["lm_head"], row["context"]) == (True, True, 64)
     assert (row["target"], row["num_layers"], row["full_num_layers"]) == ("toy-target@2L", 2, 4)
     assert sum(row["fan_out"]) == row["branch_budget"] == 9 and len(row["fan_out"]) == 4
-    assert row["outcome_digest"] == job(run, "ssd").row["outcome_digest"]
+    assert row["outcome_digest"] == runs["ssd"].row["outcome_digest"]
     assert row["floor_us"] > 0 and row["floor_fraction"] > 0
 
 
@@ -249,6 +263,7 @@ def test_a_run_needs_no_home(tmp_path: Path) -> None:
 def test_a_run_can_be_repeated_and_rows_add_up(tmp_path: Path) -> None:
     seeds = ("5", "5", "6")
     jobs = [launch(1, *NULL, "--mode=ar", f"--seed={s}", folder=tmp_path) for s in seeds]
+    assert [job.err for job in jobs] == ["", "", ""]
     rows = jobs[-1].saved
     assert rows == [job.row for job in jobs] and len({row["run_id"] for row in rows}) == 3
     assert [row["config_digest"] == rows[0]["config_digest"] for row in rows] == [True, True, False]
@@ -256,9 +271,8 @@ def test_a_run_can_be_repeated_and_rows_add_up(tmp_path: Path) -> None:
         assert rows[0][digest] == rows[1][digest] != rows[2][digest]
 
 
-def test_an_emulated_forward_lasts_what_its_profile_says(run: Run) -> None:
-    flags = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--num_layers=2")
-    row = run(3, *flags, "--rounds=5", "--warmup_rounds=1", "--lookahead=3", "--p_hit=1").row
+def test_an_emulated_forward_lasts_what_its_profile_says(runs: Together) -> None:
+    row = runs["h100"].row
     target, profile = resolve_model("8b").scaled(2), load_profile("h100")
     cost = Shard(target, 2).cost(4, 1, 2, ForwardOptions())
     assert row["t_target_s"] == pytest.approx(profile.forward_s(cost), rel=1e-9)
