@@ -1,4 +1,4 @@
-"""Campaigns of minutes (marker `long`) run only where they are asked for: pytest --long."""
+"""What is exhaustive (marker `long`) runs only where it is asked for: pytest --long."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also the campaigns that take minutes")
+    parser.addoption("--long", action="store_true", help="also what is exhaustive, as CI does")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--long"):
         return
-    skip = pytest.mark.skip(reason="takes minutes: --long")
+    skip = pytest.mark.skip(reason="exhaustive: pytest --long, as in CI")
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(skip)

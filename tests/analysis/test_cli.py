@@ -35,7 +35,6 @@ def test_a_plan_has_what_was_said() -> None:
         (["fan_out", "--workers=²"], "workers=²: allowed: a whole number in [1, 64]"),
         (["fan_out", f"--results={'a' * 400}"], "results 'aaa"),
         (["predicted", f"--results={FIXTURE}", f"--out={__file__}"], "out: cannot write "),
-        (["report", f"--results={FIXTURE}", f"--out={__file__}"], "out: cannot write "),
         (["fan_out", "pareto"], "'pareto' is not a flag: write --name=value"),
         (["fan_out", "-", "--out=x"], "'-' is not a flag: write --name=value"),
         (["fan_out", "--results=nowhere"], "results 'nowhere': no such file or folder"),
@@ -51,6 +50,17 @@ def test_a_mistake_is_one_line(
     told = capsys.readouterr()
     assert told.err.startswith(f"analysis: {line}") and told.err.count("\n") == 1
     assert not told.out
+
+
+def test_a_page_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of few rows: the page is drawn before it is written."""
+    rows = (FIXTURE / "runs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "runs.jsonl").write_text("".join(rows[:5]))
+    test_a_mistake_is_one_line(
+        ["report", f"--results={tmp_path}", f"--out={__file__}"], "out: cannot write ", capsys
+    )
 
 
 def test_help_is_shown_and_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ TIME_SLICE_S = 4e-3
 @pytest.mark.parametrize(
     ("np_", "first", "count"),
     [
-        (2, 0, 20),
-        (3, 0, 20),
+        (2, 0, 12),
+        (3, 0, 12),
         pytest.param(1, 0, 100, marks=pytest.mark.long),
         pytest.param(2, 0, 200, marks=pytest.mark.long),
         pytest.param(3, 0, 200, marks=pytest.mark.long),

@@ -26,20 +26,24 @@ STRIKES = [
     Strike(LEAD, "kill", "join", 1),
     Strike(DRAFT, "_exit", "start", 1),
     Strike(FOLLOWER, "exit", "warm-up", 1),
-    Strike(FOLLOWER, "kill", "verify", 300),
     Strike(LEAD, "raise", "verify", 700),
     Strike(DRAFT, "kill", "growth", 900),
     Strike(DRAFT, "stop", "growth", 300),
-    Strike(LEAD, "stop", "gather", 1),
     Strike(FOLLOWER, "hang", "verify", 300),
-    Strike(DRAFT, "hang", "growth", 300),
     Strike(DRAFT, "_exit", "gather", 1),
     Strike(FOLLOWER, "kill", "teardown", 1),
     Strike(LEAD, "_exit", "left", 1),
 ]
+MORE = [
+    Strike(FOLLOWER, "kill", "verify", 300),
+    Strike(LEAD, "stop", "gather", 1),
+    Strike(DRAFT, "hang", "growth", 300),
+]
 
 
-@pytest.mark.parametrize("strike", STRIKES, ids=str)
+@pytest.mark.parametrize(
+    "strike", [*STRIKES, *(pytest.param(s, marks=pytest.mark.long) for s in MORE)], ids=str
+)
 def test_a_struck_rank_is_named_and_the_job_is_gone(strike: Strike) -> None:
     seen = run(strike)
     assert not seen.wrong, f"{seen.line}\n{seen.err[-2000:]}"

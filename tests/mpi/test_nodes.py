@@ -61,7 +61,9 @@ def started(hosts: Hosts, np_: int, *arguments: str) -> Started:
 
 
 @on_two_hosts
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", ["numpy", pytest.param("markov", marks=pytest.mark.long), "two drafts"]
+)
 def test_a_job_on_two_hosts_decides_what_it_does_on_one(
     name: str, hosts: Hosts, on_one_host: OnOneHost, tmp_path: Path
 ) -> None:
@@ -126,7 +128,11 @@ def test_a_rank_that_dies_ends_the_ranks_of_both_hosts(
 
 @on_two_hosts
 @pytest.mark.parametrize(
-    ("np_", "model"), [(2, NULL), (3, [*SHAPES, "--backend=numpy"])], ids=["draft", "follower"]
+    ("np_", "model"),
+    [
+        pytest.param(2, NULL, id="draft"),
+        pytest.param(3, [*SHAPES, "--backend=numpy"], id="follower", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_stops_on_the_other_host_is_named(
     np_: int, model: list[str], hosts: Hosts, tmp_path: Path

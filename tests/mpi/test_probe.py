@@ -107,10 +107,10 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("np_", "tp", "flags", "counts"),
     [  # products, forwards, all-reduces, links
-        (1, 1, ("--mode=ar",), (6, 1, 0, 0)),
+        pytest.param(1, 1, ("--mode=ar",), (6, 1, 0, 0), marks=pytest.mark.long),
         (2, 2, ("--mode=ar",), (7, 1, 1, 0)),
         (1, 1, ("--mode=sd", "--num_drafts=0"), (12, 2, 0, 0)),
-        (2, 1, ("--mode=sd",), (12, 2, 0, 2)),
+        pytest.param(2, 1, ("--mode=sd",), (12, 2, 0, 2), marks=pytest.mark.long),
         (3, 2, ("--mode=ssd", "--fuse", "--lm_head", "--context=64"), (15, 2, 1, 2)),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_null_device_can_be_probed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "flags", "said"),
     [
-        ("sum", NUMPY, "all-reduce mpi of 512 B"),
+        pytest.param("sum", NUMPY, "all-reduce mpi of 512 B", marks=pytest.mark.long),
         ("product", NUMPY, "product 1x128 @ 128x"),
         ("message", ("--backend=emulated", "--device=null", "--pair=toy"), "64 B arrived changed"),
     ],

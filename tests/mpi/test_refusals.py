@@ -86,10 +86,10 @@ def test_a_folder_that_only_the_lead_finds_unwritable(np_: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("backend", ["numpy", "auto"])
 def test_the_shards_of_the_default_pair(backend: str, tmp_path: Path) -> None:
-    """T = 16 divides no default pair; what auto is, is known when MPI runs."""
-    done = launch(17, f"--backend={backend}", folder=tmp_path / "out", direct=True)
+    """T = 3 divides no default pair; what auto is, is known when MPI runs."""
+    done = launch(4, f"--backend={backend}", folder=tmp_path / "out", direct=True)
     assert done.code == 2
-    assert len(done.lines) == 1 and "is not divisible by tp=16" in done.lines[0]
+    assert len(done.lines) == 1 and "is not divisible by tp=3" in done.lines[0]
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])

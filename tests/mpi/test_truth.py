@@ -100,7 +100,7 @@ def slow_device(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_ledger_of_an_emulated_run_is_its_profile_s(tp: int, tmp_path: Path) -> None:
     """Medians over the rounds: the lead's verify within 3%, SD's drafting within 5% of K steps."""
     device, lookahead = slow_device(tmp_path), 5

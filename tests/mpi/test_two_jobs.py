@@ -33,7 +33,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one folder", "two folders"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(True, id="one folder"),
+        pytest.param(False, id="two folders", marks=pytest.mark.long),
+    ],
+)
 def test_two_at_once_are_two_alone(
     shared: bool, alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -131,8 +131,8 @@ CASES = [  # row tiles, rows, shapes
     (1, 1, [(64, 48), (32, 80), (64, 16)]),
     (1, 5, [(1120, 96), (96, 1056), (1056, 64)]),  # depths of several slots, and a rest
     (2, 13, [(96, 640), (640, 32)]),  # 10 tiles a block: two units
-    (3, 24, [(64, 448), (448, 64)]),
-    (4, 70, [(64, 192), (192, 64)]),  # three groups of rows
+    pytest.param(3, 24, [(64, 448), (448, 64)], marks=pytest.mark.long),
+    pytest.param(4, 70, [(64, 192), (192, 64)], marks=pytest.mark.long),  # three groups of rows
 ]
 
 
@@ -196,7 +196,9 @@ def test_products_of_one_input_are_shared_out_together(library: Any) -> None:
     assert relative_error(out, expected) <= tolerance(1)
 
 
-@pytest.mark.parametrize("size, row_tiles", [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "size, row_tiles", [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.long)]
+)
 def test_ranks_add_up_within_a_chain(library: Any, size: int, row_tiles: int) -> None:
     """Four exchanges a launch, two launches: slots of the inboxes are used again and again."""
     kernels, rows, width, capacity = library(row_tiles), 8 * row_tiles - 1, 96, 4096

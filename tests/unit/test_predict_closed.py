@@ -70,10 +70,10 @@ def random_case(seed: int) -> tuple[Job, DeviceCosts, HostCosts]:
 
 
 @pytest.fixture(scope="module")
-def errors() -> list[tuple[Job, float, float]]:
-    """(job, relative error, relative standard error) of 300 random configurations."""
+def errors(pytestconfig: pytest.Config) -> list[tuple[Job, float, float]]:
+    """(job, relative error, relative standard error) of 100 random configurations; 300 if long."""
     found = []
-    for seed in range(300):
+    for seed in range(300 if pytestconfig.getoption("--long") else 100):
         job, device, host = random_case(seed)
         rounds = 60 if job.config.batch_size == 1 else 24
         law = expect_by_law(job, device, host, chains=400, num_rounds=rounds, seed=seed)

@@ -47,7 +47,7 @@ from tests.loop.harness import (
     SteppedSpeculator,
     drive,
 )
-from tests.mpi.harness import launch, needs_mpi
+from tests.mpi.harness import Together, needs_mpi
 
 VOCAB = 4096
 Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_draft
@@ -410,24 +410,34 @@ def test_parallel_heads_grow_in_one_forward() -> None:
 COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_rounds=2")
 
 
-@pytest.mark.parametrize(
-    ("np_", "flags", "draft"),
-    [
-        (1, ("--schedule=sd-inline", "--pair=8b/1b"), "llama-3.2-1b"),
-        (2, ("--schedule=pearl", "--pair=8b/1b", "--hit_a=0.2"), "llama-3.2-1b"),
-        (2, ("--schedule=amusd", "--pair=8b/1b", "--hit_a=0.2"), "llama-3.2-1b"),
-        (1, ("--schedule=lookup", "--target=8b"), "lookup"),
-        (1, ("--schedule=sd-inline", "--pair=8b/eagle:8b", "--lm_head"), "eagle-llama-3.1-8b"),
-        (1, ("--schedule=sd-inline", "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
-        (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else None,
-)
+WHOLE = [  # ranks, flags, the draft's name
+    (1, ("--schedule=sd-inline", "--pair=8b/1b"), "llama-3.2-1b"),
+    (2, ("--schedule=pearl", "--pair=8b/1b", "--hit_a=0.2"), "llama-3.2-1b"),
+    (2, ("--schedule=amusd", "--pair=8b/1b", "--hit_a=0.2"), "llama-3.2-1b"),
+    (1, ("--schedule=lookup", "--target=8b"), "lookup"),
+    (1, ("--schedule=sd-inline", "--pair=8b/eagle:8b", "--lm_head"), "eagle-llama-3.1-8b"),
+    (1, ("--schedule=sd-inline", "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
+    (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
+]
+MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
+MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=2", "--batch_size=3")
+LOSSLESS = {"pearl": 2, "amusd": 2, "lookup": 1}  # ranks
+RUNS = {" ".join(flags): (np_, (*COMMON, *flags)) for np_, flags, _ in WHOLE}
+RUNS |= {name: (np_, (*MARKOV, f"--schedule={name}")) for name, np_ in LOSSLESS.items()}
+RUNS["ar"] = (1, (*MARKOV, "--mode=ar"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    return Together(RUNS, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(("np_", "flags", "draft"), WHOLE, ids=[" ".join(w[1]) for w in WHOLE])
 @needs_mpi[0]
 @needs_mpi[1]
-def test_a_whole_job(tmp_path: Path, np_: int, flags: tuple[str, ...], draft: str) -> None:
+def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: str) -> None:
     """It passes the gates, says what it was, and emits the tokens that every mode emits."""
-    done = launch(np_, *COMMON, *flags, folder=tmp_path / "out")
+    done = runs[" ".join(flags)]
     row = done.row
     told = [flag.partition("=")[2] for flag in flags if flag.startswith("--schedule")]
     assert row["schedule"] == (told[0] if told else None) and row["draft"] == draft
@@ -444,27 +454,13 @@ def test_a_whole_job(tmp_path: Path, np_: int, flags: tuple[str, ...], draft: st
         assert names["config"]["pair"] == "8b/medusa:8b"
 
 
-MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
-MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=2", "--batch_size=3")
-
-
-@pytest.fixture(scope="module")
-def ar_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of what the target alone emits."""
-    folder = tmp_path_factory.mktemp("ar") / "out"
-    return str(launch(1, *MARKOV, "--mode=ar", folder=folder).row["token_digest"])
-
-
 @needs_mpi[0]
 @needs_mpi[1]
-@pytest.mark.parametrize("schedule", ["pearl", "amusd", "lookup"])
-def test_a_schedule_is_lossless_on_language_models(
-    tmp_path: Path, ar_digest: str, schedule: str
-) -> None:
+@pytest.mark.parametrize("schedule", LOSSLESS)
+def test_a_schedule_is_lossless_on_language_models(runs: Together, schedule: str) -> None:
     """At temperature 0 it emits what AR emits."""
-    np_ = 1 if schedule == "lookup" else 2
-    done = launch(np_, *MARKOV, f"--schedule={schedule}", folder=tmp_path / "out")
-    assert done.row["token_digest"] == ar_digest and done.row["acceptance_length"] > 1
+    row = runs[schedule].row
+    assert row["token_digest"] == runs["ar"].row["token_digest"] and row["acceptance_length"] > 1
 
 
 def test_a_run_config_made_by_hand_needs_no_schedule() -> None:
