@@ -13,13 +13,12 @@ from typing import Any
 
 import pandas as pd
 
-from mpissd.real_pairs import REAL_PAIRS, SOURCE, PairHits
+from mpissd.real_pairs import ASSUMED, REAL_PAIRS, SOURCE, PairHits
 from mpissd.theory import accept_probabilities, miss_probability
 
-DEFAULT_LAW = "power:A=0.75,r=1.0"
+DEFAULT_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
 REAL = tuple(f"real_{name}" for name in REAL_PAIRS)  # a frame's columns
 _BESIDE = "The default hit law is assumed: predicted with hits as"
-_ASSUMED = PairHits("assumed", (0.75, 0.75), (1.0, 1.0))
 
 
 def under_real_pairs(row: dict[str, Any]) -> dict[str, float | None]:
@@ -48,7 +47,7 @@ def _under(row: dict[str, Any], pair: PairHits) -> float | None:
         all_hit = hit_rate(alpha, lists, law) ** batch
         return float(mean - wait + (1 - all_hit) * behind_miss + all_hit * behind_hits)
 
-    return float(row["tok_per_s"] * round_us(_ASSUMED) / round_us(pair))
+    return float(row["tok_per_s"] * round_us(ASSUMED) / round_us(pair))
 
 
 def hit_rate(alpha: float, fan_out: list[int], pair: PairHits) -> float:

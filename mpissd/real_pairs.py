@@ -23,6 +23,9 @@ class PairHits:
     hit_r: tuple[float, float]
 
 
+# F = 3 then hits .75: between the .68 (k < K) and .80 (k = K) of a table-model pair at T = 1. The
+# paper's A = 1 would make a fan-out of 1 worthless.
+ASSUMED = PairHits("assumed", (0.75, 0.75), (1.0, 1.0))
 REAL_PAIRS = {
     "smollm2-own": PairHits("its own greedy answers", (0.644, 0.232), (0.37, 0.54)),
     "smollm2-chat": PairHits("12 chat prompts", (0.777, 0.316), (0.21, 0.32)),

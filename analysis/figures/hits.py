@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 
 from analysis.figures.common import GAINS, caption, draw_gains, need
 from analysis.gain import gains_over
+from analysis.imposed import price
 from analysis.load import Data
 from analysis.select import Case, cases, plain, richest
 from analysis.style import BLACK, BLUE, RED, SKY, Poster, parity
@@ -31,7 +32,9 @@ def cache_hits(data: Data) -> Poster:
     for ax, (case, ssd) in zip(grid, shown, strict=True):
         used += _panel(poster, ax, case, ssd)
     grid[0].set_ylabel("SSD's gain over SD, ×")
-    text = caption(data, used, "Equal K, alpha and fan-out; per GPU counts the draft GPU", GAINS)
+    imposed = [price(data, case, ssd) for case, ssd in shown]
+    told = "Equal K, alpha and fan-out; per GPU counts the draft GPU"
+    text = caption(data, used, told, *imposed, GAINS)
     return poster.finish("What cache hits are worth: SSD over SD", text)
 
 

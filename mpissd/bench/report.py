@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 from mpissd.bench.session import Session
 from mpissd.config import RunConfig
+from mpissd.job import Job
+from mpissd.predict.imposed import under_default_law
 
 
 def print_card(session: Session) -> None:
@@ -61,8 +63,17 @@ def _law(session: Session) -> str:
         )
     if job.config.is_lookup:
         return f"acceptance {job.config.acceptance_fast} of looked-up tokens"
-    hits = f", hits {job.hit_law.label}" if job.fan_out else ""
+    hits = f", hits {job.hit_law.label}{_imposed(job)}" if job.fan_out else ""
     return f"acceptance {job.config.acceptance_text}{hits}"
+
+
+def _imposed(job: Job) -> str:
+    """What imposed hits stand for: the branches that the default law would need."""
+    if not job.hit_law.p_hit:
+        return ""
+    honest = under_default_law(job)
+    needed = "no number of branches" if honest is None else f"{sum(honest.fan_out)} branches"
+    return f" (imposed on {sum(job.fan_out)} branches; the default law needs {needed})"
 
 
 def _bytes(count: int) -> str:
@@ -128,11 +139,22 @@ def print_summary(row: dict[str, Any]) -> None:
         ratio = "" if row["T_SD"] is None else f"   T_SD {row['T_SD']:.3f}"
         lines.append(("draft", f"{_us(row['t_draft_s'] * 1e6)} for K={row['lookahead']}{ratio}"))
     if row["hit_rate"] is not None:
-        lines.append(("hits", f"{row['hit_rate']:.3f} of the lookups"))
+        lines.append(("hits", f"{row['hit_rate']:.3f} of the lookups{_price(row)}"))
     if row["stable"] is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
     print(json.dumps(row), flush=True)
+
+
+def _price(row: dict[str, Any]) -> str:
+    """What the closed model predicts where the hits are not imposed, beside what it says here."""
+    price = row.get("imposed_hits")
+    if price is None or price["branch_budget"] is None:
+        return ""
+    return (
+        f", imposed: with the {price['branch_budget']} branches that {price['hit_law']} needs, "
+        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {row['expected_tok_per_s']:.1f} as run"
+    )
 
 
 def _target(row: dict[str, Any]) -> str:

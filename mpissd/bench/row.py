@@ -182,6 +182,7 @@ _FORETOLD = (
     "expected_tok_per_s",
     "sampling_error",
     "sampling_sd",
+    "imposed_hits",
 )
 
 
@@ -206,6 +207,7 @@ def _prediction(
         "expected_tok_per_s": found["expected_tok_per_s"],
         "sampling_error": found["sampling_error"],
         "sampling_sd": found["sampling_sd"],
+        "imposed_hits": found["imposed_hits"],
     }
 
 

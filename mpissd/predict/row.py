@@ -9,6 +9,7 @@ from mpissd.errors import ConfigError
 from mpissd.job import Job
 from mpissd.predict.closed import expected
 from mpissd.predict.costs import DeviceCosts, HostCosts
+from mpissd.predict.imposed import imposed_hits
 from mpissd.predict.recurrence import expect_by_law, replay
 from mpissd.records import outcome_digest
 
@@ -35,8 +36,9 @@ def predict_row(
 
     Keys that a result row has mean the same here and come from the run's own draws. Beside them:
     exposed_us (mean draft wait), T_p, expected_tok_per_s (the laws' mean, long run), sampling_error
-    (tok_per_s / expected_tok_per_s − 1: what these draws are worth) and sampling_sd (the standard
-    deviation of that error over runs of as many rounds). Measured / tok_per_s − 1 is the error of
+    (tok_per_s / expected_tok_per_s − 1: what these draws are worth), sampling_sd (the standard
+    deviation of that error over runs of as many rounds) and imposed_hits (predict.imposed).
+    Measured / tok_per_s − 1 is the error of
     the replay; what a prediction without these draws errs by is predict/accuracy's.
     Raises ConfigError for a job that can't be foretold.
     """
@@ -70,4 +72,5 @@ def predict_row(
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
         "sampling_sd": None if rate is None else law.tok_per_s_noise(found.num_rounds) / mean,
+        "imposed_hits": None if rate is None else imposed_hits(job, device, host),
     }

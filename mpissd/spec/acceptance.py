@@ -25,17 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.errors import ConfigError, unknown
-from mpissd.real_pairs import REAL_PAIRS
+from mpissd.real_pairs import ASSUMED, REAL_PAIRS
 from mpissd.spec.histogram import read_histogram
 from mpissd.theory import accept_probabilities, power_law_miss
 
 Ints = NDArray[np.int32]
 
 NEVER = 2**31 - 1  # the rank of a bonus token that no fan-out reaches
-# F = 3 then hits .75: between the .68 (k < K) and .80 (k = K) of a table-model pair at T = 1. The
-# paper's A = 1 would make a fan-out of 1 worthless.
-DEFAULT_HIT_A = 0.75
-DEFAULT_HIT_R = 1.0
+DEFAULT_HIT_A, DEFAULT_HIT_R = ASSUMED.hit_a[0], ASSUMED.hit_r[0]
 
 
 @dataclass(frozen=True)

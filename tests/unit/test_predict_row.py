@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpissd.backend.profile import load_profile
+from mpissd.bench.report import print_summary
 from mpissd.config import RunConfig
 from mpissd.job import resolve
 from mpissd.predict.costs import DeviceCosts, HostCosts
@@ -43,6 +45,45 @@ def test_what_a_mode_lacks_is_null() -> None:
     assert drafted["t_growth_s"] is drafted["hit_rate"] is drafted["T_p"] is None
     assert drafted["t_draft_s"] == pytest.approx(drafted["T_SD"] * drafted["t_target_s"])
     assert alone["sampling_error"] == pytest.approx(0) and alone["sampling_sd"] == pytest.approx(0)
+
+
+def test_imposed_hits_have_a_price() -> None:
+    """p_hit = .9 on 15 branches is what the default law needs uniform:8 for, at its own costs."""
+    row = predict(mode="ssd", rounds=20, p_hit=0.9)
+    honest = predict(mode="ssd", rounds=20, fan_out="uniform:8")
+    assert row["imposed_hits"] == {
+        "hit_law": "power:A=0.75,r=1.0",
+        "branch_budget": 40,
+        "expected_tok_per_s": honest["expected_tok_per_s"],
+    }
+    # As often a hit (.90625), on more branches: slower than imposed, by what they cost.
+    assert honest["expected_tok_per_s"] < row["expected_tok_per_s"]
+    assert (
+        predict(mode="ssd", rounds=20, hit_law="p_hit:0.9")["imposed_hits"] == row["imposed_hits"]
+    )
+    never = predict(mode="ssd", rounds=20, p_hit=1.0)["imposed_hits"]
+    assert never["branch_budget"] is never["expected_tok_per_s"] is None
+    for flags in ({"mode": "ssd", "p_hit": 0.0}, {"mode": "ssd"}, {"mode": "sd"}, {"mode": "ar"}):
+        assert predict(rounds=20, **flags)["imposed_hits"] is None
+
+
+def test_a_card_says_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str]) -> None:
+    row = json.loads(
+        Path(__file__)
+        .parents[2]
+        .joinpath("results/h200-sweep/runs_8b.jsonl")
+        .read_text()
+        .splitlines()[0]
+    )
+    price = {"hit_law": "power:A=0.75,r=1.0", "branch_budget": 40, "expected_tok_per_s": 827.1}
+    shown = {**row, "hit_rate": 0.9, "expected_tok_per_s": 906.0}
+    print_summary({**shown, "imposed_hits": price})
+    assert "imposed: with the 40 branches" in (text := capsys.readouterr().out)
+    assert "827.1 tok/s predicted, 906.0 as run" in text
+    print_summary(shown)  # a row from before there was this key
+    print_summary({**shown, "imposed_hits": None})
+    print_summary({**shown, "imposed_hits": {**price, "branch_budget": None}})
+    assert "imposed:" not in capsys.readouterr().out
 
 
 def test_sampling_is_told_apart() -> None:

@@ -1,0 +1,57 @@
+"""The price of imposed hits: the branches that the default hit law would need for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from analysis.load import Data
+from analysis.select import Case
+from analysis.times import Times
+from mpissd.real_pairs import ASSUMED
+from mpissd.theory import fan_out_for
+
+
+def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:
+    """For a caption: branches run and needed by p_hit, and the closed formula's tok/s with the most
+    of them over its tok/s as run. "" without imposed hits above 0."""
+    rates = sorted(ssd.loc[ssd["p_hit"] > 0, "p_hit"].unique())
+    if not rates:
+        return ""
+    first = ssd.iloc[0]
+    rows = int(first["lookahead"]) + 1
+    needed = {h: fan_out_for(float(h), ASSUMED.hit_a[0], ASSUMED.hit_r[0]) for h in rates}
+    finite = {h: rows * least for h, least in needed.items() if least is not None}
+    told = [f"{count} for {h:g}" for h, count in finite.items()]
+    gain = _forecast(data, case, first, max(finite), finite[max(finite)]) if finite else None
+    if gain is not None:
+        told[-1] += f" (tok/s {gain:.2f}× of these by the closed formula)"
+    told += ["no number does for 1"] * (len(finite) < len(needed))
+    run = f"{first['branch_budget']:.0f}"
+    return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(told)}"
+
+
+def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: int) -> float | None:
+    """The closed formula with a growth step of so many rows over its value as run, at b = 1.
+
+    The step is the probed draft forward; None where no probed profile has it.
+    """
+    times, step = Times.of(case), _step_s(data, case.draft, branches)
+    if times is None or step is None:
+        return None
+    wide = replace(times, grow=max(times.grow, step))
+    at = float(row["alpha"]), int(row["lookahead"]), p_hit
+    return wide.ssd(*at) / times.ssd(*at)
+
+
+def _step_s(data: Data, draft: str, rows: int) -> float | None:
+    """A probed forward of the draft, by straight lines between its row counts."""
+    for profile in data.profiles:
+        for table in profile["tables"].get("forwards", ()):
+            if table["model"] == draft and table["tp"] == 1 and not table.get("kv_tokens"):
+                points = sorted((int(n), float(s)) for n, s in table["seconds"].items())
+                if points[-1][0] >= rows:
+                    return float(np.interp(rows, *zip(*points, strict=True)))
+    return None
