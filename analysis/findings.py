@@ -157,7 +157,7 @@ def pareto(numbers: pd.DataFrame) -> str:
     """Who holds which end of the frontier, of those measured at all b; the others by themselves."""
     parts = []
     for panel, here in numbers.groupby("panel"):
-        dots = here[here["series"] != "frontier"]
+        dots = here[(here["series"] != "frontier") & ~here["series"].str.contains("imposed")]
         sizes = dots.groupby("series")["b"].nunique()
         partial = sorted(sizes.index[sizes < sizes.max()])
         whole = dots[~dots["series"].isin(partial)]

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from analysis.figures.common import GAINS, caption, draw_gains, look, need
 from analysis.gain import gains
+from analysis.imposed import price
 from analysis.load import Data
 from analysis.select import Case, cases, plain, richest
 from analysis.style import BLACK, ORANGE, PURPLE, RED, Poster, parity
@@ -48,6 +49,7 @@ def batch_scaling(data: Data) -> Poster:
     text = caption(
         data,
         used,
+        *(price(data, case, ssd[ssd["p_hit"].notna()]) for case, ssd, _ in shown),
         "Dashed: the closed formula with P(all hit) = p_hit^b, from the rows' own times at each b. "
         f"Dotted: hits correlated, {_RHO:.0%} of rounds hit or miss together (modelled)",
         GAINS,
@@ -75,7 +77,7 @@ def _laws(ssd: pd.DataFrame) -> list[tuple[str, float, pd.DataFrame]]:
     found = []
     for (law, _policy), group in ssd.groupby(["hit_law", "policy"]):
         rate = group["p_hit"].iloc[0] if group["p_hit"].notna().all() else group["hit_rate"].mean()
-        kind = "p_hit" if str(law).startswith("p_hit") else "hit rate"
+        kind = "imposed p_hit" if str(law).startswith("p_hit") else "hit rate"
         found.append((f"SSD, {kind} {rate:.2g}", float(rate), group))
     return sorted(found, key=lambda item: item[1])[-3:]
 

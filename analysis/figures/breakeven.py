@@ -52,7 +52,8 @@ def break_even(data: Data) -> Poster:
         "MODELLED: the closed formulas with these rows' median times; every method at its own best "
         "K ≤ 16; a miss is drafted just in time. Black line: nothing is gained. Dots: measured SSD "
         "rows, at the best K measured with their hits (often one alone), against the best measured "
-        "rival at its best K, filled with what they measured",
+        "rival at its best K, filled with what they measured; squares: imposed hits, which cost no "
+        "branches",
     )
     return poster.finish("Where the extra GPU pays", text, legend=False)
 
@@ -73,7 +74,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
     image = ax.pcolormesh(_ALPHAS, _HITS, values, cmap="PuOr_r", norm=_NORM, rasterized=True)
     if values.min() < 1 < values.max():
         ax.contour(_ALPHAS, _HITS, values, [1.0], colors=BLACK, linewidths=2.2)
-    for alpha, hits, gain in _measured(case, per_gpu):
+    for alpha, hits, gain, imposed in _measured(case, per_gpu):
         ax.scatter(
             alpha,
             hits,
@@ -81,12 +82,14 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
             cmap="PuOr_r",
             norm=_NORM,
             s=95,
+            marker="s" if imposed else "o",
             edgecolors=BLACK,
             linewidths=1.4,
             zorder=4,
             clip_on=False,
         )
-        poster.keep(ax, "measured", x=alpha, y=hits, gain=gain)
+        series = "measured, hits imposed" if imposed else "measured"
+        poster.keep(ax, series, x=alpha, y=hits, gain=gain)
     for i, j in np.ndindex(values.shape):
         if not i % 5 and not j % 4:
             poster.keep(ax, "formula", x=_ALPHAS[j], y=_HITS[i], gain=values[i, j])
@@ -94,8 +97,9 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
     return image
 
 
-def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float]]:
-    """(alpha, hit rate, gain) of SSD at each alpha, hit law and fan-out: at its best K."""
+def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float, bool]]:
+    """(alpha, hit rate, gain, whether hits were imposed) of SSD at each alpha, hit law and fan-out:
+    at its best K."""
     rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
     column = "per_gpu" if per_gpu else "tok_per_s"
     found = []
@@ -109,5 +113,6 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float]]:
         for _, cell in ssd.groupby(["hit_law", "policy"]):
             repeats = points(cell, ["lookahead"])
             row = repeats.loc[repeats[column].idxmax()]
-            found.append((float(alpha), float(row["hit_rate"]), row[column] / rivals.max()))
+            gain, imposed = row[column] / rivals.max(), pd.notna(row["p_hit"])
+            found.append((float(alpha), float(row["hit_rate"]), gain, imposed))
     return found

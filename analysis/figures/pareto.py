@@ -6,9 +6,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, look, need
+from analysis.imposed import price
 from analysis.load import Data
 from analysis.select import Case, cases, plain, points, richest
 from analysis.style import BLACK, Poster, plain_ticks
+
+IMPOSED = "SSD, hits imposed"
+_SSD = ("alpha", "lookahead", "hit_law", "policy")
 
 
 def pareto(data: Data) -> Poster:
@@ -23,38 +27,48 @@ def pareto(data: Data) -> Poster:
         _panel(poster, ax, case, rows)
     grid[0].set_ylabel("tok/s per GPU (throughput)")
     laws = {str(law) for _, rows in shown for law in rows["hit_law"].dropna()}
+    imposed = [price(data, case, rows[rows["method"] == IMPOSED]) for case, rows in shown]
     text = caption(
         data,
         [rows for _, rows in shown],
-        f"Hits of SSD: {', '.join(sorted(laws))}. Number: sequences b. Medians of repeats; the 95% "
-        "interval of each is drawn as a cross of thin lines",
+        *imposed,
+        f"Hits of SSD: {', '.join(sorted(laws))}; imposed ones, dashed, are not on the frontier. "
+        "Number: sequences b. Medians of repeats; the 95% interval of each is drawn as a cross of "
+        "thin lines",
     )
     return poster.finish("Throughput against latency, every GPU counted", text)
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """One alpha and K; SSD under the hit law with most batch sizes, then most hits."""
-    ssd = richest(case.method("SSD"), ["alpha", "lookahead", "hit_law", "policy"], ["batch_size"])
-    if not len(ssd):
-        return ssd
-    first = ssd.iloc[0]
+    """One alpha and K; SSD under the hit law with most batch sizes, and under imposed hits."""
+    ssd = case.method("SSD")
+    law = richest(ssd[ssd["p_hit"].isna()], _SSD, ["batch_size"])
+    law = law if law["batch_size"].nunique() >= 3 else law.iloc[:0]
+    alike = ssd[ssd["p_hit"].notna()]
+    for name in ("alpha", "lookahead") if len(law) else ():
+        alike = alike[alike[name] == law[name].iloc[0]]
+    both = pd.concat([law, richest(alike, _SSD, ["batch_size"]).assign(method=IMPOSED)])
+    if not len(both):
+        return both
+    first = both.iloc[0]
     here = (case.rows["alpha"] == first["alpha"]) & (case.rows["lookahead"] == first["lookahead"])
     sd = case.rows[here & case.rows["method"].isin(["SD", "SD inline"])]
-    return pd.concat([case.ar, sd, ssd])
+    return pd.concat([case.ar, sd, both])
 
 
 def _is_sweep(rows: pd.DataFrame) -> bool:
     sizes = rows.groupby("method")["batch_size"].nunique()
-    return bool({"AR", "SSD"} < set(sizes.index) and (sizes >= 3).sum() >= 3)
+    both = "AR" in sizes.index and bool({"SSD", IMPOSED} & set(sizes.index))
+    return bool(both and (sizes >= 3).sum() >= 3)
 
 
 def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
-    first = rows[rows["method"] == "SSD"].iloc[0]
+    first = rows[rows["mode"] == "ssd"].iloc[0]
     ax.set_title(f"{case.label}, K={first['lookahead']}, α={first['alpha']:g}")
     every = []
     for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
         found = points(group, ["batch_size"])
-        style = look(method)
+        style = look("SSD" if method == IMPOSED else method)
         more = int(gpus) - case.tp
         label = f"{method}, T{f'+{more}' if more else ''} GPUs"
         wide = more > 0 and method == "AR"
@@ -77,8 +91,8 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             y,
             also={"b": found["batch_size"]},
             linewidth=1.4,
-            linestyle=":" if wide else "-",
-            markerfacecolor="white" if wide else style["color"],
+            linestyle=":" if wide else "--" if method == IMPOSED else "-",
+            markerfacecolor="white" if wide or method == IMPOSED else style["color"],
             **style,
         )
         for _, p in found.iterrows():
@@ -90,7 +104,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
                 textcoords="offset points",
                 color=style["color"],
             )
-        every += list(zip(x, y, strict=True))
+        every += list(zip(x, y, strict=True)) if method != IMPOSED else []
     front = _frontier(every)
     poster.line(
         ax, "frontier", *zip(*front, strict=True), color=BLACK, linewidth=6, alpha=0.13, zorder=1

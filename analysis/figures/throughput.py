@@ -58,7 +58,8 @@ def _is_sweep(case: Case) -> bool:
 def _rows(case: Case) -> pd.DataFrame:
     """SD, SD inline, and SSD under the law and budget that cover most cells."""
     rows = case.rows[case.rows["batch_size"] == 1]
-    ssd = richest(rows[rows["method"] == "SSD"], ["hit_law", "policy"], ["alpha", "lookahead"])
+    lawful = (rows["method"] == "SSD") & rows["p_hit"].isna()  # imposed hits would be best for free
+    ssd = richest(rows[lawful], ["hit_law", "policy"], ["alpha", "lookahead"])
     return pd.concat([rows[rows["method"] != "SSD"], ssd])
 
 

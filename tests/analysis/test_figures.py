@@ -162,6 +162,8 @@ def test_cache_hits() -> None:
     assert over["y"].iloc[-1] == pytest.approx(ssd / sd)
     per_gpu = series("cache_hits", "over SD inline, per GPU")["y"].iloc[-1]
     assert per_gpu == pytest.approx(ssd / inline / 2)
+    assert "hits imposed on 15 branches; the default law needs" in poster("cache_hits").caption
+    assert "40 for 0.9" in poster("cache_hits").caption
     formula = series("cache_hits", "closed formula, over SD")
     assert len(formula) == 51 and formula["y"].is_monotonic_increasing
     assert formula["y"].iloc[0] == pytest.approx(1.0)
@@ -232,28 +234,31 @@ def test_roofline() -> None:
 
 
 def test_batch() -> None:
-    gain = series("batch", "SSD, p_hit 0.9", "over SD")
+    gain = series("batch", "SSD, imposed p_hit 0.9", "over SD")
     assert list(gain["x"]) == [1, 2, 8, 32]
     at = {"lookahead": 4, "acceptance": "alpha:0.8", "batch_size": 8}
     sd, ssd = rate(mode="sd", num_drafts=1, **at), rate(mode="ssd", hit_law="p_hit:0.9", **at)
     assert gain["y"].iloc[2] == pytest.approx(ssd / sd)
     ar = rate(mode="ar", batch_size=8)
-    over = series("batch", "SSD, p_hit 0.9", "per GPU over AR")
+    over = series("batch", "SSD, imposed p_hit 0.9", "per GPU over AR")
     assert over["y"].iloc[2] == pytest.approx(ssd / 2 / ar)
-    together = series("batch", "_SSD, p_hit 0.9, formula, ρ=0.5")["y"].to_numpy()
-    apart = series("batch", "_SSD, p_hit 0.9, formula, ρ=0")["y"].to_numpy()
+    together = series("batch", "_SSD, imposed p_hit 0.9, formula, ρ=0.5")["y"].to_numpy()
+    apart = series("batch", "_SSD, imposed p_hit 0.9, formula, ρ=0")["y"].to_numpy()
     assert together[0] == pytest.approx(apart[0]) and (together[1:] > apart[1:]).all()
 
 
 def test_pareto() -> None:
-    ssd = series("pareto", "SSD, T+1 GPUs")
+    ssd = series("pareto", "SSD, hits imposed, T+1 GPUs")
     at = {"mode": "ssd", "batch_size": 32, "hit_law": "p_hit:0.75"}
     assert ssd["x"].iloc[-1] == pytest.approx(rate(**at) / 32)
     assert ssd["y"].iloc[-1] == pytest.approx(rate(**at) / 2)
+    finding = drawn("pareto").finding  # imposed hits cost nothing: no method to recommend
+    assert "SSD" not in finding and "hits imposed on 15 branches" in poster("pareto").caption
     front = series("pareto", "frontier").sort_values("x")
+    assert not set(front["x"]) & set(ssd["x"])
     assert front["y"].is_monotonic_decreasing
     dots = poster("pareto").table()
-    dots = dots[dots["series"] != "frontier"]
+    dots = dots[(dots["series"] != "frontier") & ~dots["series"].str.contains("imposed")]
     for _, dot in dots.iterrows():  # nothing beats a point of the frontier
         assert not ((front["x"] < dot["x"]) & (front["y"] < dot["y"])).any()
 
@@ -340,7 +345,9 @@ def test_break_even() -> None:
         for word in ("raw", "per GPU")
     )
     assert raw_gain["gain"].max() > 1 > per_gpu["gain"].max()
-    dots = numbers[(numbers["series"] == "measured") & numbers["panel"].str.contains("raw")]
+    dots = numbers[
+        (numbers["series"] == "measured, hits imposed") & numbers["panel"].str.contains("raw")
+    ]
     at = {"acceptance": "alpha:0.8", "hit_law": "p_hit:1.0", "mode": "ssd"}
     rival = max(
         rate(
