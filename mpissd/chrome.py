@@ -1,8 +1,8 @@
-"""Rounds of all ranks as a Chrome trace: open the file in ui.perfetto.dev or chrome://tracing.
+"""Writes the rounds of all ranks as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-One process a rank, one thread row for its host phases and one for its device forwards, arrows for
-the messages between lead and drafts. All times are rank 0's clock; how far a rank's clock may be
-off is in the metadata ("otherData"), in nanoseconds.
+Each rank is a process with two thread rows, its host phases and its device's forwards. Arrows are
+the messages between lead and drafts. All times are on rank 0's clock; the metadata ("otherData")
+says by how many nanoseconds each rank's times may be wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ClockReading:
-    """How far a rank's clock was ahead of rank 0's when it showed at_ns; true within ±error_ns."""
+    """One comparison of a rank's clock with rank 0's.
+
+    When the rank's clock showed at_ns, it was offset_ns ahead of rank 0's, give or take error_ns.
+    """
 
     at_ns: int
     offset_ns: int
@@ -32,17 +35,17 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock by one reading, or by several: linear between them, so a drift is followed."""
+    """A rank's clock relative to rank 0's: one reading, or several with a linear drift between."""
 
     readings: tuple[ClockReading, ...]
 
     @property
     def error_ns(self) -> int:
-        """The largest of the readings' bounds."""
+        """The largest error_ns of the readings."""
         return max(reading.error_ns for reading in self.readings)
 
     def on_lead(self, times_ns: Int64s) -> Int64s:
-        """These times on rank 0's clock."""
+        """Returns times of this clock [n] as times of rank 0's clock."""
         first = self.readings[0]
         at = [reading.at_ns - first.at_ns for reading in self.readings]  # small: exact as floats
         ahead = [reading.offset_ns - first.offset_ns for reading in self.readings]
@@ -55,7 +58,10 @@ SAME_CLOCK = Clock((ClockReading(0, 0, 0),))
 
 @dataclass(frozen=True)
 class Track:
-    """One thread row. slices [n, 4]: round, label, start_ns, end_ns on the rank's own clock."""
+    """One thread row of the trace.
+
+    slices: int64 [n, 4] = round, index into labels, start_ns, end_ns on the rank's own clock.
+    """
 
     name: str
     labels: Sequence[str]
@@ -64,7 +70,7 @@ class Track:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One process row: a rank and what it did."""
+    """One process of the trace: a rank with its tracks."""
 
     rank: int
     role: str
@@ -75,13 +81,16 @@ class RankTrace:
 
     @property
     def name(self) -> str:
-        """What the row is called."""
+        """The name that the trace shows for this rank."""
         return f"rank {self.rank} {self.role} · {self.host} · {self.device}"
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """From the slice `start` to the slice `end`, each (rank, track, label): once every round."""
+    """An arrow that is drawn in every round, from one slice to another.
+
+    start, end: (rank, index of its track, label) of a slice.
+    """
 
     name: str
     start: tuple[int, int, int]
@@ -91,9 +100,10 @@ class Arrow:
 def document(
     ranks: Sequence[RankTrace], arrows: Sequence[Arrow] = (), about: Mapping[str, Any] | None = None
 ) -> Json:
-    """The trace as one JSON object; times in µs since the earliest slice.
+    """Returns the trace as one JSON object, with times in µs since the earliest slice.
 
-    Raises ValueError for a slice that ends before it starts, or before another one on its row ends.
+    about: more entries for "otherData". Raises ValueError for a slice that ends before it starts,
+    or that starts before the previous one on its row has ended.
     """
     tables = {
         (rank.rank, n): _on_lead(rank, track)
@@ -116,7 +126,7 @@ def document(
 
 
 def _on_lead(rank: RankTrace, track: Track) -> Int64s:
-    """The track's slices on rank 0's clock, in time."""
+    """Returns the track's slices [n, 4] by their start, with times on rank 0's clock."""
     table: Int64s = track.slices[np.argsort(track.slices[:, 2], kind="stable")]  # a copy
     backwards = np.flatnonzero(table[:, 3] < table[:, 2])
     overlaps = np.flatnonzero(table[1:, 2] < table[:-1, 3])
@@ -169,7 +179,7 @@ def _arrow(
 def _by_round(
     tables: Mapping[tuple[int, int], Int64s], place: tuple[int, int, int]
 ) -> dict[int, int]:
-    """round → start of its slice with that label, the last one where it occurs twice."""
+    """Returns {round: start of its slice at `place`}; the last where a label occurs twice."""
     table = tables[place[0], place[1]]
     return {r: start for r, label, start, _ in table.tolist() if label == place[2]}
 
@@ -190,9 +200,9 @@ def _clock_notes(ranks: Sequence[RankTrace]) -> Json:
 
 
 def write(path: Path, trace: Json) -> None:
-    """Writes the trace whole or not at all; gzipped where the name ends in .gz. May raise OSError.
+    """Writes the trace to `path`, with one event a line so that grep finds an event.
 
-    One event a line, so that a trace can be searched with grep.
+    A name that ends in .gz is gzipped. The file appears complete or not at all. Raises OSError.
     """
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in trace["traceEvents"])
     rest = {key: value for key, value in trace.items() if key != "traceEvents"}

@@ -1,9 +1,9 @@
-"""What can go wrong, told apart by whose fault it is; each class carries its exit code.
+"""The errors that mpissd raises on purpose. Each class stands for one cause and has one exit code.
 
-ConfigError    the user's: one line that names the value and what is allowed (exit 2)
-GateError      a measured row contradicts itself or physics (exit 3)
-ProtocolError  two ranks disagree: names the round and both values (exit 4)
-FaultError     a peer is gone, or a wait outlasted its deadline (exit 5)
+ConfigError    the user's flags or machine; one line that names the value and what is allowed (2)
+GateError      a measured row that contradicts itself or physics (3)
+ProtocolError  two ranks that disagree; the message names the round and both values (4)
+FaultError     a rank that is gone, or a wait that outlasted its deadline (5)
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Iterable
 
 
 class MpissdError(Exception):
-    """Base of everything mpissd raises on purpose."""
+    """Base class of the errors in this module."""
 
     exit_code = 1
 
 
 class ConfigError(MpissdError):
-    """A usage or configuration error; the message is the whole line the user sees."""
+    """A usage or configuration error. The user sees the message and nothing else."""
 
     exit_code = 2
 
 
 class GateError(MpissdError):
-    """A consistency gate failed: the row is flagged and not shown as a result."""
+    """A row that failed a consistency gate: it goes to flagged.jsonl and is no result."""
 
     exit_code = 3
 
 
 class ProtocolError(MpissdError):
-    """Peers disagree about a round, a version or a shape."""
+    """Two ranks disagree about a round, a version or a shape."""
 
     exit_code = 4
 
@@ -43,7 +43,11 @@ class FaultError(MpissdError):
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
-    """A ConfigError for a name that is not among `allowed`, with a did-you-mean."""
+    """Returns the ConfigError for a name that is not among `allowed`.
+
+    kind: what the name is of, for example "flag". The message lists all allowed names and suggests
+    the closest one.
+    """
     names = sorted(allowed)
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""

@@ -1,4 +1,4 @@
-"""What was measured, round by round, and the digests that say two runs emitted the same."""
+"""The raw rows of the measured rounds, digests of what a run emitted, and summary statistics."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ SCHEMA = 1
 
 
 class RoundRecords:
-    """Raw rows of the measured rounds; the batch may shrink, so rows are (round, sequence)."""
+    """The measured rounds. A row is one sequence in one round, because the batch may shrink."""
 
     def __init__(self, lookahead: int, stop_token: int | None = None) -> None:
+        """Starts without rounds. lookahead: K; stop_token: the token that ends a sequence."""
         self.lookahead, self.stop_token = lookahead, stop_token
-        self.round_s = Tape("d")  # wall, appended by who owns the clock
+        self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
         self.t_target_s = Tape("d")
-        self._new_outcomes: list[Any] = []  # Ints of the newest rounds, as they came
+        self._new_outcomes: list[Any] = []  # the rows of each new round, not yet on a tape
         self._new_speculations: list[Any] = []
         self._counts, self._outcomes, self._speculations = Tape("i"), Tape("i"), Tape("i")
-        self._width = Speculation.HEAD  # of a row of _speculations
+        self._width = Speculation.HEAD  # columns of _speculations
         self._times = self.round_s, self.t_target_s
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
-        """One round; keeps the arrays as they are, and packs those of some hundred at once."""
+        """Adds a round. The arrays are kept, not copied, until 512 rounds are packed at once."""
         self.t_target_s.tail.append(t_target_s)
         self._new_speculations.append(speculation.rows)
         self._new_outcomes.append(outcome.rows)
@@ -39,7 +40,7 @@ class RoundRecords:
                 tape.spill()
 
     def _pack(self) -> None:
-        """Moves the newest rounds to the tapes."""
+        """Moves the rows of the new rounds to the tapes."""
         outcomes, speculations = self._new_outcomes, self._new_speculations
         if not outcomes:
             return
@@ -58,33 +59,33 @@ class RoundRecords:
         return len(self.t_target_s)
 
     def _read(self) -> tuple[Ints, Ints, Ints]:
-        """(round of each row, outcome rows, speculation rows)."""
+        """Returns the round of each row [n], outcome rows [n, 5], speculation rows [n, width]."""
         self._pack()
         rounds = np.repeat(np.arange(len(self), dtype=np.int32), self._counts.read())
         outcomes = self._outcomes.read().reshape(-1, Outcome.WIDTH)
         return rounds, outcomes, self._speculations.read().reshape(-1, self._width)
 
     def sequences(self) -> NDArray[np.int64]:
-        """[n, 8]: round, id, epoch, num_accepted, bonus, source, hit, num_draft."""
+        """Returns [n, 8]: round, id, epoch, num_accepted, bonus, source, hit, num_draft."""
         rounds, outcomes, speculations = self._read()
         columns = [rounds, *outcomes[:, [0, 1, 3, 4]].T, *speculations[:, : Speculation.HEAD].T]
         return np.column_stack(columns).astype(np.int64)
 
     def num_rows(self) -> NDArray[np.int64]:
-        """Rows of each round's target forward, Σ(num_draft + 1)."""
+        """Returns the rows of each round's target forward [rounds]: Σ(num_draft + 1)."""
         rounds, _, speculations = self._read()
         rows = np.bincount(rounds, weights=speculations[:, 2] + 1.0, minlength=len(self))
         return rows.astype(np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
-        """Emitted tokens by request id, in order: the accepted drafts, then the bonus.
+        """Returns {request id: its emitted tokens}: each round's accepted drafts, then its bonus.
 
-        A sequence ends with its stop token; what came behind it in the same round is dropped.
+        A sequence ends with its stop token; tokens behind it in the same round are dropped.
         """
         return {request_id: found.tolist() for request_id, found in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
-        """The same, as arrays."""
+        """Returns what `tokens` does, with an array for each request."""
         _, outcomes, speculations = self._read()
         accepted = outcomes[:, 3]
         table = np.column_stack(
@@ -110,13 +111,16 @@ class RoundRecords:
 
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:
-    """SHA-256 (first 16 hex) of (round, id, k, t*) in order: equal decisions, equal digest."""
+    """Returns the first 16 hex digits of SHA-256 over (round, id, k, t*) of all rows.
+
+    sequences: [n, 8], from RoundRecords.sequences. Runs that decided alike have equal digests.
+    """
     decided = np.ascontiguousarray(sequences[:, [0, 1, 3, 4]])
     return hashlib.sha256(decided.tobytes()).hexdigest()[:16]
 
 
 def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
-    """SHA-256 (first 16 hex) of the first `count` tokens of every sequence."""
+    """Returns the first 16 hex digits of SHA-256 over the first `count` tokens of each sequence."""
     state = hashlib.sha256()
     for request_id in sorted(tokens):
         first = np.asarray(tokens[request_id][:count], np.int64)
@@ -125,7 +129,7 @@ def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
 
 
 def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float | int | None]:
-    """{mean, p50, p90, p99, n} in microseconds; None without samples."""
+    """Returns {mean, p50, p90, p99} in microseconds and {n}; None for all but n without samples."""
     if not len(seconds):
         return {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
     us = np.asarray(seconds) * 1e6
@@ -140,20 +144,21 @@ def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float |
 
 
 def median(values: NDArray[Any] | Sequence[float]) -> float | None:
-    """The median of the values that are numbers; None where there is none."""
+    """Returns the median of the finite values; None where there is none."""
     array = np.asarray(values, np.float64)
     array = array[np.isfinite(array)]
     return float(np.median(array)) if len(array) else None
 
 
 def is_stable(seconds: Sequence[float] | Tape, tolerance: float, blocks: int = 5) -> bool | None:
-    """Whether the median varies by at most `tolerance` (relative) over interleaved blocks.
+    """Returns whether the medians of interleaved blocks differ by at most `tolerance`, relatively.
 
-    Rounds are dealt to the blocks in turn, each deal begins one block later: so every block has its
-    share of a drift, of a burst and of every n-th round, and is a repeat of the run in little. What
-    differs then is a median that another run would not give again: two levels that take turns by
-    chance, or noise too wide for so few rounds. A drift leaves it stable; it widens the interval of
-    compare.compare, whose blocks follow each other. None with fewer than 10 samples a block.
+    Rounds are dealt to the blocks in turn, and each deal begins one block later. Every block then
+    holds its share of a drift, of a burst, and of a period of any length, as a repeat of the whole
+    run would. Medians that still differ would differ between two runs as well: the rounds have two
+    levels that change by chance, or too much noise for their number. A drift does not count as
+    unstable here; it widens the intervals of mpissd.compare, whose blocks are consecutive.
+    Returns None with fewer than 10 samples a block.
     """
     if len(seconds) < 10 * blocks:
         return None

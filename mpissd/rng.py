@@ -1,7 +1,8 @@
-"""Counter-based uniforms U(purpose, sequence, position): equal in every mode, rank and timing.
+"""Counter-based random numbers U(purpose, sequence, position), the same in every mode and rank.
 
-Philox4x64 (Salmon et al. 2011), as NumPy ships it: the key is (seed, purpose and sequence), the
-counter is the absolute token position, so any position can be drawn alone and in any order.
+The generator is NumPy's Philox4x64 (Salmon et al. 2011). Its key is the seed with the purpose and
+the sequence, its counter the absolute token position. A position can therefore be drawn alone and
+in any order, and what is drawn does not depend on timing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-_WORDS = 4  # 64-bit words that one Philox counter value yields
+_WORDS = 4  # 64-bit words from one value of Philox's counter
 
 
 class Purpose(IntEnum):
-    """What a draw decides; two purposes never share a stream."""
+    """What a random number decides. Each purpose has a stream of its own."""
 
     TOKEN = 1
     ACCEPT = 2
@@ -31,12 +32,18 @@ class Purpose(IntEnum):
 def uniforms(
     seed: int, purpose: Purpose, sequence: int, start: int, count: int
 ) -> NDArray[np.float64]:
-    """U(purpose, sequence, p) in [0, 1) for p = start … start+count-1, 53 bits each."""
+    """Returns U(purpose, sequence, p) for p = start … start+count-1.
+
+    float64 [count], in [0, 1), 53 random bits each.
+    """
     return stream(seed, (int(purpose) << 32) | sequence, start, count)
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Uniforms start … start+count-1 of the stream that (seed, word), 64 bits each, name."""
+    """Returns numbers start … start+count-1 of the stream whose key is (seed, word).
+
+    seed, word: 64 bits each. Returns float64 [count] in [0, 1).
+    """
     first = start // _WORDS
     key = np.array([seed, word], dtype=np.uint64)
     bits = np.random.Philox(key=key, counter=first)

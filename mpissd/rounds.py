@@ -1,7 +1,7 @@
-"""The nouns of a round: who drafted what, what was verified, and what came of it.
+"""The data of a round: what was drafted (Speculation), what was decided (Outcome), and the Batch.
 
-All batched: b sequences, row i of every array is the same sequence. An Outcome and a Speculation
-are one int32 matrix each, columns with names, so that a message is one copy of it.
+Everything covers b sequences, and row i of every array belongs to the same sequence. An Outcome and
+a Speculation are one int32 matrix each, with views of its columns, so that a message is one copy.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Ints = NDArray[np.int32]
 
 
 class Source(IntEnum):
-    """What produced a sequence's speculation."""
+    """What produced a sequence's draft tokens in a round."""
 
     NONE = 0  # nothing was drafted (AR)
-    CACHE = 1  # pre-speculated while the target verified
+    CACHE = 1  # drafted while the target verified the round before
     JIT = 2  # drafted just in time, after the outcome was known
     FAST = 3  # a backup that costs no draft step
 
 
 class Event(IntEnum):
-    """What a row of an outcome says of its sequence."""
+    """What a row of an outcome means for its sequence."""
 
-    COMMIT = 0  # a round ended: (num_accepted, bonus)
-    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, its first round is a forced miss
-    RELEASE = 2  # the sequence is finished: no speculation wanted
+    COMMIT = 0  # the round accepted num_accepted tokens and found the bonus token
+    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and its first round is a miss
+    RELEASE = 2  # the sequence is finished and takes no speculation
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. Identity is (request_id, epoch), never a batch slot."""
+    """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot."""
 
     request_id: int
     first_token: int = 0
@@ -46,10 +46,10 @@ class Request:
 
 
 class Outcome:
-    """What round `round` decided, a row a sequence: v = (k, t*), or an admission or a release.
+    """What round `round` decided: (k, t*) for each sequence, and who was admitted or released.
 
     rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*).
-    Rows that are not releases ask for the speculation of round + 1, in their order.
+    The speculation of round + 1 answers the rows that are not releases, in their order.
     """
 
     WIDTH = 5
@@ -65,22 +65,22 @@ class Outcome:
 
     @classmethod
     def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
-        """An outcome that only admits."""
+        """Returns an outcome that admits these requests and nothing else."""
         rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
         return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH))
 
     @property
     def num_live(self) -> int:
-        """Rows that ask for a speculation."""
+        """The number of rows that are not releases."""
         return int(np.count_nonzero(self.events != Event.RELEASE))
 
 
 class Speculation:
-    """Draft tokens for round `round`; row i may be shorter than K (num_draft[i] <= K).
+    """The draft tokens of round `round`; row i holds num_draft[i] <= K of them.
 
-    rows: int32 [b, 3 + K] = source, hit (the outcome was a key of the cache), num_draft, tokens;
-    sampled ones are followed by q, float64 [b, K] in 2K columns: the probability that each token
-    was drawn with (1: it was certain). From column num_draft[i] on neither is read.
+    rows: int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens.
+    With sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was
+    drawn (1: it was certain). In tokens and q, columns from num_draft[i] on are not read.
     """
 
     HEAD = 3
@@ -102,18 +102,18 @@ class Speculation:
     def empty(
         cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False
     ) -> Speculation:
-        """Nothing drafted: what AR verifies."""
+        """Returns a speculation without draft tokens, as AR verifies in every round."""
         rows = np.zeros((batch, cls.width(lookahead, sampled)), np.int32)
         return cls(round_, rows, sampled=sampled)
 
     @classmethod
     def width(cls, lookahead: int, sampled: bool) -> int:
-        """Columns of `rows`."""
+        """Returns the number of columns of `rows`."""
         return cls.HEAD + lookahead * (3 if sampled else 1)
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """[b] Served tokens that were not certain: the whole row each was drawn from follows."""
+        """[b] The served tokens that were not certain; PROPOSALS brings each one's distribution."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]
@@ -121,15 +121,15 @@ class Speculation:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the target forward that verifies it, Σ(num_draft + 1)."""
+        """The rows of the target forward that verifies it: Σ(num_draft + 1)."""
         return int(self.num_draft.sum()) + len(self.rows)
 
 
 class Batch:
-    """The live sequences in message order, and where each stands. Every rank keeps its own copy
-    by applying the same outcomes.
+    """The live sequences, in the order of messages, with their lengths and last tokens.
 
-    A slot is where a worker keeps a sequence's state; it is private to the rank.
+    Every rank keeps a copy of its own, equal to the others' because all apply the same outcomes. A
+    slot is where the rank's worker keeps a sequence's state; other ranks never see it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -140,19 +140,19 @@ class Batch:
         self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
         self.last_tokens: Ints = np.zeros(0, np.int32)
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
-        self.digest = 0  # CRC-32 of the outcomes applied: equal on ranks that heard the same
-        self._steady = b""  # of its first three columns: an outcome in which nobody comes or goes
+        self.digest = 0  # CRC-32 of the outcomes applied: equal on ranks that applied the same
+        self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
-        """Commits an outcome; returns the (slot, request) of each admission.
+        """Applies an outcome; returns (slot, request) of each sequence that it admits.
 
-        Raises ProtocolError where the outcome speaks of other sequences than this batch holds.
+        Raises ProtocolError where the outcome's sequences are not those of this batch.
         """
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
-        if outcome.rows[:, :3].tobytes() != self._steady:  # bytes: a tenth of comparing arrays
+        if outcome.rows[:, :3].tobytes() != self._steady:  # takes a tenth of comparing arrays
             return self._apply_changes(outcome)
         self.lengths += outcome.num_accepted
         self.lengths += 1
@@ -195,7 +195,11 @@ class Batch:
 
 
 def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:
-    """The tokens that the target verifies, flat [Σ(num_draft+1)]: t*, x_1 … x_k' a sequence."""
+    """Returns the tokens that the target verifies, flat [Σ(num_draft+1)].
+
+    Each sequence has its last token t* and then its draft tokens x_1 … x_num_draft.
+    last_tokens: int32 [b].
+    """
     width = speculation.tokens.shape[1]
     table = np.empty((len(last_tokens), width + 1), np.int32)
     table[:, 0] = last_tokens

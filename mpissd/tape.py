@@ -1,7 +1,7 @@
-"""Numbers that are only appended while rounds run, of which the last few alone take memory.
+"""Append-only arrays that keep their newest numbers in memory and the older ones in a file.
 
-The rest goes to a temporary file that has no name: nothing is left of it, however a rank ends. It
-lies where Python's tempfile puts it (TMPDIR); where it can't be written, memory holds the rest.
+The file is a temporary one without a name, so nothing is left of it however a rank ends. Python's
+tempfile places it (TMPDIR). Where it cannot be written, everything stays in memory.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SPILL_ROUNDS = 512  # that are kept in memory: some ten KB and, at their end, as many µs
-LAST = SPILL_ROUNDS - 1
+SPILL_ROUNDS = 512  # rounds between two writes to the file: some ten KB, written in some ten µs
+LAST = SPILL_ROUNDS - 1  # the round of each 512, counted from 0, after which the file is written
 
 
 class Tape:
-    """An array of one type whose beginning lies in a file.
+    """An array of one number type whose older part lies in a file.
 
-    tail: what is in memory, a plain array; append (a number) and extend (numbers as bytes) are its
-    own, and whoever counts nanoseconds takes them from it.
+    tail: the part in memory, an array.array. append (one number) and extend (numbers as bytes) are
+    the methods of `tail` itself, so that an append costs no extra call.
     """
 
     def __init__(self, typecode: str) -> None:
-        """typecode: of module array."""
+        """Makes an empty tape. typecode: the number type, as array.array names it ("q", "d")."""
         self.tail: array[Any] = array(typecode)
         self.append: Callable[[float], None] = self.tail.append
         self.extend: Callable[[bytes], None] = self.tail.frombytes
-        self.saved = 0  # numbers in the file
+        self.saved = 0  # how many numbers are in the file
         self._file: FileIO | None = None
         self._full = False
 
@@ -43,7 +43,7 @@ class Tape:
         return self.saved + len(self.tail)
 
     def spill(self) -> None:
-        """Writes what is in memory."""
+        """Moves the numbers in memory to the file; after a failed write they stay in memory."""
         if self._full:
             return
         size = len(self.tail) * self.tail.itemsize
@@ -52,7 +52,7 @@ class Tape:
                 self._file = TemporaryFile(prefix="mpissd-", buffering=0)  # noqa: SIM115
             self._file.seek(self.saved * self.tail.itemsize)
             written = self._file.write(self.tail)
-        except OSError:  # a full disk, or none to write on
+        except OSError:  # for example a full disk
             written = 0
         self._full = written != size
         if not self._full:
@@ -60,7 +60,7 @@ class Tape:
             del self.tail[:]
 
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Numbers start … stop-1, copied."""
+        """Returns a copy of numbers start … stop-1; stop: the end where it is None or beyond it."""
         stop = len(self) if stop is None else min(stop, len(self))
         found = np.empty(max(0, stop - start), self.tail.typecode)
         old = found[: max(0, self.saved - start)]

@@ -1,7 +1,8 @@
-"""The round ledger: exclusive host phases, stamped from one clock, that close to the round's wall.
+"""The round ledger: how long each phase of a round took on one rank's host.
 
-`mark(phase)` ends a phase: the time since the last mark is its own. A mark only stamps (0.1 µs);
-sums a round and slices in time (for --trace) are read off the stamps when the run is over.
+Phases don't overlap and are stamped from one clock, so that their times add up to the round's.
+`mark(phase)` ends a phase, which began at the previous mark. A mark only stores the time (0.1 µs).
+The sum of each phase in each round, and the slices for --trace, are computed after the run.
 """
 
 from __future__ import annotations
@@ -18,49 +19,50 @@ from mpissd.tape import LAST, SPILL_ROUNDS, Tape
 from mpissd.watch.page import DOING, OWN, Doing
 
 Int64s = NDArray[np.int64]
-_PART = 1 << 15  # rounds that are added up at a time
+_PART = 1 << 15  # rounds whose stamps are read into memory at a time
 
 
 class LeadPhase(IntEnum):
-    """What the lead's host did with a round."""
+    """The phases of a round on the lead's host, in order."""
 
-    SEND = 0  # pack and start OUTCOME
+    SEND = 0  # pack the OUTCOME message and start sending it
     COMMIT = 1  # apply the outcome to the batch
-    DRAFT_WAIT = 2  # request → speculation on the host
-    BROADCAST = 3  # plan to the followers
+    DRAFT_WAIT = 2  # wait for the speculation
+    BROADCAST = 3  # send the plan to the followers
     UPLOAD = 4  # hand the tokens to the device
-    LAUNCH = 5  # launch the verification (numpy: all of it)
-    DEVICE_WAIT = 6  # until the verification is over
-    SAMPLE = 7  # acceptance rule
-    RECORD = 8  # bookkeeping of the round
+    LAUNCH = 5  # launch the verification; with NumPy, compute it
+    DEVICE_WAIT = 6  # wait until the verification is over
+    SAMPLE = 7  # apply the acceptance rule
+    RECORD = 8  # store the round's rows
 
 
 class DraftPhase(IntEnum):
-    """What the draft's host did with a round."""
+    """The phases of a round on a draft's host."""
 
-    WAIT = 0  # for OUTCOME, growth over
+    WAIT = 0  # wait for OUTCOME with nothing left to grow
     COMMIT = 1  # apply the outcome to the batch
-    LOOKUP = 2  # cache
-    SPECULATE = 3  # finish the hits, draft the misses
-    SEND = 4  # pack and start SPECULATION
+    LOOKUP = 2  # look the outcome up in the speculation cache
+    SPECULATE = 3  # finish the branches that were hit, draft for the sequences that missed
+    SEND = 4  # pack the SPECULATION message and start sending it
     GLUE = 5  # forward over the trunk
-    KEYS = 6  # candidates, cache
-    GROW = 7  # steps over the branches, polls between them
-    RECORD = 8
-    TRUNK = 9  # wait for what the other drafts answered (D > 1)
+    KEYS = 6  # choose candidates and make them keys of the cache
+    GROW = 7  # draft steps over the branches, with a poll for OUTCOME between two steps
+    RECORD = 8  # store the round's rows
+    TRUNK = 9  # with D > 1: wait for what the other drafts answered
 
 
 class FollowPhase(IntEnum):
-    """What a follower's host did with a round."""
+    """The phases of a round on a follower's host, in order."""
 
-    PLAN_WAIT = 0  # for the lead's plan
+    PLAN_WAIT = 0  # wait for the lead's plan
     COMMIT = 1  # apply the outcome to the batch
     UPLOAD = 2  # hand the tokens to the device
     LAUNCH = 3  # launch the verification
-    DEVICE_WAIT = 4  # until the verification is over
+    DEVICE_WAIT = 4  # wait until the verification is over
 
 
-# What a draft begins where a phase ends: the warden's view of it (mpissd.watch).
+# For each DraftPhase that ends, the activity that begins then, as the warden names it
+# (mpissd.watch).
 _NEXT = bytes(
     (
         *(Doing.ANSWER,) * DraftPhase.SEND,
@@ -72,34 +74,34 @@ _NEXT = bytes(
 
 
 class Ledger:
-    """Phase times of one rank.
+    """The stamps of one rank's phases.
 
-    Stamps lie on flat tapes, 9 bytes a mark: a mark is two appends and the store by which the
-    warden knows what this rank does. Nothing is added up while a round runs.
+    A mark takes two appends to flat tapes, 9 bytes together. Nothing is added up while a round
+    runs.
     """
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
-        # Ends of every phase in the clock's nanoseconds; phases; three numbers a round: which one,
-        # its begin, marks up to its end.
+        # One number a mark: the end of the phase in ns. One a mark: the phase. Three a round: its
+        # number, its begin in ns, and how many marks there are up to its end.
         self._tapes = Tape("q"), Tape("b"), Tape("q")
         self._ends, self._phases, self._rounds = (tape.tail for tape in self._tapes)
-        self._spilled = self._closed = 0  # marks on disk, marks of closed rounds
+        self._spilled = self._closed = 0  # how many marks are in the file, and in closed rounds
         self._start = perf_counter_ns()
 
     def restart(self) -> None:
-        """Begins a round now: what came before belongs to no round."""
+        """Begins a round now; drops the marks since the last closed round."""
         for tape in self._tapes[:2]:
             del tape.tail[self._closed - tape.saved :]
         self._start = perf_counter_ns()
 
     def mark(self, phase: int) -> None:
-        """Ends `phase`."""
+        """Ends `phase`, and begins the next one."""
         self._ends.append(perf_counter_ns())
         self._phases.append(phase)
 
     def close_round(self, round_: int, phase: int) -> None:
-        """Ends `phase` and the round; the next round begins at the same instant."""
+        """Ends `phase` and round `round_`; the next round begins at the same instant."""
         self.mark(phase)
         self._rounds.append(round_)
         self._rounds.append(self._start)
@@ -112,7 +114,10 @@ class Ledger:
             self._spilled = self._tapes[0].saved
 
     def table(self, first_round: int, last_round: int) -> Int64s:
-        """Rows [n, 2 + phases] = round, wall_ns, phase_ns… of rounds first … last-1."""
+        """Returns a row for each of the rounds first_round … last_round-1.
+
+        int64 [n, 2 + phases]: the round, its wall time in ns, the ns of each phase.
+        """
         parts = self._parts(first_round, last_round)
         none = np.zeros((0, 2 + len(self.names)), np.int64)
         return np.concatenate([none, *(self._sums(*part) for part in parts)])
@@ -121,21 +126,25 @@ class Ledger:
         found = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
         row = np.repeat(np.arange(len(rounds)), counts)
         taken = slices[:, 3] - slices[:, 2]
-        np.add.at(found, (row, 2 + slices[:, 1]), taken)  # a phase may occur twice
+        np.add.at(found, (row, 2 + slices[:, 1]), taken)  # adds where a phase occurs twice
         found[:, 0] = rounds
         found[:, 1] = found[:, 2:].sum(axis=1)
         return found
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
-        """Rows [n, 4] = round, phase, start_ns, end_ns of rounds first … last-1, in time.
+        """Returns a row for each mark of the rounds first_round … last_round-1, in time's order.
 
-        Nanoseconds of this process's perf_counter.
+        int64 [n, 4]: the round, the phase, its start and its end in ns of this process's
+        perf_counter.
         """
         parts = self._parts(first_round, last_round)
         return np.concatenate([np.zeros((0, 4), np.int64), *(slices for _, _, slices in parts)])
 
     def _parts(self, first_round: int, last_round: int) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-        """(round [r], marks of it [r], slices [n, 4]) of rounds first … last-1, some at a time."""
+        """Yields the rounds first_round … last_round-1, up to 32768 at a time.
+
+        (rounds [r], marks in each [r], slices [n, 4] as in `slices`).
+        """
         index: Int64s = self._tapes[2].read().reshape(-1, 3)
         wanted = np.flatnonzero((index[:, 0] >= first_round) & (index[:, 0] < last_round))
         for start in range(0, len(wanted), _PART):
@@ -147,7 +156,7 @@ class Ledger:
         rounds, starts, stops = index[low:high].T
         counts = np.diff(stops, prepend=before)
         ends, phases = (tape.read(before, int(stops[-1])) for tape in self._tapes[:2])
-        begins = np.concatenate([ends[-1:], ends[:-1]])  # the phase before ended there
+        begins = np.concatenate([ends[-1:], ends[:-1]])  # a phase begins where the last one ended
         begins[stops - counts - before] = starts
         table = np.column_stack([np.repeat(rounds, counts), phases, begins, ends])
         wanted = np.zeros(high - low, np.bool_)
@@ -156,8 +165,11 @@ class Ledger:
 
 
 class DraftLedger(Ledger):
-    """A draft's: each mark also tells the warden what begins (50 ns). On the target's side only
-    waits for other ranks tell: at nine marks in 14 µs, this would cost a lone AR rank 3%."""
+    """A draft's ledger, whose marks also store for the warden what the draft does next (50 ns).
+
+    Target ranks store only their waits for other ranks: nine marks in a 14 µs round would make a
+    lone AR rank 3% slower.
+    """
 
     def __init__(self) -> None:
         super().__init__(DraftPhase)
@@ -170,7 +182,7 @@ class DraftLedger(Ledger):
 
 
 class NullLedger(Ledger):
-    """A ledger that is off: keeps nothing and reads no clock."""
+    """A ledger that is switched off: it stores nothing and reads no clock."""
 
     def restart(self) -> None:
         return None
@@ -185,6 +197,9 @@ class NullLedger(Ledger):
 def select(
     rows: Sequence[Sequence[Any]] | NDArray[Any], width: int, first_round: int, last_round: int
 ) -> NDArray[Any]:
-    """The rows whose first column is a round in first … last-1, as one array."""
+    """Returns the rows whose first column, a round, is in first_round … last_round-1.
+
+    width: columns of a row. Returns an array [n, width].
+    """
     table = np.array(rows).reshape(-1, width)
     return table[(table[:, 0] >= first_round) & (table[:, 0] < last_round)]

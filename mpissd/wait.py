@@ -1,7 +1,7 @@
-"""Waiting: poll, give the core away where it is scarce, give up at a deadline.
+"""Waits that poll, yield the core where cores are scarce, and give up at a deadline.
 
-Every wait in mpissd goes through a Waiter, so that a dead or stopped peer ends in one clear line
-and never in an allocation that hangs until its time limit.
+Every wait of the decoding loops goes through a Waiter. A dead or stopped rank then ends the job
+with one line, instead of leaving it to hang until Slurm's time limit.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from mpissd.watch.page import OWN, WAITING
 
 _PR_SET_TIMERSLACK = 29
 _POLLS_BETWEEN_CLOCK_READS = 64
-_SPIN_S = 20e-6  # a reply that is already on its way arrives within this
-PATIENT_SPIN_S = 200e-6  # where every rank has a core, but none is spare
-_NAP_S = 20e-6
-_LONG_S = 5e-3
+_SPIN_S = 20e-6  # polls without a nap: a reply that was already sent arrives within this time
+PATIENT_SPIN_S = 200e-6  # the same where every rank has a core of its own and no core is spare
+_NAP_S = 20e-6  # one sleep between polls
+_LONG_S = 5e-3  # a wait this long is reported to the warden, and naps longer
 _LONG_NAP_S = 50e-6
-_ALARM_S = 0.2  # between two looks at what a library knows of its peers
-_ASLEEP_S = 1.0  # between two polls: nobody waited meanwhile
+_ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
+_ASLEEP_S = 1.0  # a longer gap between polls means that this process was stopped, not waiting
 
 
 def sharpen_sleep() -> None:
-    """Asks Linux to end this thread's sleeps within a microsecond (the default slack is 50)."""
+    """Asks Linux to end this thread's sleeps at most 1 µs late; its default is 50 µs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 class Overdue(FaultError):
-    """A wait outlasted its deadline: whoever is missing is at fault, not who waited."""
+    """A wait that outlasted its deadline. The rank that was waited for is at fault."""
 
 
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
-    """Ends the process (exit code 5, one line) where the block takes longer than `seconds`.
+    """Ends the process with exit code 5 and one line if the block takes longer than `seconds`.
 
-    For what cannot be polled, as a library's teardown: a thread watches, and the launcher ends the
-    other ranks.
+    Used around calls that cannot be polled, such as the teardown of a library. A thread counts the
+    time; when it ends the process, the launcher ends the other ranks. what: named in the line.
     """
 
     def give_up() -> None:
@@ -64,26 +64,35 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
 
 class Waiter:
-    """Waits until a test is true.
+    """Waits until a condition holds, with or without giving the core away.
 
-    spin: keep the core (ranks have cores of their own); otherwise nap between polls: five ranks
-    that spin on two cores stretch a 12.5 ms round to 18.7 ms, ranks that nap keep it at 12.9.
+    Spinning answers soonest and needs a core for each rank: five ranks that spin on two cores
+    stretch a 12.5 ms round to 18.7 ms. Ranks that nap between polls keep it at 12.9 ms.
     """
 
     def __init__(self, deadline_s: float, spin: bool, spin_s: float = _SPIN_S) -> None:
-        """spin_s: without `spin`, how long a wait holds the core before it naps."""
+        """Sets how to wait.
+
+        deadline_s: the longest wait. spin: poll without sleeping; otherwise poll for spin_s seconds
+        and then nap between polls.
+        """
         self.deadline_s = deadline_s
         self.spin = spin
         self.spin_s = spin_s
-        self.alarm: Callable[[], None] | None = None  # in a long wait: raises where it is in vain
+        # Called every 0.2 s of a long wait; raises when it knows that the wait is in vain.
+        self.alarm: Callable[[], None] | None = None
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; Overdue naming `what` after deadline_s."""
+        """Returns once test() is true.
+
+        what: named in the error. Raises Overdue when deadline_s have passed in which this process
+        ran.
+        """
         if test():
             return
         start = last = time.perf_counter()
         is_long, alarm_s = False, _ALARM_S
-        asleep = 0.0  # this process, by a debugger or by who shares the machine: no fault
+        asleep = 0.0  # seconds in which this process was stopped; they don't count as waiting
         while True:
             for _ in range(_POLLS_BETWEEN_CLOCK_READS if self.spin else 4):
                 if test():
@@ -103,12 +112,12 @@ class Waiter:
                 if waited - asleep > self.deadline_s:
                     raise Overdue(f"{what}: nothing for {waited:.1f} s (--deadline_s)")
             if self.spin:
-                time.sleep(0)  # yields: another process may need this core more
+                time.sleep(0)  # yields the core to another process that is ready to run
             elif waited > self.spin_s:
                 time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     def sleep_until(self, end: float) -> None:
-        """Returns at perf_counter() == end, without holding the core longer than needed."""
+        """Returns when perf_counter() reaches `end`; sleeps until shortly before, then polls."""
         while (left := end - time.perf_counter()) > 0:
             if left > _NAP_S:
                 time.sleep(left - _NAP_S / 2 if left > 1e-3 else left / 2)
