@@ -1,6 +1,6 @@
-"""Who of the ranks is gone, since when and in which phase, seen from outside of them.
+"""Watches the ranks of a job from outside and names the one at fault when the job cannot go on.
 
-One small process a host, the warden, watches every rank there and outlives each of them. A rank may
-be killed, stopped, or stuck in a library that holds Python's lock; the warden still sees it, names
-the culprit in one line, and ends the others.
+Each host has one small process, the warden, that watches its ranks and outlives them. It sees a
+rank that was killed or stopped, or that is stuck in a library that holds Python's lock. It prints
+one line with the rank and its phase, and ends the other ranks.
 """

@@ -1,7 +1,8 @@
-"""A rank's end of the watch: it joins its host's warden, says what it does, and ends when told to.
+"""The rank's side of the watch: joins the host's warden, reports to it, and ends when told to.
 
-The first rank of a host to bind the job's socket starts the warden. Nothing here waits for the
-warden, and a job whose host has none (no Linux, a refused socket) runs as it would without.
+The first rank of a host that binds the job's socket starts the warden. No rank waits for the warden
+to start. Where there can be none (another system than Linux, a refused socket), the job runs
+unwatched.
 """
 
 from __future__ import annotations
@@ -28,25 +29,29 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SER
               "PMIX_SERVER_URI41", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_JOBID")  # fmt: skip
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_ATTEMPTS = 50  # to join, where whoever bound the socket dies before there is a warden
-_ANSWER_S = 5.0  # how long a rank waits for the warden's line; it may hold one back for 3 s
-_MOST = 1000  # characters of what a rank says; the line is for a person
-_REJOINS, _REJOIN_S = 5, 0.2  # where the warden itself is killed; between two of them
+_ATTEMPTS = 50  # attempts to join: the rank that bound the socket may die before it starts a warden
+_ANSWER_S = 5.0  # longest wait for the warden to print its line, which it may hold back for 3 s
+_MOST = 1000  # characters of a rank's report that are kept
+_REJOINS, _REJOIN_S = 5, 0.2  # how often a killed warden is replaced, and the wait before that
 
 
 class Guard:
     """One rank's connection to the warden of its host."""
 
     def __init__(self, link: socket.socket, enter: Callable[[], socket.socket | None]) -> None:
-        """enter: joins the warden that there is then; None where there can be none."""
+        """Starts the thread that listens to the warden.
+
+        link: the connection. enter: makes another one, to a new warden if the first one is gone;
+        returns None where that fails.
+        """
         self._link, self._enter = link, enter
         self._told = threading.Event()
-        self.has_spoken = False  # of a fault, or that it leaves
-        self.lost: frozenset[int] = frozenset()  # ranks that a recovering job goes on without
+        self.has_spoken = False  # whether this rank reported a fault, or that it leaves
+        self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
     def tell(self, kind: str, **said: Any) -> bool:
-        """Sends a message; False where there is no warden any more."""
+        """Sends a message to the warden; returns whether it could be sent."""
         self.has_spoken = True
         try:
             self._link.send(json.dumps({"kind": kind, **said}).encode())
@@ -55,11 +60,18 @@ class Guard:
         return True
 
     def tell_and_wait(self, kind: str, text: str) -> bool:
-        """Sends a fault and waits until the warden has said it; False where nobody will."""
+        """Reports a fault and waits up to 5 s until the warden has printed it.
+
+        Returns False where the warden is gone or did not answer: then the rank has to print it.
+        """
         return self.tell(kind, text=text[:_MOST]) and self._told.wait(_ANSWER_S)
 
     def _listen(self) -> None:
-        """Asleep until the warden speaks, which it does where something went wrong."""
+        """Receives the warden's messages until the connection is closed for good.
+
+        "said": the warden printed this rank's report. "lost R …": the job goes on without these
+        ranks. "end": this process ends at once with exit code 5.
+        """
         left = _REJOINS
         while True:
             try:
@@ -78,7 +90,10 @@ class Guard:
                 os._exit(FaultError.exit_code)
 
     def _rejoin(self) -> bool:
-        """The warden is gone: another takes over, unless this rank is about to leave."""
+        """Joins another warden after the first one is gone; returns whether that worked.
+
+        A rank that has reported or is in its teardown needs none.
+        """
         time.sleep(_REJOIN_S)
         if self.has_spoken or OWN.bytes[STAGE] >= Stage.TEARDOWN:
             return False
@@ -93,15 +108,16 @@ _guard: Guard | None = None
 
 
 def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = ()) -> None:
-    """Joins this host's warden, or starts it. Before MPI, and once in a process.
+    """Joins this host's warden, and starts it where there is none. Called once, before MPI starts.
 
-    may_lose: ranks without which the job goes on, once it measures.
+    rank, size: in the world. deadline_s: how long a rank may stand still. may_lose: ranks without
+    which the job goes on once it measures.
     """
     global _guard
     if not sys.platform.startswith("linux"):
         return
     if process.stat(os.getpid()) is None:
-        return  # no /proc: everybody would look dead
+        return  # without /proc every rank would look dead
     sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
     told = {
         "rank": rank,
@@ -112,7 +128,7 @@ def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (
         "deadline_s": deadline_s,
         "may_lose": list(may_lose),
     }
-    ends: list[int] = []  # kept: another warden may need them
+    ends: list[int] = []  # kept open, because a second warden would get the same descriptors
 
     def enter() -> socket.socket | None:
         try:
@@ -133,10 +149,10 @@ def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (
 
 
 def _report_signals() -> int:
-    """Lets the warden know which signals end this rank, even from within a library's call.
+    """Makes every signal that ends this rank visible to the warden, also during a library's call.
 
-    Returns the end of a pipe that it reads them from. By that it tells a rank that the launcher
-    ended, as all others, from one that was killed.
+    Returns the read end of a pipe into which C's signal handler writes each signal's number. The
+    warden uses it to tell a rank that the launcher ended from one that was killed.
     """
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -148,15 +164,19 @@ def _report_signals() -> int:
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
-    """An exception that nobody caught: the warden's line first, then the traceback. mpi4py.run
-    aborts the job."""
+    """Has the warden print an uncaught exception, then prints the traceback.
+
+    Installed as sys.excepthook; mpi4py.run aborts the job afterwards.
+    """
     failed(f"{kind.__name__}: {error}".splitlines()[0])
     sys.__excepthook__(kind, error, where)
 
 
 def _at_exit() -> None:
-    """The interpreter ends: too early where this rank has not said that it leaves. MPI's own end
-    would now wait for the others, who wait for this rank."""
+    """Ends the process with exit code 5 if it exits without having called `leave`.
+
+    Otherwise MPI_Finalize would wait for the other ranks, and they would wait for this one.
+    """
     if _guard is not None and not _guard.has_spoken:
         failed("sys.exit, while the others still need it")
         sys.stdout.flush()
@@ -164,7 +184,10 @@ def _at_exit() -> None:
 
 
 def _connect() -> socket.socket | None:
-    """The connection to this job's warden on this host, started where there is none."""
+    """Returns a connection to this job's warden on this host, which is started if needed.
+
+    None where 50 attempts failed. Raises OSError where sockets are refused.
+    """
     name = _address()
     for _ in range(_ATTEMPTS):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,7 +199,7 @@ def _connect() -> socket.socket | None:
                 try:
                     listener.bind(name)
                 except OSError:
-                    continue  # another rank was faster
+                    continue  # another rank bound it first: connect to its warden
                 listener.listen(1024)
                 _start_warden(listener)
         else:
@@ -185,7 +208,7 @@ def _connect() -> socket.socket | None:
 
 
 def _address() -> str:
-    """The abstract socket of this job on this host: no file, gone with its last holder."""
+    """Returns the name of this job's abstract socket, which has no file and ends with its users."""
     job = [os.environ.get(name, "") for name in _JOB_NAMES]
     if not any(job):
         job = [str(os.getppid())]
@@ -194,8 +217,11 @@ def _address() -> str:
 
 
 def _start_warden(listener: socket.socket) -> None:
-    """In a session of its own, so that what ends the ranks does not end it; no rank by its
-    environment, so that nobody takes it for one."""
+    """Starts the warden, which takes over the listening socket.
+
+    It gets a session of its own, so that a signal to the ranks does not end it. The MPI variables
+    are removed from its environment, or MPI and Slurm would count it as a rank.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
     kept["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     subprocess.Popen(
@@ -210,26 +236,32 @@ def _start_warden(listener: socket.socket) -> None:
 
 
 def stage(now: Stage) -> None:
-    """This rank has come so far."""
+    """Tells the warden which stage of the job this rank has reached."""
     OWN.bytes[STAGE] = now
 
 
 def failed(text: str) -> bool:
-    """This rank fails by itself; whether the warden has said so, so that the rank need not."""
+    """Reports that this rank fails by itself; returns whether the warden has printed it.
+
+    Where it returns False, the rank has to print the line.
+    """
     return _guard is not None and _guard.tell_and_wait("failed", text)
 
 
 def waited(text: str) -> bool:
-    """This rank waited in vain: the warden looks for who is missing, and says that."""
+    """Reports that this rank waited in vain; the warden looks for the missing rank and prints it.
+
+    Returns whether it has printed a line.
+    """
     return _guard is not None and _guard.tell_and_wait("waited", text)
 
 
 def leave(code: int) -> None:
-    """This rank's part is over, in good order; it will end with this exit code."""
+    """Reports that this rank is finished and will end with exit code `code`."""
     if _guard is not None:
         _guard.tell("leave", code=code)
 
 
 def lost() -> frozenset[int]:
-    """World ranks that are gone, in a job that goes on without them."""
+    """Returns the world ranks that are gone while the job goes on (--on_draft_loss=ar)."""
     return frozenset() if _guard is None else _guard.lost

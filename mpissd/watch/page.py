@@ -1,4 +1,7 @@
-"""What a rank is doing, in three bytes that the warden reads: a store each, no call, no message."""
+"""A page of memory in which a rank stores what it is doing and from which the warden reads it.
+
+Three bytes are used. Storing one takes no call and no message.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,41 @@ import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
-STAGE, DOING, WAITING = 0, 1, 2  # where they lie
+STAGE, DOING, WAITING = 0, 1, 2  # the bytes' places in the page
 
 
 class Stage(IntEnum):
-    """How far a job has come."""
+    """The stages of a job, in order."""
 
-    START = 0  # until MPI is up
-    OPEN = 1  # devices, weights, communicators
-    WARM_UP = 2  # calibration, and rounds on throw-away sequences
-    ROUNDS = 3
-    GATHER = 4  # reports, row and files
-    TEARDOWN = 5
-    DONE = 6  # MPI is over, or never began
+    START = 0  # until MPI has started
+    OPEN = 1  # opens devices, makes weights and communicators
+    WARM_UP = 2  # calibrates, and runs rounds on throw-away sequences
+    ROUNDS = 3  # runs the measured rounds
+    GATHER = 4  # gathers reports, writes the row and the files
+    TEARDOWN = 5  # closes everything
+    DONE = 6  # MPI has ended, or never started
 
 
 class Doing(IntEnum):
-    """Where in a round."""
+    """What a rank does within a round."""
 
-    NOTHING = 0  # between passes of the loops
-    DRAFT_WAIT = 1  # lead: from asking to the speculation
-    VERIFY = 2  # lead and follower: the rest of their round
-    PLAN_WAIT = 3  # follower
-    OUTCOME_WAIT = 4  # draft
-    ANSWER = 5  # draft: from the outcome to the speculation
-    GROWTH = 6  # draft: glue and branches
+    NOTHING = 0  # runs no loop
+    DRAFT_WAIT = 1  # lead: has asked for a speculation and waits for it
+    VERIFY = 2  # lead and follower: the rest of the round
+    PLAN_WAIT = 3  # follower: waits for the lead's plan
+    OUTCOME_WAIT = 4  # draft: waits for an outcome
+    ANSWER = 5  # draft: has the outcome and has not yet sent the speculation
+    GROWTH = 6  # draft: runs the glue forward and grows branches
 
 
 _STAGES = ("start", "start", "warm-up", "rounds", "gather", "teardown", "teardown")
 
 
 def words(stage: int, doing: int) -> str:
-    """The phase as the user reads it: "growth", "growth (warm-up)", "gather"."""
+    """Returns the phase as the user reads it: "growth", "growth (warm-up)", "gather".
+
+    stage, doing: the values of Stage and Doing.
+    """
     in_round = Stage.WARM_UP <= stage <= Stage.ROUNDS and doing != Doing.NOTHING
     if not in_round:
         return _STAGES[stage]
@@ -48,14 +54,16 @@ def words(stage: int, doing: int) -> str:
 
 
 class Page:
-    """One rank's page: private until `share`d; afterwards the warden maps the same bytes."""
+    """The page of one rank. After `share` the warden can map the same bytes."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(bytearray(SIZE))
 
     def share(self) -> int:
-        """Moves into memory that another process can map; its file descriptor, the caller's to
-        close. The memory goes with the last process that has it."""
+        """Moves the page into memory that another process can map; returns its file descriptor.
+
+        The caller closes the descriptor. The memory is freed with the last process that maps it.
+        """
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("mpissd")
         else:
@@ -68,4 +76,4 @@ class Page:
         return fd
 
 
-OWN = Page()  # this process is one rank
+OWN = Page()  # the page of this process's rank

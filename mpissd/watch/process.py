@@ -1,4 +1,4 @@
-"""What Linux tells of a process that is no child: whether it lives, stands still, how it ended."""
+"""Asks Linux about a process that is not a child: whether it lives, is stopped, or how it ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import signal
 import struct
 from pathlib import Path
 
-# struct pidfd_info and PIDFD_GET_INFO of linux/pidfd.h; with the exit status from Linux 6.15 on.
+# From linux/pidfd.h: struct pidfd_info and PIDFD_GET_INFO. Linux 6.15 added the exit status.
 _INFO_SIZE, _INFO_EXIT, _EXIT_AT = 64, 1 << 3, 60
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 _PIDFD_GETFD = 438  # the system call's number, the same on every architecture since 2019
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended; None where there is no such thing
-    (before Linux 5.3) or no such process."""
+    """Returns a descriptor that becomes readable when the process ends.
+
+    None before Linux 5.3, and where there is no such process.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -25,7 +27,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def stat(pid: int) -> tuple[str, int, int] | None:
-    """(state, parent, wait status) of /proc/PID/stat; None where the process is gone."""
+    """Returns (state letter, parent's pid, wait status) of /proc/PID/stat; None for no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -35,19 +37,19 @@ def stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether it has ended, its parent may not know yet."""
+    """Returns whether the process has ended, which includes a zombie."""
     found = stat(pid)
     return found is None or found[0] in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it was stopped by a signal; a debugger's stop is another state."""
+    """Returns whether a signal has stopped the process. A debugger's stop is another state."""
     found = stat(pid)
     return found is not None and found[0] == "T"
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
-    """How it ended, as os.waitpid says it; None while (or where) the kernel doesn't tell."""
+    """Returns the wait status of an ended process, as os.waitpid does; None where it is unknown."""
     if pidfd is not None:
         info = bytearray(_INFO_SIZE)
         struct.pack_into("Q", info, 0, _INFO_EXIT)
@@ -55,14 +57,14 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
             fcntl.ioctl(pidfd, _GET_INFO, info)
             if struct.unpack_from("Q", info)[0] & _INFO_EXIT:
                 return int(struct.unpack_from("i", info, _EXIT_AT)[0])
-        except OSError:  # an older kernel, or its parent has not asked yet
+        except OSError:  # an older kernel, or the parent has not waited for it yet
             info.clear()
     found = stat(pid)
     return found[2] if found is not None and found[0] == "Z" else None
 
 
 def send(pid: int, pidfd: int | None, signum: int) -> None:
-    """Sends a signal, if it still lives."""
+    """Sends a signal to the process; does nothing if it has ended."""
     try:
         if pidfd is not None:
             signal.pidfd_send_signal(pidfd, signum)
@@ -73,7 +75,7 @@ def send(pid: int, pidfd: int | None, signum: int) -> None:
 
 
 def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
-    """A copy of that process's stderr; None where it may not be had."""
+    """Returns a descriptor of another process's stderr; None where that is not permitted."""
     if pidfd is not None:
         found = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, 2, 0)
         if found >= 0:
@@ -85,13 +87,13 @@ def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
 
 
 def above_proxy(pid: int) -> int:
-    """What started `pid`, where that is a launcher's proxy; else `pid`."""
+    """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), else `pid`."""
     found = stat(pid)
     return found[1] if found is not None and _name(pid).startswith("hydra_") else pid
 
 
 def is_front(pid: int) -> bool:
-    """Whether it is the launcher itself, whose stderr the user reads, and no daemon of it."""
+    """Returns whether the process is the launcher, whose stderr the user reads, not its daemon."""
     return _name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
 
 
