@@ -22,6 +22,7 @@ from mpissd.predict.accuracy import judge, profile_of_another_job
 from mpissd.predict.advisor import plan
 from mpissd.predict.costs import DeviceCosts, HostCosts
 from mpissd.predict.coverage import check_device, check_job, covered
+from mpissd.predict.hosts import host_of
 from mpissd.predict.laws import cut_law
 from mpissd.predict.places import survey
 from mpissd.predict.row import predict_row
@@ -86,7 +87,8 @@ def _costs(
             draft_memory_bytes=drafts.memory_bytes,
         )
         check_device(profile, job, drafts)
-        return job, DeviceCosts.from_profile(profile, job, drafts), HostCosts(), None
+        device = DeviceCosts.from_profile(profile, job, drafts)
+        return job, device, host_of(profile, job), None
     backend = found.backend
     base = _run_config(config, found.config, frozenset())
     measured = resolve(base, found.tp, backend=backend, memory_bytes=None)

@@ -76,6 +76,7 @@ class Cost:
     all_reduce_bytes: int  # of one all-reduce
     tp: int
     key: ForwardKey | None = None  # whose forward it is; None: nobody's, a lone product, say
+    most_rows: int | None = None  # of all forwards of its job, which decide the kernel; None: rows
 
 
 class Program(ABC):
@@ -112,6 +113,10 @@ class Backend(ABC):
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
         """Rows that products with the weights made from now on have at most; None: not known."""
+
+    def kernel(self, weight: Array) -> str:
+        """Name of what multiplies by this weight inside a program."""
+        return self.name
 
     @abstractmethod
     def weight(self, parts: Sequence[WeightPart]) -> Array:

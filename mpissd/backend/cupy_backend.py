@@ -27,13 +27,7 @@ from mpissd.backend import cupy_rates, kernels
 from mpissd.backend.base import Backend, Cost, WeightPart
 from mpissd.backend.chain_plan import MAX_ROWS, Operand, aligned
 from mpissd.backend.cublas import WORKSPACE_BYTES, open_gemm
-from mpissd.backend.cupy_chain import (
-    ChainRunner,
-    Inboxes,
-    operand,
-    packed_product,
-    why_not,
-)
+from mpissd.backend.cupy_chain import ChainRunner, Inboxes, operand, packed_product, why_not
 from mpissd.backend.cupy_device import (
     ceil_div,
     check_devices,
@@ -91,6 +85,11 @@ class CupyBackend(Backend):
     def plan_rows(self, max_rows: int | None) -> None:
         """More rows than a chain's registers hold would read the weights more than once."""
         self._packs = max_rows is not None and max_rows <= self.few_rows
+
+    def kernel(self, weight: Weight) -> str:
+        if weight.packed:
+            return "chain"
+        return "cupy" if self._gemm is None else "cublas"
 
     def weight(self, parts: Sequence[WeightPart]) -> Weight:
         return made(parts, self._packs, self._launch)

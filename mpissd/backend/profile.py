@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpissd.backend.base import Cost, ForwardKey
-from mpissd.backend.profile_tables import Tables
+from mpissd.backend.profile_tables import HostEntry, Tables
 from mpissd.errors import ConfigError, unknown
 
 SCHEMA = 1
@@ -47,6 +47,8 @@ class Profile:
     """Rates of one device and of the links inside its node, and measured tables where there are.
 
     all_reduce_*: by number of ranks; {}: defined as free; None: not known (a probe of one rank).
+    hosts: what the host's work took in some ways to decode; (): not measured. models_others:
+    forwards of no table are modelled; False: a profile that has tables says nothing of them.
     """
 
     name: str
@@ -60,6 +62,13 @@ class Profile:
     all_reduce_bytes_per_s: Mapping[int, float] | None
     sources: Mapping[str, str]
     tables: Tables = field(default_factory=Tables)
+    hosts: tuple[HostEntry, ...] = ()
+    models_others: bool = False
+
+    @property
+    def few_rows(self) -> int:
+        """Jobs of at most so many rows may run another kernel than larger ones; 0: none does."""
+        return self.tables.few_rows
 
     def forward_s(self, cost: Cost) -> float:
         """Duration of one forward, all-reduces included, in seconds.
@@ -175,6 +184,8 @@ def _profile(data: dict[str, Any]) -> Profile:
         all_reduce_bytes_per_s=rates,
         sources=sources,
         tables=Tables.parse(data.get("tables") or {}),
+        models_others="others" in data,
+        hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
     )
 
 

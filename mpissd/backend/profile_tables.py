@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,10 +68,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Forward:
-    """Seconds of a whole forward by rows, all-reduces included, on a rank of `params` weights."""
+    """Seconds of a whole forward by rows, all-reduces included, on a rank of `params` weights.
+
+    most_rows: the kernel runs in jobs whose forwards have at most so many rows; None: in any job.
+    """
 
     params: int
     seconds: Curve
+    kernel: str = ""  # what ran the products; "": a profile older than this field
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,27 @@ class Launch:
     device_s: float
 
 
+@dataclass(frozen=True)
+class HostEntry:
+    """Seconds of host work and of the link in one way to decode, by the names of HostCosts."""
+
+    mode: str
+    tp: int
+    num_drafts: int  # 0: AR, or a draft on the lead
+    batch_size: int
+    lookahead: int
+    seconds: Mapping[str, float]
+    source: str
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
+        """An entry of a profile's "host"; KeyError, TypeError or ValueError where malformed."""
+        names = ("tp", "num_drafts", "batch_size", "lookahead")
+        seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
+        counts = {name: _whole(entry[name]) for name in names}
+        return cls(str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]))
+
+
 Series = Mapping[tuple[Any, ...], Curve]
 
 
@@ -89,11 +115,12 @@ Series = Mapping[tuple[Any, ...], Curve]
 class Tables:
     """All measured tables of a profile; empty where a profile has rates alone.
 
-    products by (k, n) and rows; all_reduces by (name, ranks, graph) and bytes; links (round trips)
-    by (name, idle_s) and bytes; copies by (direction,) and bytes; launches by what is launched.
+    forwards: of each key its kernels, those of jobs with the fewest rows first. products by (k, n)
+    and rows; all_reduces by (name, ranks, graph) and bytes; links (round trips) by (name, idle_s)
+    and bytes; copies by (direction,) and bytes; launches by what is launched.
     """
 
-    forwards: Mapping[ForwardKey, Forward] = field(default_factory=dict)
+    forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
     products: Series = field(default_factory=dict)
     all_reduces: Series = field(default_factory=dict)
     links: Series = field(default_factory=dict)
@@ -109,7 +136,7 @@ class Tables:
             name: {tuple(e[i] for i in identity): Curve.parse(e) for e in data.get(name, ())}
             for name, identity in IDENTITY.items()
         }
-        forwards = dict(_forward(entry) for entry in data.get("forwards", ()))
+        forwards = _forwards(data.get("forwards", ()))
         launches = {
             str(e["what"]): Launch(_seconds(e["host_s"]), _seconds(e["device_s"]))
             for e in data.get("launches", ())
@@ -117,12 +144,30 @@ class Tables:
         return cls(forwards=forwards, launches=launches, **series)
 
     def forward(self, cost: Cost) -> Curve | None:
-        """The measured forward that a cost is of; None where there is none."""
-        found = None if cost.key is None else self.forwards.get(cost.key)
-        # A name alone doesn't make a model: two config.json may share it.
-        if found is None or cost.flops != 2 * cost.rows * found.params:
-            return None
-        return found.seconds
+        """The measured forward that a cost is of, by the kernel that its job would run; None where
+        there is none."""
+        most = cost.most_rows or cost.rows
+        for found in () if cost.key is None else self.forwards.get(cost.key, ()):
+            # A name alone doesn't make a model: two config.json may share it.
+            is_of_model = cost.flops == 2 * cost.rows * found.params
+            if is_of_model and (found.most_rows is None or most <= found.most_rows):
+                return found.seconds
+        return None
+
+    @property
+    def few_rows(self) -> int:
+        """Jobs of at most so many rows may run another kernel than larger ones; 0: none does."""
+        every = (found.most_rows for kernels in self.forwards.values() for found in kernels)
+        return max((most for most in every if most is not None), default=0)
+
+
+def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
+    """By key, those of the fewest rows first; of equal keys and limits the last entry counts."""
+    every: dict[ForwardKey, dict[float, Forward]] = {}
+    for entry in entries:
+        key, found = _forward(entry)
+        every.setdefault(key, {})[found.most_rows or math.inf] = found
+    return {key: tuple(found[most] for most in sorted(found)) for key, found in every.items()}
 
 
 def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:
@@ -131,13 +176,22 @@ def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:
     if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
         raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
     key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens)
-    return key, Forward(_whole(entry["params"]), Curve.parse(entry))
+    most = entry.get("most_rows")
+    limit = None if most is None else _positive(most)
+    kernel = str(entry.get("kernel", ""))
+    return key, Forward(_whole(entry["params"]), Curve.parse(entry), kernel, limit)
 
 
 def _whole(value: Any) -> int:
     if isinstance(value, (bool, float)):
         raise ValueError(f"{value!r}: allowed: whole numbers")
     return int(value)
+
+
+def _positive(value: Any) -> int:
+    if _whole(value) < 1:
+        raise ValueError(f"most_rows={value!r}: allowed: a whole number >= 1, or null")
+    return _whole(value)
 
 
 def _seconds(value: Any) -> float:

@@ -13,7 +13,7 @@ Ranks measure in turns, unless they have to act together, so that none disturbs 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -21,20 +21,22 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpissd.backend.base import Backend
 from mpissd.bench.probe_device import DeviceProbe, product_shapes
 from mpissd.bench.probe_group import FORWARD_ROWS, GroupProbe, open_groups
+from mpissd.bench.probe_host import host_costs
 from mpissd.bench.probe_link import LinkProbe
 from mpissd.bench.probe_profile import TABLES, check_name, fit, profile_name, save_profile
-from mpissd.bench.probe_report import print_probe_card, print_seats, print_tables
+from mpissd.bench.probe_report import print_host, print_probe_card, print_seats, print_tables
 from mpissd.bench.probe_sample import Checks, Entry
 from mpissd.bench.probe_topology import seat
 from mpissd.bench.provenance import provenance
 from mpissd.bench.session import Session, open_session
-from mpissd.comm.group import SoloGroup
+from mpissd.comm.group import Group, SoloGroup
 from mpissd.comm.topology import Refused
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError, FaultError, MpissdError
-from mpissd.model.shard import Shard
+from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.wait import sharpen_sleep, within
 
 
@@ -74,6 +76,7 @@ def _probe(session: Session, name: str | None) -> None:
         prober.forwards,
         prober.all_reduces,
         prober.links,
+        prober.hosts,
     ):
         begun = perf_counter()
         stage()
@@ -81,7 +84,7 @@ def _probe(session: Session, name: str | None) -> None:
         session.agree(prober.checks.error())
         seconds[stage.__name__] = perf_counter() - begun
     world, place = session.topology.world, seat(session.topology, session.backend.info)
-    every = world.gather((prober.tables, prober.peak, prober.notes, place))
+    every = world.gather((prober.tables, prober.peak, prober.notes, place, prober.host))
     error: MpissdError | None = None
     if every is not None:
         try:
@@ -99,11 +102,12 @@ def _conclude(
     tables: dict[str, list[Entry]] = {
         table: [entry for found, *_ in every for entry in found[table]] for table in TABLES
     }
-    notes = [note for _, _, found, _ in every for note in found]
-    seats = [place for *_, place in every]
+    notes = [note for _, _, found, *_ in every for note in found]
+    seats, host = [place for *_, place, _ in every], every[0][-1]
     memory = [info.memory_bytes for info in infos]
     fitted = fit(job, backend.itemsize, tables, every[0][1], memory, _source(session))
     print_tables(tables, notes)
+    print_host(host)
     print_seats(seats)
     name = name or profile_name(job, backend.info)
     data = {
@@ -111,6 +115,7 @@ def _conclude(
         "device_name": backend.info.name.removesuffix(" (emulated)"),
         **fitted,
         "tables": tables,
+        "host": host,
         "backend": backend.name,
         "dtype": backend.dtype_name,
         "topology": seats,
@@ -146,6 +151,7 @@ class Prober:
         self.tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
         self.peak: tuple[str, float | None] = ("none", None)
         self.notes: list[str] = []
+        self.host: list[Entry] = []
         self._source = _source(session)
         self._device = DeviceProbe(session.backend, session.waiter, self.checks, self._source)
         drafts = self._topology.num_drafts
@@ -174,24 +180,36 @@ class Prober:
         self._turn(0, lambda: self.tables["copies"].extend(self._device.copies()))
 
     def forwards(self) -> None:
-        """The target's on its ranks together, then the draft's."""
-        world, job = self._topology.world, self._job
-        batch = job.config.batch_size
+        """The target's on its ranks together, then the draft's; each kernel that a job may run."""
+        job, group = self._job, self._session.group
         if not self._topology.is_draft:
-            rows = sorted({*FORWARD_ROWS, *job.target_buckets()})
             here = self._group(self._topology.group)
-            found = here.forwards(self._session.group, self._target, job.options, rows, batch)
-            self._keep_forward(found, world.rank == 0)
+            self._forwards(here, group, self._target, job.options, job.target_buckets())
         if self._draft is not None:
-            rows = sorted({*FORWARD_ROWS, *job.draft_buckets()})
-            alone, draft = self._group(MPI.COMM_SELF), self._draft
-            options = job.draft_options
+            draft, rows = self._draft, job.draft_buckets()
+            alone, options = self._group(MPI.COMM_SELF), job.draft_options
             self._turn(
                 self._draft_rank,
-                lambda: self._keep_forward(
-                    alone.forwards(SoloGroup(), draft, options, rows, batch), True
-                ),
+                lambda: self._forwards(alone, SoloGroup(), draft, options, rows),
             )
+
+    def _forwards(
+        self,
+        ranks: GroupProbe,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        buckets: Sequence[int],
+    ) -> None:
+        """Of one model: what jobs of few rows run, where that is another kernel, and what others
+        run. The weights lie in another order for each, so they are made anew."""
+        every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
+        for most in kinds(self._session.backend):
+            rows = [n for n in every if most is None or n <= most]
+            found = ranks.forwards(group, shard, options, rows, batch, most)
+            if self._topology.group.rank == 0:
+                self.tables["forwards"].append(found[0])
+                self.tables["launches"].append(found[1])
 
     def all_reduces(self) -> None:
         """Every all-reduce that can be opened over the target ranks; none with one of them."""
@@ -227,6 +245,12 @@ class Prober:
             self.tables["links"] += found
             self.notes += refused
 
+    def hosts(self) -> None:
+        """Host work and link in every way to decode that these ranks allow, on all of them."""
+        source = f"measured: the loops over paused forwards, {self._session.backend.name}"
+        self.host, notes = host_costs(self._session, source)
+        self.notes += notes if self._topology.is_lead else []
+
     @property
     def _target(self) -> Shard:
         rank = 0 if self._topology.is_draft else self._topology.world.rank
@@ -257,7 +281,7 @@ class Prober:
     def _square(self) -> None:
         self.peak = self._device.square()
 
-    def _keep_forward(self, found: tuple[Entry, Entry], keep: bool) -> None:
-        if keep:
-            self.tables["forwards"].append(found[0])
-            self.tables["launches"].append(found[1])
+
+def kinds(backend: Backend) -> list[int | None]:
+    """most_rows of the jobs that this device runs in ways of their own, few rows first."""
+    return [backend.few_rows, None] if backend.few_rows else [None]

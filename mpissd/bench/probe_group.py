@@ -49,8 +49,12 @@ class GroupProbe:
         options: ForwardOptions,
         rows: Sequence[int],
         sequences: int,
+        most_rows: int | None = None,
     ) -> tuple[Entry, Entry]:
-        """("forwards" entry by rows, "launches" entry of the smallest) of one model."""
+        """("forwards" entry by rows, "launches" entry of the smallest) of one model.
+
+        most_rows: the kernel of these rows is that of jobs with at most so many; None: of any job.
+        """
         stepper = Stepper(
             self._backend, group, shard, options, buckets=rows, num_sequences=sequences, seed=1
         )
@@ -59,11 +63,13 @@ class GroupProbe:
             taken = samples(onces, self._pace, together=self._together)
             launch = self._launch(stepper)
             self._check_forward(stepper)
+            kernel = stepper.stack.weights.kernel
         finally:
             stepper.close()
-        key = shard.key(sequences, options)
-        told = entry(vars(key) | {"params": shard.num_params(options)}, self._source, taken)
-        return told, launch | {"what": f"forward of {key}"}
+        key, params = shard.key(sequences, options), shard.num_params(options)
+        which = {"params": params, "kernel": kernel, "most_rows": most_rows}
+        told = entry(vars(key) | which, self._source, taken)
+        return told, launch | {"what": f"forward of {key}, {kernel}"}
 
     def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
         """Every group's all-reduce of ROWS hidden vectors and of 1 MB: in a graph, and eagerly."""

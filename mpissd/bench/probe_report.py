@@ -7,6 +7,7 @@ from typing import Any
 
 from mpissd.bench.probe_sample import Entry
 from mpissd.bench.session import Session
+from mpissd.predict.costs import HostCosts
 
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
 _UNSTEADY = 0.1  # an interquartile range over this share of the median is marked
@@ -38,6 +39,18 @@ def print_tables(tables: Mapping[str, Sequence[Entry]], notes: Sequence[str]) ->
         ((("" if n else "not known"), note) for n, note in enumerate(notes)),
     ):
         _print(lines)
+
+
+def print_host(entries: Sequence[Entry]) -> None:
+    """The lead's own part of a round, the link one way, and the forward that a job calibrated."""
+    lines = []
+    for number, entry in enumerate(entries):
+        costs = HostCosts.from_dict(entry["seconds"])
+        rows, seconds = max(entry["job_forwards"]["verify"].items(), key=lambda each: int(each[0]))
+        way = f"{entry['mode']} T={entry['tp']} D={entry['num_drafts']} b={entry['batch_size']}"
+        told = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
+        lines.append(("" if number else "host", f"{way}: {told}; M={rows} {_us(seconds)} µs"))
+    _print(lines)
 
 
 def print_seats(seats: Sequence[Mapping[str, Any]]) -> None:
@@ -74,7 +87,8 @@ def _forwards(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     for entry in entries:
         seconds = entry["seconds"]
         rows = [str(n) for n in _SHOWN_ROWS if str(n) in seconds]
-        yield "forward", f"{entry['model']} T={entry['tp']}"
+        limit = "" if entry["most_rows"] is None else f", jobs of at most {entry['most_rows']} rows"
+        yield "forward", f"{entry['model']} T={entry['tp']} by {entry['kernel']}{limit}"
         yield "M", "".join(f"{n:>9}" for n in rows)
         yield "µs", _times(entry, rows)
         if one := seconds[rows[0]]:

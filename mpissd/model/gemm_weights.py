@@ -38,7 +38,7 @@ class GemmWeights:
     ) -> None:
         """max_rows: of the forwards that will read them; it decides how a GPU lays them out."""
         self.backend, self.shard, self.options = backend, shard, options
-        self._seed = seed
+        self._seed, self.max_rows = seed, max_rows
         backend.plan_rows(max_rows)
         self.layers = [self._layer(n) for n in range(shard.shape.num_layers)]
         self.fusion = [self._whole(_FUSION_KEY, *size) for size in shard.before_layers()]
@@ -52,6 +52,15 @@ class GemmWeights:
         backend.plan_rows(None)
         entry = shard.shape.fused_width or shard.shape.hidden
         self.table = backend.table(TABLE_ENTRIES, entry, self.key(_TABLE_KEY))
+
+    @property
+    def kernel(self) -> str:
+        """Names of what multiplies by these weights, joined by "+" where they differ."""
+        inside = [
+            w for layer in self.layers for w in (*layer.qkv, layer.o, *layer.gate_up, layer.down)
+        ]
+        every = [*inside, *self.fusion, *self.heads, *self.lm_heads]
+        return "+".join(sorted({self.backend.kernel(weight) for weight in every}))
 
     def key(self, which: int) -> int:
         """Of one matrix: its elements follow from it."""

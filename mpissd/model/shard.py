@@ -113,8 +113,19 @@ class Shard:
         """16-bit KV bytes that attention over `context` tokens reads here, for all sequences."""
         return sequences * context * self.shape.num_layers * 2 * self.kv_width * 2
 
-    def cost(self, rows: int, sequences: int, itemsize: int, options: ForwardOptions) -> Cost:
-        """Cost of a forward of `rows` rows over `sequences` sequences on this rank."""
+    def cost(
+        self,
+        rows: int,
+        sequences: int,
+        itemsize: int,
+        options: ForwardOptions,
+        most_rows: int | None = None,
+    ) -> Cost:
+        """Cost of a forward of `rows` rows over `sequences` sequences on this rank.
+
+        most_rows: of the largest forward of the job, which decides the kernel of all of them (None:
+        this is the largest).
+        """
         params = self.num_params(options)
         reduces = 2 * self.shape.num_layers + 2 * int(options.lm_head) if self.tp > 1 else 0
         return Cost(
@@ -127,6 +138,7 @@ class Shard:
             all_reduce_bytes=rows * self.shape.hidden * itemsize,
             tp=self.tp,
             key=self.key(sequences, options),
+            most_rows=most_rows,
         )
 
 

@@ -106,7 +106,8 @@ class Stepper:
 
     def cost(self, rows: int) -> Cost:
         """Cost of a forward of `rows` rows on this rank."""
-        return self.shard.cost(rows, self._num_sequences, self.backend.itemsize, self.options)
+        itemsize, most = self.backend.itemsize, self.stack.weights.max_rows
+        return self.shard.cost(rows, self._num_sequences, itemsize, self.options, most)
 
     def bucket(self, rows: int) -> int:
         """The smallest compiled row count that holds `rows`."""

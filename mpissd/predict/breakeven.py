@@ -77,13 +77,14 @@ def _rival_rates(
         for group in sd_groups(place, laws, choice.batch_size, range(1, MOST_LOOKAHEAD + 1)):
             drafts = group.method[1]
             if drafts <= 1 and place.tp + drafts <= choice.gpus:
-                yield expect(_with_alpha(group.cells), place.device, host).tok_per_s
+                known = place.host(group.method, host)
+                yield expect(_with_alpha(group.cells), place.device, known).tok_per_s
 
 
 def _rates(cells: Cells, choice: Choice, host: HostCosts, places: Sequence[Placement]) -> Floats:
     """tok/s of cells on the placement of a choice."""
     place = next(p for p in places if p.tp == choice.tp)
-    return expect(cells, place.device, host).tok_per_s
+    return expect(cells, place.device, place.host(choice.method, host)).tok_per_s
 
 
 def _with_alpha(cells: Cells) -> Cells:

@@ -17,7 +17,7 @@ With T_p ≤ r and no host cost it is THEORY's closed form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,12 @@ class Cells:
 
     def __len__(self) -> int:
         return len(self.branches)
+
+    @property
+    def draft_rows(self) -> Ints:
+        """Rows of the largest draft forward, [G]: the glue's, or those of all branches."""
+        lanes = -(-np.maximum(self.branches, self.branches_miss) // self.num_drafts)
+        return np.asarray(self.batch_size * np.maximum(self.lookahead + 1, lanes), np.int64)
 
     @classmethod
     def of(cls, job: Job) -> Cells:
@@ -103,13 +109,30 @@ def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
 
 def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
     """AR's round of b rows, [1]: nothing is drawn."""
-    round_s = host.ask_s + host.lead_s + device.verify_s([batch])
+    round_s = host.ask_s + host.lead_s + device.verify.in_job(batch)([batch])
     tokens, none = np.full(1, float(batch)), np.zeros(1)
     return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
 
 
 def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
-    """The expectation of every cell."""
+    """The expectation of every cell, with the kernels that its own row counts choose."""
+    widths = cells.batch_size * (cells.lookahead + 1)
+    device = replace(device, verify=device.verify.in_job(widths))
+    if device.draft is None or device.draft.few is None:
+        return _expect(cells, device, host)
+    is_few = cells.draft_rows <= device.draft.few_rows
+    found = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
+    for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
+        if len(chosen):
+            part = cells.take(chosen)
+            draft = device.draft.in_job(int(part.draft_rows.max()))
+            for name, values in vars(_expect(part, replace(device, draft=draft), host)).items():
+                found[name][chosen] = values
+    return Expected(**found)
+
+
+def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
+    """The expectation of cells whose forwards run one kernel."""
     model = _Model(cells, device, host)
     batch, hits = cells.batch_size, model.hits
     chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]

@@ -126,11 +126,14 @@ class RowTable:
     """Seconds of a forward by its row count: measured points, straight lines between them.
 
     Fewer rows than the first point cost what it costs (a forward is memory-bound there); more than
-    the last go on with the slope of the last two points, if it rises.
+    the last go on with the slope of the last two points, if it rises. few: what they cost in jobs
+    whose forwards have at most `few_rows` rows, where those run another kernel.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    few: RowTable | None = None
+    few_rows: int = 0
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.seconds):
@@ -145,6 +148,10 @@ class RowTable:
         """A table of {rows: seconds}."""
         rows = sorted(points)
         return cls(tuple(rows), tuple(float(points[n]) for n in rows))
+
+    def in_job(self, most_rows: int) -> RowTable:
+        """The table of a job whose largest forward has so many rows."""
+        return self.few if self.few is not None and most_rows <= self.few_rows else self
 
     def __call__(self, rows: ArrayLike) -> Floats:
         """Seconds for row counts of any shape."""
@@ -227,12 +234,30 @@ def forwards(
     rows: Iterable[int],
     sequences: int,
     options: ForwardOptions,
-    itemsize: int = EMULATED_ITEMSIZE,
+    most_rows: int | None = None,
 ) -> RowTable:
-    """The profile's modelled forward of one rank at each row count [THEORY, floors]."""
-    return RowTable.of(
-        {n: profile.forward_s(shard.cost(n, sequences, itemsize, options)) for n in rows}
-    )
+    """The profile's forward of one rank at each row count [THEORY, floors].
+
+    most_rows: of the job's largest forward (None: the largest of `rows`).
+    """
+    rows = sorted(rows)
+    most = most_rows or rows[-1]
+    costs = {n: shard.cost(n, sequences, EMULATED_ITEMSIZE, options, most) for n in rows}
+    return RowTable.of({n: profile.forward_s(cost) for n, cost in costs.items()})
+
+
+def forwards_of_any_job(
+    profile: Profile, shard: Shard, rows: Iterable[int], sequences: int, options: ForwardOptions
+) -> RowTable:
+    """The same where the rows of the job are still to be chosen."""
+    rows, limit = sorted(rows), profile.few_rows
+    most = max(rows[-1], limit + 1)
+    many = forwards(profile, shard, rows, sequences, options, most)
+    within = [n for n in rows if n <= limit]
+    if not within:
+        return many
+    few = forwards(profile, shard, within, sequences, options)
+    return dataclasses.replace(many, few=few, few_rows=limit)
 
 
 def _points(table: RowTable) -> dict[str, float]:

@@ -15,8 +15,8 @@ from mpissd.presets import PAIRS
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
     """ConfigError where a probed profile has no forwards of the job's models.
 
-    A profile of rates alone (h100, …) models any pair. draft_profile: of the draft ranks' devices,
-    where they are of another kind.
+    A profile that comes along (h100, h200, …) models any pair. draft_profile: of the draft ranks'
+    devices, where they are of another kind.
     """
     _check_forward(profile, Shard(job.target, job.tp), job.options, job.config.batch_size)
     if job.draft is not None:
@@ -25,7 +25,7 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 
 
 def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequences: int) -> None:
-    if not profile.tables.forwards:
+    if not profile.tables.forwards or profile.models_others:
         return
     profile.require(shard.shape.name, shard.tp, options, sequences)
     cost = shard.cost(1, sequences, EMULATED_ITEMSIZE, options)
@@ -36,7 +36,10 @@ def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequ
 
 def covered(profile: Profile) -> dict[str, Any]:
     """The flags that a probed profile speaks for where the user says nothing: pair, fuse, lm_head;
-    what it has of both kinds, or knows nothing of, is left out."""
+    what it has of both kinds, or knows nothing of, is left out. One that models any pair speaks for
+    none."""
+    if profile.models_others:
+        return {}
     keys = list(profile.tables.forwards)
     models = {key.model for key in keys}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]

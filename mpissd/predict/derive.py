@@ -41,13 +41,31 @@ def with_derived(
 
 def derive(
     profile: Profile, near: Shard, shard: Shard, sequences: int, options: ForwardOptions
-) -> Forward:
-    """The forward of `shard` at the row counts at which that of `near` was measured.
+) -> tuple[Forward, ...]:
+    """The forward of `shard`, by every kernel by which that of `near` was measured, at the row
+    counts at which it was.
 
-    Its source begins with "derived" and says from what. ConfigError as with_derived.
+    Sources begin with "derived" and say from what. ConfigError as with_derived.
     """
-    measured = profile.tables.forward(near.cost(1, sequences, _ITEMSIZE, options))
-    assert measured is not None, near
+    params = near.num_params(options)
+    measured = profile.tables.forwards[near.key(sequences, options)]
+    return tuple(
+        _derived(profile, known, near, shard, sequences, options)
+        for known in measured
+        if known.params == params
+    )
+
+
+def _derived(
+    profile: Profile,
+    known: Forward,
+    near: Shard,
+    shard: Shard,
+    sequences: int,
+    options: ForwardOptions,
+) -> Forward:
+    """By one kernel."""
+    measured = known.seconds
     reduces = _all_reduces_of(profile, shard.tp)
     seconds = tuple(
         _scaled(
@@ -62,7 +80,8 @@ def derive(
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
     if shard.tp > 1:
         source += f"; all-reduces of profile {reduces.name}: {reduces.sources['all_reduce']}"
-    return Forward(shard.num_params(options), Curve(measured.points, seconds, source))
+    curve = Curve(measured.points, seconds, source)
+    return replace(known, params=shard.num_params(options), seconds=curve)
 
 
 def _scaled(

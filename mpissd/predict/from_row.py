@@ -21,6 +21,7 @@ from mpissd.model.shard import Shard
 from mpissd.predict.closed import expected
 from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts
 from mpissd.predict.coverage import check_device, check_job
+from mpissd.predict.hosts import host_of, is_derived
 from mpissd.predict.jobfile import JobFile
 from mpissd.predict.row import is_foretold
 from mpissd.rows import draft_device
@@ -43,7 +44,8 @@ _DRAFTED = (
 class Forecast:
     """tok_per_s: the laws' mean of all sequences; None where `reason` says why there is none.
 
-    derived: the profile derived a forward that this needs, from a stated rule, and measured none.
+    derived: the profile derived a forward or host costs that this needs, from a stated rule, and
+    measured none.
     """
 
     tok_per_s: float | None = None
@@ -64,8 +66,9 @@ def forecast_row(
     """The laws' mean of a row's configuration on a device, in the long run.
 
     row: as `run` wrote it, also by an earlier version. profile: of the row's device. host: what
-    the host's work and the link take there (None: nothing). draft_profile: of the draft ranks'
-    device, where it is of another kind. Raises nothing: what cannot be predicted has a reason.
+    the host's work and the link take there (None: what the profile says). draft_profile: of the
+    draft ranks' device, where it is of another kind. Raises nothing: what cannot be predicted has a
+    reason.
     """
     drafts = draft_profile or profile
     try:
@@ -73,10 +76,11 @@ def forecast_row(
         _check_devices(row, profile, drafts)
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
-        rate = _mean(job, device, host or HostCosts())
+        rate = _mean(job, device, host or host_of(profile, job))
     except ConfigError as error:
         return Forecast(reason=str(error))
-    return Forecast(rate, derived=_is_derived(profile, drafts, job))
+    derived = host is None and is_derived(profile, job)
+    return Forecast(rate, derived=derived or _is_derived(profile, drafts, job))
 
 
 def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:

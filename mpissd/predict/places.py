@@ -10,9 +10,10 @@ from mpissd.config import MOST_DRAFTS, RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import Job, resolve
 from mpissd.model.shard import Shard
-from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, forwards
+from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, forwards_of_any_job
 from mpissd.predict.coverage import check_device
 from mpissd.predict.derive import DERIVED, with_derived
+from mpissd.predict.hosts import METHODS, costs_of, host_entry
 from mpissd.predict.laws import MOST_LOOKAHEAD
 from mpissd.predict.search import Placement
 
@@ -55,7 +56,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
             continue
         most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # more would have no sequence
         drafts = tuple(d for d in range(1 + most) if _fits(config, tp, d, profile))
-        found.append(Placement(tp, device, drafts, derived))
+        found.append(Placement(tp, device, drafts, derived, _hosts(config, profile, tp)))
     if not found:
         raise next(iter(unjudged.values()), reason)
     return Survey(tuple(found), {tp: str(error) for tp, error in unjudged.items()})
@@ -77,13 +78,23 @@ def _device_costs(config: RunConfig, profile: Profile, tp: int) -> tuple[DeviceC
     target, draft = Shard(job.target, tp), Shard(job.draft)
     profile = with_derived(profile, target, batch, job.options)
     check_device(profile, job)
-    verify = forwards(profile, target, _row_counts(batch, MOST_LOOKAHEAD + 1), batch, job.options)
-    rows = _row_counts(batch, _MOST_BRANCHES)
-    options = job.draft_options
-    drafts = forwards(profile, draft, rows, batch, options, EMULATED_ITEMSIZE)
+    widths, lanes = (_row_counts(batch, most) for most in (MOST_LOOKAHEAD + 1, _MOST_BRANCHES))
+    verify = forwards_of_any_job(profile, target, widths, batch, job.options)
+    drafts = forwards_of_any_job(profile, draft, lanes, batch, job.draft_options)
     known = profile.tables.forward(target.cost(1, batch, EMULATED_ITEMSIZE, job.options))
     source = "" if known is None else known.source
     return DeviceCosts(verify, drafts), source if source.startswith(DERIVED) else None
+
+
+def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int], HostCosts]:
+    """The host's costs of every method, where the profile has them."""
+    if not profile.hosts:
+        return {}
+    batch = config.batch_size
+    return {
+        (mode, drafts): costs_of(host_entry(profile, mode, tp, drafts, batch, config.lookahead))
+        for mode, drafts in METHODS
+    }
 
 
 def _row_counts(batch: int, most: int) -> list[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -24,12 +24,19 @@ from mpissd.spec.fanout import resolve_fan_out
 
 @dataclass(frozen=True)
 class Placement:
-    """T target ranks and their forwards."""
+    """T target ranks and their forwards; hosts: the host's costs by (mode, D of 0 or 1), where they
+    are known."""
 
     tp: int
     device: DeviceCosts
     num_drafts: tuple[int, ...] = (0, 1)  # the D that this machine has memory for
     derived: str | None = None  # from what the target's forwards were; None: they were not
+    hosts: Mapping[tuple[str, int], HostCosts] = field(default_factory=dict)
+
+    def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
+        """The host's costs of a method (mode, D)."""
+        mode, drafts = method
+        return self.hosts.get((mode, min(drafts, 1)), otherwise)
 
 
 _POLICIES = ((False, False), (False, True), (True, False), (True, True))
@@ -120,7 +127,7 @@ class Group:
 
     def expect(self, host: HostCosts) -> Expected:
         """The expectation of every cell."""
-        return expect(self.cells, self.place.device, host)
+        return expect(self.cells, self.place.device, self.place.host(self.method, host))
 
     def choice(self, index: int, found: Expected) -> Choice:
         """Cell `index` as a choice."""
@@ -144,7 +151,7 @@ class Group:
 
 def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
     """AR on T ranks."""
-    found = expect_ar(batch, place.device, host)
+    found = expect_ar(batch, place.device, place.host(("ar", 0), host))
     rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
     nothing = None, "jit", 0, "finish"
     return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None, place.derived)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from mpissd.backend.profile import load_profile
+from mpissd.backend.profile import known_profiles, load_profile
 from mpissd.model.shard import ForwardOptions, Shard
+from mpissd.predict.costs import HostCosts
 from mpissd.presets import resolve_model
 from tests.mpi.harness import needs_mpi, start
 
@@ -132,6 +133,66 @@ def test_roles_of_an_emulated_machine(
     again.require("llama-3.1-8b", tp, options)
     cost = Shard(resolve_model("8b"), tp).cost(8, 1, 2, options)
     assert again.forward_s(cost) == truth.forward_s(cost)
+
+
+def two_kernels(folder: Path) -> Path:
+    """A device whose jobs of at most 8 rows take 1 ms a forward, and others 2 ms."""
+    forwards = [
+        {
+            **vars(Shard(resolve_model(model)).key(1, ForwardOptions())),
+            "params": Shard(resolve_model(model)).num_params(ForwardOptions()),
+            "kernel": kernel,
+            "most_rows": most,
+            "from": "defined: for this test",
+            "seconds": {"1": seconds},
+        }
+        for model in ("toy-target", "toy-draft")
+        for kernel, most, seconds in (("chain", 8, 1e-3), ("cublas", None, 2e-3))
+    ]
+    data = json.loads(known_profiles()["null"].read_text())
+    file = folder / "two.json"
+    file.write_text(json.dumps({**data, "tables": {"forwards": forwards}}))
+    return file
+
+
+def test_each_kernel_that_a_job_may_run_is_probed(tmp_path: Path) -> None:
+    flags = ("--backend=emulated", f"--device={two_kernels(tmp_path)}", "--pair=toy")
+    code, out, err = probe(2, *flags, "--mode=sd", folder=tmp_path)
+    assert code == 0, err[-2000:]
+    data = json.loads(Path(told(out)["profile"]).read_text())
+    found = data["tables"]["forwards"]
+    assert [(e["model"], e["most_rows"]) for e in found] == [
+        (model, most) for model in ("toy-target", "toy-draft") for most in (8, None)
+    ]
+    for entry in found:
+        assert set(entry["seconds"].values()) == {1e-3 if entry["most_rows"] else 2e-3}
+        assert entry["kernel"] == "modelled"
+    assert "toy-target T=1 by modelled, jobs of at most 8 rows" in out
+
+
+@pytest.mark.parametrize(("lookahead", "seconds"), [(7, 1e-3), (8, 2e-3)])
+def test_a_run_takes_the_kernel_of_its_largest_forward(
+    lookahead: int, seconds: float, tmp_path: Path
+) -> None:
+    flags = ("--backend=emulated", f"--device={two_kernels(tmp_path)}", "--pair=toy")
+    flags = (*flags, "--mode=sd", f"--lookahead={lookahead}", "--rounds=5")
+    with start(2, "mpissd", "run", *flags, f"--out={tmp_path}") as job:
+        code, out, err = job.finish()
+    assert code == 0, err[-2000:]
+    row = told(out)
+    assert row["t_target_s"] == seconds and row["t_draft_s"] >= lookahead * seconds
+
+
+def test_host_costs_are_those_of_a_run_s_own_calibration(numpy: Any) -> None:
+    _, data = numpy()
+    ways = [(e["mode"], e["num_drafts"], e["batch_size"]) for e in data["host"]]
+    assert ways == [(mode, 1, b) for mode in ("sd", "ssd") for b in (1, 8)]
+    for entry in data["host"]:
+        assert entry["tp"] == 2 and entry["from"].startswith("measured: the loops")
+        costs = HostCosts.from_dict(entry["seconds"])
+        assert costs.lead_sample > 0 and costs.step >= 0
+        assert entry["job_forwards"]["verify"][str(5 * entry["batch_size"])] > 0
+    assert data["stage_seconds"]["hosts"] > 0
 
 
 def test_a_null_device_can_be_probed(tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ def test_by_hand() -> None:
         all_reduce_bytes_per_s={2: 8192 / 1e-6},
     )
     one, two = shard("8b/1b", 1), shard("8b/1b", 2)
-    found = derive(flat, one, two, 1, FUSED)
+    (found,) = derive(flat, one, two, 1, FUSED)
     assert found.params == 6979321856 // 2
     for rows in (1, 16):
         kept = 128e-6 + 2e-6
         wanted = kept + (seconds(flat, one, rows) - kept) / 2 + 64 * (3e-6 + rows * 1e-6)
         assert found.seconds(rows) == pytest.approx(wanted, rel=1e-12)
     assert found.seconds.source.startswith("derived from T=1")
-    back = derive(with_derived(flat, two, 1, FUSED), two, one, 1, FUSED)
+    (back,) = derive(with_derived(flat, two, 1, FUSED), two, one, 1, FUSED)
     assert back.seconds(5) == pytest.approx(seconds(flat, one, 5), rel=1e-12)
 
 
@@ -69,7 +69,7 @@ def test_near_to_what_was_measured_there(have: int, want: int) -> None:
     """70B on H200, probed with T = 2 and with T = 4."""
     profiles = {2: probed("h200-70b-1b-T2D1"), 4: probed("h200-70b-T4")}
     known = with_all_reduces(profiles[have], profiles[want])
-    found = derive(known, shard("70b/1b", have), shard("70b/1b", want), 1, FUSED)
+    (found,) = derive(known, shard("70b/1b", have), shard("70b/1b", want), 1, FUSED)
     for rows, most in {1: 0.016, 2: 0.016, 4: 0.016, 8: 0.016, 16: 0.05, 64: 0.016}.items():
         measured = seconds(profiles[want], shard("70b/1b", want), rows)
         assert found.seconds(rows) == pytest.approx(measured, rel=most)

@@ -26,10 +26,9 @@ WEIGHTS = 13_958_643_712  # bytes of 8b's layers in float16
 class Counted(EmulatedBackend):
     """Counts what is made; few_rows as on a GPU whose layout follows the rows."""
 
-    few_rows = 32
-
     def __init__(self, most_rows: int = 1 << 20) -> None:
         super().__init__(load_profile("h200"))
+        self.few_rows = 32
         self.tables = self.programs = 0
         self.most_rows = most_rows
 

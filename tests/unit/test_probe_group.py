@@ -64,7 +64,9 @@ def test_forwards_by_rows_and_their_launch() -> None:
     identity = {"model": "tiny", "tp": 1, "fuse": True, "lm_head": False, "kv_tokens": 16}
     assert identity.items() <= told.items() and told["params"] == TINY.gemm_params
     assert all(s > 0 for s in told["seconds"].values())
-    assert launch["what"] == "forward of tiny T=1 fuse kv_tokens=16" and launch["host_s"] > 0
+    assert (told["kernel"], told["most_rows"]) == ("numpy", None)
+    assert launch["what"] == "forward of tiny T=1 fuse kv_tokens=16, numpy"
+    assert launch["host_s"] > 0
     assert checks.error() is None
 
 

@@ -20,7 +20,7 @@ from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import resolve
 from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.predict.costs import DeviceCosts, RowTable
+from mpissd.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.presets import resolve_model
 
 SHARD, OPTIONS = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True)
@@ -30,6 +30,11 @@ SECONDS = {"1": 1e-3, "8": 1.1e-3, "64": 1.5e-3}
 def forward(shard: Shard = SHARD, options: ForwardOptions = OPTIONS, **changes: Any) -> Any:
     identity = vars(shard.key(1, options)) | {"params": shard.num_params(options)}
     return {**identity, "from": "measured: here", "seconds": SECONDS, **changes}
+
+
+def host(mode: str = "ssd", num_drafts: int = 1, **changes: Any) -> Any:
+    where = {"mode": mode, "num_drafts": num_drafts, "tp": 1, "batch_size": 1, "lookahead": 4}
+    return {**where, "from": "measured: here", "seconds": HostCosts().to_dict(), **changes}
 
 
 GOOD: dict[str, Any] = {
@@ -101,7 +106,13 @@ def test_a_curve_is_what_the_predictor_makes_of_the_same_points(
 def test_all_tables_are_read(box: Any) -> None:
     tables = box().tables
     key = ForwardKey("llama-3.1-8b", 2, True, False, 0)
-    assert tables.forwards[key].params == SHARD.num_params(OPTIONS)
+    (found,) = tables.forwards[key]
+    assert (found.kernel, found.most_rows, tables.few_rows) == (
+        "",
+        None,
+        0,
+    )  # an old profile
+    assert found.params == SHARD.num_params(OPTIONS)
     assert tables.products[4, 8](2) == 2e-6
     assert tables.all_reduces["nccl", 2, True](8) == 5e-6
     assert tables.links["mpi", 0.005](64) == 4e-6
@@ -196,6 +207,40 @@ def test_the_predictor_and_the_emulated_backend_agree_to_the_last_bit(box: Any, 
     assert (float(costs.verify_s(1)) == 1e-3) is fuse
 
 
+FEW = {"1": 0.8e-3, "32": 1.2e-3}
+KERNELS = [
+    forward(kernel="cublas", most_rows=None),
+    forward(kernel="chain", most_rows=32, seconds=FEW),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "seconds"),
+    [(1, None, 0.8e-3), (1, 32, 0.8e-3), (1, 33, 1e-3), (8, 64, 1.1e-3), (64, None, 1.5e-3)],
+)
+def test_the_largest_forward_of_a_job_chooses_the_kernel(
+    box: Any, rows: int, most: int | None, seconds: float
+) -> None:
+    profile = box("tables/forwards", KERNELS)
+    assert profile.forward_s(SHARD.cost(rows, 1, 2, OPTIONS, most)) == seconds
+    assert profile.few_rows == EmulatedBackend(profile).few_rows == 32
+    profile.require("llama-3.1-8b", 2, OPTIONS)
+
+
+def test_a_kernel_of_few_rows_says_nothing_of_more(box: Any) -> None:
+    profile = box("tables/forwards", [forward(Shard(SHARD.shape), kernel="chain", most_rows=32)])
+    cost = Shard(SHARD.shape).cost(1, 1, 2, OPTIONS, 33)
+    assert profile.tables.forward(cost) is None
+    assert profile.forward_s(cost) == replace(profile, tables=Tables()).forward_s(cost)
+
+
+def test_host_costs_are_read(box: Any) -> None:
+    assert box().hosts == ()
+    (found,) = box("host", [host()]).hosts
+    assert (found.mode, found.num_drafts, found.source) == ("ssd", 1, "measured: here")
+    assert found.seconds == HostCosts().to_dict()
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -214,6 +259,11 @@ def test_the_predictor_and_the_emulated_backend_agree_to_the_last_bit(box: Any, 
         ("tables/forwards/0/seconds", {"0": 1}, "rising whole numbers from 1"),
         ("tables/forwards/0/seconds", {"one": 1}, "malformed"),
         ("tables/forwards/0/seconds", 3, "malformed"),
+        ("tables/forwards/0/most_rows", 0, "most_rows=0: allowed: a whole number >= 1, or null"),
+        ("tables/forwards/0/most_rows", "few", "malformed"),
+        ("host", [{}], "malformed 'seconds'"),
+        ("host", [host(seconds={"wake": -1})], "at least 0"),
+        ("host", [host(tp=1.5)], "1.5: allowed: whole numbers"),
         ("tables/links/0", {"name": "mpi", "from": "m", "seconds": {"1": 1}}, "'idle_s'"),
         ("tables/launches/0/host_s", -1, "at least 0"),
         ("all_reduce/latency_s", {"2": 1e-6}, "malformed"),

@@ -1,0 +1,77 @@
+"""The probe runs the kernels that runs run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mpissd.bench.models import Models
+from mpissd.bench.probe import kinds
+from mpissd.bench.probe_group import FORWARD_ROWS, GroupProbe
+from mpissd.bench.probe_sample import Checks
+from mpissd.comm.group import SoloGroup
+from mpissd.comm.topology import Topology
+from mpissd.config import RunConfig
+from mpissd.job import Job, resolve
+from mpissd.model.shard import Shard
+from mpissd.wait import Waiter
+
+pytestmark = pytest.mark.gpu
+WAITER = Waiter(60.0, spin=True)
+TARGET = "gen:layers=2,hidden=1024,ffn=4096,heads=8,vocab=4096"
+
+
+def job(**flags: Any) -> Job:
+    config = RunConfig(mode="ar", target=TARGET, fuse=True, **flags)
+    return resolve(config, 1, backend="cupy", memory_bytes=None)
+
+
+def of_a_run(backend: Any, found: Job) -> str:
+    """The kernel of a run's forwards, as its session opens them."""
+    from mpi4py import MPI
+
+    models = Models(backend, SoloGroup(), 0)
+    alone = SimpleNamespace(world=MPI.COMM_SELF, group=MPI.COMM_SELF, is_draft=False, is_lead=True)
+    models.expect([found])
+    target, _ = models.open(found, cast(Topology, alone))
+    assert target is not None
+    kernel = target.stack.weights.kernel
+    models.close()
+    return kernel
+
+
+def probed(backend: Any, found: Job) -> dict[int | None, dict[str, Any]]:
+    """ "forwards" entries of the job's target by most_rows."""
+    from mpi4py import MPI
+
+    checks = Checks()
+    group = GroupProbe(backend, MPI.COMM_SELF, WAITER, checks, "measured: here")
+    entries = {}
+    for most in kinds(backend):
+        rows = [n for n in FORWARD_ROWS if most is None or n <= most]
+        shard = Shard(found.target)
+        entries[most], _ = group.forwards(SoloGroup(), shard, found.options, rows, 1, most)
+    assert checks.error() is None
+    return entries
+
+
+def test_every_kernel_of_a_run_is_probed_and_named(backend: Any) -> None:
+    entries = probed(backend, job())
+    assert None in entries and entries[None]["kernel"] in ("cublas", "cupy")
+    for batch in (1, 32, 33, 64):
+        most = backend.few_rows if batch <= backend.few_rows else None
+        assert entries[most]["kernel"] == of_a_run(backend, job(batch_size=batch)), batch
+
+
+def test_from_hopper_on_few_rows_run_a_chain(backend: Any) -> None:
+    if backend.no_chain_reason is not None:
+        pytest.skip(f"no chain: {backend.no_chain_reason}")
+    entries = probed(backend, job())
+    assert sorted(entries, key=bool) == [None, 32] and entries[32]["kernel"] == "chain"
+    assert "64" in entries[None]["seconds"] and "64" not in entries[32]["seconds"]
+    assert {"1", "32"} <= set(entries[32]["seconds"]) & set(entries[None]["seconds"])
+    unfused = replace(job(), config=replace(job().config, fuse=False))
+    assert of_a_run(backend, unfused) == "chain"
