@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Makes the built-in profile of a device from what probes of it measured.
+
+    results/h200-probe/build_profile.py PROFILE.json … --to=mpissd/backend/profiles/h200.json
+
+Every probe adds its tables; where several measured the same, each number is their median. A probe
+from before kernels were told apart (its forwards have no "kernel") adds all-reduces alone. What no
+probe measured is derived, and says so in "from":
+
+    forwards without --fuse   as with it: the same weights are read
+    host costs of T, D = 1    the lead's of T with SD inline, the link's and the draft's of T = 1;
+                              a follower hears of a plan by a link and a nap later
+    all-reduces of more ranks as --base, the profile that is replaced, had them
+
+Forwards at other T are derived when they are asked for (mpissd/predict/derive.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mpissd.backend.profile import known_profiles, load_profile
+from mpissd.predict.costs import HostCosts
+
+Entry = dict[str, Any]
+FORWARD = ("model", "tp", "fuse", "lm_head", "kv_tokens", "params", "kernel", "most_rows")
+HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead")
+KEYS = {  # what tells the entries of a table apart
+    "forwards": FORWARD,
+    "all_reduces": ("name", "ranks", "graph"),
+    "links": ("name", "idle_s"),
+    "copies": ("direction",),
+    "products": ("k", "n"),
+}
+REMOTE = ("link", "nap", "patience", "glue", "keys", "keys_lane", "step")  # and draft_*
+
+
+def merged(entries: Iterable[Entry], key: Sequence[str]) -> list[Entry]:
+    """One entry for each identity: the medians of what was measured under it, and of how many."""
+    alike: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault(tuple(entry[name] for name in key), []).append(entry)
+    return [
+        {**dict(zip(key, identity, strict=True)), **_median(found)}
+        for identity, found in alike.items()
+    ]
+
+
+def _median(found: Sequence[Entry]) -> Entry:
+    points: dict[str, list[float]] = {}
+    for entry in found:
+        for point, seconds in entry["seconds"].items():
+            points.setdefault(point, []).append(seconds)
+    number = all(point.isdigit() for point in points)
+    order = sorted(points, key=int) if number else list(points)
+    many = f", median of {len(found)} probes" if len(found) > 1 else ""
+    told = {point: float(f"{median(points[point]):.6g}") for point in order}
+    return {"from": found[0]["from"] + many, "seconds": told}
+
+
+def unfused(forwards: Sequence[Entry]) -> list[Entry]:
+    """Forwards without --fuse where only those with it were measured."""
+
+    def identity(entry: Entry) -> tuple[Any, ...]:
+        return tuple(entry[name] for name in FORWARD if name != "kernel")
+
+    known = {identity(entry) for entry in forwards}
+    others = [{**entry, "fuse": False} for entry in forwards if entry["fuse"]]
+    why = "derived: as with --fuse, which reads the same weights"
+    return [
+        {**entry, "from": f"{why} ({entry['from']})"}
+        for entry in others
+        if identity(entry) not in known
+    ]
+
+
+def remote(hosts: Sequence[Entry]) -> list[Entry]:
+    """Host costs of a draft rank beside T > 1 targets, where only T targets alone, and a draft rank
+    beside one target, were measured."""
+    measured = {(e["mode"], e["tp"]) for e in hosts if e["num_drafts"]}
+    leads = [e for e in hosts if e["tp"] > 1 and e["mode"] == "sd" and not e["num_drafts"]]
+    return [
+        _remote(lead, far)
+        for lead in leads
+        for far in hosts
+        if far["tp"] == 1 and far["num_drafts"] and (far["mode"], lead["tp"]) not in measured
+        if all(far[name] == lead[name] for name in ("batch_size", "lookahead"))
+    ]
+
+
+def _remote(lead: Entry, far: Entry) -> Entry:
+    seconds = {
+        name: far["seconds"][name] if name in REMOTE or name.startswith("draft_") else value
+        for name, value in lead["seconds"].items()
+    }
+    costs = HostCosts.from_dict(seconds)
+    seconds["follower"] = costs.follower + costs.link + costs.nap
+    seconds["lead_send"] = far["seconds"]["lead_send"]  # to the draft: inline nothing is sent
+    why = f"derived: lead of T={lead['tp']}, {lead['mode']} D=0; link and draft of T=1, D=1"
+    told = {name: far[name] for name in HOST}
+    return {**told, "tp": lead["tp"], "from": why, "seconds": seconds}
+
+
+def numbers(probes: Sequence[Entry], base: Entry) -> Entry:
+    """Medians over the probes; memory is the device's, of the base."""
+    found = {}
+    for name, known in base["numbers"].items():
+        of = [p["numbers"][name] for p in probes if p["numbers"][name]["value"] is not None]
+        if name == "memory_bytes" or not of:
+            found[name] = known
+            continue
+        source = f"{of[0]['from']}, median of {len(of)} probes"
+        found[name] = {"value": median(entry["value"] for entry in of), "from": source}
+    return found
+
+
+def all_reduce(probes: Iterable[Entry], base: Entry) -> Entry:
+    """Latency and rate by ranks: the probes', beyond them the base's."""
+    latency, rate = dict(base["all_reduce"]["latency_s"]), dict(base["all_reduce"]["bytes_per_s"])
+    measured: dict[str, str] = {}
+    for probe in probes:
+        own = probe["all_reduce"]
+        for ranks, value in (own["latency_s"] or {}).items():
+            latency[ranks], rate[ranks] = value, own["bytes_per_s"][ranks]
+            measured[ranks] = own["from"]
+    if not measured:
+        return dict(base["all_reduce"])
+    told = [f"{source} ({ranks} ranks)" for ranks, source in sorted(measured.items())]
+    if rest := [ranks for ranks in latency if ranks not in measured]:
+        told.append(f"{', '.join(rest)} ranks as before, {base['all_reduce']['from']}")
+    return {"from": "; ".join(told), "latency_s": latency, "bytes_per_s": rate}
+
+
+def build(probes: Sequence[Entry], base: Entry) -> Entry:
+    """The built-in profile."""
+    new = [p for p in probes if all("kernel" in e for e in p["tables"]["forwards"])]
+    if not new:
+        raise ValueError("no probe that tells kernels apart")
+    tables = {
+        name: merged(
+            (e for p in (probes if name == "all_reduces" else new) for e in p["tables"][name]), key
+        )
+        for name, key in KEYS.items()
+    }
+    tables["forwards"] += unfused(tables["forwards"])
+    hosts = merged((e for p in new for e in p["host"]), HOST)
+    made = [{k: (p["provenance"] or {}).get(k) for k in ("commit", "started_at")} for p in probes]
+    return {
+        "schema": base["schema"],
+        "kind": "device",
+        "name": base["name"],
+        "device_name": base["device_name"],
+        "numbers": numbers(new, base),
+        "all_reduce": all_reduce(probes, base),
+        "others": "modelled: forwards of no table, by the numbers",
+        "tables": tables,
+        "host": hosts + remote(hosts),
+        "made_of": [{"name": p["name"], **m} for p, m in zip(probes, made, strict=True)],
+    }
+
+
+def text_of(value: Any) -> str:
+    """JSON with one line for each entry of a list."""
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    if isinstance(value, dict) and any(isinstance(v, (dict, list)) for v in value.values()):
+        lines = [f"{json.dumps(name)}: {text_of(v)}" for name, v in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n}"
+    return json.dumps(value)
+
+
+def main() -> int:
+    """Writes the profile, and loads it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("profiles", type=Path, nargs="+")
+    parser.add_argument("--base", default="h200", help="the built-in profile that is replaced")
+    parser.add_argument("--to", type=Path, required=True)
+    given = parser.parse_args()
+    base = json.loads(known_profiles()[given.base].read_text())
+    found = build([json.loads(path.read_text()) for path in given.profiles], base)
+    given.to.write_text(text_of(found) + "\n")
+    profile = load_profile(str(given.to))
+    entries = [e for rows in (*found["tables"].values(), found["host"]) for e in rows]
+    derived = sum(entry["from"].startswith("derived") for entry in entries)
+    print(f"{given.to}: {len(entries)} entries, {derived} derived, of {len(given.profiles)} probes")
+    print(f"jobs of at most {profile.few_rows} rows run a kernel of their own")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
