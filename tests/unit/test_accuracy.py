@@ -12,7 +12,7 @@ import pytest
 
 from mpissd import cli, commands
 from mpissd.errors import ConfigError
-from mpissd.predict.accuracy import Errors, errors_of, groups, profile_of_another_job, table
+from mpissd.predict.accuracy import BAR, Errors, errors_of, groups, profile_of_another_job, table
 from mpissd.predict.from_row import Forecast
 from mpissd.tables import load_rows
 
@@ -99,6 +99,15 @@ def test_the_command_takes_rows_a_profile_and_a_host(capsys: pytest.CaptureFixtu
     text, named = predict(capsys, rows=f"{STUDY},{RESULTS / 'h200-tables'}", profile="h200")
     assert {group["machine"] for group in named["groups"]} == {"NVIDIA H200", "emulated"}
     assert sum(named["left_out"].values()) == 131 and "the profile is of NVIDIA H200" in text
+
+
+def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> None:
+    """At every T; with it 60 rounds a row are too few for any predictor."""
+    another = profile_of_another_job(None, str(STUDY / "host.json"))
+    found, _ = errors_of(load_rows([STUDY]), another)
+    for group in groups(found):
+        assert all(size <= most for size, most in zip(group["without_luck"], BAR, strict=True))
+        assert abs(group["without_luck_signed"]) < 0.03
 
 
 def test_the_host_s_own_row_is_no_other_job_s() -> None:
