@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from analysis.interval import interval
-from analysis.real_pair import REAL, under_real_pairs
+from analysis.real_pair import REAL
+from mpissd.real_pairs import under_real_pairs
 from mpissd.rows import other_draft_device
 
 Row = dict[str, Any]

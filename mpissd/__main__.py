@@ -88,6 +88,7 @@ def alone(command: cli.Command) -> int:
         "compare": commands.compare,
         "tables": commands.tables,
         "best": sweeping.best,
+        "claims": sweeping.claims,
     }
     return functions[command.name](command.config)
 

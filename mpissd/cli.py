@@ -17,6 +17,7 @@ from fire.decorators import SetParseFn
 
 from mpissd.command_config import (
     BestConfig,
+    ClaimsConfig,
     CollectivesConfig,
     CompareConfig,
     DoctorConfig,
@@ -58,6 +59,11 @@ SPECS = {
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
     "best": Spec(
         BestConfig, "The fastest method at equal K and at each one's own best K.", ("results",)
+    ),
+    "claims": Spec(
+        ClaimsConfig,
+        "The speedups that may be claimed: SSD against the best other use of its GPUs.",
+        ("results",),
     ),
     "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
     "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),

@@ -72,6 +72,14 @@ class BestConfig(Checked):
 
 
 @dataclass(frozen=True)
+class ClaimsConfig:
+    """Of `claims`: from which rows, or which file's tables."""
+
+    results: str | None = flag(None, words, "folders and runs.jsonl, by commas (default: results)")
+    into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")
+
+
+@dataclass(frozen=True)
 class PredictConfig(RunConfig):
     """Of `predict`: a run's flags, T, and the profile to predict from."""
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 from mpissd.backend.profile import role_profiles
 from mpissd.comm.topology import check_world, launcher_size
-from mpissd.command_config import BestConfig, SweepConfig
+from mpissd.command_config import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.errors import ConfigError
 from mpissd.job import resolve_unopened
 from mpissd.job.checks import check_draft_device
+from mpissd.sweep import claims as claimed
 from mpissd.sweep.best import compare_methods, render, to_dict
 from mpissd.sweep.forecast import duration_text, predicted_s
 from mpissd.sweep.grid import read_grid
@@ -95,3 +97,22 @@ def best(config: BestConfig) -> int:
     ]
     print(json.dumps(told))
     return 0
+
+
+def claims(config: ClaimsConfig) -> int:
+    """Prints the table of claims, or makes those of a file anew."""
+    if config.into is None:
+        print(claimed.render(claimed.claims(_rows_of(config.results or "results"))))
+        return 0
+    path = Path(config.into)
+    if config.results is not None:
+        raise ConfigError("results with into: allowed: what the file's tables name")
+    try:
+        path.write_text(claimed.rewritten(path.read_text(), _rows_of))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"into={config.into!r}: {error}") from error
+    return 0
+
+
+def _rows_of(results: str) -> list[dict[str, Any]]:
+    return load_rows([name for name in results.split(",") if name])

@@ -124,9 +124,9 @@ class Comparison:
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
     """Every setting of these rows, in the order in which they come; without what is no row."""
     found = [row for row in rows if is_row(row)]
-    settings = dict.fromkeys(_setting(row) for row in found if row["mode"] != "ar")
+    settings = dict.fromkeys(setting_of(row) for row in found if row["mode"] != "ar")
     if not settings:
-        settings = dict.fromkeys(_setting(row) for row in found)
+        settings = dict.fromkeys(setting_of(row) for row in found)
     return [Comparison(setting, _methods(found, dict(setting))) for setting in settings]
 
 
@@ -137,7 +137,8 @@ def is_row(row: Row) -> bool:
     return measured and row.get("mode") in _MODES and all(type(n) is int for n in counts)
 
 
-def _setting(row: Row) -> tuple[tuple[str, Any], ...]:
+def setting_of(row: Row) -> tuple[tuple[str, Any], ...]:
+    """What rows that are compared have in common: machine, forward, laws."""
     names = (*_MACHINE, *_FORWARD, *_SAMPLED, *DRAFTED)
     return tuple((name, row.get(name)) for name in names)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpissd.compare import Comparison as Gain
@@ -26,9 +26,13 @@ class MeasuredUse:
     method: str
     cell: Cell
 
+    @property
+    def where(self) -> str:
+        """Mode, T, D and K."""
+        return f"{Family.of(self)}{f' K={self.cell.lookahead}' * bool(self.cell.lookahead)}"
+
     def __str__(self) -> str:
-        at = f" K={self.cell.lookahead}" * bool(self.cell.lookahead)
-        return f"{Family.of(self)}{at}: {self.cell.median:.1f} tok/s"
+        return f"{self.where}: {self.cell.median:.1f} tok/s"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Verdict:
 
     ssd: MeasuredUse
     others: Others[MeasuredUse]
+    every: tuple[MeasuredUse, ...] = ()  # other uses at every K
 
     @property
     def gain(self) -> Gain | None:
@@ -78,7 +83,7 @@ def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
     """
     setting = dict(found.setting)
     alike = [row for row in rows if is_row(row) and _is_alike(row, setting)]
-    uses = _uses(alike)
+    ways, uses = _ways(alike), _uses(alike)
     tps = tps_of(str(setting["target"]), max((row["world_size"] for row in alike), default=0))
     here = [row for row in alike if row["mode"] == "ssd" and row["tp"] == setting["tp"]]
     cases = dict.fromkeys((row["world_size"], *(row.get(n) for n in _SAME)) for row in here)
@@ -86,7 +91,8 @@ def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
     for gpus, *law in cases:
         own = [r for r in here if [r["world_size"], *(r.get(n) for n in _SAME)] == [gpus, *law]]
         ssd = max(_uses(own), key=lambda use: use.tok_per_s)
-        told.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps))))
+        every = tuple(u for u in ways if u.mode != "ssd" and Family.of(u).gpus <= gpus)
+        told.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps)), every))
     return told
 
 
@@ -99,20 +105,24 @@ def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
 
 def _uses(rows: Sequence[Row]) -> list[MeasuredUse]:
     """Every method on every T and D, at its own best K."""
-    cells: dict[tuple[Family, str], dict[int, list[Row]]] = {}
+    ways: dict[tuple[Family, str], list[MeasuredUse]] = {}
+    for use in _ways(rows):
+        ways.setdefault((Family.of(use), use.method), []).append(use)
+    bests = [(of, best_cell([use.cell for use in of])) for of in ways.values()]
+    chosen = [next(use for use in of if use.cell is best) for of, best in bests]
+    if not all(use.cell.predicted for use in chosen):
+        return chosen
+    return [replace(use, tok_per_s=use.cell.predicted or 0.0) for use in chosen]
+
+
+def _ways(rows: Sequence[Row]) -> list[MeasuredUse]:
+    """Every method on every T and D at every K, by their medians."""
+    cells: dict[tuple[str, int, int, str, int], list[Row]] = {}
     for row in rows:
-        family = Family(row["mode"], row["tp"], row["world_size"] - row["tp"])
-        cells.setdefault((family, method_of(row)), {}).setdefault(row["lookahead"], []).append(row)
-    bests = {
-        way: best_cell([Cell(k, tuple(of)) for k, of in by_k.items()])
-        for way, by_k in cells.items()
-    }
-    predicted = all(cell.predicted for cell in bests.values())
-    return [
-        MeasuredUse(*_place(family), (predicted and cell.predicted) or cell.median, method, cell)
-        for (family, method), cell in bests.items()
-    ]
-
-
-def _place(family: Family) -> tuple[str, int, int]:
-    return family.mode, family.tp, family.num_drafts
+        place = row["mode"], row["tp"], row["world_size"] - row["tp"]
+        cells.setdefault((*place, method_of(row), row["lookahead"]), []).append(row)
+    found = []
+    for (mode, tp, num_drafts, method, lookahead), of in cells.items():
+        cell = Cell(lookahead, tuple(of))
+        found.append(MeasuredUse(mode, tp, num_drafts, cell.median, method, cell))
+    return found

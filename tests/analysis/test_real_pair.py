@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.real_pair import REAL, beside, hit_rate, sentence, under_real_pairs
+from analysis.real_pair import REAL, beside, sentence
 from mpissd.job import resolve
 from mpissd.predict import jobfile
 from mpissd.predict.closed import expected
 from mpissd.predict.from_row import config_of_row, job_of_row
-from mpissd.real_pairs import REAL_PAIRS
+from mpissd.real_pairs import REAL_PAIRS, hit_rate, under_real_pairs
 from mpissd.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
