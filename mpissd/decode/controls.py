@@ -88,11 +88,13 @@ class AdaptiveControls(Controls):
         self._rounds = 0
         self._hazards = estimator.hazards()
         self._tokens = self._round_s = 0.0  # a sequence and round, smoothed
+        self._next = 0, Source.NONE  # a batch, and what its misses will be answered by
 
     def backup(self, num_misses: int, num_live: int) -> Source:
         if self._controller is None:
             return self._fixed.backup(num_misses, num_live)
-        return self._controller.choose(num_live)
+        batch, chosen = self._next
+        return chosen if batch == num_live else self._controller.choose(num_live)
 
     def late_steps(self, ready: int, clocks: Clocks) -> int:
         if not self._late or ready >= self._lookahead or not self._round_s:
@@ -139,6 +141,8 @@ class AdaptiveControls(Controls):
                 backup_s=clocks.backup_s,
                 verify_s=0.0,
             )
+            batch = len(seen.accepted)  # chosen now: a miss waits for it later
+            self._next = batch, self._controller.choose(batch)
 
 
 def smoothed(value: float, sample: float) -> float:

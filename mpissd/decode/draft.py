@@ -216,14 +216,25 @@ class Drafter:
         self._worker.served(self._batch, speculation)
         if self._watch is not None:
             self._watch.served(speculation)
+            if not self._has_glue:
+                self._watch.show()
+
+    @property
+    def _has_glue(self) -> bool:
+        return self._controls.speculates_ahead and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> bool:
-        """Runs the glue over the served trunk and makes the keys; False: nothing to grow."""
-        if not self._controls.speculates_ahead or not len(self._batch):
+        """Runs the glue over the served trunk and makes the keys; False: nothing to grow.
+
+        Controls see the last round and decide while the glue runs, so that no outcome waits for it.
+        """
+        if not self._has_glue:
             return False
         self._growth_start = perf_counter()
         self._worker.launch_glue(self._batch, speculation)
-        fan_outs = self._fan_outs = self._controls.plan()  # while the glue runs
+        if self._watch is not None:
+            self._watch.show()
+        fan_outs = self._fan_outs = self._controls.plan()
         self._worker.wait(self._waiter)
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)

@@ -1,6 +1,6 @@
 """What a draft sees of its own rounds, for controls that adapt: committed outcomes and clocks.
 
-Round after round: heard() → drafted() → looked_up() → served().
+Round after round: heard() → drafted() → looked_up() → served() → show().
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Watch:
         self._controls = controls
         self._lookup: _Lookup | None = None
         self._served: Speculation | None = None
+        self._ended: Speculation | None = None  # what was served before it
         self._heard_at = self._served_at = self._backup_s = 0.0
 
     def heard(self) -> None:
@@ -53,11 +54,14 @@ class Watch:
         self._lookup = outcome, lanes, branches, fan_outs
 
     def served(self, speculation: Speculation) -> None:
-        """A speculation is with the target: what the last outcome said of the one before it."""
+        """A speculation is with the target."""
         self._served_at = perf_counter()
-        if self._served is not None and self._lookup is not None:
-            self._controls.observe(_seen(self._served, *self._lookup), self.clocks)
-        self._served = speculation
+        self._ended, self._served = self._served, speculation
+
+    def show(self) -> None:
+        """What the last outcome said of its speculation; controls take their time over it."""
+        if self._ended is not None and self._lookup is not None:
+            self._controls.observe(_seen(self._ended, *self._lookup), self.clocks)
 
 
 def _seen(

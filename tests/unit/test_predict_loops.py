@@ -17,6 +17,7 @@ import numpy as np
 from mpissd.backend.profile import load_profile
 from mpissd.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape
 from mpissd.config import RunConfig
+from mpissd.decode.controls import Controls
 from mpissd.decode.draft import Drafter, DraftPolicy
 from mpissd.decode.serve import serve
 from mpissd.decode.speculator import (
@@ -111,7 +112,7 @@ class VirtualForwards:
         return self._clock.now >= self._end
 
     def wait(self, waiter: Waiter) -> None:
-        self._clock.now = self._end
+        self._clock.now = max(self._clock.now, self._end)
 
     def elapsed_s(self) -> float:
         return self._elapsed_s
@@ -226,11 +227,11 @@ class VirtualRun:
         policy = DraftPolicy(
             job.lookahead,
             job.fan_outs,
-            Source[config.backup.upper()],
+            Source.FAST if config.backup == "fast" else Source.JIT,
             job.backup_lookahead,
             config.on_late,
         )
-        drafter = Drafter(worker, policy, batch, self.draft)
+        drafter = Drafter(worker, policy, batch, self.draft, self._controls(policy))
         close = drafter.ledger.close_round
 
         def close_round(round_: int, phase: int) -> None:
@@ -240,6 +241,10 @@ class VirtualRun:
 
         drafter.ledger.close_round = close_round  # type: ignore[method-assign]
         return drafter
+
+    def _controls(self, policy: DraftPolicy) -> Controls | None:
+        """What adapts; None: nothing."""
+        return None
 
     def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
         job = self.job
