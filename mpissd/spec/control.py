@@ -27,6 +27,7 @@ BACKUPS = (Source.JIT, Source.FAST)
 EXPLORE = 0.005  # of the time, at most, goes to trying the backup that seems the worse
 _FIRST_JIT_ROUNDS = 2  # its length is known from cached tokens, only its time is not
 _FIRST_FAST_ROUNDS, _FIRST_FAST_ROWS = 8, 32
+_LEAST_FAST, _ERRORS = 4, 2.0  # rounds and rows, after which so many standard errors count
 _MEMORY_ROWS = 2048.0  # outcomes of a source
 _MEMORY_ROUNDS = 4096.0
 _TIMES = 32  # the latest of each kind
@@ -46,8 +47,9 @@ class BackupController:
 
     The backup that seems worse is tried as often as EXPLORE of the recent time pays for, by its
     estimated loss: seldom if it is far worse, often if nearly as good, when knowing more matters.
-    First come two rounds of JIT and eight of FAST, which the same account has to earn back: no run
-    longer than 1/EXPLORE times what they lost spends more than EXPLORE.
+    First come two rounds of JIT and eight (and 32 outcomes) of FAST; after four FAST is left early
+    where it would lose even with tokens two standard errors above those seen. The same account has
+    to earn back what they lost: no run longer than 1/EXPLORE times that spends more than EXPLORE.
     """
 
     def __init__(
@@ -107,8 +109,7 @@ class BackupController:
         """What answers the misses of the next round, of `batch` sequences: JIT or FAST."""
         if self._miss_rounds[Source.JIT] < _FIRST_JIT_ROUNDS:
             return Source.JIT
-        fast_rounds, fast_rows = self._miss_rounds[Source.FAST], self._outcomes[Source.FAST].ever
-        if fast_rounds < _FIRST_FAST_ROUNDS or fast_rows < _FIRST_FAST_ROWS:
+        if self._wants_fast(batch):
             return Source.FAST
         (jit, jit_s), (fast, fast_s) = (self._rate(backup, batch) for backup in BACKUPS)
         first = self._best is Source.NONE
@@ -118,6 +119,16 @@ class BackupController:
             self._lost_s += self._miss_rounds[other] * self._loss_s
         paid = self._lost_s + self._loss_s <= self._explore * self._elapsed_s
         return other if paid else self._best
+
+    def _wants_fast(self, batch: int) -> bool:
+        """Whether FAST was tried too seldom to be judged."""
+        rounds, rows = self._miss_rounds[Source.FAST], self._outcomes[Source.FAST].ever
+        if rounds >= _FIRST_FAST_ROUNDS and rows >= _FIRST_FAST_ROWS:
+            return False
+        if min(rounds, rows) < _LEAST_FAST:
+            return True
+        at_best, _ = self._rate(Source.FAST, batch, _ERRORS)
+        return at_best >= self._rate(Source.JIT, batch)[0]
 
     def _count(self, accepted: Whole, source: Whole, found: NDArray[np.bool_]) -> list[list[int]]:
         """[rows, tokens, tokens of the first K_b, keys found] by source, remembered as well."""
@@ -133,13 +144,18 @@ class BackupController:
                 outcomes.add(*tallies[kind])
         return tallies
 
-    def _rate(self, backup: Source, batch: int) -> tuple[float, float]:
-        """(tokens a second and sequence, seconds from one round with a miss to the next)."""
+    def _rate(self, backup: Source, batch: int, errors: float = 0.0) -> tuple[float, float]:
+        """(tokens a second and sequence, seconds from one round with a miss to the next).
+
+        errors: standard errors by which the backup's length is taken to be above what was seen.
+        """
         cached, own = self._outcomes[Source.CACHE], self._outcomes[backup]
         h = stationary_hit_rate(cached.found_share(0.5, 2.0), self._found_after(own))
         length = own.mean_tokens()
         if backup is Source.JIT:
             length = own.mean_tokens(cached.mean_short(), _LIKE_CACHE if cached.rows else 0.0)
+        if errors:
+            length = min(length + errors * own.error(), float(self._short))
         tokens = 1 + (h * cached.mean_tokens() if cached.rows else h * length) + (1 - h) * length
         all_hit = h ** max(1.0, batch * self._independence())
         miss_s = self._rest_s.typical() + self._own_s[backup].typical()
@@ -177,6 +193,11 @@ class _Outcomes:
     def mean_tokens(self, prior: float = 0.0, weight: float = 0.0) -> float:
         """Accepted, without the bonus."""
         return (self.tokens + weight * prior) / (self.rows + weight)
+
+    def error(self) -> float:
+        """Standard error of mean_tokens(), by the variance of a geometric law of that mean."""
+        mean = self.mean_tokens()
+        return math.sqrt((mean * (1 + mean) + 0.5) / self.rows)
 
     def mean_short(self) -> float:
         return self.short / self.rows if self.rows else 0.0

@@ -17,6 +17,7 @@ from mpissd.spec.control import BackupController
 from tests.unit.test_predict_loops import Clock, VirtualRun, make_job
 
 SMALL = {"pair": "8b/1b", "lookahead": 4, "fan_out": "geometric:12"}
+LARGE = {"pair": "70b/1b", "lookahead": 7, "fan_out": "geometric:24"}
 SEEN_S, CHOSEN_S = 45e-6, 20e-6  # what the controller took of a round's time on an H200's host
 
 
@@ -87,9 +88,13 @@ def test_no_outcome_waits_for_the_controller(batch: int, run: Run) -> None:
     np.testing.assert_allclose(slow_s, quick_s, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("pair", "batch"), [(SMALL, 4), (SMALL, 16)])
+@pytest.mark.parametrize(("pair", "batch"), [(SMALL, 4), (SMALL, 16), (LARGE, 1)])
 def test_auto_is_near_the_better_backup(pair: dict[str, Any], batch: int, run: Run) -> None:
-    """Start and trials included: the mean of three seeds whose draws are those of its rivals."""
+    """Start and trials included: the mean of three seeds whose draws are those of its rivals.
+
+    FAST is the better one of the small pair. Of the large one it loses a ninth: with 32 rows of it
+    at the start 400 rounds lost 4.7%.
+    """
     rates = {
         way: np.array(
             [rate(run(way, {**pair, "batch_size": batch, "seed": seed})) for seed in range(3)]
