@@ -147,8 +147,9 @@ class Backend(ABC):
         """out = x @ weight, accumulated in float32; x may be a column view."""
 
     @abstractmethod
-    def read(self, num_bytes: int) -> Callable[[], None]:
-        """An operation that reads num_bytes of a buffer of that size (the KV cache's traffic)."""
+    def read(self, num_bytes: int) -> Callable[..., None]:
+        """An operation of an optional byte count that reads so much of a buffer of num_bytes, all
+        of it by default (the KV cache's traffic)."""
 
     @abstractmethod
     def top_k(self, values: Array, k: int, out_ids: Array, out_values: Array) -> None:

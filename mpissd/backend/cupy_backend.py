@@ -136,9 +136,9 @@ class CupyBackend(Backend):
         operands = [(a.data.ptr, step(a)) for a in (x, w, out)]
         self._gemm.multiply(m, n, k, *operands)
 
-    def read(self, num_bytes: int) -> Callable[[], None]:
+    def read(self, num_bytes: int) -> Callable[..., None]:
         buffer = self.random_words(num_bytes)
-        return lambda: self.read_words(buffer, num_bytes, 1)
+        return lambda count=num_bytes: self.read_words(buffer, count, 1)
 
     def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
         rows, width = values.shape

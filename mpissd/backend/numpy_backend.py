@@ -74,13 +74,13 @@ class NumpyBackend(Backend):
     def matmul(self, x: Any, weight: Any, out: Any) -> None:
         np.matmul(x, weight, out=out)
 
-    def read(self, num_bytes: int) -> Callable[[], None]:
+    def read(self, num_bytes: int) -> Callable[..., None]:
         cache = np.ones(max(1, num_bytes // 4), np.float32)
 
-        def read_all() -> None:
-            cache.max()
+        def read_first(count: int = num_bytes) -> None:
+            cache[: max(1, count // 4)].max()
 
-        return read_all
+        return read_first
 
     def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
         if k == 1:

@@ -64,7 +64,7 @@ class Need:
 
     @property
     def kv_bytes(self) -> int:
-        return self.shard.kv_bytes(self.options.context, self.num_sequences)
+        return self.shard.kv_read(self.buckets[-1], self.num_sequences, self.options)
 
 
 def needs(job: Job) -> list[Need]:

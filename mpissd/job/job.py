@@ -46,9 +46,12 @@ class Job:
 
     @property
     def draft_options(self) -> ForwardOptions:
-        """Of the draft's forward: with an LM head it keeps as many candidates as a row may need."""
-        top_k = self.widest + 1 if self.config.lm_head and self.fan_out else 1
-        return ForwardOptions(self.config.fuse, self.config.lm_head, self.config.context, top_k)
+        """Of the draft's forward: with an LM head it keeps as many candidates as a row may need,
+        and a lane reads what it has grown: 1 … K tokens, their mean rounded up."""
+        config = self.config
+        top_k = self.widest + 1 if config.lm_head and self.fan_out else 1
+        own = self.lookahead // 2 + 1 if config.context else 1
+        return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
 
     @property
     def inline(self) -> bool:
@@ -118,13 +121,15 @@ class Job:
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Weight and KV bytes of a (target rank, draft rank); inline, the lead holds both."""
-        batch, context = self.config.batch_size, self.config.context
+        batch, rows = self.config.batch_size, self.target_buckets()[-1]
         shard = Shard(self.target, self.tp)
-        target = shard.num_params(self.options) * itemsize + shard.kv_bytes(context, batch)
+        target = shard.num_params(self.options) * itemsize
+        target += shard.kv_read(rows, batch, self.options)
         if self.draft is None:
             return target, 0
-        alone = Shard(self.draft)
-        draft = alone.num_params(self.draft_options) * itemsize + alone.kv_bytes(context, batch)
+        alone, rows = Shard(self.draft), self.draft_buckets()[-1]
+        draft = alone.num_params(self.draft_options) * itemsize
+        draft += alone.kv_read(rows, batch, self.draft_options)
         return (target + draft, 0) if self.inline else (target, draft)
 
 

@@ -60,10 +60,15 @@ class GemmStack:
         self.weights, self.layers, self.table = weights, weights.layers, weights.table
         self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
         self.buffers = self._buffers(max_rows)
-        per_layer = shard.kv_bytes(options.context, max_sequences) // max(1, len(self.layers))
+        self._max_sequences = max_sequences
         # A buffer for each layer: one that is reread would be read from the cache.
-        count = shard.shape.num_layers if per_layer else 0
-        self._read_kv = [backend.read(per_layer) for _ in range(count)]
+        count = shard.shape.num_layers if options.context else 0
+        self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
+
+    def _kv_bytes(self, rows: int) -> int:
+        """What a forward of so many rows reads of one layer's buffer."""
+        read = self.shard.kv_read(rows, self._max_sequences, self.options)
+        return read // max(1, len(self.layers))
 
     def body(self, rows: int) -> Callable[[], None]:
         """The operations of one forward of `rows` rows, in order."""
@@ -91,7 +96,7 @@ class GemmStack:
             self.backend.matmul(hidden, weight, out)
             start += width
         if self._read_kv:
-            self._read_kv[number]()
+            self._read_kv[number](self._kv_bytes(rows))
         q = self.backend.view(self.buffers.qkv, rows, 0, self.shard.q_width)
         self.backend.matmul(q, layer.o, middle)
         self.group.all_reduce(middle)

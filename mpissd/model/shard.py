@@ -19,8 +19,9 @@ class ForwardOptions:
 
     fuse: bool = False  # issue q,k,v as one product, and gate,up as one
     lm_head: bool = False
-    context: int = 0  # tokens of KV cache read per sequence
+    context: int = 0  # tokens of KV cache that the rows of a sequence share; 0: no KV is read
     top_k: int = 1
+    own_tokens: int = 1  # of KV cache that each row reads for itself, its own token included
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,12 @@ class Shard:
         """16-bit KV bytes that attention over `context` tokens reads here, for all sequences."""
         return sequences * context * self.shape.num_layers * 2 * self.kv_width * 2
 
+    def kv_read(self, rows: int, sequences: int, options: ForwardOptions) -> int:
+        """KV bytes that a forward reads here: each sequence's prefix once for all of its rows, as
+        a tree attention kernel does, and each row's own suffix."""
+        own = rows * options.own_tokens if options.context else 0
+        return self.kv_bytes(options.context, sequences) + self.kv_bytes(own, 1)
+
     def cost(
         self,
         rows: int,
@@ -131,7 +138,7 @@ class Shard:
         return Cost(
             rows=rows,
             weight_bytes=params * itemsize,
-            kv_bytes=self.kv_bytes(options.context, sequences),
+            kv_bytes=self.kv_read(rows, sequences, options),
             flops=2 * rows * params,
             num_products=self.num_products(options),
             num_all_reduces=reduces,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -196,13 +197,28 @@ def test_equal_tokens_are_equal_rows_and_others_are_not() -> None:
     assert np.abs(rows[0] - rows[1]).max() > 0.1
 
 
-def test_a_context_is_read_once_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own_tokens", [1, 4])
+def test_what_is_read_of_a_context_is_what_is_counted(
+    own_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer: the prefix of every sequence, and every row's own tokens, within the buffer."""
     reads: list[int] = []
-    monkeypatch.setattr(
-        NumpyBackend, "read", lambda self, num_bytes: lambda: reads.append(num_bytes)
-    )
-    forward(build(GATED, ForwardOptions(context=10), SoloGroup(), sequences=3))
-    assert reads == [3 * 10 * 2 * GATED.kv_width * 2] * GATED.num_layers
+    sizes: list[int] = []
+
+    def read(self: NumpyBackend, num_bytes: int) -> Callable[[int], None]:
+        sizes.append(num_bytes)
+        return reads.append
+
+    monkeypatch.setattr(NumpyBackend, "read", read)
+    options = ForwardOptions(context=10, own_tokens=own_tokens)
+    stack = build(GATED, options, SoloGroup(), sequences=3)
+    forward(stack)
+    rows = len(TOKENS)
+    layer = (3 * 10 + rows * own_tokens) * 2 * GATED.kv_width * 2
+    assert reads == [layer] * GATED.num_layers and max(reads) <= min(sizes)
+    assert sum(reads) == stack.shard.cost(rows, 3, 4, options).kv_bytes
+    stack.body(1)()
+    assert reads[-1] == layer - (rows - 1) * own_tokens * 2 * GATED.kv_width * 2
 
 
 class TestStepper:

@@ -45,11 +45,22 @@ def test_what_a_forward_costs() -> None:
     layer = 8 * (4 + 2 + 2 + 4) + 8 * 6 * 3
     params = 3 * layer + 8 * 5
     assert cost.weight_bytes == 2 * params and cost.flops == 2 * 6 * params
-    assert cost.kv_bytes == 2 * 50 * 3 * 2 * 2 * 2
+    assert cost.kv_bytes == (2 * 50 + 6) * 3 * 2 * 2 * 2  # a prefix a sequence, a token a row
     assert (cost.rows, cost.tp, cost.all_reduce_bytes) == (6, 2, 6 * 8 * 2)
     assert cost.num_products == 3 * 7 + 1
     assert cost.num_all_reduces >= 2 * 3
     assert Shard(shape).cost(6, 2, 2, options).num_all_reduces == 0
+
+
+def test_lanes_share_their_prefix_and_read_their_own_suffix() -> None:
+    """A growth step of the 1B at 16k: 537 MB of prefix once, and 32 KiB a lane and grown token."""
+    shard, options = Shard(resolve_model("1b")), ForwardOptions(context=16384, own_tokens=3)
+    few, many = (shard.cost(lanes, 1, 2, options) for lanes in (5, 80))
+    assert few.kv_bytes == 16384 * 32_768 + 5 * 3 * 32_768
+    assert many.kv_bytes - few.kv_bytes == 75 * 3 * 32_768
+    assert few.key == many.key  # whose measured tables differ in their rows alone
+    assert shard.cost(80, 4, 2, options).kv_bytes == many.kv_bytes + 3 * 16384 * 32_768
+    assert shard.cost(80, 1, 2, ForwardOptions(own_tokens=3)).kv_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,7 @@ def test_a_head_sized_draft_reads_its_own_products(kind: str, lm_head: bool, fus
     assert shard.num_products(options) == products == len(shard.products(options))
     cost = shard.cost(6, 3, 2, options)
     assert (cost.weight_bytes, cost.flops) == (2 * params, 12 * params)
-    assert cost.kv_bytes == layers * 3 * 50 * 2 * 4 * 2 and cost.num_all_reduces == 0
+    assert cost.kv_bytes == layers * (3 * 50 + 6) * 2 * 4 * 2 and cost.num_all_reduces == 0
 
 
 def test_what_is_read_first_comes_first() -> None:
