@@ -1,1 +1,4 @@
-"""Ranks and messages: topology, target group, lead-draft link, wire format. MPI lives here."""
+"""The ranks' roles, the target ranks' collectives, and the messages between lead, draft, followers.
+
+Outside bench/ and __main__, only this package imports mpi4py.
+"""

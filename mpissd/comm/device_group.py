@@ -1,17 +1,19 @@
-"""All-reduces of device arrays: inside the graph, or staged through the host over MPI.
+"""All-reduces of device arrays, within a CUDA graph or through the host over MPI.
 
     choice    what it opens
-    auto      oneshot where it can be and is right, else nccl where CuPy has NCCL and no two ranks
-              share a GPU, else staged
-    oneshot   kernels over memory that the GPUs of one host map of each other (see device_oneshot)
-    nccl      NCCL; ConfigError where it cannot be
-    staged    device → page-locked host → MPI in float32 → device: any MPI, but no graphs
-    device    MPI on device pointers (see device_mpi), opt-in by --cuda_aware_mpi
-    mpi       the same as device: there is no other MPI for device arrays but staged
+    auto      oneshot if it can be opened and its trial sums are right; else nccl if CuPy has NCCL
+              and no two ranks share a GPU; else staged
+    oneshot   kernels on memory that the GPUs of one host share (device_oneshot)
+    nccl      NCCL, or a ConfigError
+    staged    copies to page-locked host memory, sums by MPI in float32, copies back; works with any
+              MPI, without graphs
+    device    MPI on device pointers (device_mpi); needs --cuda_aware_mpi
+    mpi       the same as device
 
-Closing order: graphs (they hold NCCL's operations; the other way round hangs) → NCCL → the MPI
-communicator. NcclGroup.close keeps it, and aborts NCCL where the device still waits for a peer; the
-owner then leaves by MPI.Abort. Device memory is freed last: freeing waits for the device.
+Close in this order: graphs, NCCL, the MPI communicator. Graphs hold NCCL's operations, and the
+other order hangs. NcclGroup.close does so, and aborts NCCL where the device still waits for a peer;
+the rank then has to leave by MPI.Abort. Device memory is freed last, because freeing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from mpissd.comm.group import ALL_REDUCES, Group
 from mpissd.errors import ConfigError, FaultError, unknown
 from mpissd.wait import Waiter
 
-_SEAT_BYTES = 256  # what a rank tells of itself: one line
+_SEAT_BYTES = 256  # of a seat as text
 _UNIQUE_ID_BYTES = 128
-_CLOSE_S = 1.0  # how long a close waits for what is still enqueued
+_CLOSE_S = 1.0  # longest wait of a close for enqueued work
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits, and whether CuPy has NCCL there."""
+    """A rank's host and GPU, and whether its CuPy has NCCL."""
 
     host: str
     bus_id: str
@@ -54,7 +56,7 @@ class Seat:
 
 
 def shared_gpu(seats: Sequence[Seat]) -> str | None:
-    """'ranks 0 and 2 share GPU … of host …', or None where every rank has its own."""
+    """Returns a line that names two ranks on one GPU; None where every rank has its own."""
     first: dict[tuple[str, str], int] = {}
     for rank, seat in enumerate(seats):
         other = first.setdefault((seat.host, seat.bus_id), rank)
@@ -64,7 +66,7 @@ def shared_gpu(seats: Sequence[Seat]) -> str | None:
 
 
 def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
-    """Why these ranks cannot map each other's memory, as far as their seats tell, or None."""
+    """Returns why these ranks cannot map each other's memory, or None as far as seats tell."""
     hosts = {seat.host for seat in seats}
     if len(hosts) > 1:
         return f"ranks on {len(hosts)} hosts"
@@ -74,10 +76,10 @@ def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
 
 
 def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: bool = True) -> str:
-    """oneshot, nccl, staged or device; the same on every rank, since all see the same seats.
+    """Returns oneshot, nccl, staged or device, the same on every rank.
 
-    oneshot=False: `auto` is to do without. Raises ConfigError: an unknown choice, or one that these
-    ranks or this MPI cannot do.
+    choice: --all_reduce. seats: of all ranks. oneshot: whether `auto` may choose it. Raises
+    ConfigError for an unknown choice, and for one that these ranks or this MPI cannot do.
     """
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
@@ -105,7 +107,7 @@ def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: boo
 def open_device_group(
     backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
 ) -> Group:
-    """The group of `comm`'s ranks, each with a device; collective. ConfigError as `choose` says."""
+    """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
     device = cast(Device, backend)
     seats = gather_seats(device, comm, waiter)
     is_gpu = device.info.kind == "gpu"
@@ -113,7 +115,7 @@ def open_device_group(
     if name == "oneshot":
         try:
             return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
-        except ConfigError:  # the same on every rank
+        except ConfigError:  # every rank raises it
             if choice == "oneshot":
                 raise
             name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=False)
@@ -127,7 +129,7 @@ def open_device_group(
 
 
 def gather_seats(device: Device, comm: MPI.Comm, waiter: Waiter) -> list[Seat]:
-    """Every rank's seat, in rank order."""
+    """Returns every rank's seat, in rank order. Collective."""
     info = device.info
     can_nccl = info.kind == "gpu" and has_nccl()
     seat = Seat(MPI.Get_processor_name()[:128], info.bus_id or "?", can_nccl)
@@ -138,7 +140,7 @@ def gather_seats(device: Device, comm: MPI.Comm, waiter: Waiter) -> list[Seat]:
 
 
 def has_nccl() -> bool:
-    """Whether CuPy finds an NCCL library."""
+    """Returns whether CuPy finds an NCCL library."""
     try:
         from cupy.cuda import nccl
     except ImportError:
@@ -147,7 +149,7 @@ def has_nccl() -> bool:
 
 
 def unique_id(identity: Any, cupy_version: str) -> Any:
-    """NCCL's id as NcclCommunicator takes it: bytes from CuPy 14 on, before that C's signed chars.
+    """Returns NCCL's id as NcclCommunicator takes it: bytes since CuPy 14, else signed chars.
 
     identity: uint8 [128].
     """
@@ -157,7 +159,7 @@ def unique_id(identity: Any, cupy_version: str) -> Any:
 
 
 class NcclGroup(Group):
-    """NCCL on the backend's stream; its operations may be captured."""
+    """The group that reduces by NCCL on the backend's stream; graphs may capture its operations."""
 
     name = "nccl"
 
@@ -190,7 +192,7 @@ class NcclGroup(Group):
         self._nccl.allGather(source, to, local.size, self._word, self._stream)
 
     def check(self) -> None:
-        """FaultError where NCCL has met an error since; for a wait that takes long."""
+        """Raises FaultError where NCCL has met an error; long waits call it."""
         if self._nccl is None:
             return
         try:
@@ -199,13 +201,13 @@ class NcclGroup(Group):
             raise FaultError(f"NCCL on rank {self.rank}: {error}") from error
 
     def abort(self) -> None:
-        """Ends NCCL's kernels that wait for a dead peer; the group is then closed."""
+        """Ends NCCL's kernels that wait for a dead peer, and with them the communicator."""
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None
 
     def close(self) -> None:
-        """Destroys the device's graphs, then NCCL's communicator; never waits for a dead peer."""
+        """Destroys the device's graphs, then NCCL's communicator; waits 1 s for a peer at most."""
         if self._nccl is None:
             return
         self._device.destroy_graphs()
@@ -218,7 +220,7 @@ class NcclGroup(Group):
         self._nccl = None
 
     def _connect(self, waiter: Waiter) -> None:
-        """One all-reduce and one all-gather: peers connect lazily, which no capture may do."""
+        """Runs one all-reduce and one all-gather: NCCL connects at the first, outside a capture."""
         import cupy
 
         with self._device.stream:
@@ -236,7 +238,7 @@ class NcclGroup(Group):
 
 
 class StagedGroup(Group):
-    """Through page-locked host memory, summed by MPI in float32, rounded once."""
+    """The group that sums in host memory by MPI, in float32, and rounds the sum once."""
 
     name = "staged"
     capturable = False
@@ -244,7 +246,7 @@ class StagedGroup(Group):
     def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
         self._device, self._comm, self._waiter = device, comm, waiter
-        self._staging: dict[int, Any] = {}  # page-locked int32 buffers by length
+        self._staging: dict[int, Any] = {}  # {length: page-locked int32 buffer}
 
     def all_reduce(self, array: Any) -> None:
         halves = self._host((array.size + 1) // 2).view(np.float16)[: array.size]

@@ -1,17 +1,18 @@
-"""MPI on device pointers: opt-in, and tried before it is trusted, as a wrong guess is a segfault.
+"""All-reduces by MPI on device pointers, used only if asked for and after a trial.
 
-Three gates, in this order, before a device pointer meets this job's MPI:
+An MPI that cannot read device memory ends in a segfault. Three conditions have to hold before this
+job's MPI gets a device pointer:
 1. the user asked for it (--cuda_aware_mpi);
-2. the library says so itself: MPIX_Query_cuda_support (Open MPI, MPICH), MPIX_GPU_query_support
-   (MPICH 4), or Cray MPICH's MPICH_GPU_SUPPORT_ENABLED=1, of which the others know nothing;
-3. two ranks of a job of their own, on this host, exchange a device buffer and check what arrived:
-       python -m mpissd.comm.device_mpi        (what the job's ranks run; wants mpirun -np 2)
-   That job is a child of the lead's process, started by `mpirun` with an environment from which
-   everything this job's launcher set is removed, so that it is a job and not a part of this one. It
-   must end with exit code 0 within a minute (or half of --deadline_s); a segfault costs one line.
+2. the library claims it: by MPIX_Query_cuda_support (Open MPI, MPICH), by MPIX_GPU_query_support
+   (MPICH 4), or Cray MPICH by MPICH_GPU_SUPPORT_ENABLED=1;
+3. two ranks of a separate job on this host exchange a device buffer and find what was sent:
+       mpirun -np 2 python -m mpissd.comm.device_mpi
+   The lead starts that job. Its environment lacks everything that this job's launcher set, or it
+   would become a part of this job. It has to end with exit code 0 within a minute, or half of
+   --deadline_s if that is less. A segfault there costs this job one line.
 
-What is used is the narrowest part of device-aware MPI: nonblocking sends and receives of bytes. A
-rank sends its array to all others and sums what came in rank order, so the ranks agree to the bit.
+Of device-aware MPI only nonblocking sends and receives of bytes are used. A rank sends its array to
+all others and sums what it received in rank order, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LAUNCHER = tuple(
     "OMPI_ PMIX_ PMI_ PRTE_ MPI_LOCAL HYDRA_ HYDI_ PALS_ MPIEXEC_ SLURM_ PBS_ FLUX_".split()
 )
 _FRAMEWORKS = "accelerator btl coll mtl opal plm pml rmaps".split()
-_USER = (  # settings of a user or a site among them: the trial job needs them as this one does
+_USER = (  # of those, the settings of a user or a site, which the trial job needs as well
     "OMPI_ALLOW_RUN_AS_ROOT",
     "PMIX_MCA_",
     "PRTE_MCA_",
@@ -50,7 +51,7 @@ _ALTERNATIVES = "allowed: nccl, staged, auto"
 
 
 class DeviceMpiGroup(Group):
-    """Exchanges device arrays by point-to-point MPI and sums them on the device in float32."""
+    """The group that exchanges device arrays by MPI and sums them on the device in float32."""
 
     name = "device"
     capturable = False
@@ -76,7 +77,10 @@ class DeviceMpiGroup(Group):
             self._exchange(slots)
 
     def _exchange(self, slots: Any) -> None:
-        """Sends slots[rank] to all others and receives theirs; MPI knows nothing of the stream."""
+        """Sends slots[rank] to all others and receives theirs.
+
+        Waits for the stream first, because MPI does not know it.
+        """
         self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
         peers = [peer for peer in range(self.size) if peer != self.rank]
         requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
@@ -91,8 +95,11 @@ class DeviceMpiGroup(Group):
 
 
 def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpiGroup:
-    """The group, once the lead's gates are passed; ConfigError on every rank where one is not."""
-    deadline_s = min(TRIAL_DEADLINE_S, waiter.deadline_s / 2)  # the others wait for the verdict
+    """Opens the group after the lead's checks. Collective.
+
+    Raises ConfigError on every rank where device-aware MPI is not claimed or fails its trial.
+    """
+    deadline_s = min(TRIAL_DEADLINE_S, waiter.deadline_s / 2)  # the other ranks wait meanwhile
     reason = refusal(deadline_s) if comm.rank == 0 else None
     line = np.zeros(_REASON_BYTES, np.uint8)
     text = (reason or "").encode()[:_REASON_BYTES]
@@ -104,7 +111,7 @@ def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpi
 
 
 def refusal(deadline_s: float) -> str | None:
-    """Why MPI must not be given device pointers, or None; starts the trial job."""
+    """Returns why MPI must not get device pointers, or None. Runs the trial job."""
     if not claims_cuda():
         return f"--cuda_aware_mpi: {vendor()} says it is not; {_ALTERNATIVES}"
     if why := trial(deadline_s):
@@ -113,13 +120,13 @@ def refusal(deadline_s: float) -> str | None:
 
 
 def vendor() -> str:
-    """'Open MPI 4.1.6', say."""
+    """Returns the MPI library's name and version, for example "Open MPI 4.1.6"."""
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
 def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
-    """What the loaded MPI library says of itself; False where it doesn't say."""
+    """Returns whether the loaded MPI library claims to read device memory."""
     if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return True
     for path in loaded_mpi_libraries():
@@ -134,7 +141,7 @@ def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def loaded_mpi_libraries() -> list[str]:
-    """Paths of the MPI libraries mapped into this process (Linux)."""
+    """Returns the paths of the MPI libraries in this process's memory; none without /proc."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split()[-1] for line in maps if ".so" in line}
@@ -145,7 +152,7 @@ def loaded_mpi_libraries() -> list[str]:
 
 
 def trial(deadline_s: float, program: Sequence[str] = _TRIAL) -> str | None:
-    """Runs the trial job (`program` are Python's arguments); why it failed, or None."""
+    """Runs the trial job; returns why it failed, or None. program: arguments of Python."""
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if launcher is None:
         return "there is no mpirun to try it with"
@@ -164,7 +171,7 @@ def trial(deadline_s: float, program: Sequence[str] = _TRIAL) -> str | None:
 
 
 def stop(job: subprocess.Popen[bytes]) -> None:
-    """Ends a job that may be over already; asked first, mpirun ends its ranks too."""
+    """Ends a job, which may be over. A SIGTERM comes first: it has mpirun end its ranks."""
     job.terminate()
     try:
         job.wait(_TERM_S)
@@ -174,7 +181,7 @@ def stop(job: subprocess.Popen[bytes]) -> None:
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a launcher gives its ranks; the user's own settings stay."""
+    """Returns the environment without what a launcher sets; a user's own settings stay."""
     return {
         key: value
         for key, value in environ.items()
@@ -183,7 +190,7 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def exchange() -> int:
-    """What a rank of the trial job does: exchanges a device buffer; the exit code."""
+    """Exchanges a device buffer with the other rank of the trial job; returns the exit code."""
     import cupy
 
     comm = MPI.COMM_WORLD

@@ -1,4 +1,4 @@
-"""What the groups for device arrays need of a backend."""
+"""The parts of a backend that the groups for device arrays use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpissd.backend.base import DeviceInfo
 
 
 class Device(Protocol):
-    """A stream, page-locked memory, copies, a fence."""
+    """What the groups of device_group use: a stream, page-locked memory, copies and a fence."""
 
     info: DeviceInfo
     stream: Any
@@ -23,7 +23,7 @@ class Device(Protocol):
 
 
 class IpcDevice(Protocol):
-    """What a group over mapped memory needs: arrays, a stop word, chains that add up."""
+    """What OneshotGroup uses: arrays, a stop word that ends kernels, and chains that sum."""
 
     stream: Any
     stop: Any

@@ -1,15 +1,16 @@
-"""All-reduces by one kernel over memory that the GPUs of a host map of each other (CUDA IPC).
+"""All-reduces by one kernel, on memory that the GPUs of one host share by CUDA IPC.
 
-Every rank has an inbox that all others write into (kernels/inbox.cu): a word travels with the
-number of its exchange in one store, so there is one trip across NVLink and no handshake. Sums are
-made in float32 in the order of the ranks, so the ranks agree to the bit. A chain of products
-(cupy_chain) exchanges within its own kernel; what it does not write goes through `exchange`.
+Each rank has an inbox into which all others write (kernels/inbox.cu). One store carries a word and
+the number of its exchange, so that data cross NVLink once and no handshake is needed. Sums are made
+in float32 in rank order, so that all ranks get the same bits. A chain of products (cupy_chain)
+exchanges within its own kernel; all other arrays go through the kernel `exchange`.
 
-A rank that never comes: the kernels give up at the waiter's deadline, or as soon as `abort` sets
-the backend's stop word; sums are then NaN, and the program that waits for them raises FaultError.
+If a rank never comes, the kernels give up at the waiter's deadline, or when `abort` sets the
+backend's stop word. The sums are then NaN, and the program that waits for them raises FaultError.
 
-Closing order: graphs → what is enqueued ends → every rank unmaps the others' inboxes → all have →
-inboxes are freed. Where a rank is missing they are left to the end of the process.
+Close in this order: destroy the graphs, let enqueued work end, unmap the others' inboxes, wait
+until every rank has done so, free the inbox. If a rank is missing, the inbox stays until the
+process ends.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from mpissd.errors import ConfigError, FaultError
 from mpissd.wait import Waiter
 
 MAX_RANKS = 8
-BLOCKS, THREADS = 64, 256  # of `exchange`, always
-CAPACITY = 1 << 19  # messages of two float16: 2 MiB at once, larger arrays in parts
-TOLERANCE = 2e-3  # relative, of the sums at start-up
+BLOCKS, THREADS = 64, 256  # of the kernel `exchange`
+CAPACITY = 1 << 19  # words of two float16 in an exchange, 2 MiB; larger arrays take several
+TOLERANCE = 2e-3  # largest relative error of the trial sums
 PEERS = np.dtype(  # struct Peers
     [
         ("inbox", np.uint64, MAX_RANKS),
@@ -42,18 +43,21 @@ PEERS = np.dtype(  # struct Peers
 _SUM, _GATHER = 0, 1
 _HANDLE_BYTES = 64
 _CLOSE_S, _TRIAL_S = 1.0, 20.0
-_TRIAL_SIZES = (2, 510, 8192, 2 * CAPACITY + 4)  # float16: a part of a block … more than one part
-_TRIALS = 3  # of each size: both slots, and one again
+_TRIAL_SIZES = (2, 510, 8192, 2 * CAPACITY + 4)  # float16; from less than a block to two exchanges
+_TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
 
 
 class OneshotGroup(Group):
-    """Up to 8 GPUs of one host; its operations may be captured. ConfigError: memory not mapped."""
+    """The group of up to 8 GPUs of one host; graphs may capture its operations."""
 
     name = "oneshot"
     done_counts = BLOCKS
 
     def __init__(self, device: IpcDevice, comm: MPI.Comm, waiter: Waiter) -> None:
-        """Collective; raises the same ConfigError on every rank."""
+        """Maps the others' memory and tries sums. Collective.
+
+        Raises ConfigError on every rank where memory cannot be mapped or a sum is wrong.
+        """
         super().__init__(comm.size, comm.rank)
         self._device, self._comm, self._waiter = device, comm, waiter
         self.capacity = CAPACITY
@@ -72,7 +76,7 @@ class OneshotGroup(Group):
 
     @property
     def everybody(self) -> int:
-        """Address of the kernels' struct Peers."""
+        """The device address of the kernels' struct Peers."""
         return int(self._peers.data.ptr)
 
     def all_reduce(self, array: Any) -> None:
@@ -93,13 +97,14 @@ class OneshotGroup(Group):
         self._exchange(local.data.ptr, gathered.data.ptr, local.size, _GATHER)
 
     def abort(self) -> None:
-        """Ends every wait in this rank's kernels, now and from now on."""
+        """Ends the waits in this rank's kernels, and those of kernels that start later."""
         self._device.stop[0] = 1
 
     def close(self) -> None:
-        """Never waits for a dead peer, nor frees what a living one may still write to.
+        """Unmaps and frees the inboxes; waits some seconds for a missing rank at most.
 
-        The backend may then open another group, also after an abort.
+        An inbox that another rank may still write to is not freed. The backend can open another
+        group afterwards, also after an abort.
         """
         if not self._own:
             return
@@ -127,7 +132,7 @@ class OneshotGroup(Group):
             self._kernel((BLOCKS,), (THREADS,), args)
 
     def _open(self) -> str | None:
-        """Makes this rank's inbox and maps the others'; why it could not. Collective."""
+        """Makes this rank's inbox and maps the others'; returns why it failed. Collective."""
         handle, reason = np.zeros(_HANDLE_BYTES, np.uint8), None
         try:
             handle[:] = self._inbox()
@@ -136,7 +141,7 @@ class OneshotGroup(Group):
         handles = np.empty((self.size, _HANDLE_BYTES), np.uint8)
         self._wait(self._comm.Iallgather(handle, handles), "the inboxes' handles")
         if reason is not None or not handles.any(axis=1).all():
-            return reason  # None where another rank has one
+            return reason  # None where another rank failed
         try:
             self._map(handles)
         except RuntimeError as error:
@@ -144,7 +149,7 @@ class OneshotGroup(Group):
         return None
 
     def _inbox(self) -> NDArray[np.uint8]:
-        """Compiles the kernel, allocates the inbox and the counts behind it; the inbox's handle."""
+        """Compiles the kernel and allocates the inbox with its counters; returns its handle."""
         import cupy
         from cupy.cuda import runtime
 
@@ -157,7 +162,7 @@ class OneshotGroup(Group):
         return np.frombuffer(runtime.ipcGetMemHandle(self._own), np.uint8)
 
     def _map(self, handles: NDArray[np.uint8]) -> None:
-        """Maps the other ranks' inboxes and tells the kernels where all are."""
+        """Maps the other ranks' inboxes and writes all addresses into struct Peers."""
         import cupy
         from cupy.cuda import runtime
 
@@ -174,7 +179,7 @@ class OneshotGroup(Group):
         runtime.deviceSynchronize()
 
     def _trial(self) -> str | None:
-        """Sums of random numbers against the same sums by MPI; why they are not to be trusted."""
+        """Compares sums of random numbers with MPI's; returns what is wrong with them, or None."""
         limit, self._limit = self._limit, np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
         for size in _TRIAL_SIZES:
@@ -192,7 +197,7 @@ class OneshotGroup(Group):
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
 
     def _agree(self, reason: str | None, what: str) -> None:
-        """ConfigError on every rank where one has a reason."""
+        """Raises ConfigError on every rank if any rank has a reason. Collective."""
         line = np.zeros((self.size, 256), np.uint8)
         text = np.frombuffer((reason or "").encode()[:256].ljust(256, b"\0"), np.uint8)
         self._wait(self._comm.Iallgather(text, line), what)

@@ -1,8 +1,8 @@
-"""The target ranks' collectives, as operations inside a forward.
+"""The target ranks' collectives, which are operations inside a forward.
 
-`solo` is one rank; `mpi` reduces host arrays (see mpi_group); `staged` copies a device array
-through the host; `oneshot`, `nccl` and `device` (device-aware MPI, opt-in) reduce on the device
-(see device_group).
+`solo` is for one rank and does nothing. `mpi` reduces host arrays (mpi_group). `staged` copies a
+device array to the host and back; `oneshot`, `nccl` and `device` (device-aware MPI, which the user
+has to ask for) reduce on the device (device_group).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ ALL_REDUCES = ("auto", "oneshot", "nccl", "mpi", "staged", "device")
 
 
 class Group(ABC):
-    """T ranks that hold one model between them."""
+    """The collectives of T ranks that share one model."""
 
     name: str
-    capturable = True  # whether its operations may be part of a captured graph
-    spent_s: float | None = None  # in its operations so far; None where the device runs them
+    capturable = True  # whether a captured graph may hold its operations
+    spent_s: float | None = None  # host seconds in its operations so far; None on a device
 
     def __init__(self, size: int, rank: int) -> None:
         self.size = size
@@ -33,17 +33,17 @@ class Group(ABC):
         """Concatenates 4-byte `local` arrays of all ranks into `gathered`, in rank order."""
 
     def check(self) -> None:  # noqa: B027
-        """FaultError where the library behind the group has met an error since."""
+        """Raises FaultError where the library behind the group has met an error."""
 
     def abort(self) -> None:  # noqa: B027
-        """After a fault: lets go of a collective that will never end; then memory can be freed."""
+        """Gives up a collective that will never end after a fault, so that memory can be freed."""
 
     def close(self) -> None:  # noqa: B027  (most groups hold nothing)
-        """Frees the communicator; after the programs that hold its operations."""
+        """Frees the communicator. Programs that hold its operations have to be freed before."""
 
 
 class SoloGroup(Group):
-    """One rank: nothing to reduce. Also stands in where a forward is only modelled."""
+    """The group of one rank, and of emulated ranks: its operations do nothing."""
 
     name = "solo"
 

@@ -1,9 +1,9 @@
-"""Lead ↔ draft: OUTCOME one way, SPECULATION the other, whatever carries them.
+"""The link between lead and draft: OUTCOME goes to the draft, SPECULATION comes back.
 
-A link end is its buffers and a carrier, which moves them: send, has something arrived, release.
-A second carrier takes what only some jobs need: TRUNK, the speculation that was served, to a draft
-that did not make all of it, and PROPOSALS, whole distributions, which follow a sampled speculation
-while the target already verifies. queue_link joins two threads (tests, no MPI), mpi_link two ranks.
+An end of a link holds buffers and a carrier that moves them. A second carrier, the side, moves what
+only some jobs need: TRUNK, the speculation that was served, goes to a draft that did not make all
+of it; PROPOSALS, the distributions behind sampled tokens, come while the target already verifies.
+queue_link joins two threads without MPI, for tests; mpi_link joins two ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpissd.wait import Waiter
 
 
 class Carrier(ABC):
-    """Moves one preallocated buffer each way; one message in flight a direction."""
+    """Moves one preallocated buffer in each direction, with one message in flight in each."""
 
     @abstractmethod
     def ready(self) -> None:
@@ -34,7 +34,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def arrived(self) -> bool:
-        """Whether the incoming buffer holds a message (never blocks)."""
+        """Returns whether the incoming buffer holds a message, without blocking."""
 
     @abstractmethod
     def release(self) -> None:
@@ -42,12 +42,14 @@ class Carrier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finishes or cancels what is in flight."""
+        """Finishes the send and cancels the receive that are in flight."""
 
 
 class LinkShape:
-    """Sizes that both ends agree on. vocab: of the rows that sampled tokens need; 0: none are.
-    num_tokens: all tokens are below it (V)."""
+    """The sizes of messages, the same at both ends.
+
+    batch: b at most. vocab: V where tokens are sampled, else 0. num_tokens: tokens are below it.
+    """
 
     def __init__(
         self,
@@ -64,33 +66,33 @@ class LinkShape:
 
     @property
     def sampled(self) -> bool:
-        """Whether speculations carry q."""
+        """Whether speculations carry q, the probability of each token."""
         return self.vocab > 0
 
     @property
     def has_side(self) -> bool:
-        """Whether TRUNK or PROPOSALS travel."""
+        """Whether the link needs a side carrier, for TRUNK or PROPOSALS."""
         return self.sampled or self.num_drafts > 1
 
     def outcome_buffer(self) -> wire.Buffer:
-        """Room for one outcome; twice the batch, as admissions ride beside releases."""
+        """Makes a buffer for an outcome: 2b rows, as it may release and admit b sequences each."""
         return self._buffer(wire.Kind.OUTCOME, 2 * self.batch * Outcome.WIDTH)
 
     def speculation_buffer(self, kind: wire.Kind = wire.Kind.SPECULATION) -> wire.Buffer:
-        """Room for one speculation (or TRUNK)."""
+        """Makes a buffer for a speculation, as SPECULATION or as TRUNK."""
         return self._buffer(kind, self.batch * Speculation.width(self.lookahead, self.sampled))
 
     def plan_buffer(self) -> wire.Buffer:
-        """Room for one plan, outcome and speculation together."""
+        """Makes a buffer for a plan: an outcome and a speculation."""
         width = Speculation.width(self.lookahead, self.sampled)
         return self._buffer(wire.Kind.PLAN, self.batch * (2 * Outcome.WIDTH + width))
 
     def trunk_buffer(self) -> wire.Buffer:
-        """Room for the speculation that was served."""
+        """Makes a buffer for the speculation that was served."""
         return self.speculation_buffer(wire.Kind.TRUNK)
 
     def proposals_buffer(self) -> wire.Buffer:
-        """Room for the rows of all proposals of a round."""
+        """Makes a buffer for a round's distributions, at most b·K of them."""
         return self._buffer(wire.Kind.PROPOSALS, self.batch * self.lookahead * self.vocab)
 
     def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:
@@ -98,7 +100,7 @@ class LinkShape:
 
 
 class Side(NamedTuple):
-    """The second carrier of an end, and its buffers."""
+    """A carrier with its two buffers."""
 
     carrier: Carrier
     outgoing: wire.Buffer
@@ -106,7 +108,7 @@ class Side(NamedTuple):
 
 
 class LeadEnd:
-    """The lead's end: tells outcomes, gets speculations."""
+    """The lead's end: sends outcomes, receives speculations; counts messages and bytes."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class LeadEnd:
         self.num_bytes = 0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
-        """Starts OUTCOME; it asks for the speculation of outcome.round + 1 unless it says stop."""
+        """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
         self._carrier.ready()
         wire.write_outcome(self._out, outcome, stop)
         self._carrier.send()
@@ -134,11 +136,11 @@ class LeadEnd:
         self.num_bytes += self._out.array.nbytes
 
     def arrived(self) -> bool:
-        """Whether a SPECULATION waits to be taken (never blocks)."""
+        """Returns whether a SPECULATION has arrived, without blocking."""
         return self._carrier.arrived()
 
     def speculation(self, round_: int, count: int) -> Speculation:
-        """Waits for SPECULATION `round_` of `count` sequences."""
+        """Waits for the speculation of round `round_` for `count` sequences."""
         self.waiter.until(self._carrier.arrived, "draft: speculation")
         sampled = self._vocab > 0
         found = wire.read_speculation(self._in, round_, count, self.lookahead, sampled=sampled)
@@ -147,7 +149,7 @@ class LeadEnd:
         return found
 
     def send_trunk(self, speculation: Speculation) -> None:
-        """Starts TRUNK: what was served, to a draft that did not make all of it."""
+        """Starts to send TRUNK, the speculation that was served."""
         assert self._side is not None, "a trunk without a side carrier"
         self._side.carrier.ready()
         wire.write_speculation(self._side.outgoing, speculation)
@@ -156,7 +158,7 @@ class LeadEnd:
         self._count(4 * size)
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
-        """Waits for the `count` rows [count, V] that SPECULATION `round_` announced."""
+        """Waits for the `count` distributions of round `round_`; returns them [count, V]."""
         assert self._side is not None, "proposals without a side carrier"
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
         rows = wire.read_proposals(self._side.incoming, round_, count, self._vocab)
@@ -165,7 +167,7 @@ class LeadEnd:
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` rows of a round that needed none of them, and drops them."""
+        """Waits for the `count` distributions of a round that needs none of them; drops them."""
         assert self._side is not None, "proposals without a side carrier"
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
         wire.check_proposals(self._side.incoming, round_, count)
@@ -184,7 +186,7 @@ class LeadEnd:
 
 
 class DraftEnd:
-    """The draft's end: hears outcomes, answers with speculations."""
+    """The draft's end: receives outcomes, sends speculations."""
 
     def __init__(
         self,
@@ -199,24 +201,24 @@ class DraftEnd:
         self._waiter, self._side = waiter, side
 
     def outcome_arrived(self) -> bool:
-        """Whether an OUTCOME waits to be taken (never blocks)."""
+        """Returns whether an OUTCOME has arrived, without blocking."""
         return self._carrier.arrived()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for the next OUTCOME, of round `round_` if that is given; (outcome, stop)."""
+        """Waits for OUTCOME, of round `round_` if given; returns it, and whether it says stop."""
         self._waiter.until(self._carrier.arrived, "target: outcome")
         found = wire.read_outcome(self._in, round_)
         self._carrier.release()
         return found
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """Starts SPECULATION."""
+        """Starts to send SPECULATION."""
         self._carrier.ready()
         wire.write_speculation(self._out, speculation)
         self._carrier.send()
 
     def trunk(self, round_: int, count: int, lookahead: int, *, sampled: bool) -> Speculation:
-        """Waits for TRUNK `round_`: what was served, of all drafts."""
+        """Waits for the speculation that was served in round `round_`, of all drafts."""
         assert self._side is not None, "a trunk without a side carrier"
         self._waiter.until(self._side.carrier.arrived, "target: trunk")
         incoming = self._side.incoming
@@ -225,8 +227,7 @@ class DraftEnd:
         return found
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
-        """Starts PROPOSALS: the distributions [V] behind the tokens of SPECULATION `round_` that
-        were not certain, sequence by sequence."""
+        """Starts to send PROPOSALS: the distribution [V] behind each token that was not certain."""
         assert self._side is not None, "proposals without a side carrier"
         self._side.carrier.ready()
         self._side.carrier.send(wire.write_proposals(self._side.outgoing, round_, rows))
@@ -239,7 +240,7 @@ class DraftEnd:
 
 
 class QueueCarrier(Carrier):
-    """One direction each of two thread-safe queues."""
+    """A carrier between two threads, over one queue in each direction."""
 
     def __init__(
         self,
@@ -276,7 +277,7 @@ class QueueCarrier(Carrier):
 
 
 def queue_link(shape: LinkShape, waiter: Waiter) -> tuple[LeadEnd, DraftEnd]:
-    """Both ends of a link between two threads of one process."""
+    """Returns both ends of a link between two threads of one process."""
     lead, draft = _joined(shape.outcome_buffer, shape.speculation_buffer)
     sides = _joined(shape.trunk_buffer, shape.proposals_buffer) if shape.has_side else (None, None)
     return (
@@ -286,7 +287,7 @@ def queue_link(shape: LinkShape, waiter: Waiter) -> tuple[LeadEnd, DraftEnd]:
 
 
 def _joined(down: Callable[[], wire.Buffer], up: Callable[[], wire.Buffer]) -> tuple[Side, Side]:
-    """Two carriers that lead to each other: `down` from the first, `up` to it."""
+    """Returns two connected carriers with buffers; the first sends `down` and receives `up`."""
     to_second: queue.SimpleQueue[Ints] = queue.SimpleQueue()
     to_first: queue.SimpleQueue[Ints] = queue.SimpleQueue()
     out, into = down(), up()

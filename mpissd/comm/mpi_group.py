@@ -1,4 +1,4 @@
-"""Opens the group of the target ranks, and reduces host arrays by MPI."""
+"""Opens the group of the target ranks, and holds the one that reduces host arrays by MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpissd.wait import Waiter
 
 
 class MpiGroup(Group):
-    """Host arrays by nonblocking MPI, so that a wait can nap and has a deadline."""
+    """Reduces host arrays by nonblocking MPI, so that a wait can nap and has a deadline."""
 
     name = "mpi"
     capturable = False
@@ -43,9 +43,10 @@ class MpiGroup(Group):
 def open_group(
     backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
 ) -> Group:
-    """The group of `comm` (already split to the T target ranks).
+    """Opens the group of the T target ranks, which are the ranks of `comm`. Collective.
 
-    Raises ConfigError: an all-reduce that this backend or these devices cannot do.
+    choice: --all_reduce. cuda_aware: --cuda_aware_mpi. Raises ConfigError for an all-reduce that
+    this backend or these devices cannot do.
     """
     if backend.name != "cupy" and choice not in ("auto", "mpi"):
         raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")

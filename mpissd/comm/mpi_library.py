@@ -1,4 +1,4 @@
-"""Which MPI this process runs on, and what it says of the world. Importing this starts MPI."""
+"""The MPI library of this process and its world. Importing this module starts MPI."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from mpi4py import MPI
 
 
 def identity() -> tuple[int, int, str]:
-    """(rank, size, library) of MPI's world."""
+    """Returns (rank, size of the world, the library's version as text)."""
     world = MPI.COMM_WORLD
     return world.rank, world.size, str(MPI.Get_library_version())
 
 
 def leave() -> None:
-    """Ends MPI; every rank has to be here."""
+    """Ends MPI. Collective: every rank has to call it."""
     MPI.Finalize()
 
 
 def abort(code: int) -> None:
-    """Ends every rank."""
+    """Ends every rank of the job with exit code `code`."""
     MPI.COMM_WORLD.Abort(code)

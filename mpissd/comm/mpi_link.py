@@ -1,7 +1,8 @@
-"""The link and the plan channel over MPI: persistent requests on preallocated buffers.
+"""The link and the plan channel over MPI, with persistent requests on preallocated buffers.
 
-A receive for the next message is posted as soon as the last one was read, a round ahead of its use.
-Each channel has a communicator of its own, so that no tag can meet another's message.
+The receive for the next message is posted as soon as the last one was read, a round before it is
+needed. Each channel has a communicator of its own, so that no receive takes another channel's
+message.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from mpissd.wait import Waiter
 
 
 class MpiCarrier(Carrier):
-    """One persistent send and one persistent receive with one peer.
+    """A carrier between two ranks: one persistent send and one persistent receive.
 
-    A message that is shorter than its buffer has a send of its own.
+    A message that is shorter than its buffer is sent by a request of its own.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class MpiCarrier(Carrier):
 
 
 def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> LeadEnd:
-    """The lead's end towards rank `draft` of `comm`."""
+    """Opens the lead's end of a link to rank `draft` of `comm`."""
     main = _open(comm, draft, shape.outcome_buffer(), shape.speculation_buffer(), waiter)
     side = None
     if shape.has_side:
@@ -78,7 +79,7 @@ def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> Le
 
 
 def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> DraftEnd:
-    """The draft's end towards rank `lead` of `comm`."""
+    """Opens the draft's end of a link to rank `lead` of `comm`."""
     main = _open(comm, lead, shape.speculation_buffer(), shape.outcome_buffer(), waiter)
     side = None
     if shape.has_side:
@@ -91,7 +92,7 @@ def _open(comm: MPI.Comm, peer: int, out: wire.Buffer, into: wire.Buffer, waiter
 
 
 class PlanSender:
-    """Lead → followers: {outcome r-1, speculation r}, one small message to each."""
+    """The lead's end of the plan channel: sends each follower outcome r-1 and speculation r."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._buffer = shape.plan_buffer()
@@ -105,7 +106,7 @@ class PlanSender:
         self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Starts the plan of round speculation.round towards every follower."""
+        """Starts to send the plan of round speculation.round to every follower."""
         if not self._sends:
             return
         self._finish()
@@ -121,7 +122,7 @@ class PlanSender:
             self._in_flight = False
 
     def close(self) -> None:
-        """Finishes the last plan."""
+        """Finishes sending the last plan and frees the requests."""
         self._finish()
         for request in self._sends:
             request.Free()
@@ -138,14 +139,14 @@ class PlanReceiver:
         self._receive.Start()
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        """Waits for the plan of round `round_`: (outcome r-1, speculation r, stop)."""
+        """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
         self._waiter.until(self._receive.Test, "lead: plan")
         found = wire.read_plan(self._buffer, round_, self._lookahead, sampled=self._sampled)
         self._receive.Start()
         return found
 
     def close(self) -> None:
-        """Takes the posted receive back; only after the plan that said stop."""
+        """Cancels the posted receive; called after the plan that says stop."""
         self._receive.Cancel()
         self._receive.Wait()
         self._receive.Free()

@@ -1,8 +1,8 @@
-"""Communicators whose collectives of Python objects have a deadline, as every other wait has.
+"""Communicators whose collectives of Python objects have a deadline.
 
-mpi4py's own block inside MPI, where a missing rank is a hang. These are the same calls over
-nonblocking ones, polled by a Waiter; what has no nonblocking form (Split, Dup) is timed from
-outside.
+mpi4py's own collectives block inside MPI and would hang for a missing rank. The ones here use
+nonblocking calls that a Waiter polls. Split and Dup have no nonblocking form: a thread ends the
+process when they take too long.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mpi4py import MPI
 from mpissd.wait import Waiter, within
 from mpissd.watch.page import OWN, STAGE, Stage
 
-_OPENING = 30  # deadlines, while the others may still open devices and make weights
+_OPENING = 30  # times the deadline, while other ranks may still open devices and make weights
 
 
 class PatientComm(MPI.Intracomm):
-    """An Intracomm that gives up. Splits and copies of it are such, too."""
+    """An Intracomm whose waits raise Overdue after a deadline, in its parts and copies as well."""
 
-    deadline_s: ClassVar[float] = 120.0  # of this process's job
+    deadline_s: ClassVar[float] = 120.0  # --deadline_s of this process's job
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Every rank's object, in rank order. Overdue where a rank doesn't come."""
+        """Returns every rank's object, in rank order."""
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
         sizes = np.empty(self.size, np.int64)
         self._wait(self.Iallgather(np.array([len(data)], np.int64), sizes), "all ranks")
@@ -35,7 +35,7 @@ class PatientComm(MPI.Intracomm):
         return _unpack(every, sizes)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's object on `root`, None elsewhere."""
+        """Returns every rank's object, in rank order, on `root`; None elsewhere."""
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
         here = self.rank == root
         sizes = np.zeros(self.size if here else 0, np.int64)
@@ -47,7 +47,7 @@ class PatientComm(MPI.Intracomm):
         return _unpack(every, sizes) if here else None
 
     def bcast(self, obj: Any = None, root: int = 0) -> Any:
-        """The object of rank `root`."""
+        """Returns the object of rank `root`."""
         data = np.frombuffer(MPI.pickle.dumps(obj if self.rank == root else None), np.uint8)
         size = np.array([len(data)], np.int64)
         self._wait(self.Ibcast(size, root), f"rank {root}'s word")
@@ -56,31 +56,31 @@ class PatientComm(MPI.Intracomm):
         return obj if self.rank == root else MPI.pickle.loads(told.tobytes())
 
     def allreduce(self, sendobj: Any, op: MPI.Op | Callable[[Any, Any], Any] = MPI.SUM) -> Any:
-        """All ranks' objects, folded in rank order."""
+        """Returns all ranks' objects, combined by `op` in rank order."""
         return reduce(op, self.allgather(sendobj))
 
     def barrier(self) -> None:
-        """All ranks arrive."""
+        """Returns when all ranks have called it."""
         self._wait(self.Ibarrier(), "barrier")
 
     def Barrier(self) -> None:
-        """The same."""
+        """Returns when all ranks have called it."""
         self.barrier()
 
     def Split(self, color: int = 0, key: int = 0) -> PatientComm:
-        """Intracomm.Split, given up by ending the process."""
+        """Splits as Intracomm.Split does; ends the process when that takes too long."""
         with within(self._patience_s, "ranks to split up"):
             return PatientComm(super().Split(color, key))
 
     def Split_type(
         self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
     ) -> PatientComm:
-        """Intracomm.Split_type, likewise."""
+        """Splits as Intracomm.Split_type does; ends the process when that takes too long."""
         with within(self._patience_s, "ranks to split up"):
             return PatientComm(super().Split_type(split_type, key, info))
 
     def Dup(self, info: MPI.Info | None = None) -> PatientComm:
-        """Intracomm.Dup, likewise."""
+        """Copies as Intracomm.Dup does; ends the process when that takes too long."""
         with within(self._patience_s, "ranks to open a communicator"):
             return PatientComm(super().Dup(info))
 

@@ -1,4 +1,4 @@
-"""Whether the launcher lets ranks live on when one of them is gone (--on_draft_loss=ar)."""
+"""Checks whether the launcher lets the other ranks live when one is gone (--on_draft_loss=ar)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _FLAG = "--enable-recovery"
 
 
 def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """ConfigError where losing a draft would end the targets, too. Not under a launcher (a dry
-    run): nothing is known yet."""
+    """Raises ConfigError where the loss of a draft would end the target ranks as well.
+
+    Outside a launcher, as in a dry run, it raises nothing: the launcher is not known yet.
+    """
     if launcher_size(environ) is None:
         return
     allowed = f"allowed: on_draft_loss=abort, or mpirun {_FLAG} of Open MPI 5 on one host"
@@ -30,7 +32,7 @@ def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def command_lines(pid: int) -> list[list[str]]:
-    """The arguments of a process and of those above it."""
+    """Returns the command lines of a process, its parent, the parent's parent, and so on."""
     found = []
     while pid > 1:
         try:

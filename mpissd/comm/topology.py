@@ -1,6 +1,7 @@
-"""Who is who: T target ranks, then D draft ranks; lead = target rank 0; one device a local rank.
+"""The ranks' roles: T target ranks, then D draft ranks; target rank 0 is the lead.
 
-`launcher_*` read what the launcher says of this process from its environment, before MPI starts.
+The functions launcher_… read from the environment what the launcher says of this process, before
+MPI starts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mpissd.wait import PATIENT_SPIN_S, Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# (size, rank) variables of Open MPI, of MPICH and its kin, and of srun.
+# The variables with (size, rank) of Open MPI, of MPICH and its derivatives, and of srun.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -26,12 +27,12 @@ _LAUNCHERS = (
 
 
 def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Processes that the launcher says it started; None outside a launcher."""
+    """Returns how many processes the launcher started; None outside a launcher."""
     return _launcher(environ, 0)
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's number among them; 0 outside a launcher."""
+    """Returns this process's rank among those that the launcher started; 0 outside a launcher."""
     return _launcher(environ, 1) or 0
 
 
@@ -44,7 +45,7 @@ def _launcher(environ: Mapping[str, str], which: int) -> int | None:
 
 
 def check_world(world_size: int, num_drafts: int) -> int:
-    """T = world size - D; ConfigError where that leaves no target rank."""
+    """Returns T = world_size - num_drafts; raises ConfigError where that leaves no target rank."""
     tp = world_size - num_drafts
     if tp < 1:
         raise ConfigError(
@@ -56,19 +57,22 @@ def check_world(world_size: int, num_drafts: int) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place. Ranks 0 … T-1 are targets, T … T+D-1 drafts."""
+    """This rank's place in the world. Ranks 0 … T-1 are targets, ranks T … T+D-1 are drafts."""
 
     world: MPI.Comm
-    group: MPI.Comm  # the ranks of this role
+    group: MPI.Comm  # the ranks with this rank's role
     tp: int
     num_drafts: int
     local_rank: int
-    hosts: tuple[str, ...]  # by world rank
-    cores_a_rank: float  # on the host that has the fewest
+    hosts: tuple[str, ...]  # the name of each world rank's host
+    cores_a_rank: float  # usable cores for each rank, on the host with the fewest
 
     def waiter(self, deadline_s: float) -> Waiter:
-        """How this rank waits. It spins where cores are to spare; where each rank has but one,
-        another process would stretch every spin by a time slice (4 ms), so it spins briefly."""
+        """Returns how this rank waits.
+
+        With two cores or more for each rank it spins. With one it spins only briefly, because any
+        other process would stretch a spin by a time slice of 4 ms.
+        """
         if self.cores_a_rank >= 2:
             return Waiter(deadline_s, spin=True)
         if self.cores_a_rank >= 1:
@@ -87,9 +91,10 @@ class Topology:
 
 
 def open_topology(num_drafts: int) -> Topology:
-    """One Split of the world into targets and drafts. Starts MPI.
+    """Starts MPI and splits the world into targets and drafts. Collective.
 
-    Raises ConfigError on every rank: a world too small, or a launcher that is not this MPI's.
+    Raises ConfigError on every rank where the world is too small, or where the launcher belongs to
+    another MPI than the library.
     """
     from mpi4py import MPI
 
@@ -107,7 +112,7 @@ def open_topology(num_drafts: int) -> Topology:
 
 
 def placed(world: MPI.Comm, tp: int) -> Topology:
-    """This rank's place among the ranks of `world`, the first T of them targets; collective."""
+    """Returns this rank's place in `world`, whose first `tp` ranks are targets. Collective."""
     from mpi4py import MPI
 
     group = world.Split(int(world.rank >= tp), world.rank)
@@ -119,17 +124,20 @@ def placed(world: MPI.Comm, tp: int) -> Topology:
 
 
 def label_hosts(told: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """A name for each rank's machine, from its (hostname, first rank that shares its memory).
+    """Returns a name for each rank's machine.
 
-    Containers and cloned machines may all have one name: those then get their first rank, too.
+    told: for each rank its hostname and the first rank on the same machine. Containers and cloned
+    machines may share a hostname; then that first rank is appended.
     """
     machines = {name: {first for other, first in told if other == name} for name, _ in told}
     return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in told)
 
 
 def part_of(topology: Topology, num_drafts: int) -> Topology | None:
-    """The job of the same target ranks with only the first `num_drafts` draft ranks, as a world of
-    its own would be; None on the ranks that idle. Collective over topology.world."""
+    """Returns this rank's place in the job of all targets and the first `num_drafts` drafts.
+
+    None on the other drafts, which are idle. Collective over topology.world.
+    """
     from mpi4py import MPI
 
     if num_drafts == topology.num_drafts:
@@ -141,14 +149,14 @@ def part_of(topology: Topology, num_drafts: int) -> Topology | None:
 
 
 def usable_cores() -> set[int]:
-    """The cores that this process may run on."""
+    """Returns the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
 class Refused(MpissdError):
-    """Every rank agreed to stop; the message was printed by rank 0 alone."""
+    """All ranks agreed to stop for an error of one of them; rank 0 alone prints the message."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -156,7 +164,10 @@ class Refused(MpissdError):
 
 
 def agree(world: MPI.Comm, error: MpissdError | None) -> None:
-    """Raises Refused on every rank if any rank has an error, before a collective can hang."""
+    """Raises Refused on every rank if any rank has an error. Collective.
+
+    error: this rank's, or None. Called before a collective in which the others would wait in vain.
+    """
     errors = world.allgather(None if error is None else (str(error), error.exit_code))
     found = next((e for e in errors if e is not None), None)
     if found is not None:

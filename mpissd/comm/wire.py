@@ -1,8 +1,9 @@
-"""The bytes of a message: a header of seven int32, then the rows of an outcome or a speculation.
+"""The format of a message: a header of seven int32, then the rows of an outcome or a speculation.
 
-Header: version, kind, target-group id, round, count, flags, checksum (of all from the round on).
-What arrives is checked against what was expected, and every number of a row against what it can be;
-a difference is a ProtocolError that names both values.
+The header holds version, kind, id of the target group, round, count of rows, flags, and a checksum
+of everything from the round on. A received header is compared with the expected one, and every
+number of a row with the values that it can have. A difference raises ProtocolError with both
+values.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
 _ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
 STOP = 1
 MOST = int(np.iinfo(np.int32).max)
-_BY_CRC = 1 << 16  # int32 at most; of whole distributions, which may be MBs, see _folded
-_FOLD = 1 << 10
+_BY_CRC = 1 << 16  # a body of more int32 (distributions may take MBs) is folded before its CRC
+_FOLD = 1 << 10  # numbers that are left of a folded body
 _OUTCOME = ("id", "epoch", "event", "num_accepted", "bonus")
 _SPECULATION = ("source", "hit", "num_draft")
 
 
 class Kind(IntEnum):
-    """What a message holds; also its MPI tag."""
+    """The kinds of messages; the number is also the MPI tag."""
 
     OUTCOME = 1
     SPECULATION = 2
@@ -40,9 +41,9 @@ class Kind(IntEnum):
 
 
 class Buffer:
-    """One preallocated message; holds at most `capacity` int32 behind its header.
+    """The preallocated memory of one message: a header and a body of `capacity` int32.
 
-    lookahead, vocab: more tokens are never accepted, and all are below V.
+    lookahead, vocab: K and V, the limits of num_accepted and of tokens in what arrives.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Buffer:
         self.array: Ints = np.zeros(HEADER + capacity, np.int32)
         self.array[:3] = VERSION, kind, group
         self.body = self.array[HEADER:]
-        self.most = MOST, MOST, int(Event.RELEASE), lookahead, vocab - 1  # of an outcome's numbers
+        # The largest value of each column of an outcome.
+        self.most = MOST, MOST, int(Event.RELEASE), lookahead, vocab - 1
         self._expected = VERSION, int(kind), group
         self._flags = (0, STOP) if kind in (Kind.OUTCOME, Kind.PLAN) else (0,)
         self._bytes = self.array.data.cast("B")
@@ -61,18 +63,19 @@ class Buffer:
         self._tables: dict[tuple[int, int], NDArray[np.uint32]] = {}
 
     def write_header(self, round_: int, count: int, flags: int = 0) -> None:
-        """Stamps the round, the number of rows and the flags."""
+        """Writes the round, the number of rows and the flags."""
         ints = self._ints
         ints[_ROUND], ints[_COUNT], ints[_FLAGS] = round_, count, flags
 
     def seal(self, size: int) -> None:
-        """Stamps the checksum of a message with `size` int32 behind its header."""
+        """Writes the checksum of a message whose body has `size` int32."""
         self._words[_CHECKSUM] = self._checksum(size)
 
     def read_header(self, round_: int | None = None) -> tuple[int, int, int]:
-        """(round, count, flags) of what arrived.
+        """Returns (round, count, flags) of the message that arrived.
 
-        Raises ProtocolError: another version, kind, group or round, or a count that can't be.
+        Raises ProtocolError: another version, kind, group or round than expected, or a count or
+        flags that cannot be.
         """
         version, kind, group, got_round, count, flags = self._ints[:_CHECKSUM].tolist()
         if (version, kind, group) != self._expected or round_ not in (None, got_round):
@@ -82,7 +85,7 @@ class Buffer:
         return got_round, count, flags
 
     def check_seal(self, size: int) -> None:
-        """Raises ProtocolError where the message with `size` int32 is not what was sealed."""
+        """Raises ProtocolError where the body, of `size` int32, does not fit its checksum."""
         told, found = self._words[_CHECKSUM], self._checksum(size)
         if told != found:
             raise ProtocolError(
@@ -91,9 +94,9 @@ class Buffer:
             )
 
     def check_outcome(self, rows: Ints) -> None:
-        """Raises ProtocolError where a number of an outcome's rows can't be."""
-        beyond = rows.view(np.uint32) > self._limits  # unsigned: negatives are huge
-        if np.count_nonzero(beyond):  # a tenth of any()
+        """Raises ProtocolError where a number of an outcome's rows is out of range."""
+        beyond = rows.view(np.uint32) > self._limits  # as unsigned numbers, negative ones are huge
+        if np.count_nonzero(beyond):  # takes a tenth of any()
             row, column = np.argwhere(beyond)[0].tolist()
             raise ProtocolError(
                 f"round {self._ints[_ROUND]}: malformed outcome row {row}: {_OUTCOME[column]} is "
@@ -101,7 +104,7 @@ class Buffer:
             )
 
     def speculation_limits(self, lookahead: int, width: int) -> NDArray[np.uint32]:
-        """The largest source, hit, num_draft and K tokens that may be, [width]; of q: any bits."""
+        """Returns the largest value of each column of a speculation [width]; for q, any bits."""
         if (lookahead, width) not in self._tables:
             limits = np.full(width, 2**32 - 1, np.uint32)
             limits[:3] = max(Source), 1, lookahead
@@ -128,7 +131,7 @@ class Buffer:
 
 
 def _folded(body: Ints) -> Ints:
-    """_FOLD numbers that change with any one of the body's."""
+    """Returns 1024 numbers that change when any one number of the body does."""
     whole = len(body) // _FOLD * _FOLD
     folded: Ints = np.bitwise_xor.reduce(body[:whole].reshape(-1, _FOLD), axis=0)
     folded[: len(body) - whole] ^= body[whole:]
@@ -136,7 +139,7 @@ def _folded(body: Ints) -> Ints:
 
 
 def write_outcome(buffer: Buffer, outcome: Outcome, stop: bool = False) -> None:
-    """Packs an outcome (one copy)."""
+    """Writes an outcome into the buffer, with one copy."""
     buffer.seal(_lay_outcome(buffer, outcome, stop))
 
 
@@ -148,7 +151,10 @@ def _lay_outcome(buffer: Buffer, outcome: Outcome, stop: bool) -> int:
 
 
 def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bool]:
-    """The outcome that arrived, copied out of the buffer, and whether it says stop."""
+    """Returns a copy of the outcome that arrived, and whether it says stop.
+
+    Raises ProtocolError for a message that is not as expected, as all functions named read_… do.
+    """
     outcome, stop = _take_outcome(buffer, round_)
     buffer.check_seal(outcome.rows.size)
     buffer.check_outcome(outcome.rows)
@@ -161,7 +167,7 @@ def _take_outcome(buffer: Buffer, round_: int | None) -> tuple[Outcome, bool]:
 
 
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
-    """Packs a speculation (one copy)."""
+    """Writes a speculation into the buffer, with one copy."""
     rows = speculation.rows
     buffer.write_header(speculation.round, len(rows))
     buffer.body[: rows.size] = rows.reshape(-1)
@@ -171,7 +177,7 @@ def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
 def read_speculation(
     buffer: Buffer, round_: int, count: int, lookahead: int, *, sampled: bool = False
 ) -> Speculation:
-    """The speculation of round `round_` for `count` sequences, copied out of the buffer."""
+    """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
     _, got, _ = buffer.read_header(round_)
     if got != count:
         raise ProtocolError(
@@ -185,7 +191,7 @@ def read_speculation(
 
 
 def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
-    """Packs what the followers need: the outcome to commit and the speculation to verify."""
+    """Writes a plan: the outcome that followers apply and the speculation that they verify."""
     start = _lay_outcome(buffer, outcome, stop)
     stop_at = start + speculation.rows.size
     buffer.body[start:stop_at] = speculation.rows.reshape(-1)
@@ -195,7 +201,7 @@ def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop:
 def read_plan(
     buffer: Buffer, round_: int, lookahead: int, *, sampled: bool = False
 ) -> tuple[Outcome, Speculation, bool]:
-    """The (outcome, speculation, stop) of a plan; the plan of round r carries outcome r-1."""
+    """Returns a copy of the plan that arrived: (outcome of round_ - 1, speculation, stop)."""
     outcome, stop = _take_outcome(buffer, round_ - 1)
     width = Speculation.width(lookahead, sampled)
     rows = _rows(buffer, outcome.rows.size, outcome.num_live, width)
@@ -207,7 +213,10 @@ def read_plan(
 
 
 def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
-    """Packs recorded distributions [V], one a proposal that was not certain; the size in int32."""
+    """Writes distributions [V], one for each proposal that was not certain.
+
+    Returns the size of the message in int32, its header included.
+    """
     buffer.write_header(round_, len(rows))
     for n, row in enumerate(rows):
         buffer.body[n * len(row) : (n + 1) * len(row)] = row.view(np.int32)
@@ -217,14 +226,14 @@ def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float
 
 
 def check_proposals(buffer: Buffer, round_: int, count: int) -> None:
-    """ProtocolError unless the `count` rows of round `round_` arrived."""
+    """Raises ProtocolError unless the message holds `count` distributions of round `round_`."""
     _, got, _ = buffer.read_header(round_)
     if got != count:
         raise ProtocolError(f"round {round_}: PROPOSALS of {got} rows, expected {count}")
 
 
 def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArray[np.float32]:
-    """The `count` recorded distributions of round `round_`, [count, V], copied out."""
+    """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
     check_proposals(buffer, round_, count)
     rows = _rows(buffer, 0, count, vocab).view(np.float32)
     buffer.check_seal(rows.size)
@@ -258,7 +267,10 @@ def _check(buffer: Buffer, speculation: Speculation, lookahead: int) -> None:
 def _name_what_is(
     beyond: NDArray[np.bool_], buffer: Buffer, speculation: Speculation, lookahead: int
 ) -> None:
-    """Raises ProtocolError, unless all that is beyond its limit are tokens behind num_draft."""
+    """Raises ProtocolError for the first number beyond its limit.
+
+    Returns where all such numbers are tokens behind num_draft, which nobody reads.
+    """
     rows, lengths = speculation.rows, speculation.num_draft
     where = f"round {speculation.round}: "
     if beyond[:, 2].any():
