@@ -13,7 +13,6 @@ from mpissd.compare import Comparison, claim_of, compare_rates, compare_rows
 from mpissd.errors import ConfigError
 from mpissd.rates import NORMAL_Z, Rate, Rounds
 
-FEW = "few seeds"
 _GAIN = ("value", "low", "high", "headline")
 
 

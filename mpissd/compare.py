@@ -126,7 +126,7 @@ def claim_of(speedup: float, low: float, high: float, is_headline: bool) -> str:
     interval = f"{low:.2f}–{high:.2f}"
     if low <= 1 <= high:
         return f"no difference ({interval})"
-    return f"{speedup:.2f}× ({interval})" if is_headline else f"{interval}, few seeds"
+    return f"{speedup:.2f}× ({interval})" if is_headline else f"{interval} (few seeds)"
 
 
 def compare_rows(

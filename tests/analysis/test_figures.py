@@ -474,7 +474,7 @@ def test_gains_are_paired_by_seed_and_few_seeds_claim_nothing() -> None:
     point = gains(ssd, sd, "x").rename(columns={"value": "y"}).iloc[0]
     assert claim(point) == "1.05× (1.05–1.05)"
     few = gains(ssd[ssd["seed"] < 4], sd, "x").rename(columns={"value": "y"}).iloc[0]
-    assert not few["headline"] and claim(few) == "1.05–1.05, few seeds"
+    assert not few["headline"] and claim(few) == "1.05–1.05 (few seeds)"
     over = gains_over(ssd, sd[sd["x"] == 1], "x")
     assert over["value"].tolist() == pytest.approx([1.05, 2.1])
     assert gains(ssd, sd.assign(x=9), "x").empty

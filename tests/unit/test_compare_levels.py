@@ -257,7 +257,7 @@ def test_a_headline_takes_five_seeds_of_400_rounds(
     b = [{**row, "tok_per_s": 1.5 * row["tok_per_s"]} for row in a]
     found = compare_rows(a, b)
     assert found.is_headline == is_headline and found.is_real
-    assert found.claim == ("1.50× (1.50–1.50)" if is_headline else "1.50–1.50, few seeds")
+    assert found.claim == ("1.50× (1.50–1.50)" if is_headline else "1.50–1.50 (few seeds)")
     assert compare_rows(a, a).claim == "no difference (1.00–1.00)"
 
 
