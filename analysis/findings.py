@@ -12,54 +12,34 @@ import pandas as pd
 
 from analysis.gain import claim
 from analysis.real_pair import REAL
+from analysis.uses import BESIDE
 
 Says = Callable[[pd.DataFrame], str]
 
 
 def throughput(numbers: pd.DataFrame) -> str:
-    """SSD's best against the best rival on equal GPUs, and per GPU against all; what is missing."""
-    raw, per_gpu = (
-        numbers[numbers["panel"] == f"own best K, {n}"] for n in ("all GPUs", "per GPU")
-    )
-    has_wide = bool(raw["series"].str.startswith("AR").sum() > 1)
-    has_inline = "SD inline" in set(per_gpu["series"])
-    no_wide = "" if has_wide else " (AR was not measured on as many)"
-    no_inline = "" if has_inline else " (SD inline was not measured)"
-    return (
-        f"SSD against the best of SD{' and AR' * has_wide} on as many GPUs: "
-        f"{_against(raw, wide=True, has_ar=has_wide)}{no_wide}. "
-        f"Per GPU against the best of {'SD inline, ' * has_inline}SD and AR: "
-        f"{_against(per_gpu, wide=False, has_ar=True)}{no_inline}."
-    )
+    """SSD against the best other use of as many GPUs, and per GPU; which were not measured."""
+    told = []
+    for name, share in (("all GPUs", ""), ("per GPU", "per GPU ")):
+        here = numbers[(numbers["panel"] == f"own best K, {name}") & (numbers["series"] == BESIDE)]
+        if len(here):
+            what = "fastest measured" if here["missing"].any() else "best other"
+            gains = ", ".join(_beside(p) for _, p in here.iterrows())
+            told.append(
+                f"SSD {share}against the {what} use of {here['gpus'].iloc[0]:g} GPUs: {gains}."
+            )
+    return " ".join(told)
 
 
-def _against(panel: pd.DataFrame, *, wide: bool, has_ar: bool) -> str:
-    lines = panel[panel["x"].isna()].set_index("series")["y"]
-    rivals = ["SD"] if wide else ["SD", "SD inline"]
-    there = lines[[not wide or _gpus(k) == _most(lines) for k in lines.index]]
-    ar = max(there, default=0.0) if has_ar else 0.0
-    parts = []
-    for alpha, here in panel.dropna(subset=["x"]).groupby("x"):
-        y = here.set_index("series")["y"]
-        if "SSD" in y:
-            best = max([ar, *(y[r] for r in rivals if r in y)])
-            parts.append(f"{y['SSD'] / best:.2f}×{_real(here, best)} at α={alpha:g}")
-    return ", ".join(parts)
+def _beside(point: pd.Series) -> str:
+    missing = f" (not measured: {point['missing']})" * bool(point["missing"])
+    return f"{claim(point)}{_real(point)} of {point['rival']} at α={point['x']:g}{missing}"
 
 
-def _real(here: pd.DataFrame, best: float) -> str:
-    """SSD over `best`, predicted with the hits of a real pair, where its points tell."""
-    ssd = here[here["series"] == "SSD"].reindex(columns=REAL).dropna(axis=1)
-    gains = (ssd.iloc[0] / best) if ssd.size else []
-    return f" (real {min(gains):.2f}–{max(gains):.2f})" if len(gains) else ""
-
-
-def _gpus(label: str) -> int:
-    return int("".join(c for c in label if c.isdigit()) or 0)
-
-
-def _most(lines: pd.Series) -> int:
-    return max(_gpus(k) for k in lines.index)
+def _real(point: pd.Series) -> str:
+    """The same, predicted with the hits of a real pair, where the rows tell."""
+    gains = point.reindex(REAL).dropna()
+    return f" (real {gains.min():.2f}–{gains.max():.2f})" if len(gains) else ""
 
 
 def cache_hits(numbers: pd.DataFrame) -> str:

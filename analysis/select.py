@@ -108,13 +108,17 @@ def best_point(found: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
 
 @dataclass(frozen=True)
 class Case:
-    """A pair on T target GPUs: its SD and SSD rows under one set of conditions, its target's AR."""
+    """A pair on T target GPUs: its SD and SSD rows under one set of conditions, its target's AR.
+
+    wide: its SD rows on other T, on at most T + 1 GPUs.
+    """
 
     target: str
     draft: str
     tp: int
     rows: pd.DataFrame
     ar: pd.DataFrame
+    wide: pd.DataFrame
 
     @property
     def label(self) -> str:
@@ -141,23 +145,26 @@ def cases(
     vary: Sequence[str] = (),
     most: int = 9,
 ) -> list[Case]:
-    """The pairs and T with most `wanted` rows (none with under a quarter of the first one's).
+    """The pairs and T with most `wanted` rows (none with under a quarter of the first one's); those
+    without SSD, which are no more than rivals of others, only where none has it.
 
     Each has its rows from one folder (others are other days and versions): of those that have its
-    target's AR, if any has, that in which `varies` takes most values. Only AR on T + 1 GPUs may
-    come from another. vary: conditions that the figure is about.
+    target's AR, if any has, that in which `varies` takes most values. Only AR and SD inline on
+    T + 1 GPUs may come from another. vary: conditions that the figure is about.
     """
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
-    found = [
-        _case(data, group, varies, [c for c in CONDITIONS if c not in vary])
-        for _, group in rows.groupby(["target", "draft", "tp"], sort=True)
-    ]
+    columns = [c for c in CONDITIONS if c not in vary]
+    groups = rows.groupby(["target", "draft", "tp"], sort=True)
+    found = [_case(data, rows, group, varies, columns) for _, group in groups]
+    found = [case for case in found if len(case.method("SSD"))] or found
     found.sort(key=lambda case: (-len(case.rows), case.label))
     found = [case for case in found if 4 * len(case.rows) >= len(found[0].rows)]
     return sorted(found[:most], key=lambda case: (case.tp, case.target))
 
 
-def _case(data: Data, group: pd.DataFrame, varies: Sequence[str], columns: list[str]) -> Case:
+def _case(
+    data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[str], columns: list[str]
+) -> Case:
     first = group.iloc[0]
     target, draft, tp = str(first["target"]), str(first["draft"]), int(first["tp"])
     what = f"{short(target)}/{short(draft)}, T={tp}"
@@ -171,33 +178,46 @@ def _case(data: Data, group: pd.DataFrame, varies: Sequence[str], columns: list[
     is_ssd = kept["mode"] == "ssd"
     ssd = usual(kept[is_ssd], POLICY, data.notes, f"SSD, {what}")
     sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
-    baselines = _baselines(data, ar, kept, tp, [c for c in columns if c not in _OF_DRAFTS])
-    return Case(target, draft, tp, pd.concat([sd, ssd]), baselines)
+    alike = [c for c in columns if c not in _OF_DRAFTS]
+    is_wide = (rows["mode"] == "sd") & (rows["tp"] != tp) & (rows["gpus"] <= tp + 1)
+    of_pair = rows[is_wide & (rows["target"] == target) & (rows["draft"] == draft)]
+    wide = _baselines(data, of_pair, kept, tp, alike, ["alpha", "lookahead"])
+    baselines = _baselines(data, ar, kept, tp, alike, ["batch_size"])
+    return Case(target, draft, tp, pd.concat([sd, ssd]), baselines, wide)
 
 
 def _baselines(
-    data: Data, ar: pd.DataFrame, kept: pd.DataFrame, tp: int, columns: list[str]
+    data: Data,
+    rivals: pd.DataFrame,
+    kept: pd.DataFrame,
+    tp: int,
+    columns: list[str],
+    varies: list[str],
 ) -> pd.DataFrame:
-    """AR as `kept` was measured: of its folder; on T + 1 GPUs, the rival of a draft GPU, also of
-    another one where that has none."""
-    alike = ar[(key(ar, columns) == key(kept, columns).iloc[0]).to_numpy(dtype=bool)]
+    """Rivals as `kept` was measured: of its folder; on T + 1 GPUs, which a draft GPU has to beat,
+    also of another one where that has none."""
+    if rivals.empty:
+        return rivals
+    alike = rivals[(key(rivals, columns) == key(kept, columns).iloc[0]).to_numpy(dtype=bool)]
     here = alike["folder"] == kept["folder"].iloc[0]
     wide = alike[~here & (alike["gpus"] == tp + 1)]
     if len(wide) and not (alike.loc[here, "gpus"] == tp + 1).any():
-        wide = richest(wide, ["folder"], ["batch_size"])
-        told = f"AR of {short(str(wide['target'].iloc[0]))} on {tp + 1} GPUs"
-        own, other = kept["folder"].iloc[0], wide["folder"].iloc[0]
+        wide = richest(wide, ["folder"], varies)
+        first = wide.iloc[0]
+        told = f"{first['method']} of {short(str(first['target']))} on {tp + 1} GPUs"
+        own, other = kept["folder"].iloc[0], first["folder"]
         data.notes.add(f"{told}: rows of {other}, as {own} has none")
         return pd.concat([alike[here], wide])
     return alike[here]
 
 
 def by_pair(data: Data) -> dict[str, Data]:
-    """{"8b-1b-t1": the rows of that pair on T targets, and its target's AR}, up to three."""
+    """{"8b-1b-t1": rows of that pair on T targets, and its rivals on T + 1 GPUs}, up to three."""
     rows = data.rows
     parts = {}
     for case in cases(data, plain(rows), ["alpha", "lookahead", "method"], most=3):
-        is_pair = (rows["draft"] == case.draft) & (rows["tp"] == case.tp)
+        is_rival = (rows["mode"] == "sd") & (rows["gpus"] <= case.tp + 1)
+        is_pair = (rows["draft"] == case.draft) & ((rows["tp"] == case.tp) | is_rival)
         here = (rows["target"] == case.target) & (is_pair | (rows["mode"] == "ar"))
         name = f"{short(case.target)}-{short(case.draft)}-t{case.tp}".lower().replace("×", "x")
         parts[name] = data.with_rows(rows[here])

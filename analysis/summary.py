@@ -9,7 +9,9 @@ import pandas as pd
 from analysis.gain import gain
 from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
-from analysis.select import Case, best_point, cases, on_machine, plain, points
+from analysis.select import Case, cases, on_machine, plain, points
+from analysis.uses import beside, best_rows, others
+from mpissd.rivals import Family
 
 
 def best_of_each(data: Data, machine: str) -> pd.DataFrame:
@@ -26,7 +28,8 @@ def best_of_each(data: Data, machine: str) -> pd.DataFrame:
         if not len(rows) or not len(ar):
             continue
         alpha = rows["alpha"].value_counts().index[0]
-        lines += _lines(case, rows[rows["alpha"] == alpha], ar)
+        wide = case.wide[(case.wide["batch_size"] == 1) & (case.wide["alpha"] == alpha)]
+        lines += _lines(case, pd.concat([rows[rows["alpha"] == alpha], wide]), ar)
     return pd.DataFrame(lines)
 
 
@@ -36,19 +39,12 @@ def _ar(case: Case, gpus: int) -> pd.DataFrame:
 
 def _lines(case: Case, rows: pd.DataFrame, ar: pd.DataFrame) -> list[dict[str, Any]]:
     found = [("AR", ar), ("AR", _ar(case, case.tp + 1))]
-    found += [(name, _best(rows[rows["method"] == name])) for name in ("SD inline", "SD")]
+    for name in ("SD inline", "SD"):
+        groups = rows[rows["method"] == name].groupby("tp")
+        found += [(name, best_rows(group)) for _, group in groups]
     ssd = rows[rows["method"] == "SSD"]
-    found += [(f"SSD, {law}", _best(group)) for law, group in ssd.groupby("hit_law")]
+    found += [(f"SSD, {law}", best_rows(group)) for law, group in ssd.groupby("hit_law")]
     return [_line(case, method, cell, ar) for method, cell in found if len(cell)]
-
-
-def _best(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the best K and policy."""
-    by = ["lookahead", "policy"]
-    if rows.empty:
-        return rows
-    best = best_point(points(rows, by))
-    return rows[(rows[by] == best[by]).all(axis=1)]
 
 
 def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict[str, Any]:
@@ -67,8 +63,20 @@ def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict
         "per GPU": float(point["per_gpu"]),
         "gain": "" if cell is ar else found.claim,
         "gain per GPU": "" if cell is ar else found.scaled(share).claim,
+        "over the best other use": _over(case, cell) if method.startswith("SSD") else "",
         "rows": int(point["n"]),
     }
+
+
+def _over(case: Case, ssd: pd.DataFrame) -> str:
+    """SSD's gain over the best other use of its GPUs, or over the fastest that was measured."""
+    found = others(case, float(ssd["alpha"].iloc[0]))
+    if found.fastest is None:
+        return "none measured"
+    told = f"{beside(ssd, found).claim} of {Family.of(found.fastest)}"
+    imposed = " (hits imposed: no branch was paid for)" * bool(ssd["p_hit"].notna().all())
+    missing = f", the fastest measured (not measured: {found.not_known})" * bool(found.missing)
+    return told + imposed + missing
 
 
 def sources(data: Data) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 
 from analysis.select import Case
 from mpissd.theory import expected_tokens, speedup_sd, speedup_ssd
@@ -18,11 +19,15 @@ from mpissd.theory import expected_tokens, speedup_sd, speedup_ssd
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds; tp target GPUs; ar_wide: a round of AR on tp + 1 GPUs, None where no row says."""
+    """Seconds; tp target GPUs; ar_wide: a round of AR on tp + 1 GPUs, None where no row says.
+
+    verify_wide: a verification there, of SD inline's rows, else as much shorter as a round of AR.
+    """
 
     tp: int
     ar: float
     ar_wide: float | None
+    verify_wide: float | None
     verify: float
     step: float
     grow: float
@@ -39,11 +44,13 @@ class Times:
         if ar is None or not set.intersection(*cells):
             return None
         growth = ssd["t_growth_s"] / (ssd["lookahead"] + 1)  # glue and K steps
+        verify = float(sd["t_target_s"].median())
         return cls(
             tp=case.tp,
             ar=float(ar["round_s"]),
             ar_wide=None if wide is None else float(wide["round_s"]),
-            verify=float(sd["t_target_s"].median()),
+            verify_wide=_verify_wide(case, batch_size, verify, ar, wide),
+            verify=verify,
             step=float(sd["step_s"].median()),
             grow=float(growth.median()),
             host=float((sd["round_s"] - sd["t_target_s"] - sd["t_draft_s"]).median()),
@@ -75,6 +82,18 @@ class Times:
         """SD at its best K."""
         return max(self.sd(alpha, k) for k in range(1, most + 1))
 
+    def best_sd_wide(self, alpha: float, most: int = 16) -> float:
+        """SD inline on tp + 1 GPUs at its best K; 0 where nothing is known of them."""
+        if self.verify_wide is None:
+            return 0.0
+        wide = replace(self, verify=self.verify_wide)
+        return wide.best_sd(alpha, most)
+
+    def best_other(self, alpha: float) -> float:
+        """The best other use of tp + 1 GPUs than SSD, as far as it is known."""
+        ar = max(1.0, 0.0 if self.ar_wide is None else self.ar / self.ar_wide)
+        return max(ar, self.best_sd(alpha), self.best_sd_wide(alpha))
+
     def best_ssd(self, alpha: float, p_hit: float, most: int = 16) -> float:
         """SSD at its best K."""
         return max(self.ssd(alpha, k, p_hit) for k in range(1, most + 1))
@@ -82,6 +101,16 @@ class Times:
     @property
     def _verify(self) -> float:
         return (self.verify + self.host) / self.ar
+
+
+def _verify_wide(
+    case: Case, batch_size: int, verify: float, ar: pd.Series, wide: pd.Series | None
+) -> float | None:
+    rows = case.wide[(case.wide["batch_size"] == batch_size) & (case.wide["gpus"] == case.tp + 1)]
+    inline = rows[rows["method"] == "SD inline"]["t_target_s"].dropna()
+    if len(inline):
+        return float(inline.median())
+    return None if wide is None else verify * float(wide["round_s"] / ar["round_s"])
 
 
 def correlated(p_hit: float, batch_size: int, rho: float) -> float:

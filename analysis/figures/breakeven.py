@@ -14,6 +14,8 @@ from analysis.load import Data
 from analysis.select import Case, cases, plain, points
 from analysis.style import BLACK, Poster
 from analysis.times import Times
+from analysis.uses import others
+from mpissd.rivals import tps_of
 
 _ALPHAS = np.linspace(0.3, 0.98, 35)
 _HITS = np.linspace(0.0, 1.0, 41)
@@ -45,29 +47,30 @@ def break_even(data: Data) -> Poster:
     )
     bar.set_label("SSD over the best other use, ×", labelpad=12)
     bar.ax.set_yticklabels(["0.4", "0.6", "0.8", "1", "1.25", "1.5", "2"])
-    used = [part for case, _ in shown for part in (case.rows, case.ar)]
+    used = [part for case, _ in shown for part in (case.rows, case.ar, case.wide)]
+    missing = {name for case, _ in shown for name in _missing(case)}
+    lacking = f". Not measured: {', '.join(sorted(missing))}" * bool(missing)
     text = caption(
         data,
         used,
         "MODELLED: the closed formulas with these rows' median times; every method at its own best "
         "K ≤ 16; a miss is drafted just in time. Black line: nothing is gained. Dots: measured SSD "
-        "rows, at the best K measured with their hits (often one alone), against the best measured "
-        "rival at its best K, filled with what they measured; squares: imposed hits, which cost no "
-        "branches",
+        "rows, at the best K measured with their hits (often one alone), against the fastest "
+        "measured use of as many GPUs at its best K, filled with what they measured; squares: "
+        f"imposed hits, which cost no branches{lacking}",
     )
     return poster.finish("Where the extra GPU pays", text, legend=False)
 
 
 def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) -> Any:
     gpus = f"{case.tp} GPU{'s' * (case.tp > 1)}"
-    rivals = f"per GPU, over {gpus}" if per_gpu else f"raw, over {case.tp + 1} GPUs"
-    with_ar = per_gpu or times.ar_wide is not None
-    ax.set_title(f"{case.label}+1: {rivals} of {'AR or SD' if with_ar else 'SD'}")
+    rivals = f"per GPU, over AR or SD on {gpus}" if per_gpu else _rivals(case, times)
+    ax.set_title(f"{case.label}+1: {rivals}")
     share = case.tp / (case.tp + 1) if per_gpu else 1.0
-    wide = 1.0 if per_gpu or times.ar_wide is None else times.ar / times.ar_wide
+    rates = [max(1.0, times.best_sd(a)) if per_gpu else times.best_other(a) for a in _ALPHAS]
     values = np.array(
         [
-            [share * times.best_ssd(a, h) / max(wide, times.best_sd(a)) for a in _ALPHAS]
+            [share * times.best_ssd(a, h) / rate for a, rate in zip(_ALPHAS, rates, strict=True)]
             for h in _HITS
         ]
     )
@@ -97,6 +100,19 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
     return image
 
 
+def _rivals(case: Case, times: Times) -> str:
+    gpus = case.tp + 1
+    if times.verify_wide is None and gpus in tps_of(case.target, gpus):
+        return f"raw, over SD (AR and SD inline over {gpus} GPUs are not known)"
+    return f"raw, over the best other use of {gpus} GPUs"
+
+
+def _missing(case: Case) -> set[str]:
+    """Uses of T + 1 GPUs that no row holds at some alpha."""
+    alphas = case.method("SSD", batch_size=1)["alpha"].dropna().unique()
+    return {str(family) for alpha in alphas for family in others(case, alpha).missing}
+
+
 def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float, bool]]:
     """(alpha, hit rate, gain, whether hits were imposed) of SSD at each alpha, hit law and fan-out:
     at its best K."""
@@ -105,14 +121,13 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float, bool
     found = []
     for alpha, group in rows.groupby("alpha"):
         ssd = group[group["method"] == "SSD"].dropna(subset=["hit_rate"])
-        sd = group[group["method"] == ("SD inline" if per_gpu else "SD")]
-        ar = case.ar[(case.ar["batch_size"] == 1) & (case.ar["gpus"] == case.tp + (not per_gpu))]
-        if not len(sd):
+        fastest = others(case, float(alpha), per_gpu=per_gpu).fastest
+        if fastest is None or (fastest.mode == "ar" and not (group["method"] != "SSD").any()):
             continue
-        rivals = pd.concat([points(part, ["lookahead"])[column] for part in (sd, ar)])
+        rival = fastest.rows[column].median()
         for _, cell in ssd.groupby(["hit_law", "policy"]):
             repeats = points(cell, ["lookahead"])
             row = repeats.loc[repeats[column].idxmax()]
-            gain, imposed = row[column] / rivals.max(), pd.notna(row["p_hit"])
+            gain, imposed = row[column] / rival, pd.notna(row["p_hit"])
             found.append((float(alpha), float(row["hit_rate"]), gain, imposed))
     return found

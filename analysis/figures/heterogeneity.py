@@ -12,7 +12,7 @@ from analysis.figures.common import caption, need
 from analysis.gain import gain
 from analysis.load import Data
 from analysis.select import Case, best_point, cases, plain, points, richest
-from analysis.style import BLUE, GREY, RED, Poster, parity
+from analysis.style import BLUE, GREY, RED, SKY, Poster, parity
 from analysis.times import Times
 
 _FACTORS = np.geomspace(0.25, 8, 61)
@@ -64,6 +64,14 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times) -> list[pd.DataFr
         y = np.array(values)
         poster.line(ax, f"{name}, raw", _FACTORS, y, color=color)
         poster.line(ax, f"{name}, per GPU", _FACTORS, y * share, color=color, linestyle=":")
+    if times.verify_wide is not None:
+        ax.axhline(
+            times.best_sd_wide(alpha),
+            color=SKY,
+            linestyle="--",
+            linewidth=1.6,
+            label="SD inline with the extra GPU as a target",
+        )
     if times.ar_wide is not None:
         ax.axhline(
             times.ar / times.ar_wide,

@@ -53,7 +53,8 @@ def _rows(case: Case) -> pd.DataFrame:
     first = both.iloc[0]
     here = (case.rows["alpha"] == first["alpha"]) & (case.rows["lookahead"] == first["lookahead"])
     sd = case.rows[here & case.rows["method"].isin(["SD", "SD inline"])]
-    return pd.concat([case.ar, sd, both])
+    wide = case.wide[(case.wide["alpha"] == first["alpha"]) & (case.wide["gpus"] == case.tp + 1)]
+    return pd.concat([case.ar, sd, wide[wide["lookahead"] == first["lookahead"]], both])
 
 
 def _is_sweep(rows: pd.DataFrame) -> bool:
@@ -71,7 +72,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
         style = look("SSD" if method == IMPOSED else method)
         more = int(gpus) - case.tp
         label = f"{method}, T{f'+{more}' if more else ''} GPUs"
-        wide = more > 0 and method == "AR"
+        wide = more > 0 and method in ("AR", "SD inline")
         x, y = found["per_sequence"], found["per_gpu"]
         half = [(found["high"] / found["tok_per_s"] - 1), (1 - found["low"] / found["tok_per_s"])]
         ax.errorbar(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -10,8 +12,10 @@ from analysis.load import Data
 from analysis.real_pair import REAL
 from analysis.select import Case, cases, plain, points, richest
 from analysis.style import BLACK, GREY, Poster
+from analysis.uses import best_rows, keep_beside
 
 _PER_GPU = ("per GPU", True), ("all GPUs", False)
+_METHODS = ("SD inline", "SD", "SSD")
 
 
 def throughput(data: Data) -> Poster:
@@ -26,11 +30,11 @@ def throughput(data: Data) -> Poster:
         for ax, alpha in zip(grid[row], alphas, strict=False):
             ax.set_title(f"α = {alpha:g}" if not row else "")
             ax.set_label(f"α = {alpha:g}, {name}")
-            _over(poster, ax, used[used["alpha"] == alpha], "lookahead", per_gpu)
+            _over(poster, ax, used[used["alpha"] == alpha], "lookahead", per_gpu, case.tp)
         ax = grid[row][-1]
         ax.set_title("each at its own best K" if not row else "")
         ax.set_label(f"own best K, {name}")
-        _over_best(poster, ax, used, per_gpu)
+        _over_best(poster, ax, used, per_gpu, case)
         for ax in grid[row]:
             _baselines(poster, ax, case, per_gpu)
             ax.set_ylim(0, 1.06 * ax.get_ylim()[1] if ax is grid[row][-1] else None)
@@ -39,7 +43,8 @@ def throughput(data: Data) -> Poster:
         ax.set_xlabel("lookahead K" if ax is not grid[1][-1] else "acceptance α")
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
-    text = caption(data, [used, case.ar], hits, "SD and SSD have a draft GPU of their own", BARS)
+    apart = "SD and SSD have a draft GPU of their own; T= on a line: on that many target GPUs"
+    text = caption(data, [used, case.ar], hits, apart, BARS)
     return poster.finish(f"AR, SD and SSD throughput: {case.label}", text)
 
 
@@ -56,11 +61,20 @@ def _is_sweep(case: Case) -> bool:
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """SD, SD inline, and SSD under the law and budget that cover most cells."""
-    rows = case.rows[case.rows["batch_size"] == 1]
+    """SD, SD inline also on T + 1 GPUs, and SSD under the law and budget that cover most cells."""
+    every = pd.concat([case.rows, case.wide[case.wide["gpus"] == case.tp + 1]])
+    rows = every[every["batch_size"] == 1]
     lawful = (rows["method"] == "SSD") & rows["p_hit"].isna()  # imposed hits would be best for free
     ssd = richest(rows[lawful], ["hit_law", "policy"], ["alpha", "lookahead"])
     return pd.concat([rows[rows["method"] != "SSD"], ssd])
+
+
+def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """(label, method, rows) of each line: SD on another T is a line of its own."""
+    for method in _METHODS:
+        here = rows[rows["method"] == method]
+        for other, group in sorted(here.groupby("tp"), key=lambda item: item[0] != tp):
+            yield method if other == tp else f"{method}, T={other}", method, group
 
 
 def _spread(values: list[float]) -> list[float]:
@@ -68,16 +82,18 @@ def _spread(values: list[float]) -> list[float]:
     return values if len(values) <= 3 else [values[0], values[len(values) // 2], values[-1]]
 
 
-def _over(poster: Poster, ax: Axes, rows: pd.DataFrame, by: str, per_gpu: bool) -> None:
-    for method in ("SD inline", "SD", "SSD"):
-        _draw(poster, ax, method, points(rows[rows["method"] == method], [by]), by, per_gpu)
+def _over(poster: Poster, ax: Axes, rows: pd.DataFrame, by: str, per_gpu: bool, tp: int) -> None:
+    for label, method, group in _series(rows, tp):
+        _draw(poster, ax, (label, method), points(group, [by]), by, per_gpu)
     ax.set_xticks(sorted(rows[by].unique()))
 
 
-def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool) -> None:
-    for method in ("SD inline", "SD", "SSD"):
-        found = best(rows[rows["method"] == method], "alpha")
-        _draw(poster, ax, method, found, "alpha", per_gpu)
+def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool, case: Case) -> None:
+    for label, method, group in _series(rows, case.tp):
+        found = best(group, "alpha")
+        _draw(poster, ax, (label, method), found, "alpha", per_gpu)
+        for alpha, ssd in group.groupby("alpha") if method == "SSD" else ():
+            keep_beside(poster, ax, case, float(alpha), best_rows(ssd), per_gpu=per_gpu)
         for _, point in found.iterrows() if method == "SSD" and not per_gpu else ():
             ax.annotate(
                 f"K={point['lookahead']:.0f}",
@@ -91,7 +107,7 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool) -> N
 
 
 def _draw(
-    poster: Poster, ax: Axes, method: str, found: pd.DataFrame, by: str, per_gpu: bool
+    poster: Poster, ax: Axes, name: tuple[str, str], found: pd.DataFrame, by: str, per_gpu: bool
 ) -> None:
     if not len(found):
         return
@@ -99,7 +115,10 @@ def _draw(
     columns = (found[name] / share for name in ("tok_per_s", "low", "high"))
     y, low, high = columns
     also = {name: found[name] / share for name in REAL}
-    poster.line(ax, method, found[by], y, low=low, high=high, also=also, **look(method))
+    label, method = name
+    apart = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
+    options = {**look(method), **apart}
+    poster.line(ax, label, found[by], y, low=low, high=high, also=also, **options)
 
 
 def _baselines(poster: Poster, ax: Axes, case: Case, per_gpu: bool) -> None:

@@ -12,6 +12,8 @@ from analysis.build import Drawn, Skipped, draw
 from analysis.load import Data
 from analysis.notes import Notes
 from analysis.select import cases, plain
+from analysis.summary import best_of_each
+from analysis.uses import BESIDE
 from tests.analysis.test_figures import data, drawn, legend, poster, rate
 
 
@@ -36,13 +38,70 @@ def without(name: str, lost: pd.Series) -> Drawn:
     return item
 
 
-def test_a_finding_says_which_rival_was_not_measured() -> None:
+def both_gpus(folder: str | None = None, faster: float = 1.6) -> pd.DataFrame:
+    """The fixture's rows, and SD inline over two target GPUs as if it had been measured."""
     rows = data().rows
+    inline = rows[(rows["method"] == "SD inline") & (rows["batch_size"] == 1)]
+    rates = {name: faster * inline[name] for name in ("tok_per_s", "low", "high")}
+    wide = inline.assign(
+        tp=2, gpus=2, world_size=2, run_id="wide-" + inline["run_id"], **rates,
+        expected_tok_per_s=faster * inline["expected_tok_per_s"],
+        t_target_s=inline["t_target_s"] / 2, per_gpu=rates["tok_per_s"] / 2,
+    )  # fmt: skip
+    if folder is not None:
+        wide = wide.assign(folder=folder)
+    return pd.concat([rows, wide], ignore_index=True)
+
+
+def test_a_finding_says_which_use_was_not_measured() -> None:
+    rows = data().rows
+    told = drawn("throughput").finding
+    assert "fastest measured use of 2 GPUs" in told and "best other" not in told.split("per GPU")[0]
+    assert "(not measured: SD inline T=2)" in told and "AR T=2" not in told
     told = without("throughput", (rows["mode"] == "ar") & (rows["gpus"] == 2)).finding
-    assert "best of SD on as many GPUs" in told and "AR was not measured on as many" in told
+    assert "(not measured: AR T=2, SD inline T=2)" in told
     told = without("throughput", rows["method"] == "SD inline").finding
-    assert "Per GPU against the best of SD and AR" in told and "SD inline was not measured" in told
-    assert "was not measured" not in drawn("throughput").finding
+    assert "SSD per GPU against the fastest measured" in told and "SD inline T=1" in told
+
+
+@pytest.mark.parametrize("folder", [None, "elsewhere"])
+def test_sd_inline_over_all_gpus_is_a_rival(folder: str | None) -> None:
+    """Also of another folder, as AR there."""
+    (item,) = draw(Data(both_gpus(folder)), "throughput")
+    assert isinstance(item, Drawn) and "not measured" not in item.finding
+    assert "SSD against the best other use of 2 GPUs" in item.finding
+    assert "SD inline, T=2" in legend(item.poster)
+    table = item.poster.table()
+    raw = table[(table["panel"] == "own best K, all GPUs") & (table["x"] == 0.8)]
+    found = raw.set_index("series")
+    assert found.loc[BESIDE, "rival"] == "SD inline T=2"
+    wanted = found.loc["SSD", "y"] / found.loc["SD inline, T=2", "y"]
+    assert found.loc[BESIDE, "y"] == pytest.approx(wanted)
+
+
+def _raw(table: pd.DataFrame, series: str) -> pd.Series:
+    return table[(table["series"] == series) & table["panel"].str.contains("raw")]["gain"]
+
+
+def test_the_map_of_break_even_and_its_dots_know_it_too() -> None:
+    (item,) = draw(Data(both_gpus(faster=3.0)), "break_even")
+    assert isinstance(item, Drawn) and "Not measured" not in item.poster.caption
+    assert "Not measured: SD inline T=2" in poster("break_even").caption
+    for series in ("measured", "formula"):
+        here, before = (_raw(p.table(), series) for p in (item.poster, poster("break_even")))
+        assert (here <= before + 1e-9).all() and here.max() < 0.9 * before.max()
+
+
+def test_the_table_of_the_best_says_over_what() -> None:
+    lines = {}
+    for name, rows in (("without", data().rows), ("with", both_gpus())):
+        table = best_of_each(Data(rows), "NVIDIA H100 80GB SXM (emulated)")
+        ssd = table[table["method"].str.startswith("SSD")]
+        assert "hits imposed" in ssd["over the best other use"].iloc[0]  # p_hit:0.0
+        lines[name] = ssd["over the best other use"].iloc[-1]  # power law
+        assert (table["method"] == "SD inline").sum() == 1 + (name == "with")
+    assert lines["without"].endswith("the fastest measured (not measured: SD inline T=2)")
+    assert lines["with"].endswith("of SD inline T=2")
 
 
 def test_a_method_of_one_batch_size_is_set_beside_the_others_there() -> None:

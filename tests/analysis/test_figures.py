@@ -352,13 +352,14 @@ def test_break_even() -> None:
     rival = max(
         rate(
             mode="sd",
-            num_drafts=1,
+            num_drafts=drafts,
             acceptance="alpha:0.8",
             lookahead=k,
             batch_size=1,
             lm_head=False,
         )
         for k in (2, 4, 6, 8)
+        for drafts in (0, 1)
     )
     one = dots[(dots["x"] == 0.8) & (dots["y"] == 1.0)]["gain"].iloc[0]
     assert one == pytest.approx(rate(**at) / max(rival, rate(mode="ar", tp=2)))

@@ -4,65 +4,35 @@ from __future__ import annotations
 
 import pandas as pd
 
-from analysis.build import Drawn, draw
 from analysis.findings import throughput
-from analysis.load import Data
-from tests.analysis.test_figures import data, drawn, poster
+from analysis.uses import BESIDE
+
+SAYS = "panel series x y low high headline rival gpus missing".split()
 
 
-def numbers(*told: tuple[str, str, float | None, float]) -> pd.DataFrame:
-    return pd.DataFrame(told, columns=["panel", "series", "x", "y"])
+def numbers(*told: tuple[object, ...]) -> pd.DataFrame:
+    return pd.DataFrame([("own best K, all GPUs", BESIDE, *one) for one in told], columns=SAYS)
 
 
-def test_ar_on_fewer_gpus_is_no_rival_on_as_many() -> None:
-    """There SD is the only one, however much faster AR is."""
-    raw, each = "own best K, all GPUs", "own best K, per GPU"
+def test_the_best_other_use_is_named_with_its_interval() -> None:
     said = throughput(
         numbers(
-            (raw, "AR, 1 GPU", None, 600.0),
-            (raw, "SD", 0.8, 400.0),
-            (raw, "SSD", 0.8, 500.0),
-            (each, "AR, 1 GPU", None, 600.0),
-            (each, "SD", 0.8, 200.0),
-            (each, "SSD", 0.8, 250.0),
+            (0.5, 0.83, 0.80, 0.86, True, "SD inline T=2", 2, ""),
+            (0.8, 1.02, 0.97, 1.07, True, "SD inline T=2", 2, ""),
         )
     )
-    assert "best of SD on as many GPUs: 1.25× at α=0.8 (AR was not measured on as many)" in said
-    assert "Per GPU against the best of SD and AR: 0.42× at α=0.8" in said
-
-
-def test_ar_on_as_many_gpus_is_one() -> None:
-    raw, each = "own best K, all GPUs", "own best K, per GPU"
-    said = throughput(
-        numbers(
-            (raw, "AR, 1 GPU", None, 300.0),
-            (raw, "AR, 2 GPUs", None, 520.0),
-            (raw, "SD", 0.8, 400.0),
-            (raw, "SSD", 0.8, 500.0),
-            (each, "SD", 0.8, 200.0),
-            (each, "SSD", 0.8, 250.0),
-        )
+    assert said == (
+        "SSD against the best other use of 2 GPUs: 0.83× (0.80–0.86) of SD inline T=2 at α=0.5, "
+        "no difference (0.97–1.07) of SD inline T=2 at α=0.8."
     )
-    assert "best of SD and AR on as many GPUs: 0.96× at α=0.8" in said
 
 
-def test_gains_of_few_seeds_are_intervals_and_no_speedup() -> None:
-    """The fixture's rows have one seed each; what formulas model is no claim of a measurement."""
-    for name in ("cache_hits", "batch", "head"):
-        said = drawn(name).finding
-        measured = said.split("The default hit law is assumed")[0]  # what follows is predicted
-        assert "few seeds" in measured and "×" not in measured, said
-        assert "FEW SEEDS" in poster(name).caption
-    assert "FEW SEEDS" not in poster("latency").caption
+def test_where_one_was_not_measured_nothing_is_called_best() -> None:
+    lacking = (0.8, 1.35, 1.3, 1.4, True, "SD inline T=1", 2, "SD inline T=2")
+    said = throughput(numbers(lacking))
+    assert "the fastest measured use of 2 GPUs: 1.35× (1.30–1.40) of SD inline T=1" in said
+    assert said.endswith("(not measured: SD inline T=2).") and "best" not in said
 
 
-def test_a_gain_is_claimed_from_enough_seeds() -> None:
-    """Five rows for every one, each under a seed of its own and of 400 rounds."""
-    rows = data().rows
-    many = [
-        rows.assign(seed=seed, num_rounds=400, tok_per_s=rows["tok_per_s"] * (1 + seed / 10))
-        for seed in range(5)
-    ]
-    (item,) = draw(Data(pd.concat(many, ignore_index=True)), "cache_hits")
-    assert isinstance(item, Drawn) and "× (" in item.finding and "few seeds" not in item.finding
-    assert "FEW SEEDS" not in item.poster.caption and "5 seeds" in item.poster.caption
+def test_nothing_is_said_of_nothing() -> None:
+    assert throughput(numbers()) == ""

@@ -1,0 +1,98 @@
+"""SSD beside the other uses of as many GPUs (mpissd/rivals.py), from the rows of a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.gain import gain
+from analysis.real_pair import REAL
+from analysis.select import Case, best_point, points
+from analysis.style import Poster
+from mpissd.compare import Comparison
+from mpissd.rivals import Family, Others, families, other_uses, tps_of, widest
+
+BESIDE = "SSD over the fastest other use"  # the series of a figure's numbers that findings read
+
+
+@dataclass(frozen=True)
+class RowsUse:
+    """A mode on T + D GPUs at its own best K. tok_per_s: what ranks it, of all GPUs or of one; rows
+    of one configuration."""
+
+    mode: str
+    tp: int
+    num_drafts: int
+    tok_per_s: float
+    rows: pd.DataFrame = field(repr=False)
+
+
+def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the best K and policy."""
+    by = ["lookahead", "policy"]
+    if rows.empty:
+        return rows
+    best = best_point(points(rows, by))
+    return rows[(rows[by] == best[by]).all(axis=1)]
+
+
+def others(
+    case: Case, alpha: float, batch_size: int = 1, *, per_gpu: bool = False
+) -> Others[RowsUse]:
+    """What else T + 1 GPUs did, every T and D that was measured; per_gpu: a GPU, where AR and SD
+    inline on T have to be known and wider ones count where they are."""
+    drafted = pd.concat([case.rows[case.rows["mode"] == "sd"], case.wide])
+    rows = pd.concat([case.ar, drafted[drafted["alpha"] == alpha]])
+    rows = rows[rows["batch_size"] == batch_size]
+    gpus = case.tp + 1
+    wanted = families(case.tp, gpus) if per_gpu else widest(gpus, tps_of(case.target, gpus))
+    return other_uses("ssd", gpus, _uses(rows, per_gpu), wanted)
+
+
+def keep_beside(
+    poster: Poster, ax: Axes, case: Case, alpha: float, ssd: pd.DataFrame, *, per_gpu: bool
+) -> None:
+    """Remembers SSD's gain at an alpha, over which use, and which were not measured."""
+    found = others(case, alpha, per_gpu=per_gpu)
+    if found.fastest is not None:
+        over = beside(ssd, found, per_gpu=per_gpu)
+        share = over.speedup / ssd["tok_per_s"].median()
+        poster.keep(
+            ax,
+            BESIDE,
+            x=alpha,
+            y=over.speedup,
+            low=over.low,
+            high=over.high,
+            headline=over.is_headline,
+            rival=str(Family.of(found.fastest)),
+            gpus=case.tp + 1,
+            missing=found.not_known,
+            **{name: share * ssd[name].median() for name in REAL},
+        )
+
+
+def beside(ssd: pd.DataFrame, found: Others[RowsUse], *, per_gpu: bool = False) -> Comparison:
+    """The gain of rows of one configuration over the fastest of the others; there has to be one."""
+    assert found.fastest is not None
+    rows = found.fastest.rows
+    share = rows["gpus"].iloc[0] / ssd["gpus"].iloc[0] if per_gpu else 1.0
+    return gain(ssd, rows).scaled(share)
+
+
+def _uses(rows: pd.DataFrame, per_gpu: bool) -> list[RowsUse]:
+    """Ranked by the predicted mean where all have one, as best_point."""
+    cells = [best_rows(group) for _, group in rows.groupby(["mode", "tp", "num_drafts"])]
+    predicted = all(cell["expected_tok_per_s"].notna().all() for cell in cells)
+    column = "expected_tok_per_s" if predicted else "tok_per_s"
+    return [_use(cell, column, per_gpu) for cell in cells]
+
+
+def _use(cell: pd.DataFrame, column: str, per_gpu: bool) -> RowsUse:
+    first = cell.iloc[0]
+    share = int(first["gpus"]) if per_gpu else 1
+    place = Family(str(first["mode"]), int(first["tp"]), int(first["num_drafts"]))
+    rate = float(cell[column].median()) / share
+    return RowsUse(place.mode, place.tp, place.num_drafts, rate, cell)
