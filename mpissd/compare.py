@@ -5,9 +5,10 @@ Three levels; the first that the rows allow is taken, and the result says which 
 seeds   Both were measured under three or more common seeds. Each seed is a pair: the mean of
         log(b/a) over the seeds, Student's t. One seed means the same draws (a token, a coin and a
         rank are keyed by seed, sequence and absolute position), so the luck that both had in
-        common falls out; what differs from job to job is in the interval, since every seed is
-        a job. Several rows of one seed count as the mean of their logarithms; where rows of 400
-        rounds share three seeds, shorter ones are left out.
+        common falls out. What differs from one measurement to the next is in the interval; what
+        one sweep has in common, and another does not (a host, a day), is not. Several rows of one
+        seed count as the mean of their logarithms; where rows of 400 rounds share three seeds,
+        shorter ones are left out.
 blocks  One row each, of one seed and one acceptance law, with the rounds of both kept. Both runs
         are cut at the same token positions into at most 20 blocks of 5 or more rounds, so that
         unlike K meet over the same coins; where the outcomes are equal, that is round by round. It
@@ -16,8 +17,8 @@ blocks  One row each, of one seed and one acceptance law, with the rounds of bot
         Rounds are no sample of their own: those of H200s resemble their neighbours (.4 to .7 at
         lag 1, nothing left after 10), so whole blocks are compared. Only tokens that both runs
         emitted count; where those are less than half of the longer run's, or where one is AR
-        (which draws nothing), there is nothing to pair. One job each: what differs from job to
-        job is not seen.
+        (which draws nothing), there is nothing to pair. One measurement each: what differs from
+        one to the next is not seen.
 rounds, rows  Independent runs: the variances of both logarithms add up, from the rounds of both
         or from what each row says of itself (Rate.of_row). Shared luck stays in the interval,
         which is then too wide.
