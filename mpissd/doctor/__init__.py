@@ -1,8 +1,8 @@
-"""What can be wrong with a machine, before a run finds out.
+"""Finds what is wrong with a machine for a run, without starting the run.
 
-facts     what was seen: of the launcher, of each host, of each rank, of an opened session
-host smi launcher ranks trial      gather facts; every question to a driver is a bounded child
-check_*   judge facts: pure functions from Facts to findings, one file a topic
-table     the findings as text, and the verdict
-examine   the command
+facts     the records of what was seen of the launcher, of hosts, of ranks and of a session
+host smi launcher ranks trial      gather facts; a driver is asked in a child with a time limit
+check_*   turn facts into findings, by pure functions; one file for each topic
+table     prints the findings and the verdict
+examine   is the command
 """

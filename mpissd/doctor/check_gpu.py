@@ -1,4 +1,4 @@
-"""GPUs: which rank has which, CUDA and its driver, NCCL, links, clocks, other users."""
+"""Checks GPUs: their ranks, CUDA and the driver, NCCL, links, health and other users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mpissd.doctor.facts import CudaView, Facts, Gpu, HostFacts, RankFacts
 from mpissd.doctor.finding import Finding, bad, ok, warn
 
-# Of clocks_event_reasons.active; what is not here (idle, sync boost, display) is no complaint.
+# Bits of clocks_event_reasons.active that mean a slower GPU. Other bits (idle, display) are normal.
 _SLOWED = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -23,7 +23,7 @@ _CUPY = re.compile(r"cupy-cuda(\d+)x")
 
 
 def check_ranks_gpus(facts: Facts) -> Iterator[Finding]:
-    """One GPU a rank."""
+    """Finds ranks that share a GPU."""
     first: dict[tuple[str, str], int] = {}
     for rank in facts.ranks:
         if rank.cuda is None or not rank.cuda.bus_id:
@@ -40,7 +40,7 @@ def check_ranks_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def check_cuda(facts: Facts) -> Iterator[Finding]:
-    """Driver, CUDA and CuPy's extra fit each other and the GPUs."""
+    """Finds a driver, a CUDA runtime and a CuPy that don't fit each other or the GPUs."""
     if facts.asked.backend not in ("auto", "cupy"):
         return
     for host in facts.hosts:
@@ -53,7 +53,7 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
     for rank in views:
         found = list(_check_view(facts, rank, _view(rank)))
         yield from found
-        if found:  # the others would only repeat it
+        if found:  # other ranks would repeat it
             return
     if views and _view(views[0]).count:
         seen = _view(views[0])
@@ -95,7 +95,7 @@ def _check_extra(facts: Facts, gpus: list[Gpu]) -> Iterator[Finding]:
 
 
 def wanted(gpus: list[Gpu]) -> str:
-    """The command that installs what the oldest driver and GPU can run, as make venv would."""
+    """Returns the command that installs the CuPy which the oldest driver and GPU can run."""
     drivers = [_major(gpu.driver) for gpu in gpus]
     new = all(driver >= _DRIVER_13 for driver in drivers)
     turing = all((gpu.capability or 0) >= _TURING for gpu in gpus)
@@ -103,9 +103,9 @@ def wanted(gpus: list[Gpu]) -> str:
 
 
 def _check_view(facts: Facts, rank: RankFacts, seen: CudaView) -> Iterator[Finding]:
-    """What is wrong with one rank's CuPy."""
+    """Finds what is wrong with one rank's CuPy."""
     asked, where = facts.asked.backend, f"rank {rank.rank} ({rank.host})"
-    if seen.error and not seen.cupy:  # `run` imports it as well, and would end
+    if seen.error and not seen.cupy:  # `run` would import it as well, and fail
         mend = "pip uninstall -y cupy-cuda12x cupy-cuda13x; then " + wanted(
             [gpu for host in facts.hosts for gpu in host.gpus]
         )
@@ -134,7 +134,7 @@ def _nth(rank: RankFacts) -> str:
 
 
 def check_nccl(facts: Facts) -> Iterator[Finding]:
-    """The NCCL that is loaded: as new as CuPy's build, the same everywhere."""
+    """Finds an NCCL that is missing, differs between ranks, or is older than CuPy's build."""
     views = [rank for rank in facts.ranks if rank.cuda is not None and rank.cuda.count]
     if facts.asked.tp < 2 or not views or facts.asked.backend not in ("auto", "cupy"):
         return
@@ -162,7 +162,7 @@ def check_nccl(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpu_links(facts: Facts) -> Iterator[Finding]:
-    """Target ranks of a host reach each other's memory, over NVLink where there is one."""
+    """Finds target ranks of a host without peer access or without NVLink between their GPUs."""
     targets = [r for r in facts.ranks if r.role != "draft" and r.cuda and r.cuda.bus_id]
     for host in facts.hosts:
         local = [rank for rank in targets if rank.host == host.host]
@@ -183,7 +183,7 @@ def check_gpu_links(facts: Facts) -> Iterator[Finding]:
 
 
 def _reaches(a: RankFacts, b: RankFacts) -> bool:
-    """Whether a's process may map b's GPU; unknown counts as yes."""
+    """Returns whether a's process may map the memory of b's GPU; True where it is unknown."""
     peers = _view(a).peers
     if a.visible != b.visible or a.local_rank >= len(peers) or b.local_rank >= len(peers):
         return True
@@ -212,7 +212,7 @@ def _check_nvlink(host: HostFacts, pairs: list[tuple[RankFacts, RankFacts]]) -> 
 
 
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
-    """Clocks, throttling, errors, modes and other users of the GPUs that the ranks use."""
+    """Finds GPUs of the ranks that are slowed down, faulty, in a wrong mode, or used by others."""
     if facts.asked.backend not in ("auto", "cupy"):
         return
     for host in facts.hosts:
@@ -266,17 +266,17 @@ def _users(host: HostFacts, gpu: Gpu, ours: set[int]) -> Iterator[Finding]:
 
 
 def cuda_version(number: int | None) -> str:
-    """'13.2' of 13020."""
+    """Returns CUDA's version number as text: 13020 is "13.2"."""
     return "unknown" if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def nccl_version(number: int | None) -> str:
-    """'2.28.9' of 22809."""
+    """Returns NCCL's version number as text: 22809 is "2.28.9"."""
     return "none" if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _major(driver: str) -> int:
-    """580 of '580.95.05'; 0 where it is not told."""
+    """Returns the first number of a driver's version: "580.95.05" gives 580; 0 for none."""
     head = driver.partition(".")[0]
     return int(head) if head.isdigit() else 0
 

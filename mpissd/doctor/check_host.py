@@ -1,4 +1,4 @@
-"""Cores, threads, memory, limits and the clock of each host."""
+"""Checks each host: cores, threads, memory, limits, the watch and the clock."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mpissd.doctor.facts import Facts
 from mpissd.doctor.finding import Finding, ok, warn
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_SHM_A_RANK = 32 * _MIB  # MPI's segments and NCCL's
+_SHM_A_RANK = 32 * _MIB  # shared memory of MPI and NCCL for each rank
 _FILES_A_RANK, _FILES = 32, 256
-_LOCKED = 64 * _MIB  # what a fabric pins, where hosts are several
+_LOCKED = 64 * _MIB  # memory that a network between hosts locks
 _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase")
 _CLOCK_NS = 500.0
 
 
 def check_cores(facts: Facts) -> Iterator[Finding]:
-    """A core a rank, and a device's NUMA node among those of its rank's cores."""
+    """Finds hosts with fewer cores than ranks, and ranks whose GPU is on another NUMA node."""
     for host in facts.hosts:
         ranks = facts.of_host(host.host)
         if not host.cores or not ranks:
@@ -43,7 +43,7 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
 
 
 def check_threads(facts: Facts) -> Iterator[Finding]:
-    """NumPy's threads times ranks fit the cores: uncapped, a 2.7 ms round took 104 ms."""
+    """Finds hosts on which NumPy has more threads than cores: a 2.7 ms round then took 104 ms."""
     for host in facts.hosts:
         threads = [rank.blas_threads or 1 for rank in facts.of_host(host.host)]
         if not threads or not host.cores:
@@ -59,7 +59,7 @@ _CAPS = "OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_NUM_THREADS=1"
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """/dev/shm, in which local ranks meet; and whether they may read each other."""
+    """Finds a small /dev/shm, which local ranks share, and ranks that cannot read each other."""
     for host in facts.hosts:
         ranks = facts.of_host(host.host)
         if len(ranks) < 2:
@@ -85,7 +85,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """Open files a host, and locked memory where a fabric needs it."""
+    """Finds limits of open files, and of locked memory between hosts, that are too low."""
     several = len(facts.hosts) > 1
     for host in facts.hosts:
         need = _FILES + _FILES_A_RANK * len(facts.of_host(host.host))
@@ -104,7 +104,7 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
 
 
 def check_watch(facts: Facts) -> Iterator[Finding]:
-    """A rank that dies is seen and named at once."""
+    """Finds hosts on which the warden would see a dead rank late or could not name it."""
     for host in facts.hosts:
         if host.watch_error:
             yield warn(
@@ -115,7 +115,7 @@ def check_watch(facts: Facts) -> Iterator[Finding]:
 
 
 def check_clock(facts: Facts) -> Iterator[Finding]:
-    """A clock that is read without a system call: every phase of a round is stamped."""
+    """Finds a clock whose reading takes a system call; every phase of a round reads it."""
     for host in facts.hosts:
         if host.clock_ns is None:
             continue
@@ -129,7 +129,7 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """What the ranks of a host need together, where their memory is the host's."""
+    """Finds hosts with too little memory for their ranks' weights, with the NumPy backend."""
     session = facts.session
     if session is None or session.error or session.backend != "numpy":
         return
@@ -146,5 +146,5 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _size(count: int) -> str:
-    """Bytes as people say them."""
+    """Returns a number of bytes as text, in GB or MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

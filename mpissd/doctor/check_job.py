@@ -1,4 +1,4 @@
-"""The run that was asked about: flags, folder, allocation, and what it would choose."""
+"""Checks the run itself: its flags, its folder, its Slurm allocation, and what it would choose."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mpissd.doctor.facts import Facts, SessionFacts
 from mpissd.doctor.finding import Finding, bad, ok, warn
 
 _OUT_LEAST, _OUT_FEW = 1 << 20, 256 << 20
-_SHORT_S = 600.0
-# Words in a refusal → what helps.
+_SHORT_S = 600.0  # an allocation that ends sooner is worth a warning
+# (words in a refusal, how to fix it); the first that fits is used.
 _MENDS = (
     ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
     ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
@@ -35,12 +35,12 @@ _MENDS = (
 
 
 def mend_of(error: str) -> str:
-    """What helps against a refusal; its own words say what is allowed."""
+    """Returns how to fix what a run was refused for."""
     return next((mend for words, mend in _MENDS if words in error), "see docs/troubleshooting.md")
 
 
 def check_request(facts: Facts) -> Iterator[Finding]:
-    """What `run` would refuse before MPI starts."""
+    """Finds what `run` would refuse before MPI starts."""
     asked, launch = facts.asked, facts.launch
     found = f"MODE={asked.mode}, T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
     if launch.config_error:
@@ -50,7 +50,7 @@ def check_request(facts: Facts) -> Iterator[Finding]:
 
 
 def check_output(facts: Facts) -> Iterator[Finding]:
-    """Room for rows and rounds; whether it can be written, `run` checks itself."""
+    """Finds too little room for rows and rounds. `run` itself checks whether it can write there."""
     launch = facts.launch
     if launch.config_error.startswith("out="):
         return
@@ -67,7 +67,7 @@ def check_output(facts: Facts) -> Iterator[Finding]:
 
 
 def check_slurm(facts: Facts) -> Iterator[Finding]:
-    """The allocation holds the ranks, has GPUs for them, and does not end soon."""
+    """Finds a Slurm allocation with too few tasks or GPUs for the ranks, or that ends soon."""
     launch = facts.launch
     job = launch.slurm.get("SLURM_JOB_ID")
     if job is None:
@@ -95,7 +95,7 @@ def check_slurm(facts: Facts) -> Iterator[Finding]:
 
 
 def check_choice(facts: Facts) -> Iterator[Finding]:
-    """What the run would choose, and why."""
+    """Says what the run would choose and why; finds a session that cannot be opened."""
     session, asked = facts.session, facts.asked
     if facts.tried and session is None and facts.ranks:
         yield bad("session", "the ranks ended before it was open", mend_of(""))
@@ -130,7 +130,7 @@ def _default(session: SessionFacts) -> str:
 
 
 def _backend(facts: Facts, session: SessionFacts) -> Finding:
-    """A GPU that a run would leave idle is worth a warning."""
+    """Returns the finding about the backend: a warning where a run would leave a GPU idle."""
     asked = facts.asked
     found = f"{session.backend} on {session.device_name}"
     idle = next((host for host in facts.hosts if host.gpus), None)

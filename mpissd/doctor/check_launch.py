@@ -1,4 +1,4 @@
-"""Python, mpissd, mpirun, the MPI library: the same everywhere, and of one kind."""
+"""Checks Python, mpissd, mpirun and the MPI library, and that all ranks have the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpissd.doctor.finding import Finding, bad, ok, warn
 
 _LEAST_PYTHON = (3, 10)
 _INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
-# Words in what mpirun says → what helps.
+# (words in mpirun's complaint, how to fix it); the first that fits is used.
 _COMPLAINTS = (
     (
         ("not enough slots", "slots"),
@@ -33,7 +33,7 @@ _COMPLAINTS = (
 
 
 def check_python(facts: Facts) -> Iterator[Finding]:
-    """New enough, and the same program on every rank."""
+    """Finds a Python that is too old or differs between ranks."""
     launch = facts.launch
     number = tuple(int(part) for part in launch.python_version.split(".")[:2] if part.isdigit())
     told = f"{launch.python_version} {launch.python}"
@@ -53,7 +53,7 @@ def check_python(facts: Facts) -> Iterator[Finding]:
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """One mpissd, from one folder, everywhere."""
+    """Finds ranks with another version or another copy of mpissd."""
     launch = facts.launch
     told = f"{launch.mpissd} {launch.folder}"
     for rank in facts.ranks:
@@ -70,7 +70,7 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_mpirun(facts: Facts) -> Iterator[Finding]:
-    """There is one."""
+    """Finds that there is no mpirun."""
     launch = facts.launch
     if launch.mpirun_path:
         version = f" ({launch.mpirun_version})" if launch.mpirun_version else ""
@@ -82,7 +82,7 @@ def check_mpirun(facts: Facts) -> Iterator[Finding]:
 
 
 def check_library(facts: Facts) -> Iterator[Finding]:
-    """mpi4py loads a library, and it is mpirun's kind."""
+    """Finds an MPI library that mpi4py cannot load, or that is not mpirun's."""
     launch = facts.launch
     if launch.mpi4py_error:
         found = f"mpi4py {launch.mpi4py or 'missing'}: {launch.mpi4py_error}"
@@ -114,7 +114,10 @@ def _library_mend(installed: str, error: str) -> str:
 
 
 def differ(library: str, mpirun: str) -> bool:
-    """Whether a library and an mpirun tell that they are of two MPIs, or two generations of one."""
+    """Returns whether a library and an mpirun are of two MPIs, or of two versions of Open MPI.
+
+    Both are version texts; the answer is False where one does not name its MPI.
+    """
     ours, theirs = family(library), family(mpirun)
     if not ours or not theirs or ours != theirs:
         return bool(ours and theirs)
@@ -123,7 +126,7 @@ def differ(library: str, mpirun: str) -> bool:
 
 
 def family(text: str) -> str:
-    """Whose MPI a version text is; "" where it does not tell. MVAPICH starts by MPICH's Hydra."""
+    """Returns the MPI of a version text, or "". MVAPICH counts as MPICH, whose launcher it has."""
     known = (
         (("Open MPI", "OpenRTE", "PRRTE"), "Open MPI"),
         (("Intel(R) MPI",), "Intel MPI"),
@@ -133,7 +136,10 @@ def family(text: str) -> str:
 
 
 def check_launcher(facts: Facts) -> Iterator[Finding]:
-    """The launcher and MPI count the same ranks; else every rank believes to be alone."""
+    """Finds a launcher that started another number of ranks than MPI sees.
+
+    It is then the launcher of another MPI, and each rank takes itself for the only one.
+    """
     launch = facts.launch
     if launch.stray:
         yield warn(
@@ -165,7 +171,7 @@ def check_launcher(facts: Facts) -> Iterator[Finding]:
 
 
 def check_started(facts: Facts) -> Iterator[Finding]:
-    """The ranks came up and opened what a run opens."""
+    """Lists the ranks with their hosts and devices; finds that they could not be started."""
     if not facts.tried:
         return
     problem = facts.launch.trial_error
@@ -198,7 +204,7 @@ def _seat(rank: RankFacts, facts: Facts) -> str:
 
 
 def _spans(numbers: list[int]) -> str:
-    """'0-3,8' of [0, 1, 2, 3, 8]."""
+    """Returns numbers as text with ranges: [0, 1, 2, 3, 8] is "0-3,8"."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""A question to a program that may be missing, fail, or hang in a driver."""
+"""Runs a program that may be missing, fail, or hang in a driver."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ASK_S = 20.0  # nvidia-smi takes seconds where GPUs are not in persistence mode
-_GRACE_S = 2.0
+_GRACE_S = 2.0  # time to end after a signal
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a child left; code None: it never started, or had to be ended (`error` says which)."""
+    """What a child printed, and its exit code.
+
+    code: None where it did not start or had to be ended; then error says why.
+    """
 
     code: int | None
     out: str = ""
@@ -23,7 +26,7 @@ class Answer:
 
     @property
     def problem(self) -> str:
-        """Why there is no answer, in one line; "" where there is one."""
+        """Why the child failed, in one line; "" where it succeeded."""
         if self.error or self.code == 0:
             return self.error
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
@@ -39,8 +42,11 @@ def ask(
     env: Mapping[str, str] | None = None,
     end: signal.Signals = signal.SIGKILL,
 ) -> Answer:
-    """Runs a command in a session of its own. Never raises, and returns within timeout_s + 4 s:
-    a child that even SIGKILL does not end (it hangs in a driver) is left behind."""
+    """Runs a command in a session of its own and returns what it printed. Never raises.
+
+    Takes timeout_s + 4 s at most: a child that hangs in a driver and survives SIGKILL is left
+    behind. end: the signal that it gets first when its time is over.
+    """
     try:
         child = subprocess.Popen(
             command,
@@ -63,11 +69,11 @@ def ask(
 
 
 def _end(child: subprocess.Popen[str], first: signal.Signals) -> tuple[str, str]:
-    """Ends the child's session; what it had said."""
+    """Ends the child's session; returns what it had printed, as (stdout, stderr)."""
     for number in (first, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
-        except OSError:  # gone meanwhile
+        except OSError:  # it has ended by itself
             continue
         try:
             return child.communicate(timeout=_GRACE_S)

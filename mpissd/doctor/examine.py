@@ -1,10 +1,10 @@
-"""The command `doctor`: one table of everything that can be wrong; exit code 0 where a run works.
+"""The command `doctor`: prints a table of what may be wrong; exit code 0 where a run works, else 2.
 
-    mpissd doctor --tp=2 --mode=ssd …              starts the ranks itself, under a deadline
-    mpirun -np 3 python -m mpi4py -m mpissd doctor --mode=ssd …       the ranks are there already
+    mpissd doctor --tp=2 --mode=ssd …              starts the ranks itself, with a deadline
+    mpirun -np 3 python -m mpi4py -m mpissd doctor --mode=ssd …       is one of the ranks
 
-`launch/local.sh` calls a command without MPI first (--dry_run): then there is a table, on stderr,
-only where the ranks need not be started at all.
+launch/local.sh calls every command with --dry_run first. The doctor then prints its table, on
+stderr, only if it finds a fault before any rank has started.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Check = Callable[[RunConfig], None]
 
 
 def doctor(config: DoctorConfig, check: Check) -> int:
-    """Prints the table once; 0 where a run of these flags works, else 2.
+    """Prints the table once; returns 0 where a run with these flags works, else 2.
 
-    check: what `run` refuses before MPI starts; raises ConfigError.
+    check: raises ConfigError for what `run` refuses before MPI starts.
     """
     size = config.world_size or (None if config.tp else launcher_size())
     if config.json or (size is not None and not config.dry_run):
@@ -48,7 +48,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
 
 
 def _as_rank(config: DoctorConfig, size: int, check: Check) -> int:
-    """Under a launcher: rank 0 tells the one that started it, or prints the table itself."""
+    """Examines as one of the ranks; rank 0 prints the facts as JSON (--json) or the table."""
     if config.json:
 
         def tell(seen: Seen) -> int:

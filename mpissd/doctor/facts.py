@@ -1,6 +1,8 @@
-"""What the doctor saw. Plain values only: facts travel as JSON, also between unlike versions.
+"""The records of what the doctor saw.
 
-None, "" and empty lists mean that something could not be learned; `*_error` says why.
+They hold plain values only, because ranks send them as JSON, also between different versions of
+mpissd. None, "" and an empty list mean that something could not be learned; a field …_error says
+why.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi tells it; memory in bytes, clocks in MHz."""
+    """One GPU, from nvidia-smi; memory in bytes, clocks in MHz."""
 
     index: int
     uuid: str
@@ -28,7 +30,7 @@ class Gpu:
     persistence: bool | None = None
     compute_mode: str = ""
     mig: bool | None = None
-    ecc_errors: int | None = None  # uncorrected since the driver was loaded
+    ecc_errors: int | None = None  # uncorrected errors since the driver was loaded
     clock: int | None = None
     max_clock: int | None = None
     throttle: int | None = None  # bit mask of clocks_event_reasons.active
@@ -36,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuUser:
-    """A process that holds a GPU; bytes where the driver tells."""
+    """A process that uses a GPU; num_bytes is None where the driver does not say."""
 
     uuid: str
     pid: int
@@ -46,7 +48,7 @@ class GpuUser:
 
 @dataclass(frozen=True)
 class CudaView:
-    """What CuPy sees in a rank's environment, asked in a child; versions as loaded."""
+    """What CuPy sees in a rank's environment, asked in a child; versions of what is loaded."""
 
     error: str = ""
     cupy: str = ""
@@ -68,28 +70,28 @@ class CudaView:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host, told by its first rank."""
+    """One host, as its first rank sees it."""
 
     host: str
-    cores: int | None = None  # that any of its ranks may run on
+    cores: int | None = None  # number of cores on which any of its ranks may run
     memory_free: int | None = None
-    memory_limit: int | None = None  # what the control group leaves
+    memory_limit: int | None = None  # bytes that the control group still allows
     shm_free: int | None = None
     shm_total: int | None = None
     clock_source: str = ""
-    clock_ns: float | None = None  # of one reading
-    watch_error: str = ""  # why ranks that die may be seen late, or not be named
+    clock_ns: float | None = None  # ns that one reading of the clock takes
+    watch_error: str = ""  # why a dead rank may be seen late or not be named
     open_files: int | None = None
     locked_bytes: int | None = None  # None: unlimited or unknown
     gpus: list[Gpu] = field(default_factory=list)
     gpu_error: str = ""
     gpu_users: list[GpuUser] = field(default_factory=list)
-    links: dict[str, dict[str, str]] = field(default_factory=dict)  # GPU0 → GPU1 → NV18
+    links: dict[str, dict[str, str]] = field(default_factory=dict)  # {"GPU0": {"GPU1": "NV18"}}
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank; rank and role as MPI gives them, launcher_* as its environment does."""
+    """One rank; rank and world_size are MPI's, the fields launcher_… its environment's."""
 
     rank: int
     host: str
@@ -110,21 +112,21 @@ class RankFacts:
     gpu_numa: int | None = None
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     blas_threads: int | None = None
-    reads_neighbour: bool | None = None  # memory of the next rank of this host (CMA)
+    reads_neighbour: bool | None = None  # whether it may read the next rank's memory on this host
     cuda: CudaView | None = None  # None: CuPy is not installed
 
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """The process that asks, before MPI; in a rank's environment where `inside`."""
+    """The process of the command `doctor` before MPI starts; inside: it is a rank itself."""
 
     python: str
     python_version: str
     mpissd: str
     folder: str
     num_ranks: int
-    inside: bool = False  # under a launcher already
-    mpirun: str = ""  # as asked for
+    inside: bool = False  # whether a launcher started it
+    mpirun: str = ""  # MPIRUN, or "mpirun"
     mpirun_path: str = ""
     mpirun_version: str = ""
     mpi4py: str = ""
@@ -132,19 +134,19 @@ class LaunchFacts:
     library: str = ""
     library_path: str = ""
     packages: dict[str, str] = field(default_factory=dict)
-    stray: list[str] = field(default_factory=list)  # launcher variables outside a launcher
+    stray: list[str] = field(default_factory=list)  # a launcher's variables, set outside one
     out: str = ""
     out_free: int | None = None
     config_error: str = ""
-    trial_error: str = ""  # of mpirun
+    trial_error: str = ""  # why mpirun could not start the ranks
     slurm: dict[str, str] = field(default_factory=dict)
     slurm_seconds_left: float | None = None
-    has_slurm: bool = False  # its commands are there
+    has_slurm: bool = False  # whether sbatch is on PATH
 
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """A session of the run, opened and closed again: what a run would choose."""
+    """What a run would choose, from a session that was opened and closed again."""
 
     error: str = ""
     backend: str = ""
@@ -153,13 +155,13 @@ class SessionFacts:
     all_reduce_why: str = ""
     target: str = ""
     draft: str = ""
-    needs: list[int] = field(default_factory=list)  # bytes by rank
-    memory: list[int | None] = field(default_factory=list)  # bytes by rank
+    needs: list[int] = field(default_factory=list)  # each rank's bytes of weights
+    memory: list[int | None] = field(default_factory=list)  # each rank's bytes of free memory
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Which run is examined."""
+    """The run that is examined."""
 
     mode: str
     backend: str
@@ -171,34 +173,34 @@ class Asked:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it; no ranks: they did not start."""
+    """All facts. Without ranks, they were not started or did not start."""
 
     asked: Asked
     launch: LaunchFacts
     ranks: list[RankFacts] = field(default_factory=list)
     hosts: list[HostFacts] = field(default_factory=list)
     session: SessionFacts | None = None
-    tried: bool = False  # whether the ranks were started, or tried to
+    tried: bool = False  # whether the doctor tried to start the ranks
 
     def of_host(self, host: str) -> list[RankFacts]:
-        """The ranks of a host."""
+        """Returns the ranks of a host."""
         return [rank for rank in self.ranks if rank.host == host]
 
 
 def build(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
-    """A record from what its asdict became as JSON; fields that it does not know are left out."""
+    """Returns a record of class `kind` from its fields as JSON; unknown fields are ignored."""
     known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in data.items() if name in known})
 
 
 def build_rank(data: Mapping[str, Any]) -> RankFacts:
-    """Likewise, with what it nests."""
+    """Returns a RankFacts, with its CudaView, from its fields as JSON."""
     cuda = data.get("cuda")
     return build(RankFacts, {**data, "cuda": None if cuda is None else build(CudaView, cuda)})
 
 
 def build_host(data: Mapping[str, Any]) -> HostFacts:
-    """Likewise, with what it nests."""
+    """Returns a HostFacts, with its GPUs and their users, from its fields as JSON."""
     gpus = [build(Gpu, gpu) for gpu in data.get("gpus", ())]
     users = [build(GpuUser, user) for user in data.get("gpu_users", ())]
     return build(HostFacts, {**data, "gpus": gpus, "gpu_users": users})

@@ -1,4 +1,4 @@
-"""One line of the doctor's table."""
+"""The lines of the doctor's table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ OK, WARN, BAD = "ok", "warn", "BAD"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, how bad that is, and how to mend it.
+    """One line of the table.
 
-    BAD: the run that was asked about fails. warn: it runs, slower or less trustworthy.
+    what: the thing that was examined. found: its state. verdict: ok; warn for a run that works but
+    is slower or less trustworthy; BAD for a run that fails. mend: how to fix it, "" where it is ok.
     """
 
     what: str
@@ -24,15 +25,15 @@ class Finding:
 
 
 def ok(what: str, found: str) -> Finding:
-    """Nothing to mend."""
+    """Returns a finding about something that is as it should be."""
     return Finding(what, found)
 
 
 def warn(what: str, found: str, mend: str) -> Finding:
-    """The run works all the same."""
+    """Returns a finding about something with which the run still works."""
     return Finding(what, found, WARN, mend)
 
 
 def bad(what: str, found: str, mend: str) -> Finding:
-    """The run would fail."""
+    """Returns a finding about something with which the run fails."""
     return Finding(what, found, BAD, mend)

@@ -1,4 +1,4 @@
-"""What a host and a process of it tell without MPI and without CUDA."""
+"""Gathers the facts of a host and of a process that need neither MPI nor CUDA."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mpissd.doctor.facts import CudaView, HostFacts, build
 from mpissd.doctor.smi import read_gpus, read_links, read_users
 
 _CLOCK = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-_READINGS = 2000
-# Names that OpenBLAS's and MKL's builds give the same question.
+_READINGS = 2000  # of the clock, to time one
+# The names of the function that returns the number of threads, in builds of OpenBLAS and in MKL.
 _THREADS = (
     "scipy_openblas_get_num_threads64_ scipy_openblas_get_num_threads openblas_get_num_threads64_ "
     "openblas_get_num_threads MKL_Get_Max_Threads"
@@ -26,7 +26,10 @@ _THREADS = (
 
 
 def read_host(cores: int | None) -> HostFacts:
-    """This host; its GPUs before any rank of it opens one. cores: that its ranks share."""
+    """Returns the facts of this host; called before any of its ranks opens a GPU.
+
+    cores: the number of cores on which its ranks may run.
+    """
     gpus, error = read_gpus()
     shm = _space("/dev/shm")
     files, locked = _limits()
@@ -50,7 +53,7 @@ def read_host(cores: int | None) -> HostFacts:
 
 
 def read_cuda(local_rank: int, timeout_s: float = 3 * ASK_S) -> CudaView:
-    """What CuPy sees, asked in a child: an import may crash, a driver may hang."""
+    """Returns what CuPy sees. A child asks it, because an import may crash and a driver hang."""
     program = [sys.executable, "-m", "mpissd.backend.cupy_facts", str(local_rank)]
     answer = ask(program, timeout_s)
     if answer.problem:
@@ -62,7 +65,7 @@ def read_cuda(local_rank: int, timeout_s: float = 3 * ASK_S) -> CudaView:
 
 
 def control_group_bytes(root: str = "/sys/fs/cgroup") -> int | None:
-    """What the memory control group of this container leaves; None where it sets no limit."""
+    """Returns the bytes that this container's control group still allows; None without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -74,7 +77,7 @@ def control_group_bytes(root: str = "/sys/fs/cgroup") -> int | None:
 
 
 def blas_threads(maps: str = "/proc/self/maps") -> int | None:
-    """Threads of the BLAS that is loaded here; None where that cannot be told."""
+    """Returns the number of threads of the BLAS in this process; None where it is unknown."""
     for path in sorted(set(re.findall(r"(/\S*(?:openblas|mkl_rt)\S*)$", _text(Path(maps)), re.M))):
         try:
             library = ctypes.CDLL(path)
@@ -87,7 +90,10 @@ def blas_threads(maps: str = "/proc/self/maps") -> int | None:
 
 
 def peek(pid: int, address: int, count: int) -> bytes | None:
-    """Memory of another process, as MPI's single copy reads it; None where that is not allowed."""
+    """Returns `count` bytes of another process's memory, read as MPI's single copy reads it.
+
+    None where that is not permitted.
+    """
 
     class Span(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -105,7 +111,7 @@ def peek(pid: int, address: int, count: int) -> bytes | None:
 
 
 def watch_error() -> str:
-    """What the warden of dead and stopped ranks lacks here; "" where it has all it needs."""
+    """Returns what the warden (mpissd.watch) lacks on this host; "" where it lacks nothing."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -118,18 +124,18 @@ def watch_error() -> str:
 
 
 def _space(path: str) -> tuple[int, int] | None:
-    """(free, total) bytes of a file system."""
+    """Returns (free, total) bytes of a file system; None where the path is none."""
     try:
         found = os.statvfs(path)
     except OSError:
         return None
-    if not found.f_blocks:  # not a store: /proc, say
+    if not found.f_blocks:  # a file system without storage, such as /proc
         return None
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 def free_space(path: str) -> int | None:
-    """Bytes that are free where a path is, or is to be."""
+    """Returns the free bytes where a path is, or where it would be made; None if unknown."""
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -138,7 +144,7 @@ def free_space(path: str) -> int | None:
 
 
 def _limits() -> tuple[int | None, int | None]:
-    """(open files, locked bytes); None: unlimited or unknown."""
+    """Returns the limits (open files, locked bytes); None where unlimited or unknown."""
     if sys.platform == "win32":
         return None, None
     import resource
@@ -151,7 +157,7 @@ def _limits() -> tuple[int | None, int | None]:
 
 
 def _clock_ns() -> float:
-    """What a reading of the clock costs."""
+    """Returns how many ns one reading of the clock takes."""
     begun = time.perf_counter_ns()
     for _ in range(_READINGS):
         time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""All checks over the facts, in the order of the table."""
+"""The list of all checks, in the order of the table."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What every check finds."""
+    """Returns the findings of all checks, in the order of the table."""
     return [finding for check in CHECKS for finding in check(facts)]

@@ -1,4 +1,4 @@
-"""What can be learned before MPI starts, in the process that would call mpirun."""
+"""Gathers the facts that are known before MPI starts, in the process that would call mpirun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpissd.doctor.facts import LaunchFacts
 from mpissd.doctor.host import free_space
 from mpissd.errors import ConfigError
 
-# Says which library mpi4py loads, without starting MPI.
+# A program that prints which library mpi4py loads, without starting MPI.
 _LIBRARY = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -42,7 +42,11 @@ _VERSION_S = 20.0
 def read_launch(
     config: RunConfig, num_ranks: int, inside: bool, check: Callable[[RunConfig], None]
 ) -> LaunchFacts:
-    """check: what `run` itself refuses before MPI starts; raises ConfigError."""
+    """Returns the facts of this process and of the launcher that it would use.
+
+    inside: whether a launcher started this process. check: raises ConfigError for what `run`
+    refuses before MPI starts.
+    """
     mpirun = os.environ.get("MPIRUN") or "mpirun"
     path = find_mpirun(mpirun)
     library, library_path, error = ("", "", "") if inside else _library()
@@ -74,7 +78,10 @@ def read_launch(
 
 
 def find_mpirun(mpirun: str) -> str:
-    """The program of MPIRUN, which may hold options: on PATH, or beside Python; "" for none."""
+    """Returns the path of the program in `mpirun`, which may hold options; "" where there is none.
+
+    It is looked for on PATH and beside Python.
+    """
     words = mpirun.split()  # as a shell splits $MPIRUN
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
@@ -82,7 +89,7 @@ def find_mpirun(mpirun: str) -> str:
 
 
 def user_environment() -> dict[str, str]:
-    """The environment as it was when this process started: a run would start with the same."""
+    """Returns the variables that were set when this process started, as a run would get them."""
     try:
         first = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -92,29 +99,29 @@ def user_environment() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Distributions that can contradict each other, and their versions."""
+    """Returns {distribution: version} of installed packages that may contradict each other."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         name = str(one.metadata["Name"] or "").lower()
         if _PACKAGES.fullmatch(name):
-            found.setdefault(name, one.version)  # the first on the path is what is imported
+            found.setdefault(name, one.version)  # Python imports the first on its path
     return dict(sorted(found.items()))
 
 
 def one_line(library: str) -> str:
-    """'Open MPI v5.0.11' of what an MPI library says of itself in many words."""
+    """Returns the name and version from an MPI library's long version text: "Open MPI v5.0.11"."""
     first = library.strip("\x00").strip().partition("\n")[0].partition(",")[0]
     return " ".join(first.split())
 
 
 def library_path(maps: str) -> str:
-    """The libmpi among the files that a process has mapped."""
+    """Returns the path of libmpi in the text of /proc/PID/maps; "" where there is none."""
     found = re.search(r"(/\S*libmpi(?:ch)?\.so\S*)$", maps, re.M)
     return found[1] if found else ""
 
 
 def _library() -> tuple[str, str, str]:
-    """(library, its file, why there is none) as mpi4py would load it."""
+    """Returns (version, path, why there is none) of the library that mpi4py would load."""
     answer = ask([sys.executable, "-c", _LIBRARY], _VERSION_S, env=user_environment())
     if answer.problem:
         return "", "", answer.problem
@@ -126,7 +133,7 @@ def _library() -> tuple[str, str, str]:
 
 
 def _mpirun_version(path: str) -> str:
-    """What `mpirun --version` says, up to the first number; "" where it says none."""
+    """Returns what `mpirun --version` prints, up to the first number; "" where it fails."""
     answer = ask([path, "--version"], _VERSION_S, env=user_environment())
     if answer.problem:
         return ""
@@ -146,7 +153,7 @@ def _refusal(config: RunConfig, num_ranks: int, check: Callable[[RunConfig], Non
 
 
 def _seconds_left(slurm: Mapping[str, str]) -> float | None:
-    """Of the allocation; None outside one, or where Slurm does not tell."""
+    """Returns the seconds that are left of the Slurm allocation; None outside one or if unknown."""
     end = slurm.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
         return int(end) - time.time()
@@ -157,7 +164,7 @@ def _seconds_left(slurm: Mapping[str, str]) -> float | None:
 
 
 def slurm_seconds(text: str) -> float | None:
-    """Seconds of Slurm's [days-][hours:]minutes:seconds; None for UNLIMITED and the like."""
+    """Returns the seconds in Slurm's [days-][hours:]minutes:seconds; None for other words."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in [*parts, *([days] if days else [])]):

@@ -1,7 +1,7 @@
-"""One rank's part: what each rank sees is gathered, then a run's session is opened and closed.
+"""Gathers what every rank sees, then opens and closes a session as a run would.
 
-A stage that outlasts the deadline, or fails as nobody expected, is a fact as well: rank 0
-reports what it has until then.
+If a stage outlasts the deadline or fails, that is a fact as well, and rank 0 reports what it has
+gathered so far.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ Say = Callable[["Seen"], int]
 
 @dataclasses.dataclass
 class Seen:
-    """What is known so far; `session.error` where it went no further."""
+    """The facts that were gathered so far; session.error says why there are no more."""
 
     ranks: list[RankFacts] = dataclasses.field(default_factory=list)
     hosts: list[HostFacts] = dataclasses.field(default_factory=list)
     session: SessionFacts | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """Returns the facts as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Seen:
-        """ValueError, TypeError, KeyError for anything else."""
+        """Returns the facts in a line of to_json; raises ValueError, TypeError or KeyError."""
         data = json.loads(text)
         session = data["session"]
         return cls(
@@ -66,9 +66,10 @@ class Seen:
 
 
 def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say) -> int:
-    """Collective. say(seen) reports on rank 0, once, and returns the exit code for every rank.
+    """Examines the machine as one of the ranks; returns the exit code. Collective.
 
-    check: what a rank of `run` refuses before MPI starts; raises ConfigError.
+    say: called once, on rank 0, with the facts; returns the exit code of every rank. check: raises
+    ConfigError for what a rank of `run` refuses before MPI starts.
     """
     from mpissd.comm import mpi_library
 
@@ -84,13 +85,13 @@ def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say
             stage("opening a session")
             refused = list(filter(None, topology.world.allgather(_refusal(config, check))))
             seen.session = SessionFacts(refused[0]) if refused else _session(config, seen)
-        except ConfigError as error:  # of the topology: the same on every process
+        except ConfigError as error:  # from open_topology, on every rank
             seen.session = SessionFacts(error=str(error))
             return say(seen) if launcher_rank() == 0 else 2
-        except Exception as error:  # noqa: BLE001  (the patient may fail in any way)
+        except Exception as error:  # noqa: BLE001  (what is examined may fail in any way)
             told = f"rank {rank}: {type(error).__name__}: {error}"
             seen.session = SessionFacts(error=told)
-            if launcher_rank():  # where all fail alike, rank 0 speaks, and ends the others
+            if launcher_rank():  # if all fail alike, rank 0 reports first and ends the others
                 time.sleep(_HEAD_START_S)
             mpi_library.abort(say(seen) or 2)
     code = say(seen) if topology.is_lead else 0
@@ -99,8 +100,11 @@ def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say
 
 @contextmanager
 def _watched(seconds: float, seen: Seen, say: Say) -> Iterator[Callable[[str], None]]:
-    """Reports and ends this process where the block outlasts its deadline; rank 0 goes first, as a
-    launcher ends every rank when one has left."""
+    """Reports the facts and ends this process if the block takes longer than `seconds`.
+
+    Rank 0 does so first, because a launcher ends all ranks when one has left. Yields the function
+    that names the current stage for the report.
+    """
     at = ["start"]
     patience = seconds + (_HEAD_START_S if launcher_rank() else 0.0)
 
@@ -113,7 +117,7 @@ def _watched(seconds: float, seen: Seen, say: Say) -> Iterator[Callable[[str], N
     timer = threading.Timer(patience, late)
     timer.daemon = True
     timer.start()
-    # Where a library hangs with Python's lock held, no thread of Python can speak.
+    # A library that hangs while it holds Python's lock stops every Python thread, so C ends it.
     faulthandler.dump_traceback_later(patience + _HEAD_START_S, exit=True)
     try:
         yield lambda name: at.__setitem__(0, name)
@@ -154,7 +158,10 @@ def _gather(
     stage: Callable[[str], None],
     limit_s: float,
 ) -> None:
-    """Fills `seen` on every rank: hosts first, while no rank holds a GPU yet."""
+    """Fills `seen` with hosts and ranks, on every rank. Collective.
+
+    Hosts come first, while no rank has opened a GPU. limit_s: the deadline.
+    """
     from mpissd.bench.probe_topology import numa_node
 
     world, first = topology.world, topology.local_rank == 0
@@ -188,7 +195,10 @@ def _every(world: Any, mine: list[Any]) -> list[Any]:
 
 
 def _reads_neighbour(world: Any, mine: RankFacts) -> bool | None:
-    """Whether this process may read the next rank of its host; None where it is alone there."""
+    """Returns whether this process may read the memory of the next rank on its host. Collective.
+
+    None where it is the only one there.
+    """
     words = f"rank {mine.rank} of mpissd".encode()
     kept = ctypes.create_string_buffer(words)
     seats = world.allgather((mine.host, mine.pid, ctypes.addressof(kept), words))
@@ -198,7 +208,7 @@ def _reads_neighbour(world: Any, mine: RankFacts) -> bool | None:
         here = [pid for _, pid, _, _ in local].index(mine.pid)
         _, pid, address, told = local[(here + 1) % len(local)]
         answer = peek(pid, address, len(told)) == told
-    world.Barrier()  # `kept` has to live until the last has read
+    world.Barrier()  # `kept` has to live until the other rank has read it
     return answer
 
 
@@ -211,10 +221,10 @@ def _refusal(config: RunConfig, check: Callable[[RunConfig], None]) -> str:
 
 
 def _session(config: RunConfig, seen: Seen) -> SessionFacts:
-    """What a run would choose, the same on every rank; a session that the run opens likewise."""
+    """Opens and closes a session as a run would; returns what it chose, the same on every rank."""
     from mpissd.bench.rehearsal import rehearse
 
     broken = [rank for rank in seen.ranks if rank.cuda and rank.cuda.error and not rank.cuda.cupy]
-    if broken and config.backend in ("auto", "cupy"):  # importing it here could end every rank
+    if broken and config.backend in ("auto", "cupy"):  # to import it here could end every rank
         return SessionFacts(error=f"CuPy on rank {broken[0].rank}: {broken[0].cuda.error}")  # type: ignore[union-attr]
     return rehearse(config)

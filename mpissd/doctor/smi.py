@@ -1,6 +1,7 @@
-"""What nvidia-smi tells: a line a GPU, who uses it, and how the GPUs are linked.
+"""Asks nvidia-smi for the GPUs, their users and their links, and reads its answers.
 
-A field that this driver or GPU does not know comes as [N/A], [Not Supported] or [Unknown Error].
+nvidia-smi prints [N/A], [Not Supported] or [Unknown Error] for a field that the driver or GPU
+lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FIELDS = (
     "persistence_mode compute_mode mig.mode.current ecc.errors.uncorrected.volatile.total "
     "clocks.sm clocks.max.sm"
 ).split()
-# Since driver 535 by the first name.
+# The same field; drivers from 535 on know the first name.
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 _USERS = "gpu_uuid,pid,used_memory,process_name"
 _MIB = 1 << 20
@@ -30,7 +31,7 @@ _LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
 
 
 def read_gpus(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> tuple[list[Gpu], str]:
-    """(this host's GPUs, why there are none); no command at all is no reason to complain."""
+    """Returns (this host's GPUs, why there are none); ([], "") where there is no nvidia-smi."""
     if shutil.which(command) is None:
         return [], ""
     problem = ""
@@ -41,13 +42,13 @@ def read_gpus(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> tuple[li
             gpus = parse_gpus(answer.out)
             return gpus, "" if gpus else f"{command}: {answer.out.strip()[:200] or 'no answer'}"
         problem = problem or answer.problem
-        if answer.code is None:  # it hangs: the other name would hang as well
+        if answer.code is None:  # it hangs, and would hang for the other name as well
             break
     return [], f"{command}: {problem}"
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """`--query-gpu=… --format=csv`, with its heading and units; lines that fit no GPU are left."""
+    """Returns the GPUs in the output of `--query-gpu=… --format=csv`; skips malformed lines."""
     found = []
     for row in _rows(text):
         index, bus_id = _whole(row.get("index", "")), row.get("pci.bus_id", "")
@@ -77,13 +78,13 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def read_users(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> list[GpuUser]:
-    """Processes that compute on this host's GPUs, as far as the driver tells."""
+    """Returns the processes that use this host's GPUs, as far as the driver says."""
     answer = ask([command, f"--query-compute-apps={_USERS}", "--format=csv"], timeout_s)
     return [] if answer.problem else parse_users(answer.out)
 
 
 def parse_users(text: str) -> list[GpuUser]:
-    """`--query-compute-apps=… --format=csv`."""
+    """Returns the processes in the output of `--query-compute-apps=… --format=csv`."""
     found = []
     for row in _rows(text):
         pid = _whole(row.get("pid", ""))
@@ -95,14 +96,14 @@ def parse_users(text: str) -> list[GpuUser]:
 
 
 def read_links() -> dict[str, dict[str, str]]:
-    """How the GPUs of this host reach each other."""
+    """Returns how the GPUs of this host are linked: {"GPU0": {"GPU1": "NV18"}}."""
     from mpissd.bench.probe_topology import gpu_links
 
     return parse_links(gpu_links() or "")
 
 
 def parse_links(text: str) -> dict[str, dict[str, str]]:
-    """`nvidia-smi topo -m`: {"GPU0": {"GPU1": "NV18"}}; columns that are no GPU are left out."""
+    """Returns the links in the output of `nvidia-smi topo -m`; skips columns that are no GPU."""
     rows = [line.split() for line in text.splitlines()]
     gpus = [word for word in next(iter(rows), []) if re.fullmatch(r"GPU\d+", word)]
     found: dict[str, dict[str, str]] = {}
@@ -115,13 +116,13 @@ def parse_links(text: str) -> dict[str, dict[str, str]]:
 
 
 def short_bus_id(bus_id: str) -> str:
-    """As CUDA writes it: 0000:18:00.0, where nvidia-smi has 00000000:18:00.0."""
+    """Returns nvidia-smi's 00000000:18:00.0 as CUDA writes it, 0000:18:00.0."""
     domain, _, rest = bus_id.strip().partition(":")
     return f"{domain[-4:]}:{rest}".lower()
 
 
 def _rows(text: str) -> list[Mapping[str, str]]:
-    """A row a line, keyed by the heading without its units."""
+    """Returns a dictionary for each line, keyed by the heading without its units."""
     lines = [line for line in csv.reader(io.StringIO(text), skipinitialspace=True) if line]
     if not lines:
         return []
@@ -141,7 +142,7 @@ def _told(text: str, convert: Callable[[str], Value]) -> Value | None:
 
 
 def _whole(text: str) -> int | None:
-    """3 of "3", 1980 of "1980 MHz"."""
+    """Returns the leading whole number: "1980 MHz" gives 1980; None for none."""
     return _told(text.partition(" ")[0], int)
 
 

@@ -1,4 +1,4 @@
-"""The findings as a table, and the verdict below it."""
+"""Renders the findings as a table with the verdict below."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpissd.doctor.finding import BAD, WARN, Finding
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """A line a finding, a line for its mend, and whether the run works."""
+    """Returns a line for each finding, a line with its fix where it has one, and the verdict."""
     width = max((len(finding.what) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -19,7 +19,7 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line: the run works, or what to mend first."""
+    """Returns one line that says whether the run works, or else what to fix first."""
     found = [finding for finding in findings if finding.verdict == BAD]
     warnings = sum(finding.verdict == WARN for finding in findings)
     noted = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
