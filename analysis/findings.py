@@ -39,7 +39,7 @@ def _beside(point: pd.Series) -> str:
 def _real(point: pd.Series) -> str:
     """The same, predicted with the hits of a real pair, where the rows tell."""
     gains = point.reindex(REAL).dropna()
-    return f" (real {gains.min():.2f}–{gains.max():.2f})" if len(gains) else ""
+    return f" ({gains.min():.2f}–{gains.max():.2f} with real hits)" if len(gains) else ""
 
 
 def cache_hits(numbers: pd.DataFrame) -> str:

@@ -133,6 +133,9 @@ def test_a_second_run_gives_the_same_bytes(kind: str) -> None:
 
 def test_throughput() -> None:
     figure = poster("throughput")
+    finding = drawn("throughput").finding  # the default hit law alone carries no claim
+    assert len(re.findall(r"\(\d\.\d\d–\d\.\d\d with real hits\) of", finding)) == 4
+    assert "SmolLM2-135M-Instruct" in finding and "SmolLM2-135M-Instruct" in figure.caption
     titles = [ax.get_title() for ax in figure.axes[:3]]
     assert titles == ["α = 0.6", "α = 0.8", "each at its own best K"]
     labels = {ax.get_ylabel() for ax in figure.axes}
