@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import GAINS, caption, draw_gains, look, need
+from analysis.figures.common import GAINS, caption, draw_gains, look, need, no_claim
 from analysis.gain import gains
 from analysis.imposed import price
 from analysis.load import Data
@@ -53,6 +53,7 @@ def batch_scaling(data: Data) -> Poster:
         "Dashed: the closed formula with P(all hit) = p_hit^b, from the rows' own times at each b. "
         f"Dotted: hits correlated, {_RHO:.0%} of rounds hit or miss together (modelled)",
         GAINS,
+        no_claim(used),
     )
     return poster.finish("Batch scaling and the p_hit^b cliff", text)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
-from analysis.figures.common import caption, need
+from analysis.figures.common import caption, need, no_claim
 from analysis.load import Data
-from analysis.select import Case, cases, plain, points
-from analysis.style import BLACK, Poster
+from analysis.select import Case, cases, plain
+from analysis.style import BLACK, GREY, Poster
 from analysis.times import Times
-from analysis.uses import others
+from analysis.uses import beside, best_rows, others
+from mpissd.compare import Comparison
 from mpissd.rivals import tps_of
 
 _ALPHAS = np.linspace(0.3, 0.98, 35)
@@ -57,7 +57,8 @@ def break_even(data: Data) -> Poster:
         "K ≤ 16; a miss is drafted just in time. Black line: nothing is gained. Dots: measured SSD "
         "rows, at the best K measured with their hits (often one alone), against the fastest "
         "measured use of as many GPUs at its best K, filled with what they measured; squares: "
-        f"imposed hits, which cost no branches{lacking}",
+        f"imposed hits, which cost no branches; grey rims: no difference{lacking}",
+        no_claim(used),
     )
     return poster.finish("Where the extra GPU pays", text, legend=False)
 
@@ -81,18 +82,19 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
         ax.scatter(
             alpha,
             hits,
-            c=[gain],
+            c=[gain.speedup],
             cmap="PuOr_r",
             norm=_NORM,
             s=95,
             marker="s" if imposed else "o",
-            edgecolors=BLACK,
+            edgecolors=BLACK if gain.is_real else GREY,
             linewidths=1.4,
             zorder=4,
             clip_on=False,
         )
         series = "measured, hits imposed" if imposed else "measured"
-        poster.keep(ax, series, x=alpha, y=hits, gain=gain)
+        ends = {"low": gain.low, "high": gain.high, "headline": gain.is_headline}
+        poster.keep(ax, series, x=alpha, y=hits, gain=gain.speedup, **ends)
     for i, j in np.ndindex(values.shape):
         if not i % 5 and not j % 4:
             poster.keep(ax, "formula", x=_ALPHAS[j], y=_HITS[i], gain=values[i, j])
@@ -113,21 +115,20 @@ def _missing(case: Case) -> set[str]:
     return {str(family) for alpha in alphas for family in others(case, alpha).missing}
 
 
-def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, float, bool]]:
+def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison, bool]]:
     """(alpha, hit rate, gain, whether hits were imposed) of SSD at each alpha, hit law and fan-out:
     at its best K."""
     rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
-    column = "per_gpu" if per_gpu else "tok_per_s"
     found = []
     for alpha, group in rows.groupby("alpha"):
         ssd = group[group["method"] == "SSD"].dropna(subset=["hit_rate"])
-        fastest = others(case, float(alpha), per_gpu=per_gpu).fastest
+        rivals = others(case, float(alpha), per_gpu=per_gpu)
+        fastest = rivals.fastest
         if fastest is None or (fastest.mode == "ar" and not (group["method"] != "SSD").any()):
             continue
-        rival = fastest.rows[column].median()
         for _, cell in ssd.groupby(["hit_law", "policy"]):
-            repeats = points(cell, ["lookahead"])
-            row = repeats.loc[repeats[column].idxmax()]
-            gain, imposed = row[column] / rival, pd.notna(row["p_hit"])
-            found.append((float(alpha), float(row["hit_rate"]), gain, imposed))
+            best = best_rows(cell)
+            hits, imposed = float(best["hit_rate"].median()), bool(best["p_hit"].notna().all())
+            gain = beside(best, rivals, per_gpu=per_gpu)
+            found.append((float(alpha), hits, gain, imposed))
     return found

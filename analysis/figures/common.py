@@ -47,8 +47,6 @@ def caption(
         also = "also " if len(apart) < (used["num_drafts"] > 0).sum() else ""
         words.append(f"drafts {also}on {_several(apart)}".replace(" (emulated)", ""))
     seeds = used["seed"].nunique()
-    if GAINS in extra and not is_enough(used):
-        extra = (*extra, NO_CLAIM)
     counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
     commits = sorted({commit[:8] for commit in used["commit"] if commit})
     told = f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
@@ -57,10 +55,12 @@ def caption(
     return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
 
 
-def is_enough(rows: pd.DataFrame) -> bool:
-    """Whether any configuration among them could have a speedup that may be claimed."""
-    long = rows[pd.to_numeric(rows["num_rounds"]) >= HEADLINE_ROUNDS]
-    return bool(long["seed"].nunique() >= HEADLINE_SEEDS)
+def no_claim(parts: Iterable[pd.DataFrame]) -> str:
+    """A sentence where none of their SSD rows has what a speedup is claimed from; else ""."""
+    rows = pd.concat([part for part in parts if len(part)])
+    ssd = rows[rows["mode"] == "ssd"]
+    long = ssd[pd.to_numeric(ssd["num_rounds"]) >= HEADLINE_ROUNDS]
+    return "" if long["seed"].nunique() >= HEADLINE_SEEDS else NO_CLAIM
 
 
 def machine(rows: pd.DataFrame) -> str:

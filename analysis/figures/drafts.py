@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import caption, need
+from analysis.figures.common import caption, need, no_claim
 from analysis.gain import gain
 from analysis.load import Data
 from analysis.select import CONDITIONS, plain, points, short, usual
@@ -42,6 +42,7 @@ def drafts(data: Data) -> Poster:
         f"{what}, α={first['alpha']:g} imposed on all: shape changes time here, never acceptance. "
         "Parameters: products of the layers, LM head and embedding not counted. KV: 16-bit keys "
         "and values of one token, all layers (by the shapes)",
+        no_claim([used]),
     )
     return poster.finish("What a draft's shape costs", text)
 

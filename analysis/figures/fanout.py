@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.figures.common import GAINS, caption, draw_gains, need
+from analysis.figures.common import GAINS, caption, draw_gains, need, no_claim
 from analysis.gain import gains_over
 from analysis.load import Data
 from analysis.select import Case, cases, plain, points, richest
@@ -53,9 +53,8 @@ def fan_out(data: Data) -> Poster:
     ):
         ax.set_ylabel(label)
     used = [ssd for _, ssd in shown] + [c.ar[c.ar["gpus"] == c.tp] for c, _ in shown]
-    text = caption(
-        data, used, "Growth: glue and K steps over all branches, where they ran to their end", GAINS
-    )
+    growth = "Growth: glue and K steps over all branches, where they ran to their end"
+    text = caption(data, used, growth, GAINS, no_claim(used))
     return poster.finish("Fan-out: what more branches buy", text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import GAINS, caption, draw_gains, need
+from analysis.figures.common import GAINS, caption, draw_gains, need, no_claim
 from analysis.gain import gains
 from analysis.load import Data
 from analysis.select import Case, cases, key, plain, points, richest
@@ -34,6 +34,7 @@ def lm_head_context(data: Data) -> Poster:
         "LM head: the vocabulary product with top-k in target and draft. Context: bytes of keys "
         "and values that attention would read, of both models",
         GAINS,
+        no_claim(used),
         vary=("lm_head", "context"),
     )
     return poster.finish("LM head and context: what they do to T_SD and to the verdict", text)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import caption, need
+from analysis.figures.common import caption, need, no_claim
 from analysis.gain import gain
 from analysis.load import Data
 from analysis.select import Case, best_point, cases, plain, points, richest
@@ -38,6 +38,7 @@ def heterogeneity(data: Data) -> Poster:
         "Lines: MODELLED by the closed formulas from these rows' times, the draft's multiplied by "
         "x, each method at its own best K ≤ 16. Points: measured rows, at their own draft step; "
         "open: the draft's device is another than the targets'",
+        no_claim(used),
     )
     return poster.finish("Heterogeneity: a slower or faster draft device", text)
 

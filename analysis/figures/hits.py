@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import GAINS, caption, draw_gains, need
+from analysis.figures.common import GAINS, caption, draw_gains, need, no_claim
 from analysis.gain import gains_over
 from analysis.imposed import price
 from analysis.load import Data
@@ -34,7 +34,7 @@ def cache_hits(data: Data) -> Poster:
     grid[0].set_ylabel("SSD's gain over SD, ×")
     imposed = [price(data, case, ssd) for case, ssd in shown]
     told = "Equal K, alpha and fan-out; per GPU counts the draft GPU"
-    text = caption(data, used, told, *imposed, GAINS)
+    text = caption(data, used, told, *imposed, GAINS, no_claim(used))
     return poster.finish("What cache hits are worth: SSD over SD", text)
 
 

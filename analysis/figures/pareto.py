@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import caption, look, need
+from analysis.figures.common import caption, look, need, no_claim
 from analysis.imposed import price
 from analysis.load import Data
 from analysis.select import Case, cases, plain, points, richest
@@ -35,6 +35,7 @@ def pareto(data: Data) -> Poster:
         f"Hits of SSD: {', '.join(sorted(laws))}; imposed ones, dashed, are not on the frontier. "
         "Number: sequences b. Medians of repeats; the 95% interval of each is drawn as a cross of "
         "thin lines",
+        no_claim(rows for _, rows in shown),
     )
     return poster.finish("Throughput against latency, every GPU counted", text)
 

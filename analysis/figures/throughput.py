@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import BARS, best, caption, look, need
+from analysis.figures.common import BARS, best, caption, look, need, no_claim
 from analysis.load import Data
 from analysis.real_pair import REAL
 from analysis.select import Case, cases, plain, points, richest
@@ -44,7 +44,7 @@ def throughput(data: Data) -> Poster:
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
     apart = "SD and SSD have a draft GPU of their own; T= on a line: on that many target GPUs"
-    text = caption(data, [used, case.ar], hits, apart, BARS)
+    text = caption(data, [used, case.ar], hits, apart, BARS, no_claim([used]))
     return poster.finish(f"AR, SD and SSD throughput: {case.label}", text)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis.build import Drawn, draw
 from analysis.findings import throughput
+from analysis.load import Data
 from analysis.uses import BESIDE
+from tests.analysis.test_figures import data, drawn, poster
 
 SAYS = "panel series x y low high headline rival gpus missing".split()
 
@@ -36,3 +39,38 @@ def test_where_one_was_not_measured_nothing_is_called_best() -> None:
 
 def test_nothing_is_said_of_nothing() -> None:
     assert throughput(numbers()) == ""
+
+
+def test_gains_of_few_seeds_are_intervals_and_no_speedup() -> None:
+    """The fixture's rows have one seed each; what formulas model is no claim of a measurement."""
+    for name in ("cache_hits", "batch", "head"):
+        said = drawn(name).finding
+        measured = said.split("The default hit law is assumed")[0]  # what follows is predicted
+        assert "few seeds" in measured and "×" not in measured, said
+        assert "FEW SEEDS" in poster(name).caption
+    assert "FEW SEEDS" not in poster("latency").caption
+
+
+def test_a_gain_is_claimed_from_enough_seeds() -> None:
+    """Five rows for every one, each under a seed of its own and of 400 rounds."""
+    rows = data().rows
+    many = [
+        rows.assign(seed=seed, num_rounds=400, tok_per_s=rows["tok_per_s"] * (1 + seed / 10))
+        for seed in range(5)
+    ]
+    (item,) = draw(Data(pd.concat(many, ignore_index=True)), "cache_hits")
+    assert isinstance(item, Drawn) and "× (" in item.finding and "few seeds" not in item.finding
+    assert "FEW SEEDS" not in item.poster.caption and "5 seeds" in item.poster.caption
+
+
+def test_every_measured_gain_has_its_interval() -> None:
+    """What the formulas model has none, and says so."""
+    for name in ("cache_hits", "fan_out", "batch", "head", "heterogeneity", "break_even"):
+        numbers = poster(name).table()
+        gains = numbers[numbers["headline"].notna()]
+        value = gains["gain"] if name == "break_even" else gains["y"]
+        assert len(gains) and (gains["low"] <= value).all() and (value <= gains["high"]).all()
+        assert (gains["low"] < gains["high"]).all() and not gains["headline"].any(), name
+        assert "FEW SEEDS" in poster(name).caption
+    dots = poster("break_even").table().query("series.str.startswith('measured')")
+    assert dots["headline"].notna().all()
