@@ -3,9 +3,10 @@
     derived(T) = kept + (measured(T') − kept − reduces(T')) · bytes(T) / bytes(T') + reduces(T)
 
 bytes: weights and KV that one rank reads. reduces: all all-reduces of a forward. kept: what T does
-not change, a launch and what each product loses by itself. T' is the measured number of ranks next
-to T. Against forwards of H200 that were measured at two T it is within 2% at one row
-(docs/profile.md).
+not change. Where each product is a launch of its own it is all that the forward of fewest rows
+loses beyond its floor; where one kernel runs them as a chain, what it loses goes with the bytes,
+and a launch is kept alone. T' is the measured number of ranks next to T. Against forwards of H200
+that were measured at two T it is within 2% at one row (docs/profile.md).
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ def _derived(
     """By one kernel."""
     measured = known.seconds
     reduces = _all_reduces_of(profile, shard.tp)
+    first = near.cost(measured.points[0], sequences, _ITEMSIZE, options)
+    kept = _kept_s(profile, reduces, known, first)
     seconds = tuple(
         _scaled(
-            profile,
+            kept,
             reduces,
             near.cost(rows, sequences, _ITEMSIZE, options),
             shard.cost(rows, sequences, _ITEMSIZE, options),
@@ -84,12 +87,20 @@ def _derived(
     return replace(known, params=shard.num_params(options), seconds=curve)
 
 
-def _scaled(
-    profile: Profile, reduces: Profile, known: Cost, wanted: Cost, measured_s: float
-) -> float:
+def _kept_s(profile: Profile, reduces: Profile, known: Forward, first: Cost) -> float:
+    """Seconds that T does not change; first: of the fewest rows that were measured."""
+    floor = profile.floor_s(first)
+    if known.most_rows is not None:  # the kernel of few rows is the chain
+        return profile.launch_s
+    if floor is None:
+        return first.num_products * profile.product_overhead_s + profile.launch_s
+    return max(0.0, known.seconds.seconds[0] - _all_reduces_s(reduces, first) - floor)
+
+
+def _scaled(kept: float, reduces: Profile, known: Cost, wanted: Cost, measured_s: float) -> float:
     """The rule of this module, at one row count."""
     alone = measured_s - _all_reduces_s(reduces, known)
-    kept = min(alone, known.num_products * profile.product_overhead_s + profile.launch_s)
+    kept = min(alone, kept)
     share = (wanted.weight_bytes + wanted.kv_bytes) / (known.weight_bytes + known.kv_bytes)
     return kept + (alone - kept) * share + _all_reduces_s(reduces, wanted)
 

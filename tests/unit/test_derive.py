@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mpissd.backend.profile import Profile, load_profile
+from mpissd.backend.profile_tables import Curve
 from mpissd.config import RunConfig
 from mpissd.errors import ConfigError
 from mpissd.job import resolve
@@ -43,25 +46,73 @@ def with_all_reduces(profile: Profile, *others: Profile) -> Profile:
     return replace(profile, all_reduce_latency_s=latency, all_reduce_bytes_per_s=rate)
 
 
-def test_by_hand() -> None:
-    """8B from T=1 to T=2: half the bytes, all 128 products, and 64 all-reduces more."""
-    flat = replace(
-        probed("h200-8b-1b-T1D1"),
-        product_overhead_s=1e-6,
-        launch_s=2e-6,
-        all_reduce_latency_s={2: 3e-6},
-        all_reduce_bytes_per_s={2: 8192 / 1e-6},
-    )
+@pytest.mark.parametrize("most_rows", [None, 32])
+def test_by_hand(most_rows: int | None) -> None:
+    """8B from T=1 to T=2: half the bytes and 64 all-reduces more; a product that is a launch of its
+    own loses what it lost, the chain half of it."""
     one, two = shard("8b/1b", 1), shard("8b/1b", 2)
-    (found,) = derive(flat, one, two, 1, FUSED)
-    assert found.params == 6979321856 // 2
+    alone = by_one_kernel(
+        replace(
+            probed("h200-8b-1b-T1D1"),
+            launch_s=2e-6,
+            all_reduce_latency_s={2: 3e-6},
+            all_reduce_bytes_per_s={2: 8192 / 1e-6},
+        ),
+        one,
+        most_rows,
+    )
+    (found,) = derive(alone, one, two, 1, FUSED)
+    assert found.params == 6979321856 // 2 and found.most_rows == most_rows
+    assert alone.read_bytes_per_s is not None
+    lost = seconds(alone, one, 1) - 2 * 6979321856 / alone.read_bytes_per_s
     for rows in (1, 16):
-        kept = 128e-6 + 2e-6
-        wanted = kept + (seconds(flat, one, rows) - kept) / 2 + 64 * (3e-6 + rows * 1e-6)
+        kept = 2e-6 if most_rows else lost
+        wanted = kept + (seconds(alone, one, rows) - kept) / 2 + 64 * (3e-6 + rows * 1e-6)
         assert found.seconds(rows) == pytest.approx(wanted, rel=1e-12)
     assert found.seconds.source.startswith("derived from T=1")
-    (back,) = derive(with_derived(flat, two, 1, FUSED), two, one, 1, FUSED)
-    assert back.seconds(5) == pytest.approx(seconds(flat, one, 5), rel=1e-12)
+    (back,) = derive(with_derived(alone, two, 1, FUSED), two, one, 1, FUSED)
+    assert back.seconds(5) == pytest.approx(seconds(alone, one, 5), rel=1e-12)
+
+
+def by_one_kernel(
+    profile: Profile, of: Shard, most_rows: int | None, one_row_s: float = 0.0
+) -> Profile:
+    """The profile with the measured forward said to be of another kernel, or another time."""
+    key, forwards = of.key(1, FUSED), dict(profile.tables.forwards)
+    (known,) = forwards[key]
+    curve = Curve((1,), (one_row_s,)) if one_row_s else known.seconds
+    forwards[key] = (replace(known, most_rows=most_rows, seconds=curve),)
+    return replace(profile, tables=replace(profile.tables, forwards=forwards))
+
+
+def measured(folder: str, target: str, tp: int) -> float:
+    """The median forward of one row in jobs of AR without a head: the chain's."""
+    files = sorted((PROFILES.parents[1] / folder).glob("runs*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return statistics.median(
+        row["t_target_s"]
+        for row in rows
+        if (row["mode"], row["target"], row["tp"]) == ("ar", target, tp)
+        and (row["batch_size"], row["lm_head"], row["context"]) == (1, False, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pair", "have", "want", "folder", "of", "beside"),
+    [
+        ("8b/1b", 1, 2, "h200-pairs", "h200-8b-1b-T1D1", "h200-70b-1b-T2D1"),
+        ("70b/1b", 2, 4, "h200", "h200-70b-1b-T2D1", "h200-70b-T4"),
+    ],
+)
+def test_the_chain_is_near_to_what_jobs_measured(
+    pair: str, have: int, want: int, folder: str, of: str, beside: str
+) -> None:
+    near, wide = shard(pair, have), shard(pair, want)
+    name = near.shape.name
+    profile = with_all_reduces(probed(of), probed(beside))
+    profile = by_one_kernel(profile, near, 32, measured(folder, name, have))
+    (found,) = derive(profile, near, wide, 1, FUSED)
+    assert found.seconds(1) == pytest.approx(measured(folder, name, want), rel=0.025)
 
 
 @pytest.mark.parametrize(("have", "want"), [(2, 4), (4, 2)])
