@@ -60,8 +60,12 @@ def claim(point: Mapping[str, Any] | pd.Series) -> str:
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as mpissd.compare takes them; null for what they do not say."""
-    plain = rows.astype(object).where(rows.notna(), None)
-    return [{str(k): v for k, v in row.items()} for row in plain.to_dict("records")]
+    names, is_said = [str(name) for name in rows], rows.notna().to_numpy().tolist()
+    records = zip(*(rows[name].tolist() for name in rows), strict=True)
+    return [
+        {name: value if said else None for name, value, said in zip(names, row, known, strict=True)}
+        for row, known in zip(records, is_said, strict=True)
+    ]
 
 
 def _rounds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:

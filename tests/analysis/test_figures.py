@@ -121,12 +121,11 @@ def test_every_figure_says_what_its_numbers_say(name: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_second_run_gives_the_same_bytes(kind: str) -> None:
-    for name in ("cache_hits", "latency") if kind == "png" else ("latency",):
-        (again,) = draw(load([FIXTURE]), name)
-        assert isinstance(again, Drawn)
-        first = rendered(again.poster, kind)
-        assert first == rendered(poster(name), kind)
-        assert first == rendered(poster(name), kind)  # and whatever was saved before
+    (again,) = draw(load([FIXTURE]), "latency")
+    assert isinstance(again, Drawn)
+    first = rendered(again.poster, kind)
+    assert first == rendered(poster("latency"), kind)
+    assert first == rendered(poster("latency"), kind)  # and whatever was saved before
     if kind == "pdf":
         assert b"/Type /Font /Subtype /Type3" not in rendered(poster("latency"), kind)
 

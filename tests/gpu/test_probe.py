@@ -18,6 +18,7 @@ from mpissd.config import RunConfig
 from mpissd.job import Job, resolve
 from mpissd.model.shard import Shard
 from mpissd.wait import Waiter
+from tests.needs import lack
 
 pytestmark = pytest.mark.gpu
 WAITER = Waiter(60.0, spin=True)
@@ -68,7 +69,7 @@ def test_every_kernel_of_a_run_is_probed_and_named(backend: Any) -> None:
 
 def test_from_hopper_on_few_rows_run_a_chain(backend: Any) -> None:
     if backend.no_chain_reason is not None:
-        pytest.skip(f"no chain: {backend.no_chain_reason}")
+        lack(f"a GPU that runs chains ({backend.no_chain_reason})")
     entries = probed(backend, job())
     assert sorted(entries, key=bool) == [None, 32] and entries[32]["kernel"] == "chain"
     assert "64" in entries[None]["seconds"] and "64" not in entries[32]["seconds"]

@@ -166,7 +166,9 @@ def test_two_sequences_are_independent() -> None:
     assert found.bias <= EXACT
 
 
-@pytest.mark.parametrize(("lookahead", "count"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("lookahead", "count"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.long)]
+)
 def test_nothing_is_lost_where_nothing_is_left_out(lookahead: int, count: int) -> None:
     """No state is merged, lanes that lose are enumerated as well, and growth is where it is."""
     pair = Pair(vocab=3, lookahead=lookahead, fan_out=(1,) * (lookahead + 1))

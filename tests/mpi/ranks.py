@@ -155,7 +155,8 @@ CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
 }
 
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]](MPI.COMM_WORLD)
-    MPI.COMM_WORLD.Barrier()
+    for name in sys.argv[1:]:
+        CHECKS[name](MPI.COMM_WORLD)
+        MPI.COMM_WORLD.Barrier()
     if MPI.COMM_WORLD.rank == 0:
         print("good")

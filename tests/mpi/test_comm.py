@@ -10,20 +10,16 @@ pytestmark = needs_mpi
 
 
 @pytest.mark.parametrize(
-    ("check", "num_ranks"),
+    ("checks", "num_ranks"),
     [
         ("group", 2),
-        ("group", 3),
         ("group", 4),
         ("missing_rank", 2),
-        ("plans", 3),
-        ("link", 3),
-        ("refused", 3),
-        ("topology", 3),
+        ("group plans link refused topology", 3),
     ],
 )
-def test_between_ranks(check: str, num_ranks: int) -> None:
-    with start(num_ranks, "tests.mpi.ranks", check) as job:
+def test_between_ranks(checks: str, num_ranks: int) -> None:
+    with start(num_ranks, "tests.mpi.ranks", *checks.split()) as job:
         code, out, err = job.finish()
         assert (code, out) == (0, "good\n"), err[-2000:]
         assert job.is_gone()

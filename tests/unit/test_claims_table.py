@@ -11,6 +11,7 @@ from mpissd.__main__ import main
 from mpissd.errors import ConfigError
 from mpissd.sweep.claims import Claim, claims, render, rewritten, unbacked
 from mpissd.tables import Pair, load_rows
+from tests.needs import lack
 
 ROOT = Path(__file__).resolve().parents[2]
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
@@ -190,7 +191,7 @@ def test_readme_claims_what_its_rows_say_and_nothing_else() -> None:
     """Every number of its table is computed again; no other ratio stands without an interval."""
     text = (ROOT / "README.md").read_text()
     if "<!-- claims" not in text:
-        pytest.skip("README.md has no <!-- claims RESULTS --> table")
+        lack("a table of claims in README.md")
     again = rewritten(text, lambda told: load_rows([ROOT / name for name in told.split(",")]))
     assert again == text, "python -m mpissd claims --into=README.md"
     assert unbacked(text) == []
