@@ -98,6 +98,7 @@ class HostEntry:
     lookahead: int
     seconds: Mapping[str, float]
     source: str
+    lanes: int = 0  # branches of a sequence, whose keys are in `keys`; 0: none, or not known
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
@@ -105,7 +106,10 @@ class HostEntry:
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
         counts = {name: _whole(entry[name]) for name in names}
-        return cls(str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]))
+        lanes = int(entry.get("lanes", 0))
+        return cls(
+            str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]), lanes=lanes
+        )
 
 
 Series = Mapping[tuple[Any, ...], Curve]

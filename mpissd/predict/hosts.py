@@ -1,11 +1,17 @@
-"""Which of a profile's host costs hold for a job: those of the way to decode that is most alike."""
+"""Which of a profile's host costs hold for a job: those of the way to decode that is most alike.
+
+Where that was measured at several batches each cost goes along straight lines over b, as a Curve:
+flat before the first, and behind the last with the last slope, if that rises. `keys` does so over
+the lanes of all sequences, which the fan-out decides, too.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from mpissd.backend.profile import Profile
-from mpissd.backend.profile_tables import HostEntry
+from mpissd.backend.profile_tables import Curve, HostEntry
 from mpissd.job import Job
 from mpissd.predict.costs import HostCosts
 
@@ -34,12 +40,38 @@ def entry_of(profile: Profile, job: Job) -> HostEntry | None:
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
     """A job's host costs by the profile; no costs where it has none."""
-    return costs_of(entry_of(profile, job))
+    return costs_at(profile, entry_of(profile, job), job.config.batch_size)
 
 
-def costs_of(entry: HostEntry | None) -> HostCosts:
-    """An entry's costs; none without one. ConfigError for a field that is missing or unknown."""
-    return HostCosts() if entry is None else HostCosts.from_dict(entry.seconds)
+def costs_at(profile: Profile, entry: HostEntry | None, batch_size: int) -> HostCosts:
+    """The costs of b sequences by an entry and those that differ from it in b alone; none without
+    one. ConfigError for a field that is missing or unknown."""
+    if entry is None:
+        return HostCosts()
+    alike = {e.batch_size: e for e in profile.hosts if _way(e) == _way(entry)}
+    every = [alike[batch] for batch in sorted(alike)]
+    batches = tuple(e.batch_size for e in every)
+    found = {
+        name: Curve(batches, tuple(e.seconds[name] for e in every))(batch_size)
+        for name in entry.seconds
+        if all(name in e.seconds for e in every)
+    }
+    return HostCosts.from_dict({**found, **_keys(every)})
+
+
+def _way(entry: HostEntry) -> tuple[str, int, int, int, int]:
+    return entry.mode, entry.tp, entry.num_drafts, entry.lookahead, entry.lanes
+
+
+def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
+    """What keys take, and each lane of them, by the batches with the fewest and the most lanes."""
+    least, most = every[0], every[-1]
+    lanes = most.lanes * (most.batch_size - least.batch_size)
+    if not lanes:
+        return {}
+    slope = max(0.0, most.seconds["keys"] - least.seconds["keys"]) / lanes
+    none = least.seconds["keys"] - slope * least.lanes * least.batch_size
+    return {"keys": max(0.0, none), "keys_lane": slope}
 
 
 def is_derived(profile: Profile, job: Job) -> bool:

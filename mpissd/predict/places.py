@@ -13,7 +13,7 @@ from mpissd.model.shard import Shard
 from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, forwards_of_any_job
 from mpissd.predict.coverage import check_device
 from mpissd.predict.derive import DERIVED, with_derived
-from mpissd.predict.hosts import METHODS, costs_of, host_entry
+from mpissd.predict.hosts import METHODS, costs_at, host_entry
 from mpissd.predict.laws import MOST_LOOKAHEAD
 from mpissd.predict.search import Placement
 
@@ -96,10 +96,11 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
     if not profile.hosts:
         return {}
     batch = config.batch_size
-    return {
-        (mode, drafts): costs_of(host_entry(profile, mode, tp, drafts, batch, config.lookahead))
+    entries = {
+        (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead)
         for mode, drafts in METHODS
     }
+    return {way: costs_at(profile, entry, batch) for way, entry in entries.items()}
 
 
 def _row_counts(batch: int, most: int) -> list[int]:

@@ -89,7 +89,7 @@ def test_close_to_exhaustive_search_in_500_cells(block: int) -> None:
 def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     """The flags of every choice, run through a job of its own, give the same rate."""
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
-    profile = load_profile("h200")
+    profile = load_profile("h100")
     advice = plan(config, HOST, placements(config, profile, 5), 5)
     assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1)}
     for choice in advice.by_method:
