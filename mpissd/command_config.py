@@ -84,7 +84,10 @@ class PredictConfig(RunConfig):
     """Of `predict`: a run's flags, T, and the profile to predict from."""
 
     profile: str | None = flag(
-        None, words, "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file)"
+        None,
+        words,
+        "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file; with rows: several, "
+        "a comma between)",
     )
     tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
     rows: str | None = flag(

@@ -53,7 +53,7 @@ def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int
 
 def _judge(config: PredictConfig, rows: str) -> int:
     """Prints the three errors of predictions over rows; the last line is JSON."""
-    for name in filter(None, (config.profile, config.host)):
+    for name in filter(None, [*(config.profile or "").split(","), config.host]):
         _check_there(name)
     paths = [path for part in rows.split(",") for path in _row_files(Path(part))]
     if not paths:

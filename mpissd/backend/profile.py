@@ -64,6 +64,7 @@ class Profile:
     tables: Tables = field(default_factory=Tables)
     hosts: tuple[HostEntry, ...] = ()
     models_others: bool = False
+    other_kernels: frozenset[str] = frozenset()  # commits that ran other kernels than these
 
     @property
     def few_rows(self) -> int:
@@ -185,6 +186,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         sources=sources,
         tables=Tables.parse(data.get("tables") or {}),
         models_others="others" in data,
+        other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
         hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
     )
 

@@ -27,6 +27,8 @@ from mpissd.predict.from_row import Forecast, Row, device_of, forecast_from_run,
 from mpissd.rows import draft_device
 
 BAR = 0.04, 0.10  # of (c): median and p95 of its size
+MEAN_BAR = 0.03  # of (c)'s mean by mode and T
+ENOUGH_SEEDS = 5  # rows of fewer share their luck, so that their mean holds it
 _DERIVED = "its profile derives what a forward takes"
 _QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # of |normal|
 _COLUMNS = ("machine", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone", "(c)", "(c) mean")
@@ -56,24 +58,25 @@ class Errors:
 def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row], Forecast]:
     """What (c) is predicted from: a device's profile or a run's, by name or file.
 
-    name: None takes the built-in profile of each row's device. host: a run's profile whose host
-    costs count (None: the profile's own). ConfigError: no such profile.
+    name: None takes the built-in profile of each row's device; several profiles with commas between
+    are each of their own device. host: a run's profile whose host costs count (None: the profile's
+    own). ConfigError: no such profile.
     """
-    run = None if name is None else jobfile.load(name)
+    run = None if name is None or "," in name else jobfile.load(name)
     if run is not None and name is not None:
         return lambda row: forecast_from_run(row, name, run)
-    named = None if name is None else load_profile(name)
+    named = [] if name is None else [*map(load_profile, name.split(","))]
     costs = None if host is None else host_of(host)
-    known = {p.device_name: p for p in map(load_profile, known_profiles())}
-    if named is not None:
-        known[named.device_name] = named
+    known = {p.device_name: p for p in (*map(load_profile, known_profiles()), *named)}
+    said = {p.device_name: p for p in named}
 
     def forecast(row: Row) -> Forecast:
         if host is not None and Path(host).stem == row.get("run_id"):
             return Forecast(reason="the host costs are of their own job")
-        target = named or known.get(device_of(row["device_name"]))
+        device = device_of(row["device_name"])
+        target = said.get(device, named[0]) if named else known.get(device)
         if target is None:
-            return Forecast(reason=f"no profile of {device_of(row['device_name'])}")
+            return Forecast(reason=f"no profile of {device}")
         return forecast_row(row, target, costs, known.get(device_of(draft_device(row))))
 
     return forecast
@@ -163,6 +166,7 @@ def table(found: Sequence[dict[str, Any]], left: Counter[str]) -> str:
     columns = (*_COLUMNS, *_LAST)
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, found), ""]
     lines += [line for group in found if (line := _verdict(group, found))]
+    lines += [_means_verdict(machine, found) for machine in {g["machine"]: 0 for g in found}]
     for reason, count in sorted(left.items()):
         lines.append(f"Without (c): {count} row{'s' * (count > 1)}, {reason}.")
     return "\n".join(lines)
@@ -188,6 +192,25 @@ def _verdict(group: dict[str, Any], every: Sequence[dict[str, Any]]) -> str | No
     return (
         f"{group['machine']}, T = 1: (c) {told[0]} its bar ({bar}); without luck it {told[1]} it."
     )
+
+
+def _means_verdict(machine: str, found: Sequence[dict[str, Any]]) -> str:
+    here = [group for group in found if group["machine"] == machine]
+    told = [f"{g['mode']} at T = {g['tp']}" for g in here if is_biased(g)]
+    verdict = f"beyond {MEAN_BAR:.0%} for {', '.join(told)}" if told else f"within {MEAN_BAR:.0%}"
+    most = max(abs(group["without_luck_signed"]) for group in here)
+    return (
+        f"{machine}: the mean of (c) by mode and T is {verdict}, without luck where the rows have "
+        f"fewer than {ENOUGH_SEEDS} seeds; without luck at most {most:.1%} everywhere."
+    )
+
+
+def is_biased(group: dict[str, Any]) -> bool:
+    """Whether the mean of (c) is beyond its bar: without luck, and as it is where its rows have
+    enough seeds for their luck to cancel."""
+    signed = [group["without_luck_signed"]]
+    signed += [group["other_signed"]] * (group["seeds"] >= ENOUGH_SEEDS)
+    return any(abs(mean) > MEAN_BAR for mean in signed)
 
 
 def _meets(sizes: tuple[float, float]) -> str:

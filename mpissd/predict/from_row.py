@@ -21,6 +21,7 @@ from mpissd.model.shard import Shard
 from mpissd.predict.closed import expected
 from mpissd.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts
 from mpissd.predict.coverage import check_device, check_job
+from mpissd.predict.derive import DERIVED, with_derived
 from mpissd.predict.hosts import host_of, is_derived
 from mpissd.predict.jobfile import JobFile
 from mpissd.predict.row import is_foretold
@@ -74,6 +75,10 @@ def forecast_row(
     try:
         job = job_of_row(row)
         _check_devices(row, profile, drafts)
+        _check_kernels(row, profile)
+        profile = with_derived(
+            profile, Shard(job.target, job.tp), job.config.batch_size, job.options
+        )
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
         rate = _mean(job, device, host or host_of(profile, job))
@@ -165,19 +170,29 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
             raise ConfigError(f"their {role} ran on {name}, the profile is of {known.device_name}")
 
 
+def _check_kernels(row: Row, profile: Profile) -> None:
+    """ConfigError for a row of a commit that ran other kernels than those that were probed."""
+    commit = str((row.get("provenance") or {}).get("commit")).removesuffix("+")
+    if commit in profile.other_kernels:
+        raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")
+
+
 def device_of(name: str | None) -> str:
     """A device's name as its profile has it."""
     return (name or "").removesuffix(" (emulated)")
 
 
 def _is_derived(profile: Profile, drafts: Profile, job: Job) -> bool:
-    """Whether a forward's table, or the all-reduces of a modelled one, are labelled "derived"."""
+    """Whether a forward is derived: its table says so, ends before its rows, or is none although
+    the profile was measured; or, of a modelled device, the all-reduces say so."""
+    batch = job.config.batch_size
     parts = [(profile, Shard(job.target, job.tp), job.options, job.target_buckets())]
     if job.draft is not None:
         parts.append((drafts, Shard(job.draft), job.draft_options, job.draft_buckets()))
-    sources = []
     for known, shard, options, rows in parts:
-        cost = shard.cost(rows[-1], job.config.batch_size, EMULATED_ITEMSIZE, options)
-        found = known.tables.forward(cost)
-        sources.append(known.sources["all_reduce"] if found is None else found.source)
-    return any(source.startswith("derived") for source in sources)
+        found = known.tables.forward(shard.cost(rows[-1], batch, EMULATED_ITEMSIZE, options))
+        source = known.sources["all_reduce"] if found is None else found.source
+        ends = rows[-1] > found.points[-1] if found else bool(known.tables.forwards)
+        if ends or source.startswith(DERIVED):
+            return True
+    return False

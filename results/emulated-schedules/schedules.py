@@ -34,6 +34,8 @@ from mpissd.presets import resolve_model  # noqa: E402
 
 TARGETS, ALPHAS = ("8b", "70b"), (0.8, 0.6)
 OPTIONS = ForwardOptions(fuse=True, lm_head=True)
+# The rows are of h200 as it was before kernels were told apart.
+PROFILES = {"h200": str(Path(__file__).parents[1] / "h200-probe/before.json")}
 LONGEST, LOOKED_UP, FAN_OUT = 12, 8, 3
 HEADS = {  # of the sizes that were published: EAGLE, Medusa's default, IBM's accelerators
     "8b": {"eagle": "eagle:8b", "mtp": "mtp:8b", "medusa": "medusa4:8b", "mlp": "mlp3072:8b"},
@@ -112,7 +114,7 @@ def mean_tokens(alpha: float, count: int) -> float:
 def forward_s(device: str, model: str, tp: int, rows: int) -> float:
     """A forward of the profile's device."""
     cost = Shard(resolve_model(model), tp).cost(rows, 1, 2, OPTIONS)
-    return load_profile(device).forward_s(cost)
+    return load_profile(PROFILES.get(device, device)).forward_s(cost)
 
 
 def command(told: argparse.Namespace, target: str, alpha: float, entry: Entry) -> list[str]:

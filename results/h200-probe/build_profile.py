@@ -3,16 +3,22 @@
 
     results/h200-probe/build_profile.py PROFILE.json … --to=mpissd/backend/profiles/h200.json
 
-Every probe adds its tables; where several measured the same, each number is their median. A probe
-from before kernels were told apart (its forwards have no "kernel") adds all-reduces alone. What no
-probe measured is derived, and says so in "from":
+Every probe adds its forwards, those that its jobs of other batches were measured by too, and its
+host costs; where several measured the same, each number is their median. A probe from before
+kernels were told apart (its forwards have no "kernel") adds its all-reduce alone. What no probe
+measured is derived, and says so in "from":
 
+    forwards with LM head     as without it, and what the LM head adds to the largest model that was
+                              measured with and without it, at the T next to this one, row by row
+                              and kernel by kernel, times the bytes of both heads on a rank
     forwards without --fuse   as with it: the same weights are read
     host costs of T, D = 1    the lead's of T with SD inline, the link's and the draft's of T = 1;
                               a follower hears of a plan by a link and a nap later
-    all-reduces of more ranks as --base, the profile that is replaced, had them
+    all-reduces of more ranks as --base, the profile before kernels were told apart, had them
 
-Forwards at other T are derived when they are asked for (mpissd/predict/derive.py).
+Rows of commits in OTHER_KERNELS ran cuBLAS alone, before the chained products (e3455b3): the
+profile does not speak for them. Forwards at other T are derived when they are asked for
+(mpissd/predict/derive.py).
 """
 
 from __future__ import annotations
@@ -21,25 +27,25 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from math import log2
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mpissd.backend.profile import known_profiles, load_profile
+from mpissd.backend.profile import load_profile
+from mpissd.backend.profile_tables import Curve
+from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.predict.costs import HostCosts
+from mpissd.presets import resolve_model
 
 Entry = dict[str, Any]
 FORWARD = ("model", "tp", "fuse", "lm_head", "kv_tokens", "params", "kernel", "most_rows")
-HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead")
-KEYS = {  # what tells the entries of a table apart
-    "forwards": FORWARD,
-    "all_reduces": ("name", "ranks", "graph"),
-    "links": ("name", "idle_s"),
-    "copies": ("direction",),
-    "products": ("k", "n"),
-}
+HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead", "lanes")
+BEFORE = Path(__file__).with_name("before.json")
+FEW_ROWS = 32  # of the largest forward of a job that runs the chain
+OTHER_KERNELS = ("5fdeef53237c", "7f18aa139c59")
 REMOTE = ("link", "nap", "patience", "glue", "keys", "keys_lane", "step")  # and draft_*
 
 
@@ -47,7 +53,7 @@ def merged(entries: Iterable[Entry], key: Sequence[str]) -> list[Entry]:
     """One entry for each identity: the medians of what was measured under it, and of how many."""
     alike: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        alike.setdefault(tuple(entry[name] for name in key), []).append(entry)
+        alike.setdefault(tuple(entry.get(name, 0) for name in key), []).append(entry)
     return [
         {**dict(zip(key, identity, strict=True)), **_median(found)}
         for identity, found in alike.items()
@@ -61,24 +67,75 @@ def _median(found: Sequence[Entry]) -> Entry:
             points.setdefault(point, []).append(seconds)
     number = all(point.isdigit() for point in points)
     order = sorted(points, key=int) if number else list(points)
-    many = f", median of {len(found)} probes" if len(found) > 1 else ""
+    many = f", median of {len(found)} measurements" if len(found) > 1 else ""
     told = {point: float(f"{median(points[point]):.6g}") for point in order}
     return {"from": found[0]["from"] + many, "seconds": told}
 
 
+def of_jobs(probe: Entry) -> list[Entry]:
+    """The forwards that the probe's own jobs measured while they found their host costs."""
+    by_size = sorted(probe["tables"]["forwards"], key=lambda entry: entry["params"])
+    found = []
+    for host in probe["host"]:
+        for role, like in (("draft", by_size[0]), ("verify", by_size[-1])):
+            seconds = (host.get("job_forwards") or {}).get(role)
+            if seconds:
+                chain = max(map(int, seconds)) <= FEW_ROWS
+                kernel = ("chain", FEW_ROWS) if chain else ("cublas", None)
+                told = dict(zip(("kernel", "most_rows"), kernel, strict=True))
+                found.append({**like, **told, "seconds": seconds})
+    return found
+
+
+def with_heads(forwards: Sequence[Entry]) -> list[Entry]:
+    """Forwards with the LM head where only those without it were measured."""
+    known = {_identity(entry): entry for entry in forwards}
+    plain = [entry for entry in forwards if not entry["lm_head"]]
+    pairs = [(e, known[key]) for e in plain if (key := _identity({**e, "lm_head": True})) in known]
+    found = []
+    for entry in plain:
+        alike = [pair for pair in pairs if pair[0]["kernel"] == entry["kernel"]]
+        if _identity({**entry, "lm_head": True}) not in known and alike:
+            found.append(_with_head(entry, *max(alike, key=lambda pair: _likeness(pair[0], entry))))
+    return found
+
+
+def _identity(entry: Entry) -> tuple[Any, ...]:
+    return tuple(entry[name] for name in FORWARD if name not in ("kernel", "params"))
+
+
+def _likeness(known: Entry, wanted: Entry) -> tuple[int, float]:
+    """The larger model first, then the T next to the wanted one."""
+    return _shard(known, 1).num_params(ForwardOptions()), -abs(log2(known["tp"] / wanted["tp"]))
+
+
+def _shard(entry: Entry, tp: int | None = None) -> Shard:
+    return Shard(resolve_model(entry["model"]), tp or entry["tp"])
+
+
+def _with_head(entry: Entry, plain: Entry, headed: Entry) -> Entry:
+    options = ForwardOptions(fuse=entry["fuse"], lm_head=True)
+    shard = _shard(entry)
+    params = shard.num_params(options)
+    share = (params - entry["params"]) / (headed["params"] - plain["params"])
+    without, behind = (Curve.parse(known) for known in (plain, headed))
+    seconds = {
+        rows: float(f"{taken + share * max(0.0, behind(int(rows)) - without(int(rows))):.6g}")
+        for rows, taken in entry["seconds"].items()
+    }
+    why = f"derived: LM head of {plain['model']} T={plain['tp']} by its bytes ({entry['from']})"
+    return {**entry, "lm_head": True, "params": params, "from": why, "seconds": seconds}
+
+
 def unfused(forwards: Sequence[Entry]) -> list[Entry]:
     """Forwards without --fuse where only those with it were measured."""
-
-    def identity(entry: Entry) -> tuple[Any, ...]:
-        return tuple(entry[name] for name in FORWARD if name != "kernel")
-
-    known = {identity(entry) for entry in forwards}
+    known = {_identity(entry) for entry in forwards}
     others = [{**entry, "fuse": False} for entry in forwards if entry["fuse"]]
     why = "derived: as with --fuse, which reads the same weights"
     return [
         {**entry, "from": f"{why} ({entry['from']})"}
         for entry in others
-        if identity(entry) not in known
+        if _identity(entry) not in known
     ]
 
 
@@ -105,7 +162,7 @@ def _remote(lead: Entry, far: Entry) -> Entry:
     seconds["follower"] = costs.follower + costs.link + costs.nap
     seconds["lead_send"] = far["seconds"]["lead_send"]  # to the draft: inline nothing is sent
     why = f"derived: lead of T={lead['tp']}, {lead['mode']} D=0; link and draft of T=1, D=1"
-    told = {name: far[name] for name in HOST}
+    told = {name: far.get(name, 0) for name in HOST}
     return {**told, "tp": lead["tp"], "from": why, "seconds": seconds}
 
 
@@ -144,13 +201,9 @@ def build(probes: Sequence[Entry], base: Entry) -> Entry:
     new = [p for p in probes if all("kernel" in e for e in p["tables"]["forwards"])]
     if not new:
         raise ValueError("no probe that tells kernels apart")
-    tables = {
-        name: merged(
-            (e for p in (probes if name == "all_reduces" else new) for e in p["tables"][name]), key
-        )
-        for name, key in KEYS.items()
-    }
-    tables["forwards"] += unfused(tables["forwards"])
+    forwards = merged((e for p in new for e in (*p["tables"]["forwards"], *of_jobs(p))), FORWARD)
+    forwards += with_heads(forwards)
+    forwards += unfused(forwards)
     hosts = merged((e for p in new for e in p["host"]), HOST)
     made = [{k: (p["provenance"] or {}).get(k) for k in ("commit", "started_at")} for p in probes]
     return {
@@ -161,7 +214,8 @@ def build(probes: Sequence[Entry], base: Entry) -> Entry:
         "numbers": numbers(new, base),
         "all_reduce": all_reduce(probes, base),
         "others": "modelled: forwards of no table, by the numbers",
-        "tables": tables,
+        "other_kernels": list(OTHER_KERNELS),
+        "tables": {"forwards": forwards},
         "host": hosts + remote(hosts),
         "made_of": [{"name": p["name"], **m} for p, m in zip(probes, made, strict=True)],
     }
@@ -181,10 +235,10 @@ def main() -> int:
     """Writes the profile, and loads it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("profiles", type=Path, nargs="+")
-    parser.add_argument("--base", default="h200", help="the built-in profile that is replaced")
+    parser.add_argument("--base", type=Path, default=BEFORE, help="the profile that is replaced")
     parser.add_argument("--to", type=Path, required=True)
     given = parser.parse_args()
-    base = json.loads(known_profiles()[given.base].read_text())
+    base = json.loads(given.base.read_text())
     found = build([json.loads(path.read_text()) for path in given.profiles], base)
     given.to.write_text(text_of(found) + "\n")
     profile = load_profile(str(given.to))

@@ -118,18 +118,20 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
 def test_roles_of_an_emulated_machine(
     np_: int, tp: int, flags: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    machine = ("--backend=emulated", "--device=h200", "--pair=8b/1b")
+    machine = ("--backend=emulated", "--device=h100", "--pair=8b/1b")
     code, out, err = probe(np_, *machine, *flags, folder=tmp_path)
     assert code == 0, err[-2000:]
     path = Path(told(out)["profile"])
-    assert path.parent == tmp_path / "profiles" and path.name.startswith("NVIDIA-H200-llama")
+    assert path.parent == tmp_path / "profiles" and path.name.startswith(
+        "NVIDIA-H100-80GB-SXM-llama"
+    )
     tables = json.loads(path.read_text())["tables"]
     names = ("products", "forwards", "all_reduces", "links")
     assert tuple(len(tables[name]) for name in names) == counts
     assert all("modelled" in e["from"] for e in tables["forwards"] + tables["products"])
     assert all("measured" in e["from"] for e in tables["links"])
     options = ForwardOptions("--fuse" in flags, "--lm_head" in flags, 64 if np_ == 3 else 0)
-    again, truth = load_profile(str(path)), load_profile("h200")
+    again, truth = load_profile(str(path)), load_profile("h100")
     again.require("llama-3.1-8b", tp, options)
     cost = Shard(resolve_model("8b"), tp).cost(8, 1, 2, options)
     assert again.forward_s(cost) == truth.forward_s(cost)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.backend.profile import known_profiles, load_profile
+from mpissd.backend.profile import load_profile
 from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.predict.costs import HostCosts
 from mpissd.presets import resolve_model
@@ -21,7 +21,7 @@ from mpissd.presets import resolve_model
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "results/h200-probe/build_profile.py"
 OLD = ROOT / "results/h200/profiles/h200-70b-T4.json"  # from before kernels were told apart
-BASE = json.loads(known_profiles()["h200"].read_text())
+BASE = json.loads((SCRIPT.parent / "before.json").read_text())
 
 
 def script() -> ModuleType:
@@ -51,10 +51,14 @@ def host(mode: str, tp: int, num_drafts: int, **seconds: float) -> Any:
 def probe(forwards: list[Any], hosts: list[Any], reduces: Any = None, read: float = 4e12) -> Any:
     numbers = copy.deepcopy(BASE["numbers"])
     numbers["read_bytes_per_s"] = {"value": read, "from": "measured: here"}
-    tables = {name: [] for name in built.KEYS} | {"forwards": forwards}
     unknown = {"from": "not known", "latency_s": None, "bytes_per_s": None}
     known = {"name": "p", "numbers": numbers, "all_reduce": reduces or unknown}
-    return {**known, "tables": tables, "host": hosts, "provenance": {"commit": "abc"}}
+    return {
+        **known,
+        "tables": {"forwards": forwards},
+        "host": hosts,
+        "provenance": {"commit": "abc"},
+    }
 
 
 ONE = probe(
@@ -114,7 +118,6 @@ def test_all_reduces_that_no_probe_measured_stay_as_they_were() -> None:
     assert reduce["latency_s"]["2"] == 3e-6 and reduce["latency_s"]["4"] < 4e-6
     assert reduce["latency_s"]["8"] == BASE["all_reduce"]["latency_s"]["8"]
     assert "8 ranks as before" in reduce["from"]
-    assert {e["ranks"] for e in found["tables"]["all_reduces"]} == {4}
     assert all(e["tp"] < 4 for e in found["tables"]["forwards"])
     with pytest.raises(ValueError, match="tells kernels apart"):
         built.build([json.loads(OLD.read_text())], BASE)
@@ -135,3 +138,26 @@ def test_the_profile_that_is_written_can_be_read_and_models_any_pair(tmp_path: P
     assert profile.forward_s(cost) == 1.7
     other = Shard(resolve_model("qwen3-32b"), 2).cost(1, 1, 2, ForwardOptions())
     assert profile.tables.forward(other) is None and profile.forward_s(other) > 0
+
+
+def test_an_lm_head_that_was_not_probed_goes_by_its_bytes() -> None:
+    """70B's is twice as wide as 8B's: at T = 4 as many bytes as 8B's at T = 2."""
+    plain, headed = forward(2, 1.7, **{"8": 2.0}), forward(2, 1.9, **{"8": 2.4})
+    shard, options = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True, lm_head=True)
+    headed |= {"lm_head": True, "params": shard.num_params(options)}
+    big = Shard(resolve_model("70b"), 4)
+    fused = ForwardOptions(fuse=True)
+    other = forward(4, 8.0, **{"4": 8.5}) | vars(big.key(1, fused))
+    other["params"] = big.num_params(fused)
+    found = built.with_heads([plain, headed, other])
+    assert [(e["model"], e["tp"], e["lm_head"]) for e in found] == [("llama-3.1-70b", 4, True)]
+    assert found[0]["params"] == big.num_params(options)
+    assert found[0]["seconds"] == pytest.approx({"1": 8.2, "4": 8.5 + 0.2 + 0.2 * 3 / 7})
+    assert found[0]["from"].startswith("derived: LM head of llama-3.1-8b T=2")
+
+
+def test_forwards_of_the_probes_own_jobs_count_by_the_kernel_that_they_ran() -> None:
+    way = host("sd", 2, 0) | {"job_forwards": {"verify": {"1": 1.9, "40": 3.0}, "draft": None}}
+    found = built.build([probe([forward(2, 1.7), forward(2, 2.1, None)], [way])], BASE)
+    times = {e["most_rows"]: e["seconds"] for e in found["tables"]["forwards"] if e["fuse"]}
+    assert times == {32: {"1": 1.7}, None: {"1": 2.0, "40": 3.0}}

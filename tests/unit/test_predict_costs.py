@@ -71,12 +71,14 @@ def test_a_profile_s_forwards_are_the_emulated_backend_s(
     backend = EmulatedBackend(load_profile(device))
     costs = DeviceCosts.from_profile(backend.profile, job)
     assert job.draft is not None
+    wide = job.target_buckets()[-1]
     for rows in job.target_buckets():
-        cost = Shard(job.target, tp).cost(rows, 3, backend.itemsize, job.options)
+        cost = Shard(job.target, tp).cost(rows, 3, backend.itemsize, job.options, wide)
         program = backend.program(lambda: None, cost)
         assert float(costs.verify_s(rows)) == program.elapsed_s()
+    wide = job.draft_buckets()[-1]
     for rows in job.draft_buckets():
-        cost = Shard(job.draft).cost(rows, 3, backend.itemsize, job.draft_options)
+        cost = Shard(job.draft).cost(rows, 3, backend.itemsize, job.draft_options, wide)
         program = backend.program(lambda: None, cost)
         assert float(costs.draft_s(rows)) == program.elapsed_s()
 

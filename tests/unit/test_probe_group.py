@@ -82,7 +82,7 @@ def test_an_emulated_forward_lasts_what_its_profile_says() -> None:
     group, checks = probe(EmulatedBackend(profile))
     told, _ = group.forwards(SoloGroup(), shard, ForwardOptions(), FORWARD_ROWS, 1)
     for rows in FORWARD_ROWS:
-        cost = shard.cost(rows, 1, 2, ForwardOptions())
+        cost = shard.cost(rows, 1, 2, ForwardOptions(), max(FORWARD_ROWS))
         assert told["seconds"][str(rows)] == profile.forward_s(cost)
     assert checks.findings == []
 
