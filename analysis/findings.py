@@ -17,17 +17,26 @@ from analysis.uses import BESIDE
 Says = Callable[[pd.DataFrame], str]
 
 
+def equal_gpus(numbers: pd.DataFrame) -> str:
+    """SSD against the best other use of as many GPUs, by pair."""
+    here = numbers[numbers["series"] == BESIDE]
+    pairs = here.groupby("panel", sort=False)
+    return " ".join(f"{pair}: {_over(points)}" for pair, points in pairs)
+
+
+def _over(points: pd.DataFrame, share: str = "") -> str:
+    what = "fastest measured" if points["missing"].any() else "best other"
+    gains = ", ".join(_beside(p) for _, p in points.iterrows())
+    return f"SSD {share}against the {what} use of {points['gpus'].iloc[0]:g} GPUs: {gains}."
+
+
 def throughput(numbers: pd.DataFrame) -> str:
     """SSD against the best other use of as many GPUs, and per GPU; which were not measured."""
     told = []
     for name, share in (("all GPUs", ""), ("per GPU", "per GPU ")):
         here = numbers[(numbers["panel"] == f"own best K, {name}") & (numbers["series"] == BESIDE)]
         if len(here):
-            what = "fastest measured" if here["missing"].any() else "best other"
-            gains = ", ".join(_beside(p) for _, p in here.iterrows())
-            told.append(
-                f"SSD {share}against the {what} use of {here['gpus'].iloc[0]:g} GPUs: {gains}."
-            )
+            told.append(_over(here, share))
     return " ".join(told)
 
 
@@ -251,6 +260,7 @@ def head(numbers: pd.DataFrame) -> str:
 FINDINGS: dict[str, Says] = {
     f.__name__: f
     for f in (
+        equal_gpus,
         throughput,
         cache_hits,
         fan_out,

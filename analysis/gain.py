@@ -21,7 +21,7 @@ def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison:
 
     Rows that say too little of themselves count by the interval that they have (interval.py).
     """
-    sides = [_records(side) for side in (base, rows)]
+    sides = [records(side) for side in (base, rows)]
     try:
         return compare_rows(sides[0], sides[1], _rounds([*sides[0], *sides[1]]))
     except ConfigError:
@@ -58,8 +58,8 @@ def claim(point: Mapping[str, Any] | pd.Series) -> str:
     return claim_of(*(float(point[name]) for name in ("y", "low", "high")), bool(point["headline"]))
 
 
-def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as mpissd.compare takes them; null for what they do not say."""
+def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return rows as mpissd.compare takes them; None for what they do not say."""
     names, is_said = [str(name) for name in rows], rows.notna().to_numpy().tolist()
     records = zip(*(rows[name].tolist() for name in rows), strict=True)
     return [

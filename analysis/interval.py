@@ -7,10 +7,11 @@ Two things move it: the luck of the draws and the spread of its rounds, as mpiss
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from statistics import fmean, stdev
 from typing import Any
 
-from mpissd.rates import NORMAL_Z, clock_error, length_error
+from mpissd.rates import NORMAL_Z, clock_error, length_error, student_t
 
 
 def interval(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -23,3 +24,17 @@ def interval(row: Mapping[str, Any]) -> tuple[float, float]:
     clock = clock_error(round_us, count) if count and round_us.get("mean") else 0.0
     half = NORMAL_Z * math.hypot(float(luck), clock)
     return rate * math.exp(-half), rate * math.exp(half)
+
+
+def of_seeds(rows: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return the geometric mean of tok/s over two seeds or more, and its 95% interval.
+
+    Rows of one seed count as their mean; Student's t over seeds, as mpissd.compare has it.
+    """
+    logs: dict[Any, list[float]] = {}
+    for row in rows:
+        logs.setdefault(row["seed"], []).append(math.log(row["tok_per_s"]))
+    means = [fmean(of) for of in logs.values()]
+    middle = fmean(means)
+    half = student_t(len(means) - 1) * stdev(means) / math.sqrt(len(means))
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)

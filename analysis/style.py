@@ -75,8 +75,8 @@ _LOOK = {
 class Poster(Figure):
     """A figure with a heading, a caption of its conditions, and the numbers that it shows."""
 
-    def __init__(self, height: float = 7.2) -> None:
-        super().__init__(figsize=(WIDTH, height))
+    def __init__(self, height: float = 7.2, width: float = WIDTH) -> None:
+        super().__init__(figsize=(width, height))
         FigureCanvasAgg(self)
         self.numbers: list[dict[str, Any]] = []
         self.heading = ""
@@ -123,7 +123,7 @@ class Poster(Figure):
         for ax in self.axes:
             sns.despine(ax=ax)
         tall = self.get_figheight()
-        lines = textwrap.wrap(caption, 178)
+        lines = textwrap.wrap(caption, int(178 * self.get_figwidth() / WIDTH))
         self.text(0.01, 1 - 0.1 / tall, heading, fontsize=19, fontweight="bold", va="top")
         self.text(0.01, 0.08 / tall, "\n".join(lines), fontsize=10.5, color="#333333", va="bottom")
         above = 0.55 + (self._legend(tall) if legend else 0.0)
@@ -143,7 +143,7 @@ class Poster(Figure):
         if not found:
             return 0.0
         widest = max(map(len, found))
-        columns = max(1, min(len(found), int(150 / (widest + 7))))
+        columns = max(1, min(len(found), int(150 * self.get_figwidth() / WIDTH / (widest + 7))))
         self.legend(
             found.values(),
             found.keys(),

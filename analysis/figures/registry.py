@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from analysis.figures.batch import batch_scaling
 from analysis.figures.breakeven import break_even
 from analysis.figures.drafts import drafts
+from analysis.figures.equal import equal_gpus
 from analysis.figures.fanout import fan_out
 from analysis.figures.head import lm_head_context
 from analysis.figures.heterogeneity import heterogeneity
@@ -33,6 +34,7 @@ class Spec:
 
 
 FIGURES = {
+    "equal_gpus": Spec(equal_gpus, "SSD beside every other use of as many GPUs"),
     "throughput": Spec(throughput, "AR, SD and SSD throughput over alpha and K", per_pair=True),
     "cache_hits": Spec(cache_hits, "what a cache-hit rate is worth"),
     "fan_out": Spec(fan_out, "branch budgets, uniform against geometric"),

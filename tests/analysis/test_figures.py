@@ -17,11 +17,14 @@ from matplotlib.axes import Axes
 from analysis.build import Drawn, Skipped, draw, slug
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
-from analysis.gain import claim, gain, gains, gains_over
+from analysis.gain import claim, gain, gains, gains_over, records
 from analysis.load import Data, load
 from analysis.notes import Notes, NothingLeft
+from analysis.real_pair import REAL
 from analysis.select import Case, cases, on_machine, plain, points, short, usual
 from analysis.style import FORMATS, METHODS, Poster, rendered, themed
+from analysis.uses import BESIDE
+from mpissd.sweep.claims import claims
 
 FIXTURE = Path(__file__).parent / "fixture"
 H100 = "NVIDIA H100 80GB SXM (emulated)"
@@ -33,11 +36,26 @@ def data() -> Data:
     return load([FIXTURE])
 
 
+def five_seeds() -> Data:
+    """The fixture as if each row were of 400 rounds and five seeds, 2% from each to the next."""
+    rows = data().rows
+    many = [
+        rows.assign(
+            seed=seed,
+            num_rounds=400,
+            run_id=rows["run_id"] + f"-{seed}",
+            **{c: rows[c] * 1.02**seed for c in ("tok_per_s", "low", "high", *REAL)},
+        )
+        for seed in range(5)
+    ]
+    return data().with_rows(pd.concat(many, ignore_index=True))
+
+
 @lru_cache(maxsize=20)
 def drawn(name: str) -> Drawn:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (item,) = draw(data(), name)
+        (item,) = draw(five_seeds() if name == "equal_gpus" else data(), name)
         assert isinstance(item, Drawn), item
         rendered(item.poster, "png")  # a layout that collapses only warns
     return item
@@ -75,8 +93,9 @@ def test_hardware_and_conditions_are_on_every_figure(name: str) -> None:
     figure = poster(name)
     texts = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
     assert figure.heading in texts
-    for what in ("NVIDIA H100 80GB SXM (EMULATED", "GEMM-only", "float16", "1 seed", "01234567"):
+    for what in ("NVIDIA H100 80GB SXM (EMULATED", "GEMM-only", "float16", "01234567"):
         assert what in texts, what
+    assert ("5 seeds" if name == "equal_gpus" else "1 seed") in texts
     assert "LM head" in texts and re.search("[Cc]ontext", texts)
 
 
@@ -152,6 +171,37 @@ def test_throughput() -> None:
     best = series("throughput", "SSD", "own best K, all")
     assert best["y"].max() == ssd["y"].max() and len(best) == 2
     assert series("throughput", "AR, 2 GPUs", "all GPUs")["y"].iloc[0] == rate(mode="ar", tp=2)
+
+
+def test_equal_gpus() -> None:
+    """The tok/s and the gains are those that `mpissd claims` finds in the same rows."""
+    rows = five_seeds().rows.query("lm_head == False and batch_size == 1")
+    lawful = rows[rows["hit_law"].isna() | rows["p_hit"].isna()]
+    told = {c.setting["acceptance"]: c for c in claims(records(lawful[plain(lawful)]))}
+    title = "8B/1B on 2 GPUs, without LM head"
+    lines = {name: series("equal_gpus", name, title) for name in ("AR", "SD", "SSD")}
+    assert list(lines["SSD"]["x"]) == [0.6, 0.8] and lines["AR"]["y"].nunique() == 1
+    assert lines["AR"]["y"].iloc[0] == pytest.approx(1.02**2 * rate(mode="ar", tp=2))
+    for line in lines.values():  # Student's t over five seeds, 2% apart
+        spread = np.log(line["high"] / line["low"]) / 2
+        assert np.allclose(spread, 2.776445 * np.log(1.02) * np.sqrt(2.5 / 5))
+    gains = series("equal_gpus", BESIDE).set_index("x")
+    for alpha, gain_ in gains.iterrows():
+        claim_ = told[f"alpha:{alpha}"]
+        assert gain_["y"] == pytest.approx(claim_.gain.speedup) and gain_["headline"]
+        assert gain_["rival"] == claim_.other.where
+    finding, figure = drawn("equal_gpus").finding, poster("equal_gpus")
+    assert "SSD against the fastest measured use of 2 GPUs" in finding
+    assert "with real hits) of" in finding and "(not measured: SD inline T=2)" in finding
+    assert any("SD inline T=2 was not measured" in t.get_text() for t in figure.axes[0].texts)
+    assert {"AR", "SD", "SSD", "SSD, real hits (predicted)"} == set(legend(figure))
+    lower = series("equal_gpus", "SSD, real hits (predicted): real_smollm2-chat")
+    assert (lower["y"].to_numpy() < lines["SSD"]["y"].to_numpy()).all()
+
+
+def test_equal_gpus_needs_five_seeds() -> None:
+    (item,) = draw(data(), "equal_gpus")
+    assert isinstance(item, Skipped) and "5 seeds of 400 rounds" in item.why
 
 
 def test_cache_hits() -> None:

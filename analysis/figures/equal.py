@@ -1,0 +1,224 @@
+"""What G GPUs give: SSD on T+1 of them beside the other uses of as many, over alpha.
+
+The numbers are those of `mpissd claims` on the same folder: its rows, its choice of K, its gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.figures.common import caption, look, need
+from analysis.gain import records
+from analysis.interval import of_seeds
+from analysis.load import Data
+from analysis.real_pair import REAL
+from analysis.select import plain, short
+from analysis.style import RED, Poster, parity
+from analysis.uses import BESIDE
+from mpissd.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
+from mpissd.errors import ConfigError
+from mpissd.real_pairs import DEFAULT_LAW
+from mpissd.rivals import Family, tps_of, widest
+from mpissd.sweep.claims import Claim, claims
+from mpissd.sweep.uses import MeasuredUse
+
+_WIDTH = 10.0  # inches: README shows it at 700 pixels, where its words are still to be read
+PREDICTED = "SSD, real hits (predicted)"
+_ABOVE: dict[str, Any] = {
+    **{"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 12},
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
+_NEEDED = (
+    f"SSD under the default hit law and another use of its GPUs, {HEADLINE_SEEDS} seeds of "
+    f"{HEADLINE_ROUNDS} rounds each, at two alphas or more"
+)
+
+
+def equal_gpus(data: Data) -> Poster:
+    """A line a use of all GPUs, each at its best K; below, SSD over the best of the others."""
+    shown = _pairs(data)
+    need(shown, _NEEDED)
+    poster = Poster(8.2, _WIDTH)
+    height = 10.0 + 16 * max(len(_places(found)) for found in shown)
+    grid = poster.panels(2, len(shown), sharex=True, height_ratios=[2, 1.3])
+    for (above, below), found in zip(grid.T, shown, strict=True):
+        above.set_title(_label(found[0]), pad=height)
+        _say(above, _places(found), height)
+        below.set_label(_label(found[0]))
+        below.set_xlabel("acceptance α")
+        below.sharey(grid[1][0])
+        _rates(poster, above, found)
+        _gains(poster, below, found)
+    grid[1][0].set_xticks(sorted({_alpha(claim) for found in shown for claim in found}))
+    for ax in grid.flat:
+        ax.margins(x=0.11, y=0.28)
+    grid[0][0].set_ylabel("tok/s, all GPUs")
+    grid[1][0].set_ylabel("SSD over the\nfastest other, ×")
+    return poster.finish("SSD and the other uses of as many GPUs", _caption(data, shown))
+
+
+def _pairs(data: Data) -> list[list[Claim]]:
+    """At most two pairs' claims by rising alpha, each of one folder and one way of issuing: with
+    the LM head where one has it, then of most alphas."""
+    rows = data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]
+    groups: dict[tuple[object, ...], list[Claim]] = {}
+    for _, folder in rows.groupby("folder"):
+        for claim in _claims(folder):
+            groups.setdefault((claim.group, claim.setting["lm_head"]), []).append(claim)
+    found = [of for of in groups.values() if len(of) > 1]
+    found.sort(key=lambda of: (not of[0].setting["lm_head"], -len(of)))
+    best: dict[tuple[object, ...], list[Claim]] = {}
+    for of in found:
+        best.setdefault((of[0].setting["target"], of[0].setting["draft"], _gpus(of[0])), of)
+    chosen = list(best.values())[:2]
+    return sorted((sorted(of, key=_alpha) for of in chosen), key=lambda of: _gpus(of[0]))
+
+
+def _claims(folder: pd.DataFrame) -> list[Claim]:
+    try:
+        found = claims(records(folder))
+    except ConfigError:
+        return []
+    lawful = (c for c in found if c.verdict.ssd.cell.rows[0].get("hit_law") == DEFAULT_LAW)
+    return [c for c in lawful if str(c.setting["acceptance"]).startswith("alpha:")]
+
+
+def _alpha(claim: Claim) -> float:
+    return float(str(claim.setting["acceptance"]).removeprefix("alpha:"))
+
+
+def _gpus(claim: Claim) -> int:
+    return claim.verdict.ssd.tp + claim.verdict.ssd.num_drafts
+
+
+def _label(claim: Claim) -> str:
+    head = "with" if claim.setting["lm_head"] else "without"
+    pair = "/".join(short(claim.setting[name]) for name in ("target", "draft"))
+    return f"{pair} on {_gpus(claim)} GPUs, {head} LM head"
+
+
+def _say(ax: Axes, told: Sequence[str], height: float) -> None:
+    """Lines between a panel and its title, which is `height` points above it."""
+    place: dict[str, Any] = {
+        "xytext": (0, height - 6),
+        "textcoords": "offset points",
+        "ha": "center",
+        "va": "top",
+    }
+    ax.annotate("\n".join(told), (0.5, 1), xycoords="axes fraction", fontsize=12, **place)
+
+
+def _rates(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
+    lines: dict[str, list[tuple[float, MeasuredUse]]] = {}
+    for claim in found:
+        for use in _uses(claim):
+            lines.setdefault(_name(use), []).append((_alpha(claim), use))
+    for name, points in lines.items():
+        alphas, uses = zip(*points, strict=True)
+        values, low, high = zip(*(of_seeds(use.cell.rows) for use in uses), strict=True)
+        also = {"K": [use.cell.lookahead for use in uses]}
+        style = {**look(name), "zorder": 5 if name == "SSD" else 3}
+        poster.line(ax, name, alphas, values, low=low, high=high, also=also, **style)
+    predicted = [_under(found, name) for name in REAL]
+    for name, line in zip(REAL, predicted, strict=True):
+        for alpha, rate in line:
+            poster.keep(ax, f"{PREDICTED}: {name}", x=alpha, y=rate)
+    _dashed(ax, predicted)
+    ax.set_ylim(0)
+
+
+def _uses(claim: Claim) -> list[MeasuredUse]:
+    """SSD, and of each other mode the widest that fits."""
+    gpus = _gpus(claim)
+    wanted = widest(gpus, tps_of(str(claim.setting["target"]), gpus))
+    others = [use for use in claim.verdict.others.judged if Family.of(use) in wanted]
+    return sorted([claim.verdict.ssd, *others], key=_name)
+
+
+def _name(use: MeasuredUse) -> str:
+    return str(Family.of(use)).split(" T=")[0]
+
+
+def _places(found: Sequence[Claim]) -> list[str]:
+    """How each line splits the GPUs; which others were not measured."""
+    names: dict[str, set[str]] = {}
+    for use in (use for claim in found for use in _uses(claim)):
+        idle = _gpus(found[0]) - Family.of(use).gpus
+        where = str(Family.of(use)).removeprefix(f"{_name(use)} ")
+        names.setdefault(where + f", {idle} idle" * bool(idle), set()).add(_name(use))
+    told = " · ".join(f"{', '.join(sorted(of))}: {where}" for where, of in names.items())
+    missing = {str(family) for claim in found for family in claim.verdict.others.missing}
+    return [told, *(f"{name} was not measured" for name in sorted(missing))]
+
+
+def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
+    """A line for each real pair's hits, shaded between them."""
+    for place, points in enumerate(filter(None, lines)):
+        label = f"_{PREDICTED}" if place else PREDICTED
+        ax.errorbar(*zip(*points, strict=True), fmt="--", color=RED, linewidth=2, label=label)
+    if len(set(map(len, lines))) == 1 and lines[0]:
+        (alphas, first), (_, last) = (zip(*lines[i], strict=True) for i in (0, -1))
+        ax.fill_between(alphas, first, last, color=RED, alpha=0.12, linewidth=0)
+
+
+def _under(found: Sequence[Claim], name: str) -> list[tuple[float, float]]:
+    """(alpha, tok/s) where every seed's row can tell."""
+    told = ((_alpha(c), [row.get(name) for row in c.verdict.ssd.cell.rows]) for c in found)
+    return [(alpha, geometric_mean(rates)) for alpha, rates in told if all(rates)]
+
+
+def _real(claim: Claim) -> dict[str, float]:
+    """The gain with each real pair's hits, predicted; empty where one can't tell."""
+    return dict(zip(REAL, claim.real, strict=True)) if len(claim.real) == len(REAL) else {}
+
+
+def _gains(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
+    alphas = [_alpha(claim) for claim in found]
+    gains = [claim.gain for claim in found]
+    bars = [[g.speedup - g.low for g in gains], [g.high - g.speedup for g in gains]]
+    values = [g.speedup for g in gains]
+    ax.errorbar(alphas, values, yerr=bars, capsize=3, elinewidth=1.4, zorder=5, **look("SSD"))
+    real = [(alpha, _real(claim)) for alpha, claim in zip(alphas, found, strict=True)]
+    _dashed(ax, [[(alpha, of[name]) for alpha, of in real if of] for name in REAL])
+    for alpha, gain in zip(alphas, gains, strict=True):
+        told = f"{gain.speedup:.2f}×" if gain.is_real else "no\ndifference"
+        ax.annotate(told, (alpha, gain.high), xytext=(0, 5), **_ABOVE)
+    parity(ax)
+    for claim in found:
+        _keep(poster, ax, claim)
+
+
+def _keep(poster: Poster, ax: Axes, claim: Claim) -> None:
+    gain, others = claim.gain, claim.verdict.others
+    poster.keep(
+        ax,
+        BESIDE,
+        x=_alpha(claim),
+        y=gain.speedup,
+        low=gain.low,
+        high=gain.high,
+        headline=gain.is_headline,
+        rival=claim.other.where,
+        gpus=_gpus(claim),
+        missing=others.not_known,
+        **_real(claim),
+    )
+
+
+def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
+    """Of the rows that were drawn."""
+    uses = [use for found in shown for claim in found for use in (*_uses(claim), claim.other)]
+    drawn = {row["run_id"] for use in uses for row in use.cell.rows}
+    rows = data.rows[data.rows["run_id"].isin(drawn)]
+    return caption(
+        data,
+        [rows],
+        f"SSD: hits {DEFAULT_LAW}, assumed. Every use at its best K by the predicted mean. Points: "
+        "geometric means over seeds, with 95% intervals. Below: the ratio paired by seed, over the "
+        "fastest other use that was measured. Dashed: predicted, not measured",
+    )
