@@ -24,7 +24,7 @@ from mpissd.model.shard import ForwardOptions, Shard
 from mpissd.model.stepper import Stepper
 from mpissd.wait import Waiter
 
-FORWARD_ROWS = (*ROWS, 24)
+FORWARD_ROWS = (*ROWS, 24, 128, 256)
 LARGE_BYTES = 1 << 20
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
 _AMPLITUDE = 2.0**-4
