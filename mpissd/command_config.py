@@ -72,7 +72,7 @@ class BestConfig(Checked):
 
 
 @dataclass(frozen=True)
-class ClaimsConfig:
+class ClaimsConfig(Checked):
     """Of `claims`: from which rows, or which file's tables."""
 
     results: str | None = flag(None, words, "folders and runs.jsonl, by commas (default: results)")

@@ -7,6 +7,7 @@ than the use that it names but not than every other one at every K, the line is 
 
 A file keeps such a table between <!-- claims RESULTS --> and <!-- /claims -->: `claims --into=FILE`
 writes it anew from the rows, and a test makes it again and finds what else claims a speedup there.
+<!-- claims RESULTS lm_head --> keeps the lines of rows with the LM head alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mpissd.rows import Row
 from mpissd.sweep.best import compare_methods, is_row, method_of, setting_of
 from mpissd.sweep.uses import MeasuredUse, Verdict, verdicts
 
-_BLOCK = re.compile(r"(<!-- claims (\S+) -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- claims (\S+)( lm_head)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
 _RATIO = re.compile(r"\d*\.\d+(?:×| times\b)(?! \(\d*\.\d+[–-]\d*\.\d+\))")
 _HEAD = """\
 | alpha | LM head | SSD | tok/s | best other use of {gpus} GPUs | tok/s | SSD over it | with a real pair's hits, predicted |
@@ -141,7 +142,13 @@ def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
     """
     if not _BLOCK.search(text):
         raise ConfigError("no <!-- claims RESULTS --> … <!-- /claims --> there")
-    return _BLOCK.sub(lambda m: f"{m[1]}{render(claims(read(m[2])))}\n{m[4]}", text)
+
+    def table(block: re.Match[str]) -> str:
+        found = claims(read(block[2]))
+        kept = [claim for claim in found if claim.setting["lm_head"] or not block[3]]
+        return f"{block[1]}{render(kept)}\n{block[5]}"
+
+    return _BLOCK.sub(table, text)
 
 
 def unbacked(text: str) -> list[str]:

@@ -11,7 +11,6 @@ from mpissd.__main__ import main
 from mpissd.errors import ConfigError
 from mpissd.sweep.claims import Claim, claims, render, rewritten, unbacked
 from mpissd.tables import Pair, load_rows
-from tests.needs import lack
 
 ROOT = Path(__file__).resolve().parents[2]
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
@@ -187,11 +186,17 @@ def test_the_committed_claims_are_those_of_compare() -> None:
         assert told.is_headline and told.is_real == ("×" in claim.gain.claim)
 
 
-def test_readme_claims_what_its_rows_say_and_nothing_else() -> None:
-    """Every number of its table is computed again; no other ratio stands without an interval."""
-    text = (ROOT / "README.md").read_text()
-    if "<!-- claims" not in text:
-        lack("a table of claims in README.md")
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+def test_a_page_claims_what_its_rows_say_and_nothing_else(page: str) -> None:
+    """Every number of its tables is computed again; no other ratio stands without an interval."""
+    text = (ROOT / page).read_text()
     again = rewritten(text, lambda told: load_rows([ROOT / name for name in told.split(",")]))
-    assert again == text, "python -m mpissd claims --into=README.md"
+    assert again == text, f"python -m mpissd claims --into={page}"
     assert unbacked(text) == []
+
+
+def test_a_block_may_keep_the_rows_with_the_head_alone() -> None:
+    folder = ROOT / "results" / "h200-pairs"
+    text = "<!-- claims results lm_head -->\n<!-- /claims -->\n"
+    found = rewritten(text, lambda _: load_rows([folder]))
+    assert "| yes |" in found and "| no |" not in found
