@@ -35,17 +35,19 @@ def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequ
 
 
 def covered(profile: Profile) -> dict[str, Any]:
-    """The flags that a probed profile speaks for where the user says nothing: pair, fuse, lm_head;
-    what it has of both kinds, or knows nothing of, is left out. One that models any pair speaks for
-    none."""
-    if profile.models_others:
-        return {}
-    keys = list(profile.tables.forwards)
-    models = {key.model for key in keys}
+    """Returns the flags that a probed profile speaks for where the user says nothing: pair, fuse,
+    lm_head, each where all measured forwards agree on it. A profile that models any pair speaks
+    for no pair."""
+    measured = [
+        key
+        for key, kinds in profile.tables.forwards.items()
+        if not any(forward.seconds.source.startswith("derived") for forward in kinds)
+    ]
+    models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
-    said: dict[str, Any] = {"pair": pairs[0]} if pairs else {}
+    said: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
     for name in ("fuse", "lm_head"):
-        values = {getattr(key, name) for key in keys}
+        values = {getattr(key, name) for key in measured}
         if len(values) == 1:
             said[name] = values.pop()
     return said
