@@ -13,7 +13,7 @@ from analysis import cli
 from analysis.build import Drawn, build_all, draw, told
 from analysis.load import load
 from analysis.select import on_machine
-from mpissd.errors import MpissdError
+from mpissd.common.errors import MpissdError
 
 
 def main(arguments: list[str] | None = None) -> int:

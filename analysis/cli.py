@@ -16,8 +16,8 @@ from fire.decorators import SetParseFn
 
 from analysis.figures import FIGURES
 from analysis.style import FORMATS
-from mpissd.errors import ConfigError, unknown
-from mpissd.flags import documented, flag, integer, parse_into, words
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.flags import documented, flag, integer, parse_into, words
 
 OTHERS = {
     "all": "Every figure of every machine for which there are rows.",

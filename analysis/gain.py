@@ -1,4 +1,4 @@
-"""Speedups of rows over rows: mpissd.compare's, for every figure, table and sentence."""
+"""Speedups of rows over rows: mpissd.common.compare's, for every figure, table and sentence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from mpissd.compare import Comparison, claim_of, compare_rates, compare_rows
-from mpissd.errors import ConfigError
-from mpissd.rates import NORMAL_Z, Rate, Rounds
+from mpissd.common.compare import Comparison, claim_of, compare_rates, compare_rows
+from mpissd.common.errors import ConfigError
+from mpissd.common.rates import NORMAL_Z, Rate, Rounds
 
 _GAIN = ("value", "low", "high", "headline")
 
@@ -59,7 +59,7 @@ def claim(point: Mapping[str, Any] | pd.Series) -> str:
 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return rows as mpissd.compare takes them; None for what they do not say."""
+    """Return rows as mpissd.common.compare takes them; None for what they do not say."""
     names, is_said = [str(name) for name in rows], rows.notna().to_numpy().tolist()
     records = zip(*(rows[name].tolist() for name in rows), strict=True)
     return [

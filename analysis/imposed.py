@@ -10,8 +10,8 @@ import pandas as pd
 from analysis.load import Data
 from analysis.select import Case
 from analysis.times import Times
-from mpissd.real_pairs import ASSUMED
-from mpissd.theory import fan_out_for
+from mpissd.common.real_pairs import ASSUMED
+from mpissd.common.theory import fan_out_for
 
 
 def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:

@@ -1,7 +1,8 @@
 """The 95% interval of a row's tok/s, from what the row says of itself.
 
-Two things move it: the luck of the draws and the spread of its rounds, as mpissd.compare knows them
-(Rate.of_row); here a row that does not say one of them has an interval all the same.
+Two things move it: the luck of the draws and the spread of its rounds, as Rate.of_row in
+mpissd.common.rates takes them; here a row that does not say one of them has an interval all the
+same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, stdev
 from typing import Any
 
-from mpissd.rates import NORMAL_Z, clock_error, length_error, student_t
+from mpissd.common.rates import NORMAL_Z, clock_error, length_error, student_t
 
 
 def interval(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -29,7 +30,7 @@ def interval(row: Mapping[str, Any]) -> tuple[float, float]:
 def of_seeds(rows: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Return the geometric mean of tok/s over two seeds or more, and its 95% interval.
 
-    Rows of one seed count as their mean; Student's t over seeds, as mpissd.compare has it.
+    Rows of one seed count as their mean; Student's t over seeds, as mpissd.common.compare has it.
     """
     logs: dict[Any, list[float]] = {}
     for row in rows:

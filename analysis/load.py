@@ -17,8 +17,8 @@ import pandas as pd
 
 from analysis.notes import Notes, NothingLeft
 from analysis.tidy import complete, tidy
-from mpissd.errors import ConfigError
-from mpissd.records import SCHEMA
+from mpissd.common.errors import ConfigError
+from mpissd.common.records import SCHEMA
 
 Row = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpissd.errors import ConfigError
+from mpissd.common.errors import ConfigError
 
 
 class NothingLeft(ConfigError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from mpissd.real_pairs import REAL_PAIRS, SOURCE
+from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
 
 REAL = tuple(f"real_{name}" for name in REAL_PAIRS)  # a frame's columns
 _BESIDE = "The default hit law is assumed: predicted with hits as"

@@ -21,7 +21,7 @@ from analysis.page import PAGE
 from analysis.select import machines
 from analysis.style import rendered, write
 from analysis.summary import best_of_each, sources
-from mpissd.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
+from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 
 _ROWS_SHOWN = 400
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
-from mpissd.errors import unknown
+from mpissd.common.errors import unknown
 
 # What a figure's rows share beside the machine, unless the figure varies it.
 CONDITIONS = (

@@ -25,7 +25,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
-from mpissd.errors import ConfigError
+from mpissd.common.errors import ConfigError
 
 # Okabe and Ito's palette: told apart with any colour vision; a marker tells the same again.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (

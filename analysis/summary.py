@@ -11,7 +11,7 @@ from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
 from analysis.select import Case, cases, on_machine, plain, points
 from analysis.uses import beside, best_rows, others
-from mpissd.rivals import Family
+from mpissd.common.rivals import Family
 
 
 def best_of_each(data: Data, machine: str) -> pd.DataFrame:

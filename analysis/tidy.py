@@ -23,8 +23,8 @@ import pandas as pd
 
 from analysis.interval import interval
 from analysis.real_pair import REAL
-from mpissd.real_pairs import under_real_pairs
-from mpissd.rows import other_draft_device
+from mpissd.common.real_pairs import under_real_pairs
+from mpissd.common.rows import other_draft_device
 
 Row = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")

@@ -1,4 +1,4 @@
-"""A case's measured times, and what the closed formulas (mpissd/theory.py) make of them.
+"""A case's measured times, and what the closed formulas (mpissd/common/theory.py) make of them.
 
 Medians of rows at batch 1: t_ar (a round of AR), verify (a verification), step (a draft step),
 grow (a step over all branches), host (what a round of SD costs beside verification and drafting).
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.select import Case
-from mpissd.theory import expected_tokens, speedup_sd, speedup_ssd
+from mpissd.common.theory import expected_tokens, speedup_sd, speedup_ssd
 
 
 @dataclass(frozen=True)

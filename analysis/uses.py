@@ -1,4 +1,4 @@
-"""SSD beside the other uses of as many GPUs (mpissd/rivals.py), from the rows of a case."""
+"""SSD beside the other uses of as many GPUs (mpissd/common/rivals.py), from the rows of a case."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from analysis.gain import gain
 from analysis.real_pair import REAL
 from analysis.select import Case, best_point, points
 from analysis.style import Poster
-from mpissd.compare import Comparison
-from mpissd.rivals import Family, Others, families, other_uses, tps_of, widest
+from mpissd.common.compare import Comparison
+from mpissd.common.rivals import Family, Others, families, other_uses, tps_of, widest
 
 BESIDE = "SSD over the fastest other use"  # the series of a figure's numbers that findings read
 

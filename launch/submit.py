@@ -24,12 +24,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mpissd import cli  # noqa: E402
-from mpissd.comm.topology import check_world  # noqa: E402
-from mpissd.errors import ConfigError  # noqa: E402
-from mpissd.job import resolve  # noqa: E402
-from mpissd.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
-from mpissd.sweeping import check_sweep  # noqa: E402
+from mpissd.cli import arguments as cli  # noqa: E402
+from mpissd.common.errors import ConfigError  # noqa: E402
+from mpissd.engine.comm.topology import check_world  # noqa: E402
+from mpissd.engine.job import resolve  # noqa: E402
+from mpissd.lab.sweep.commands import check_sweep  # noqa: E402
+from mpissd.ops.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
 
 _ARRAY, _SLURM = "launch/array.sh", "launch/slurm.sh"
 WORDS = ("partition", "gpu_type", "account", "time", "array")

@@ -17,27 +17,27 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 try:
-    from mpissd import cli
+    from mpissd.cli import arguments as cli
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "mpissd":
         raise
     told = f"{sys.executable} has no {missing.name}: pip install . there, or make venv"
     print(f"mpissd: {told}", file=sys.stderr)
     sys.exit(2)
-from mpissd.comm.recovery import check_recovery  # noqa: E402
-from mpissd.comm.topology import (  # noqa: E402
+from mpissd.common import guard  # noqa: E402
+from mpissd.common.config import RunConfig  # noqa: E402
+from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
+from mpissd.common.stage import Stage  # noqa: E402
+from mpissd.common.wait import Overdue  # noqa: E402
+from mpissd.engine.comm.recovery import check_recovery  # noqa: E402
+from mpissd.engine.comm.topology import (  # noqa: E402
     Refused,
     check_world,
     launcher_rank,
     launcher_size,
 )
-from mpissd.command_config import SweepConfig  # noqa: E402
-from mpissd.config import RunConfig  # noqa: E402
-from mpissd.errors import ConfigError, MpissdError  # noqa: E402
-from mpissd.sweeping import check_sweep, list_plan  # noqa: E402
-from mpissd.wait import Overdue  # noqa: E402
-from mpissd.watch import guard  # noqa: E402
-from mpissd.watch.page import Stage  # noqa: E402
+from mpissd.lab.sweep.commands import check_sweep, list_plan  # noqa: E402
+from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
 
 HEAD_START_S = 5.0
 
@@ -71,15 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
     if command.name == "doctor":
-        from mpissd.doctor.examine import doctor
+        from mpissd.ops.doctor.examine import doctor
 
         return doctor(command.config, check_before_mpi)
     if command.name in ("export", "collectives"):  # pandas takes as long to load as the rest
-        from mpissd import exchange
+        from mpissd.cli import exchange
 
         config = command.config
         return exchange.export(config) if command.name == "export" else exchange.collectives(config)
-    from mpissd import commands, sweeping
+    from mpissd.cli import commands
+    from mpissd.lab.sweep import commands as sweeping
 
     functions: dict[str, Callable[[Any], int]] = {
         "predict": lambda config: commands.predict(config, command.given),
@@ -95,8 +96,8 @@ def alone(command: cli.Command) -> int:
 
 def check_before_mpi(config: RunConfig) -> None:
     """Everything that can be known to be wrong without MPI and without opening a device."""
-    from mpissd.bench.output import check_file, check_output
-    from mpissd.job import resolve_unopened
+    from mpissd.common.output import check_file, check_output
+    from mpissd.engine.job import resolve_unopened
 
     size = config.world_size or launcher_size()
     tp = check_world(size, config.drafts) if size is not None else 1
@@ -124,7 +125,7 @@ def launch(command: cli.Command) -> int:
     """Starts MPI and runs; one line where something stops it, from the warden if there is one."""
     from mpi4py import MPI
 
-    from mpissd.comm.mpi_patient import PatientComm
+    from mpissd.engine.comm.mpi_patient import PatientComm
 
     guard.stage(Stage.OPEN)
     PatientComm.deadline_s = command.config.deadline_s
@@ -152,9 +153,9 @@ def launch(command: cli.Command) -> int:
 
 def carry_out(command: cli.Command) -> int:
     """Runs a command on this rank; its exit code."""
-    from mpissd.bench.probe import execute_probe
-    from mpissd.bench.run import execute
-    from mpissd.bench.sweep import execute_sweep
+    from mpissd.lab.measure.run import execute
+    from mpissd.lab.probe.command import execute_probe
+    from mpissd.lab.sweep.run import execute_sweep
 
     if command.name == "probe":
         return execute_probe(command.config, command.config.name)

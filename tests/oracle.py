@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from mpissd.rng import Purpose, uniforms
+from mpissd.common.rng import Purpose, uniforms
 
 _BLOCK = 256
 

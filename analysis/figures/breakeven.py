@@ -14,8 +14,8 @@ from analysis.select import Case, cases, plain
 from analysis.style import BLACK, GREY, Poster
 from analysis.times import Times
 from analysis.uses import beside, best_rows, others
-from mpissd.compare import Comparison
-from mpissd.rivals import tps_of
+from mpissd.common.compare import Comparison
+from mpissd.common.rivals import tps_of
 
 _ALPHAS = np.linspace(0.3, 0.98, 35)
 _HITS = np.linspace(0.0, 1.0, 41)

@@ -13,7 +13,7 @@ from analysis.load import Data
 from analysis.notes import NothingLeft
 from analysis.select import best_point, points
 from analysis.style import METHODS, Poster
-from mpissd.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
+from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 
 BARS = "Bars: 95% interval of a run (luck of its draws, spread of its rounds), widest of repeats."
 GAINS = "Bars: 95% interval of the ratio, in pairs of seeds where both have three or more"

@@ -10,8 +10,8 @@ from analysis.gain import gain
 from analysis.load import Data
 from analysis.select import CONDITIONS, plain, points, short, usual
 from analysis.style import BLUE, GREEN, ORANGE, PURPLE, RED, Poster
-from mpissd.errors import ConfigError
-from mpissd.presets import resolve_model
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import resolve_model
 
 _SIZE, _WITHIN = 350e6, 0.06
 _NOFT = ("noft-1.3b", "noft-wide-1.3b")

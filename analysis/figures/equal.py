@@ -20,12 +20,12 @@ from analysis.real_pair import REAL
 from analysis.select import plain, short
 from analysis.style import RED, Poster, parity
 from analysis.uses import BESIDE
-from mpissd.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
-from mpissd.errors import ConfigError
-from mpissd.real_pairs import DEFAULT_LAW
-from mpissd.rivals import Family, tps_of, widest
-from mpissd.sweep.claims import Claim, claims
-from mpissd.sweep.uses import MeasuredUse
+from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
+from mpissd.common.errors import ConfigError
+from mpissd.common.real_pairs import DEFAULT_LAW
+from mpissd.common.rivals import Family, tps_of, widest
+from mpissd.lab.sweep.claims import Claim, claims
+from mpissd.lab.sweep.uses import MeasuredUse
 
 _WIDTH = 10.0  # inches: README shows it at 700 pixels, where its words are still to be read
 PREDICTED = "SSD, real hits (predicted)"

@@ -32,15 +32,15 @@ sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # 
 
 from study import flags_of, rows_of, run_alone  # noqa: E402
 
-from mpissd.backend.profile import load_profile  # noqa: E402
-from mpissd.compare import compare_rates  # noqa: E402
-from mpissd.config import parse_flags  # noqa: E402
-from mpissd.predict.advisor import Advice, plan  # noqa: E402
-from mpissd.predict.costs import HostCosts  # noqa: E402
-from mpissd.predict.places import placements  # noqa: E402
-from mpissd.predict.search import Choice  # noqa: E402
-from mpissd.rates import Rate, Rounds, rate_of  # noqa: E402
-from mpissd.tables.load import load_rounds  # noqa: E402
+from mpissd.common.compare import compare_rates  # noqa: E402
+from mpissd.common.config import parse_flags  # noqa: E402
+from mpissd.common.rates import Rate, Rounds, rate_of  # noqa: E402
+from mpissd.engine.backend.profile import load_profile  # noqa: E402
+from mpissd.lab.predict.advisor import Advice, plan  # noqa: E402
+from mpissd.lab.predict.costs import HostCosts  # noqa: E402
+from mpissd.lab.predict.places import placements  # noqa: E402
+from mpissd.lab.predict.search import Choice  # noqa: E402
+from mpissd.lab.tables.load import load_rounds  # noqa: E402
 
 MACHINES = [  # device, pair, GPUs
     ("h100", "8b/1b", 2),

@@ -25,10 +25,10 @@ sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # 
 
 from study import LOCAL, flags_of, rows_of  # noqa: E402
 
-from mpissd.compare import compare_rows  # noqa: E402
-from mpissd.predict.accuracy import judge, profile_of_another_job  # noqa: E402
-from mpissd.rates import Rounds  # noqa: E402
-from mpissd.tables.load import load_rounds  # noqa: E402
+from mpissd.common.compare import compare_rows  # noqa: E402
+from mpissd.common.rates import Rounds  # noqa: E402
+from mpissd.lab.predict.accuracy import judge, profile_of_another_job  # noqa: E402
+from mpissd.lab.tables.load import load_rounds  # noqa: E402
 
 MACHINES = [  # device, pair, T
     ("h100", "8b/1b", 1),
@@ -107,7 +107,7 @@ def verdict(rows: list[dict], rounds: dict[str, Rounds]) -> str:
 def signs(rows: list[dict], rounds: dict[str, Rounds]) -> tuple[int, int, int]:
     """(right, told, can't be told) over the cells that have both modes.
 
-    A cell is told where the interval of SSD over SD leaves 1 out (mpissd.compare).
+    A cell is told where the interval of SSD over SD leaves 1 out (mpissd.common.compare).
     """
     cells: dict[tuple, dict[str, dict]] = {}
     for row in rows:

@@ -28,9 +28,9 @@ sys.path[:0] = [str(path) for path in Path(__file__).resolve().parents[1:3]]  # 
 
 from study import LOCAL, flags_of, rows_of  # noqa: E402
 
-from mpissd.backend.profile import load_profile  # noqa: E402
-from mpissd.model.shard import ForwardOptions, Shard  # noqa: E402
-from mpissd.presets import resolve_model  # noqa: E402
+from mpissd.common.presets import resolve_model  # noqa: E402
+from mpissd.engine.backend.profile import load_profile  # noqa: E402
+from mpissd.engine.model.shard import ForwardOptions, Shard  # noqa: E402
 
 TARGETS, ALPHAS = ("8b", "70b"), (0.8, 0.6)
 OPTIONS = ForwardOptions(fuse=True, lm_head=True)

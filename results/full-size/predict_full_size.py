@@ -24,16 +24,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mpissd.config import RunConfig
-from mpissd.errors import MpissdError
-from mpissd.job import Job, resolve
-from mpissd.predict import jobfile
-from mpissd.predict.costs import DeviceCosts
-from mpissd.predict.jobfile import JobFile
-from mpissd.predict.row import is_foretold, predict_row
-from mpissd.sweep.grid import read_grid
-from mpissd.sweep.plan import make_plan
-from mpissd.tables import load_rows
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import MpissdError
+from mpissd.engine.job import Job, resolve
+from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import DeviceCosts
+from mpissd.lab.predict.jobfile import JobFile
+from mpissd.lab.predict.row import is_foretold, predict_row
+from mpissd.lab.sweep.grid import read_grid
+from mpissd.lab.sweep.plan import make_plan
+from mpissd.lab.tables import load_rows
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
 
     results/h200-backups/losses.py [OUT]      (default: the rows beside this script)
 
-Rows of one seed are compared as pairs (mpissd.compare). The better one is chosen by the same rows:
-where both are equal but for their draws, the loss is too large by that luck.
+Rows of one seed are compared as pairs (mpissd.common.compare). The better one is chosen by the same
+rows: where both are equal but for their draws, the loss is too large by that luck.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mpissd.compare import compare_rows
-from mpissd.tables.load import load_rows
+from mpissd.common.compare import compare_rows
+from mpissd.lab.tables.load import load_rows
 
 WAYS = ("jit", "fast", "auto")
 

@@ -20,7 +20,7 @@ mkdir -p "$out" && scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
 replays() { # T
     echo "== T=$1"
     # shellcheck disable=SC2086
-    timeout -k 5 "$LIMIT_S" $MPIRUN -np "$1" "$PYTHON" -m mpi4py -m mpissd.bench.gpu_limit "$out" \
+    timeout -k 5 "$LIMIT_S" $MPIRUN -np "$1" "$PYTHON" -m mpi4py -m mpissd.lab.limits.replays "$out" \
         "${REPLAYS:-2000}" </dev/null || { echo "FAILED: T=$1"; failed=1; }
 }
 rounds() { # ranks, flags of mpissd run
@@ -29,7 +29,7 @@ rounds() { # ranks, flags of mpissd run
     for ((n = 0; n < ${RUNS:-3}; n++)); do
         rm -f "$trace"
         measure "$@" --trace="$trace"
-        "$PYTHON" -m mpissd.bench.limit_rounds "$out" "$trace" || failed=1
+        "$PYTHON" -m mpissd.lab.limits.rounds "$out" "$trace" || failed=1
     done
 }
 small=(--pair=8b/1b --lookahead=4)
@@ -44,5 +44,5 @@ for tp in ${TP:-1 2 4}; do
         4) rounds 4 --mode=ar "${large[@]}" ;;
     esac
 done
-"$PYTHON" -m mpissd.bench.limit_bars "$out" || failed=1
+"$PYTHON" -m mpissd.lab.limits.bars "$out" || failed=1
 exit $failed

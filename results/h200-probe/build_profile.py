@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the built-in profile of a device from what probes of it measured.
 
-    results/h200-probe/build_profile.py PROFILE.json … --to=mpissd/backend/profiles/h200.json
+    results/h200-probe/build_profile.py PROFILE.json … --to=mpissd/engine/backend/profiles/h200.json
 
 Every probe adds its forwards, those that its jobs of other batches were measured by too, and its
 host costs; where several measured the same, each number is their median. A probe from before
@@ -18,7 +18,7 @@ measured is derived, and says so in "from":
 
 Rows of commits in OTHER_KERNELS ran cuBLAS alone, before the chained products (e3455b3): the
 profile does not speak for them. Forwards at other T are derived when they are asked for
-(mpissd/predict/derive.py).
+(mpissd/lab/predict/derive.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mpissd.backend.profile import load_profile
-from mpissd.backend.profile_tables import Curve
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.predict.costs import HostCosts
-from mpissd.presets import resolve_model
+from mpissd.common.presets import resolve_model
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile_tables import Curve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.costs import HostCosts
 
 Entry = dict[str, Any]
 FORWARD = ("model", "tp", "fuse", "lm_head", "kv_tokens", "params", "kernel", "most_rows")

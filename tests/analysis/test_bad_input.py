@@ -15,7 +15,7 @@ from analysis.__main__ import main
 from analysis.load import load
 from analysis.notes import NothingLeft
 from analysis.select import machines, on_machine
-from mpissd.errors import ConfigError
+from mpissd.common.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = Path(__file__).parent / "fixture"

@@ -10,7 +10,7 @@ from analysis import cli
 from analysis.__main__ import main
 from analysis.figures import FIGURES
 from analysis.findings import FINDINGS
-from mpissd.errors import ConfigError
+from mpissd.common.errors import ConfigError
 
 FIXTURE = Path(__file__).parent / "fixture"
 

@@ -24,7 +24,7 @@ from analysis.real_pair import REAL
 from analysis.select import Case, cases, on_machine, plain, points, short, usual
 from analysis.style import FORMATS, METHODS, Poster, rendered, themed
 from analysis.uses import BESIDE
-from mpissd.sweep.claims import claims
+from mpissd.lab.sweep.claims import claims
 
 FIXTURE = Path(__file__).parent / "fixture"
 H100 = "NVIDIA H100 80GB SXM (emulated)"

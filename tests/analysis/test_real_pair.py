@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from analysis.real_pair import REAL, beside, sentence
-from mpissd.job import resolve
-from mpissd.predict import jobfile
-from mpissd.predict.closed import expected
-from mpissd.predict.from_row import config_of_row, job_of_row
-from mpissd.real_pairs import REAL_PAIRS, hit_rate, under_real_pairs
-from mpissd.tables import load_rows
+from mpissd.common.real_pairs import REAL_PAIRS, hit_rate, under_real_pairs
+from mpissd.engine.job import resolve
+from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.closed import expected
+from mpissd.lab.predict.from_row import config_of_row, job_of_row
+from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpissd import cli
-from mpissd.backend.profile import load_profile
-from mpissd.comm.topology import check_world
-from mpissd.config import RunConfig
-from mpissd.errors import ConfigError
-from mpissd.job import resolve
+from mpissd.cli import arguments as cli
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.topology import check_world
+from mpissd.engine.job import resolve
 
 Flags = dict[str, str]
 MOST_TRIES = 40

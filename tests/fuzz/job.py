@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.bench.run import execute
-from mpissd.comm.topology import Refused
-from mpissd.config import RunConfig
+from mpissd.common.config import RunConfig
+from mpissd.engine.comm.topology import Refused
+from mpissd.lab.measure.run import execute
 from tests.fuzz.configs import judged, valid
 
 ATTEMPTS = 3

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.backend.base import WeightPart
-from mpissd.backend.numpy_backend import NumpyBackend
+from mpissd.engine.backend.base import WeightPart
+from mpissd.engine.backend.numpy_backend import NumpyBackend
 
 HALF_EPSILON = 2.0**-11  # largest relative error of rounding to float16
 

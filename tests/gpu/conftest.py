@@ -34,7 +34,7 @@ def gpu() -> None:
 @pytest.fixture(scope="module")
 def backend(gpu: None) -> Iterator[Any]:
     """The cupy backend on GPU 0, with graphs where nvmath-python is there."""
-    from mpissd.backend.cupy_backend import CupyBackend
+    from mpissd.engine.backend.cupy_backend import CupyBackend
 
     opened = CupyBackend(0)
     yield opened

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.backend.base import Backend
-from mpissd.backend.numpy_backend import NumpyBackend
-from mpissd.bench.calibrate import chain_s as calibrated_chain_s
-from mpissd.comm.group import Group, SoloGroup
-from mpissd.comm.mpi_group import open_group
-from mpissd.errors import ConfigError, FaultError
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.model.stepper import Stepper
-from mpissd.presets import ModelShape, resolve_model
-from mpissd.wait import Waiter
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.presets import ModelShape, resolve_model
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
+from mpissd.lab.measure.calibrate import chain_s as calibrated_chain_s
 from tests.gpu.agreement import HostDevice, relative_error, tolerance
 
 COMM = MPI.COMM_WORLD
@@ -100,7 +100,7 @@ def open_backend(name: str) -> tuple[Backend, bool]:
         return HostDevice(f"host memory {COMM.rank}"), False
     import cupy
 
-    from mpissd.backend.cupy_backend import CupyBackend
+    from mpissd.engine.backend.cupy_backend import CupyBackend
 
     count = cupy.cuda.runtime.getDeviceCount()
     return CupyBackend(COMM.rank % count), count < COMM.size
@@ -109,16 +109,16 @@ def open_backend(name: str) -> tuple[Backend, bool]:
 def open_choice(backend: Backend, choice: str) -> Group:
     """The group that `choice` names; the trial of device-aware MPI is left out for host memory."""
     if backend.name == "host" and choice == "device":
-        from mpissd.comm.device_mpi import DeviceMpiGroup
+        from mpissd.engine.comm.device_mpi import DeviceMpiGroup
 
         return DeviceMpiGroup(backend, COMM, WAITER)
     if COMM.size == 1 and choice in ONE_A_GPU:
-        from mpissd.comm.device_group import NcclGroup
-        from mpissd.comm.device_oneshot import OneshotGroup
+        from mpissd.engine.comm.device_group import NcclGroup
+        from mpissd.engine.comm.device_oneshot import OneshotGroup
 
         return (NcclGroup if choice == "nccl" else OneshotGroup)(backend, COMM, WAITER)
     if backend.name == "host":
-        from mpissd.comm.device_group import open_device_group
+        from mpissd.engine.comm.device_group import open_device_group
 
         return open_device_group(backend, COMM, choice, WAITER)
     return open_group(backend, COMM, choice, WAITER)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.doctor.host import read_cuda, read_host
-from mpissd.doctor.smi import read_gpus, read_links
+from mpissd.ops.doctor.host import read_cuda, read_host
+from mpissd.ops.doctor.smi import read_gpus, read_links
 from tests.needs import lack
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.backend.base import Cost
-from mpissd.backend.numpy_backend import NumpyBackend
-from mpissd.comm.group import SoloGroup
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.model.stepper import Stepper
-from mpissd.presets import resolve_model
-from mpissd.wait import Waiter
+from mpissd.common.presets import resolve_model
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Cost
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
 from tests.gpu.agreement import relative_error, tolerance
 from tests.needs import lack
 
@@ -106,7 +106,7 @@ def check_top(model: Stepper, oracle: Stepper, rows: int, bound: float) -> None:
 
 
 def test_a_graph_replays_what_eager_runs(gpu: None) -> None:
-    from mpissd.backend.cupy_backend import CupyBackend
+    from mpissd.engine.backend.cupy_backend import CupyBackend
 
     options = ForwardOptions(lm_head=True, top_k=3)
     graph, eager = (CupyBackend(0, graph=flag) for flag in (True, False))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.backend.base import Cost, WeightPart
-from mpissd.backend.numpy_backend import NumpyBackend
-from mpissd.comm.group import SoloGroup
-from mpissd.errors import ConfigError, FaultError
-from mpissd.wait import Waiter
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Cost, WeightPart
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import SoloGroup
 from tests.gpu.agreement import relative_error, tolerance
 from tests.needs import lack
 
@@ -121,7 +121,7 @@ def test_a_packed_weight_is_the_same_weight(packing: Any) -> None:
 def test_a_chain_that_is_wrong_is_refused(packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = packing.weight([whole(3, 320, 48)])  # a shape of its own: not checked yet
     x, out = packing.activation(1, 320), packing.activation(1, 48)
-    monkeypatch.setattr("mpissd.backend.cupy_chain.TOLERANCE", -1.0)
+    monkeypatch.setattr("mpissd.engine.backend.cupy_chain.TOLERANCE", -1.0)
     with pytest.raises(FaultError, match="1x320 @ 320x48: relative error"):
         packing.matmul(x, weight, out)
 
@@ -211,7 +211,7 @@ def test_the_peak_of_a_full_device_is_unknown(
 @pytest.mark.parametrize("capturable", [True, False])
 def test_a_chain_takes_as_long_as_its_links(backend: Any, capturable: bool) -> None:
     """All-reduces that each read 256 MB: as long as the measured bandwidth says, within a half."""
-    from mpissd.bench import calibrate
+    from mpissd.lab.measure import calibrate
 
     size, count = 1 << 28, 8
     read = backend.read(size)
@@ -245,7 +245,7 @@ def test_copies_through_page_locked_memory(backend: Any) -> None:
 
 
 def test_without_nvmath_products_are_cupys(gpu: None) -> None:
-    from mpissd.backend.cupy_backend import CupyBackend
+    from mpissd.engine.backend.cupy_backend import CupyBackend
 
     backend = CupyBackend(0)
     backend._gemm = None
@@ -255,8 +255,8 @@ def test_without_nvmath_products_are_cupys(gpu: None) -> None:
 
 
 def test_errors_name_the_value(backend: Any) -> None:
-    from mpissd.backend.cupy_backend import CupyBackend
-    from mpissd.backend.cupy_device import device_empty
+    from mpissd.engine.backend.cupy_backend import CupyBackend
+    from mpissd.engine.backend.cupy_device import device_empty
 
     with pytest.raises(ConfigError, match="100 ranks on this node"):
         CupyBackend(99)

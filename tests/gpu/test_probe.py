@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from mpissd.bench.models import Models
-from mpissd.bench.probe import kinds
-from mpissd.bench.probe_group import FORWARD_ROWS, GroupProbe
-from mpissd.bench.probe_sample import Checks
-from mpissd.comm.group import SoloGroup
-from mpissd.comm.topology import Topology
-from mpissd.config import RunConfig
-from mpissd.job import Job, resolve
-from mpissd.model.shard import Shard
-from mpissd.wait import Waiter
+from mpissd.common.config import RunConfig
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.comm.topology import Topology
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import Shard
+from mpissd.engine.session.models import Models
+from mpissd.lab.probe.command import kinds
+from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe
+from mpissd.lab.probe.sample import Checks
 from tests.needs import lack
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.rng import Purpose, uniforms
+from mpissd.common.rng import Purpose, uniforms
 
 T = TypeVar("T")
 Name = tuple[Hashable, ...]

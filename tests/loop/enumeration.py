@@ -13,16 +13,16 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.comm.link import queue_link
-from mpissd.decode.controls import Controls
-from mpissd.decode.draft import Drafter
-from mpissd.decode.speculator import RemoteSpeculator
-from mpissd.decode.target import TargetLoop
-from mpissd.rounds import Batch, Ints, Outcome, Source, Speculation
-from mpissd.spec import sampling
-from mpissd.spec.fanout import FanOuts
-from mpissd.workload import markov_draft, markov_target
-from mpissd.workload.base import Branches, Proposals
+from mpissd.common.rounds import Batch, Ints, Outcome, Source, Speculation
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.decode.controls import Controls
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.speculator import RemoteSpeculator
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.spec import sampling
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload import markov_draft, markov_target
+from mpissd.engine.workload.base import Branches, Proposals
 from tests.loop.choices import Choices, Name, Path
 from tests.loop.harness import CountingForwards, NoPlans
 from tests.loop.markov_rig import WAITER, Pair, joint_law

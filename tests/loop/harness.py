@@ -16,25 +16,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.comm import wire
-from mpissd.comm.link import LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy
-from mpissd.decode.serve import serve
-from mpissd.decode.speculator import (
+from mpissd.common.records import RoundRecords, outcome_digest, token_digest
+from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
+from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm import wire
+from mpissd.engine.comm.link import LinkShape, queue_link
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.decode.target import TargetLoop, follow
-from mpissd.records import RoundRecords, outcome_digest, token_digest
-from mpissd.rounds import Ints, Outcome, Request, Source, Speculation
-from mpissd.spec.acceptance import AcceptanceLaw, resolve_hit_law
-from mpissd.spec.fanout import FanOuts
-from mpissd.trace import DraftPhase, LeadPhase
-from mpissd.wait import Waiter
-from mpissd.workload.gemm import GemmDraftWorker, GemmTargetWorker
-from mpissd.workload.gemm_law import DraftStream, TokenStream
+from mpissd.engine.decode.target import TargetLoop, follow
+from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_hit_law
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm_law import DraftStream, TokenStream
 from tests.oracle import Law
 
 WAITER = Waiter(30.0, spin=False)

@@ -14,27 +14,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.comm import wire
-from mpissd.comm.link import DraftEnd, LeadEnd, LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy
-from mpissd.decode.serve import serve
-from mpissd.decode.share import Share
-from mpissd.decode.speculator import (
+from mpissd.common.errors import MpissdError
+from mpissd.common.records import RoundRecords
+from mpissd.common.rounds import Ints, Outcome, Source, Speculation
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm import wire
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape, queue_link
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.share import Share
+from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.decode.target import TargetLoop, follow
-from mpissd.errors import MpissdError
-from mpissd.records import RoundRecords
-from mpissd.rounds import Ints, Outcome, Source, Speculation
-from mpissd.spec.fanout import FanOuts, owners_of
-from mpissd.wait import Waiter
-from mpissd.workload.markov_draft import MarkovDraftWorker
-from mpissd.workload.markov_laws import MarkovLaws
-from mpissd.workload.markov_model import Logits, MarkovModel
-from mpissd.workload.markov_target import MarkovTargetWorker
+from mpissd.engine.decode.target import TargetLoop, follow
+from mpissd.engine.spec.fanout import FanOuts, owners_of
+from mpissd.engine.workload.markov_draft import MarkovDraftWorker
+from mpissd.engine.workload.markov_laws import MarkovLaws
+from mpissd.engine.workload.markov_model import Logits, MarkovModel
+from mpissd.engine.workload.markov_target import MarkovTargetWorker
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)

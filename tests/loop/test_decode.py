@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpissd.rounds import Source
+from mpissd.common.rounds import Source
 from tests.loop.harness import Scenario, check_against_the_law, ledger_closes, run
 
 SHAPES = [(1, 1), (1, 7), (3, 4), (64, 2)]  # (batch, K)

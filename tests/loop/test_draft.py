@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.comm.link import DraftEnd
-from mpissd.decode.draft import Drafter
-from mpissd.decode.serve import serve
-from mpissd.rounds import Event, Outcome, Source, Speculation
-from mpissd.spec.cache import Key, SpeculationCache
+from mpissd.common.rounds import Event, Outcome, Source, Speculation
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.spec.cache import Key, SpeculationCache
 from tests.loop.harness import (
     WAITER,
     CountingForwards,

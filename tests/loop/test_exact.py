@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from mpissd.decode.controls import AdaptiveControls, Clocks, Controls
-from mpissd.rounds import Source
-from mpissd.spec.adaptive import AdaptiveFanOut
-from mpissd.spec.fanout import FanOuts
+from mpissd.common.rounds import Source
+from mpissd.engine.decode.controls import AdaptiveControls, Clocks, Controls
+from mpissd.engine.spec.adaptive import AdaptiveFanOut
+from mpissd.engine.spec.fanout import FanOuts
 from tests.loop.enumeration import EXACT, Case, Decoding, enumerate_
 from tests.loop.markov_rig import Pair
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.rng import Purpose
-from mpissd.rounds import Speculation
-from mpissd.spec import sampling
+from mpissd.common.rng import Purpose
+from mpissd.common.rounds import Speculation
+from mpissd.engine.spec import sampling
 from tests.loop.choices import Name
 from tests.loop.enumeration import EXACT, Case, Decoding, Rows, Watched, enumerate_
 from tests.loop.markov_rig import Pair

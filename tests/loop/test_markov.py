@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mpissd.comm.link import DraftEnd, LeadEnd
-from mpissd.records import outcome_digest
-from mpissd.rounds import Source
+from mpissd.common.records import outcome_digest
+from mpissd.common.rounds import Source
+from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from tests.loop.markov_rig import Pair, decode, greedy
 
 GREEDY = Pair(temperature=0.0, vocab=12, order=2, lookahead=3, prompt_tokens=3, seed=4)

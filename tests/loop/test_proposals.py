@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.comm.link import DraftEnd, LeadEnd
-from mpissd.errors import FaultError, ProtocolError
-from mpissd.wait import Waiter
+from mpissd.common.errors import FaultError, ProtocolError
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from tests.loop.markov_rig import Pair, decode
 
 PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2, 2, 2, 3))

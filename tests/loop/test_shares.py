@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.comm.link import LinkShape, queue_link
-from mpissd.decode.draft import Drafter, DraftPolicy
-from mpissd.decode.serve import serve
-from mpissd.decode.share import Share
-from mpissd.decode.speculator import RemoteSpeculator
-from mpissd.rounds import Ints, Source
-from mpissd.spec.fanout import FanOuts, lanes_of, owners_of
+from mpissd.common.rounds import Ints, Source
+from mpissd.engine.comm.link import LinkShape, queue_link
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.share import Share
+from mpissd.engine.decode.speculator import RemoteSpeculator
+from mpissd.engine.spec.fanout import FanOuts, lanes_of, owners_of
 from tests.loop.harness import (
     WAITER,
     CountingForwards,

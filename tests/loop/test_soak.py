@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.decode.speculator import Speculator
-from mpissd.records import RoundRecords
-from mpissd.rounds import Outcome, Request, Speculation
-from mpissd.trace import LeadPhase
+from mpissd.common.records import RoundRecords
+from mpissd.common.rounds import Outcome, Request, Speculation
+from mpissd.common.trace import LeadPhase
+from mpissd.engine.decode.speculator import Speculator
 from tests.loop.harness import Rig, Scenario
 from tests.needs import needs_linux
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpissd.comm.link import queue_link
-from mpissd.decode.serve import serve
-from mpissd.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
-from mpissd.decode.target import RoundResult, TargetLoop
-from mpissd.errors import FaultError, ProtocolError
-from mpissd.records import RoundRecords
-from mpissd.rounds import Outcome, Request
-from mpissd.trace import LeadPhase
-from mpissd.wait import Waiter
+from mpissd.common.errors import FaultError, ProtocolError
+from mpissd.common.records import RoundRecords
+from mpissd.common.rounds import Outcome, Request
+from mpissd.common.trace import LeadPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
+from mpissd.engine.decode.target import RoundResult, TargetLoop
 from tests.loop.harness import (
     WAITER,
     Guarded,

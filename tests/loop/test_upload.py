@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from mpissd.decode.speculator import NoSpeculator
-from mpissd.decode.target import follow
-from mpissd.rounds import Ints
-from mpissd.trace import FollowPhase, LeadPhase, Ledger
+from mpissd.common.rounds import Ints
+from mpissd.common.trace import FollowPhase, LeadPhase, Ledger
+from mpissd.engine.decode.speculator import NoSpeculator
+from mpissd.engine.decode.target import follow
 from tests.loop.harness import (
     WAITER,
     CountingForwards,

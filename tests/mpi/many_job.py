@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpissd import cli
-from mpissd.bench.run import execute
-from mpissd.config import RunConfig
+from mpissd.cli import arguments as cli
+from mpissd.common.config import RunConfig
+from mpissd.lab.measure.run import execute
 
 
 def run(folder: Path) -> None:

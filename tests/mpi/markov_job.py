@@ -16,13 +16,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
-from mpissd.backend.emulated_backend import ModelledProgram
-from mpissd.bench.rank import Rank
-from mpissd.bench.session import open_session
-from mpissd.config import parse_flags
-from mpissd.decode.target import TargetLoop
-from mpissd.spec import sampling
-from mpissd.wait import sharpen_sleep
+from mpissd.common.config import parse_flags
+from mpissd.common.wait import sharpen_sleep
+from mpissd.engine.backend.emulated_backend import ModelledProgram
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.session.rank import Rank
+from mpissd.engine.session.session import open_session
+from mpissd.engine.spec import sampling
 
 
 def residual_of_p(p: sampling.Floats, q: sampling.Floats) -> sampling.Floats:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 
-from mpissd.comm.topology import open_topology
+from mpissd.engine.comm.topology import open_topology
 
 topology = open_topology(1)
 told = [socket.gethostname(), topology.local_rank, os.stat("/dev/shm").st_dev]

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpissd.backend.numpy_backend import NumpyBackend
-from mpissd.comm.group import Group, SoloGroup
-from mpissd.comm.link import LinkShape
-from mpissd.comm.mpi_group import open_group
-from mpissd.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
-from mpissd.comm.topology import Refused, agree, open_topology
-from mpissd.errors import ConfigError, FaultError, ProtocolError
-from mpissd.model.gemm_stack import GemmStack
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.presets import ModelShape
-from mpissd.rounds import Event, Outcome, Request, Speculation
-from mpissd.wait import Waiter
+from mpissd.common.errors import ConfigError, FaultError, ProtocolError
+from mpissd.common.presets import ModelShape
+from mpissd.common.rounds import Event, Outcome, Request, Speculation
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
+from mpissd.engine.comm.topology import Refused, agree, open_topology
+from mpissd.engine.model.gemm_stack import GemmStack
+from mpissd.engine.model.shard import ForwardOptions, Shard
 
 WAITER = Waiter(60.0, spin=False)
 SHAPE = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)

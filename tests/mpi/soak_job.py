@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpissd import cli
-from mpissd.bench.rank import Rank
-from mpissd.bench.run import execute
-from mpissd.trace import Ledger
+from mpissd.cli import arguments as cli
+from mpissd.common.trace import Ledger
+from mpissd.engine.session.rank import Rank
+from mpissd.lab.measure.run import execute
 
 FOLDER, FLAGS = Path(sys.argv[1]), sys.argv[2:]
 COMMAND = cli.parse(["run", *FLAGS])

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpissd import __main__ as application
-from mpissd.comm.topology import launcher_rank
-from mpissd.trace import DraftLedger, Ledger
-from mpissd.watch import guard
-from mpissd.watch.page import DOING, OWN, STAGE, Doing, Stage
+from mpissd.common import guard
+from mpissd.common.stage import DOING, OWN, STAGE, Doing, Stage
+from mpissd.common.trace import DraftLedger, Ledger
+from mpissd.engine.comm.topology import launcher_rank
 
 STAGES = {
     "start": Stage.OPEN,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.backend.profile import load_profile
-from mpissd.config import RunConfig
-from mpissd.job import resolve
-from mpissd.predict.costs import DeviceCosts
+from mpissd.common.config import RunConfig
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.job import resolve
+from mpissd.lab.predict.costs import DeviceCosts
 from tests.mpi.harness import Job, Started, launch, needs_mpi, start
 
 pytestmark = needs_mpi

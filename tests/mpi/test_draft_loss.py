@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpissd.gates import violations
+from mpissd.lab.gates import violations
 from tests.mpi.harness import DIRECT, Job, Started, launch, needs_mpi
 from tests.needs import lack
 

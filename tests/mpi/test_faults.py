@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.watch import process
+from mpissd.common import process
 from tests.mpi.harness import Started, launch, needs_mpi, start
 from tests.mpi.strike import PHASES, Strike, run
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 def test_another_warden_takes_over_where_it_is_killed(tmp_path: Path) -> None:
     with endless(2, tmp_path, *NULL, "--deadline_s=1") as job:
-        (warden,) = (p for p in job.alive() if b"watch.warden" in command_line(p))
+        (warden,) = (p for p in job.alive() if b"warden.warden" in command_line(p))
         os.kill(warden, signal.SIGKILL)
         time.sleep(1.0)
         draft = job.rank(1)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.workload.markov_laws import MarkovLaws
-from mpissd.workload.markov_model import MarkovModel
+from mpissd.engine.workload.markov_laws import MarkovLaws
+from mpissd.engine.workload.markov_model import MarkovModel
 from tests.loop.markov_rig import conditionals
 from tests.mpi.harness import needs_mpi, start
 

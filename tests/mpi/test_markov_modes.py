@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpissd.records import token_digest
+from mpissd.common.records import token_digest
 from tests.loop.markov_rig import Pair, greedy
 from tests.mpi.harness import Job, Together, needs_mpi
 

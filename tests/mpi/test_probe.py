@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from mpissd.backend.profile import known_profiles, load_profile
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.predict.costs import HostCosts
-from mpissd.presets import resolve_model
+from mpissd.common.presets import resolve_model
+from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.costs import HostCosts
 from tests.mpi.harness import needs_mpi, start
 
 pytestmark = needs_mpi
@@ -232,9 +232,9 @@ def test_a_name_that_is_no_file_name(name: str, tmp_path: Path) -> None:
 
 def _break(what: str) -> None:
     """Makes this process wrong in one way; every rank is."""
-    from mpissd.backend.numpy_backend import NumpyBackend
-    from mpissd.comm.mpi_group import MpiGroup
-    from mpissd.comm.wire import Buffer
+    from mpissd.engine.backend.numpy_backend import NumpyBackend
+    from mpissd.engine.comm.mpi_group import MpiGroup
+    from mpissd.engine.comm.wire import Buffer
 
     add, read = MpiGroup.all_reduce, Buffer.read_header
 

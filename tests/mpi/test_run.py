@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mpissd.__main__ import main
-from mpissd.backend.profile import load_profile
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.presets import resolve_model
-from mpissd.records import outcome_digest, token_digest
+from mpissd.common.presets import resolve_model
+from mpissd.common.records import outcome_digest, token_digest
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.model.shard import ForwardOptions, Shard
 from tests.loop.harness import Scenario, check_rows
 from tests.mpi.harness import Job, Started, Together, launch, needs_mpi
 

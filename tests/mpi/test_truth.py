@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.backend.profile import known_profiles, load_profile
-from mpissd.gates import violations
-from mpissd.model.shard import ForwardOptions, Shard
-from mpissd.presets import resolve_model
+from mpissd.common.presets import resolve_model
+from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.gates import violations
 from tests.mpi.harness import launch, needs_mpi, start
 
 pytestmark = needs_mpi

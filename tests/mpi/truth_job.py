@@ -15,16 +15,17 @@ from dataclasses import asdict
 
 from mpi4py import MPI
 
-from mpissd import __main__, rounds, wait
-from mpissd.backend.emulated_backend import ModelledProgram
-from mpissd.bench.ab import ledger_pass
-from mpissd.bench.clock import compare_clocks
-from mpissd.bench.naps import measure_nap
-from mpissd.bench.rank import Rank
-from mpissd.bench.session import open_session
-from mpissd.comm.topology import open_topology
-from mpissd.config import parse_flags
-from mpissd.wait import Waiter, sharpen_sleep
+from mpissd import __main__
+from mpissd.common import rounds, wait
+from mpissd.common.config import parse_flags
+from mpissd.common.wait import Waiter, sharpen_sleep
+from mpissd.engine.backend.emulated_backend import ModelledProgram
+from mpissd.engine.comm.topology import open_topology
+from mpissd.engine.session.rank import Rank
+from mpissd.engine.session.session import open_session
+from mpissd.lab.measure.ab import ledger_pass
+from mpissd.lab.measure.clock import compare_clocks
+from mpissd.lab.measure.naps import measure_nap
 
 
 def clocks() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.backend.profile import known_profiles
+from mpissd.engine.backend.profile import known_profiles
 from tests.mpi.harness import needs_mpi
 from tests.slurm.jobs import ENDLESS, NULL, ROOT, WAIT_S, Job
 from tests.slurm.sandbox import Sandbox, deadline, wait_until

@@ -1,1 +1,0 @@
-"""Whole measured jobs: set-up, warm-up, measured rounds, one row."""

@@ -1,0 +1,121 @@
+"""The command line, by fire. A command only *returns* what is to be done; main then does it.
+
+fire calls a command with its defaults before it complains about a flag it doesn't know, so every
+command takes whatever comes and checks it itself: a mistyped flag is one line with a did-you-mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fire
+from fire.decorators import SetParseFn
+
+from mpissd.cli.configs import (
+    CollectivesConfig,
+    CompareConfig,
+    ExportConfig,
+    PlanConfig,
+    PredictConfig,
+    ProbeConfig,
+    TablesConfig,
+    WhyConfig,
+)
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.flags import documented, parse_into
+from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
+from mpissd.ops.doctor.config import DoctorConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A validated request: which command, with what."""
+
+    name: str
+    config: Any
+    given: frozenset[str] = frozenset()  # the flags that the user said
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A command's configuration, its help, and what bare words may say."""
+
+    config: type
+    about: str
+    words: tuple[str, ...] = ()  # the flags that bare words stand for, in order
+
+
+SPECS = {
+    "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
+    "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
+    "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
+    "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
+    "best": Spec(
+        BestConfig, "The fastest method at equal K and at each one's own best K.", ("results",)
+    ),
+    "claims": Spec(
+        ClaimsConfig,
+        "The speedups that may be claimed: SSD against the best other use of its GPUs.",
+        ("results",),
+    ),
+    "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
+    "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
+    "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", ("result",)),
+    "compare": Spec(
+        CompareConfig, "The speedup of one result over another, with its interval.", ("a", "b")
+    ),
+    "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
+    "export": Spec(
+        ExportConfig, "Rows as tidy CSV or Parquet, or as vLLM's K by batch size.", ("results",)
+    ),
+    "collectives": Spec(
+        CollectivesConfig, "A profile whose all-reduces are what nccl-tests measured.", ("file",)
+    ),
+}
+
+
+def _command(name: str, spec: Spec) -> Callable[..., Command]:
+    """A function for fire whose signature and help are the configuration's fields."""
+
+    def collect(*words: str, **flags: str) -> Command:
+        names = [name for name in spec.words if name not in flags]
+        if len(words) > len(names):
+            raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
+        given = {**flags, **dict(zip(names, words, strict=False))}
+        return Command(name, parse_into(spec.config, given), frozenset(given))
+
+    command: Callable[..., Command] = documented(SetParseFn(str)(collect), spec.about, spec.config)
+    return command
+
+
+_ON_A_BACKEND = ("run", "probe", "doctor", "sweep")
+COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
+
+
+def parse(arguments: list[str]) -> Command:
+    """Returns the command that the arguments name.
+
+    Help goes to stdout and ends with SystemExit(0). Raises ConfigError: an unknown command or flag,
+    a value of the wrong type, a device that would not be emulated.
+    """
+    command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
+    if command and command[0] not in COMMANDS:
+        raise unknown("command", command[0], COMMANDS)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr
+            fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="mpissd")
+    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+        raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
+    found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
+    assert isinstance(found, Command), found
+    if found.name in _ON_A_BACKEND and "device" in found.given:
+        backend = found.config.backend
+        if backend != "emulated":  # it would change nothing
+            told = f"device={found.config.device} with backend={backend}"
+            raise ConfigError(f"{told}: allowed: backend=emulated")
+    return found

@@ -1,0 +1,206 @@
+"""The commands that need no MPI: predict, plan, why, compare, tables. Each prints and returns its
+exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from mpissd.cli.configs import CompareConfig, PlanConfig, PredictConfig, TablesConfig, WhyConfig
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
+from mpissd.engine.job import Job, resolve
+from mpissd.lab.predict import advice as advice_text
+from mpissd.lab.predict import jobfile, real_hits
+from mpissd.lab.predict.accuracy import judge, profile_of_another_job
+from mpissd.lab.predict.advisor import plan
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.coverage import check_device, check_job, covered
+from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.laws import cut_law
+from mpissd.lab.predict.places import survey
+from mpissd.lab.predict.row import predict_row
+from mpissd.lab.predict.search import Choice
+from mpissd.lab.predict.why import gaps
+from mpissd.lab.tables import Pair, is_usable, load_profiles, load_rounds, load_rows, render
+from mpissd.lab.tables.find import find_pair, find_rows
+
+_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+_ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
+
+
+def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int:
+    """Prints what a run of these flags would report, from a profile alone; or with `rows` how far
+    such predictions lie from rows."""
+    if config.rows is not None:
+        return _judge(config, config.rows)
+    if config.profile is None:
+        raise ConfigError("profile: needed: a job's OUT/profiles/RUN_ID.json, or a device's")
+    job, device, host, num_rounds = _costs(config, config.profile, given)
+    found = predict_row(job, device, host, num_rounds)
+    rate, rounds = found["tok_per_s"], found["round_us"]
+    print(f"   tok/s  {_number(rate)}   (the laws' mean: {_number(found['expected_tok_per_s'])})")
+    print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
+    print(json.dumps(found))
+    return 0
+
+
+def _judge(config: PredictConfig, rows: str) -> int:
+    """Prints the three errors of predictions over rows; the last line is JSON."""
+    for name in filter(None, [*(config.profile or "").split(","), config.host]):
+        _check_there(name)
+    paths = [path for part in rows.split(",") for path in _row_files(Path(part))]
+    if not paths:
+        raise ConfigError(f"rows {rows!r}: no runs*.jsonl there")
+    text, numbers = judge(load_rows(paths), profile_of_another_job(config.profile, config.host))
+    print(f"{text}\n{json.dumps(numbers)}")
+    return 0
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1f}"
+
+
+def _costs(
+    config: PredictConfig, name: str, given: AbstractSet[str]
+) -> tuple[Job, DeviceCosts, HostCosts, int | None]:
+    """The job, its costs, and how many rounds it took (None: what the flags say).
+
+    given: flags that override a job's own. ConfigError where the profile does not cover them.
+    """
+    _check_there(name)
+    found = jobfile.load(name)
+    if found is None:
+        profile, drafts = role_profiles(name, config.draft_device)
+        run = _run_config(config, covered(profile), given)
+        job = resolve(
+            run,
+            config.tp or 1,
+            backend="emulated",
+            memory_bytes=profile.memory_bytes,
+            draft_memory_bytes=drafts.memory_bytes,
+        )
+        check_device(profile, job, drafts)
+        device = DeviceCosts.from_profile(profile, job, drafts)
+        return job, device, host_of(profile, job), None
+    backend = found.backend
+    base = _run_config(config, found.config, frozenset())
+    measured = resolve(base, found.tp, backend=backend, memory_bytes=None)
+    run, tp = _run_config(config, found.config, given), config.tp or found.tp
+    job = resolve(run, tp, backend=backend, memory_bytes=None)
+    check_job(name, job, measured, found.device)
+    overridden = given - {"profile", "tp"}
+    return job, found.device, found.host, None if overridden else found.num_rounds
+
+
+def _check_there(name: str) -> None:
+    """ConfigError where a profile's file is missing: what would have saved it."""
+    if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
+        raise ConfigError(
+            f"profile {name!r}: no such file: allowed: what `probe` saved, a job's "
+            f"OUT/profiles/RUN_ID.json, or {', '.join(known_profiles())}"
+        )
+
+
+def _run_config(
+    config: PredictConfig, base: Mapping[str, Any], given: AbstractSet[str]
+) -> RunConfig:
+    """The job's own flags, overridden by those that the user gave."""
+    names = [f.name for f in dataclasses.fields(RunConfig)]
+    said = {name: getattr(config, name) for name in names if name in given}
+    known = dict(base)
+    for alternatives in _ALTERNATIVES:
+        if set(alternatives) & set(said):  # one way to say it replaces the others
+            known |= dict.fromkeys(alternatives)
+    if said.get("mode", "ssd") != "ssd":  # what only SSD has does not come along
+        known |= {"backup": "jit", "backup_lookahead": None}
+    if said.get("mode") == "ar" or said.get("num_drafts") == 0:
+        known |= {"draft_device": None}
+    return RunConfig(**{**known, **said, "dry_run": True, "world_size": None})
+
+
+def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
+    """Prints which configuration to run on at most so many GPUs."""
+    _check_there(config.profile)
+    profile = load_profile(config.profile)
+    run = _planned(config, profile, given)
+    found = survey(run, profile, config.gpus)
+    asked = run, HostCosts(), found.placements, config.gpus, found.unjudged
+    advice, real = plan(*asked), real_hits.real_hits(*asked)
+    heading = f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:"
+    print(advice_text.render(advice, heading, found.unjudged))
+    for line in real_hits.lines(real):
+        print(f"   {line}")
+    what = "run the fastest of these" if advice.missing else "run it"
+    print(f"   {what}: {_command(run, advice.best)}")
+    told = advice_text.to_dict(advice, found.unjudged)
+    print(json.dumps({**told, "real_hits": [hits.to_dict() for hits in real]}))
+    return 0
+
+
+def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
+    """The flags that a run shares with a plan; what is not said is as it was probed."""
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    flags = {k: v for k, v in dataclasses.asdict(config).items() if k in names}
+    probed = {k: v for k, v in covered(profile).items() if k not in given}
+    return RunConfig(**{**flags, "pair": config.pair or "8b/1b", **probed})
+
+
+def _command(run: RunConfig, choice: Choice) -> str:
+    """The line that runs a choice under the laws and options that were planned for."""
+    flags = {"pair": run.pair or "", **choice.flags()}
+    said = {f.name for f in dataclasses.fields(RunConfig) if getattr(run, f.name) != f.default}
+    if choice.mode != "ar":
+        flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
+        if "acceptance_fast" in said:
+            flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
+        flags |= {name: str(getattr(run, name)) for name in _HITS if name in said}
+    flags |= {name: str(getattr(run, name)) for name in _FORWARD if name in said}
+    text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
+    return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
+
+
+_FORWARD = ("batch_size", "fuse", "lm_head", "context")
+
+
+def why(config: WhyConfig) -> int:
+    """Prints the three largest gaps between a row and its floor."""
+    row = find_rows(config.result, config.out)[0][-1]
+    found = gaps(row)
+    floor = "unknown" if row.get("floor_us") is None else f"{row['floor_us']:.1f} µs"
+    print(f"{row.get('run_id')}: round {row['round_us']['mean']:.1f} µs, floor {floor}")
+    for gap in found:
+        print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
+    return 0
+
+
+def compare(config: CompareConfig) -> int:
+    """Prints how much faster one result is than another, and how sure that is."""
+    a, b, paths = find_pair(config.a, config.b, config.out)
+    pair = Pair.of(a, b, load_rounds(paths, [a, b]), others=load_rows(paths))
+    print(pair)
+    print(json.dumps(pair.to_dict()))
+    return 0
+
+
+def tables(config: TablesConfig) -> int:
+    """Prints the milestone report's tables from the rows that are there."""
+    named = config.results
+    folders = [Path(named)] if named else [p for p in (Path("results"), Path("out")) if p.exists()]
+    paths = [p for folder in folders for p in _row_files(folder)]
+    if named and not paths:
+        raise ConfigError(f"results {named!r}: no runs*.jsonl there")
+    rows = load_rows(paths)
+    used = [row for row in rows if is_usable(row)]
+    print(render(rows, load_profiles(paths, used), load_rounds(paths, used)))
+    return 0
+
+
+def _row_files(folder: Path) -> list[Path]:
+    return [folder] if folder.is_file() else sorted(folder.glob("**/runs*.jsonl"))

@@ -1,0 +1,116 @@
+"""The configurations of commands that read rows and profiles, typed and checked as a run's are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.config import DEFAULT_ACCEPTANCE_FAST, RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, flag, integer, number, switch, words
+from mpissd.common.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class ProbeConfig(RunConfig):
+    """Of `probe`: a run's flags (mode=ar: no draft), and the name of the profile."""
+
+    name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
+
+
+@dataclass(frozen=True)
+class PredictConfig(RunConfig):
+    """Of `predict`: a run's flags, T, and the profile to predict from."""
+
+    profile: str | None = flag(
+        None,
+        words,
+        "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file; with rows: several, "
+        "a comma between)",
+    )
+    tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
+    rows: str | None = flag(
+        None, words, "folders or runs.jsonl, a comma between: the errors of predicting their rows"
+    )
+    host: str | None = flag(
+        None, words, "with rows: a run's profile whose host costs count (default: the profile's)"
+    )
+
+    def check_host(self) -> None:
+        """Refuses a host where no rows are judged."""
+        if self.host is not None and self.rows is None:
+            raise ConfigError(f"host={self.host} without rows: allowed: with rows")
+
+    def check_schedule(self) -> None:
+        """Refuses a schedule: which flags were said decides what a profile's job keeps."""
+        if self.schedule is not None:
+            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[self.schedule].items())
+            raise ConfigError(f"schedule={self.schedule} with predict: allowed: its flags, {flags}")
+
+
+@dataclass(frozen=True)
+class PlanConfig(Checked):
+    """Of `plan`: the laws, the machine, and how many GPUs."""
+
+    profile: str = flag("h100", words, "device profile: a name or a file")
+    gpus: int = flag(2, integer(1), "GPUs at most")
+    pair: str | None = flag(None, words, "TARGET/DRAFT (default 8b/1b)")
+    alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
+    acceptance: str | None = flag(None, words, "as in run")
+    acceptance_fast: str = flag(
+        DEFAULT_ACCEPTANCE_FAST, words, "acceptance of --backup=fast tokens"
+    )
+    p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence")
+    hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r")
+    hit_r: float | None = flag(None, number(0), "r of the hit law")
+    hit_law: str | None = flag(None, words, "a hit law by its text or name, as in run")
+    batch_size: int = flag(1, integer(1), "sequences b")
+    fuse: bool = flag(False, switch, "q,k,v as one product, and gate,up as one")
+    lm_head: bool = flag(False, switch, "with the vocabulary product")
+    context: int = flag(0, integer(0), "tokens of KV cache read")
+
+
+@dataclass(frozen=True)
+class WhyConfig(Checked):
+    """Of `why`: whose gaps."""
+
+    result: str | None = flag(
+        None, words, "a run id in OUT, a runs.jsonl or a folder (default: OUT)"
+    )
+    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
+
+
+@dataclass(frozen=True)
+class CompareConfig(Checked):
+    """Of `compare`: which two results."""
+
+    a: str | None = flag(
+        None, words, "a run id in OUT, or the last row of a runs.jsonl or a folder"
+    )
+    b: str | None = flag(None, words, "likewise; default: A is a folder of two configurations")
+    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
+
+
+@dataclass(frozen=True)
+class TablesConfig(Checked):
+    """Of `tables`: from which rows."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+
+
+@dataclass(frozen=True)
+class ExportConfig(Checked):
+    """Of `export`: which rows, and as what."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+    to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
+    where: str | None = flag(None, words, "rows with these values alone: key=value; key=value")
+
+
+@dataclass(frozen=True)
+class CollectivesConfig(Checked):
+    """Of `collectives`: what nccl-tests measured, and the profile that it joins."""
+
+    file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
+    profile: str | None = flag(None, words, "the device profile to start from, a name or a file")
+    ranks: int | None = flag(None, integer(2), "GPUs that took part, where FILE does not say")
+    to: str | None = flag(None, words, "file to write: a .json for --profile and --device")

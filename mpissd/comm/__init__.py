@@ -1,4 +1,0 @@
-"""The ranks' roles, the target ranks' collectives, and the messages between lead, draft, followers.
-
-Outside bench/ and __main__, only this package imports mpi4py.
-"""

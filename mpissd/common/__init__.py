@@ -1,0 +1,1 @@
+"""Nouns that every wing speaks of; NumPy alone."""

@@ -1,0 +1,267 @@
+"""The rank's side of the watch: joins the host's warden, reports to it, and ends when told to.
+
+The first rank of a host that binds the job's socket starts the warden. No rank waits for the warden
+to start. Where there can be none (another system than Linux, a refused socket), the job runs
+unwatched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mpissd.common import process
+from mpissd.common.errors import FaultError
+from mpissd.common.stage import OWN, STAGE, Stage
+
+_JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SERVER_URI4",
+              "PMIX_SERVER_URI41", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_JOBID")  # fmt: skip
+_OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_ATTEMPTS = 50  # attempts to join: the rank that bound the socket may die before it starts a warden
+_ANSWER_S = 5.0  # longest wait for the warden to print its line, which it may hold back for 3 s
+_MOST = 1000  # characters of a rank's report that are kept
+_REJOINS, _REJOIN_S = 5, 0.2  # how often a killed warden is replaced, and the wait before that
+
+
+class Guard:
+    """One rank's connection to the warden of its host."""
+
+    def __init__(self, link: socket.socket, enter: Callable[[], socket.socket | None]) -> None:
+        """Starts the thread that listens to the warden.
+
+        link: the connection. enter: makes another one, to a new warden if the first one is gone;
+        returns None where that fails.
+        """
+        self._link, self._enter = link, enter
+        self._told = threading.Event()
+        self.has_spoken = False  # whether this rank reported a fault, or that it leaves
+        self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
+        threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
+
+    def tell(self, kind: str, **said: Any) -> bool:
+        """Sends a message to the warden; returns whether it could be sent."""
+        self.has_spoken = True
+        try:
+            self._link.send(json.dumps({"kind": kind, **said}).encode())
+        except OSError:
+            return False
+        return True
+
+    def tell_and_wait(self, kind: str, text: str) -> bool:
+        """Reports a fault and waits up to 5 s until the warden has printed it.
+
+        Returns False where the warden is gone or did not answer: then the rank has to print it.
+        """
+        return self.tell(kind, text=text[:_MOST]) and self._told.wait(_ANSWER_S)
+
+    def _listen(self) -> None:
+        """Receives the warden's messages until the connection is closed for good.
+
+        "said": the warden printed this rank's report. "lost R …": the job goes on without these
+        ranks. "end": this process ends at once with exit code 5.
+        """
+        left = _REJOINS
+        while True:
+            try:
+                heard = self._link.recv(64).decode().split()
+            except OSError:
+                heard = []
+            if not heard:
+                if not left or not self._rejoin():
+                    return
+                left -= 1
+            elif heard[0] == "said":
+                self._told.set()
+            elif heard[0] == "lost":
+                self.lost = frozenset(map(int, heard[1:]))
+            elif heard[0] == "end":
+                os._exit(FaultError.exit_code)
+
+    def _rejoin(self) -> bool:
+        """Joins another warden after the first one is gone; returns whether that worked.
+
+        A rank that has reported or is in its teardown needs none.
+        """
+        time.sleep(_REJOIN_S)
+        if self.has_spoken or OWN.bytes[STAGE] >= Stage.TEARDOWN:
+            return False
+        link = self._enter()
+        if link is not None:
+            self._link.close()
+            self._link = link
+        return link is not None
+
+
+_guard: Guard | None = None
+
+
+def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = ()) -> None:
+    """Joins this host's warden, and starts it where there is none. Called once, before MPI starts.
+
+    rank, size: in the world. deadline_s: how long a rank may stand still. may_lose: ranks without
+    which the job goes on once it measures.
+    """
+    global _guard
+    if not sys.platform.startswith("linux"):
+        return
+    if process.stat(os.getpid()) is None:
+        return  # without /proc every rank would look dead
+    sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
+    told = {
+        "rank": rank,
+        "size": size,
+        "local_size": next((int(text) for text in sizes if text.isdecimal()), None),
+        "host": socket.gethostname(),
+        "launcher": os.getppid(),
+        "deadline_s": deadline_s,
+        "may_lose": list(may_lose),
+    }
+    ends: list[int] = []  # kept open, because a second warden would get the same descriptors
+
+    def enter() -> socket.socket | None:
+        try:
+            link = _connect()
+            if link is not None:
+                ends[:] = ends or [OWN.share(), _report_signals()]
+                socket.send_fds(link, [json.dumps(told).encode()], ends)
+        except OSError:
+            return None
+        return link
+
+    link = enter()
+    if link is None:
+        return
+    _guard = Guard(link, enter)
+    sys.excepthook = _at_exception
+    atexit.register(_at_exit)
+
+
+def _report_signals() -> int:
+    """Makes every signal that ends this rank visible to the warden, also during a library's call.
+
+    Returns the read end of a pipe into which C's signal handler writes each signal's number. The
+    warden uses it to tell a rank that the launcher ended from one that was killed.
+    """
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: os._exit(128 + number))
+    return read
+
+
+def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
+    """Has the warden print an uncaught exception, then prints the traceback.
+
+    Installed as sys.excepthook; mpi4py.run aborts the job afterwards.
+    """
+    failed(f"{kind.__name__}: {error}".splitlines()[0])
+    sys.__excepthook__(kind, error, where)
+
+
+def _at_exit() -> None:
+    """Ends the process with exit code 5 if it exits without having called `leave`.
+
+    Otherwise MPI_Finalize would wait for the other ranks, and they would wait for this one.
+    """
+    if _guard is not None and not _guard.has_spoken:
+        failed("sys.exit, while the others still need it")
+        sys.stdout.flush()
+        os._exit(FaultError.exit_code)
+
+
+def _connect() -> socket.socket | None:
+    """Returns a connection to this job's warden on this host, which is started if needed.
+
+    None where 50 attempts failed. Raises OSError where sockets are refused.
+    """
+    name = _address()
+    for _ in range(_ATTEMPTS):
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            link.connect(name)
+        except ConnectionRefusedError:
+            link.close()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(name)
+                except OSError:
+                    continue  # another rank bound it first: connect to its warden
+                listener.listen(1024)
+                _start_warden(listener)
+        else:
+            return link
+    return None
+
+
+def _address() -> str:
+    """Returns the name of this job's abstract socket, which has no file and ends with its users."""
+    job = [os.environ.get(name, "") for name in _JOB_NAMES]
+    if not any(job):
+        job = [str(os.getppid())]
+    text = "\n".join([*job, str(os.getuid())])
+    return f"\0mpissd-{sha256(text.encode()).hexdigest()[:24]}"
+
+
+def _start_warden(listener: socket.socket) -> None:
+    """Starts the warden, which takes over the listening socket.
+
+    It gets a session of its own, so that a signal to the ranks does not end it. The MPI variables
+    are removed from its environment, or MPI and Slurm would count it as a rank.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
+    kept["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    subprocess.Popen(
+        [sys.executable, "-S", "-m", "mpissd.ops.warden.warden", str(listener.fileno())],
+        env=kept,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
+
+
+def stage(now: Stage) -> None:
+    """Tells the warden which stage of the job this rank has reached."""
+    OWN.bytes[STAGE] = now
+
+
+def failed(text: str) -> bool:
+    """Reports that this rank fails by itself; returns whether the warden has printed it.
+
+    Where it returns False, the rank has to print the line.
+    """
+    return _guard is not None and _guard.tell_and_wait("failed", text)
+
+
+def waited(text: str) -> bool:
+    """Reports that this rank waited in vain; the warden looks for the missing rank and prints it.
+
+    Returns whether it has printed a line.
+    """
+    return _guard is not None and _guard.tell_and_wait("waited", text)
+
+
+def leave(code: int) -> None:
+    """Reports that this rank is finished and will end with exit code `code`."""
+    if _guard is not None:
+        _guard.tell("leave", code=code)
+
+
+def lost() -> frozenset[int]:
+    """Returns the world ranks that are gone while the job goes on (--on_draft_loss=ar)."""
+    return frozenset() if _guard is None else _guard.lost

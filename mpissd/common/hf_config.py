@@ -1,0 +1,132 @@
+"""Reads a model's shape from a Hugging Face config.json: widths and depth, no weights, no download.
+
+Refused with one line: mixture-of-experts, latent and linear attention, encoder-decoders; their
+layers are not the seven products that the rest of mpissd counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+
+# One quantity has several names: today's, OPT's, GPT-2's.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer")
+_HIDDEN = ("hidden_size", "n_embd")
+_NUM_HEADS = ("num_attention_heads", "n_head")
+_NUM_KV_HEADS = ("num_key_value_heads",)
+_HEAD_DIM = ("head_dim",)
+_FFN = ("ffn_dim", "intermediate_size", "n_inner")
+_VOCAB_SIZE = ("vocab_size",)
+
+_PLAIN_FFN = ("opt", "gpt2", "gptj", "gpt_neox", "phi", "starcoder2")
+_GATED_FFN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+_FOURFOLD_FFN = ("gpt2", "gptj")  # n_inner null means 4 · n_embd
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a presets.ModelShape, by name; of a multi-modal model, its text_config.
+
+    ConfigError, one line naming the file and the key, when it is unreadable, incomplete or refused.
+    """
+    config = _load(path)
+    _refuse_other_architectures(path, config)
+    hidden = _integer(path, config, _HIDDEN)
+    num_heads = _integer(path, config, _NUM_HEADS)
+    default_dim = None if hidden % num_heads else hidden // num_heads
+    default_ffn = 4 * hidden if _model_type(config) in _FOURFOLD_FFN else None
+    return {
+        "name": _name(path),
+        "num_layers": _integer(path, config, _NUM_LAYERS),
+        "hidden": hidden,
+        "num_heads": num_heads,
+        "num_kv_heads": _integer(path, config, _NUM_KV_HEADS, num_heads),
+        "head_dim": _integer(path, config, _HEAD_DIM, default_dim),
+        "ffn": _integer(path, config, _FFN, default_ffn),
+        "gated": _is_gated(path, config),
+        "vocab_size": _integer(path, config, _VOCAB_SIZE),
+    }
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    """The JSON object in the file, or the text_config inside it."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} is not JSON text") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{str(path)!r} holds no JSON object but a {type(config).__name__}")
+    text_config = config.get("text_config")
+    return text_config if isinstance(text_config, dict) else config
+
+
+def _integer(
+    path: Path, config: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None
+) -> int:
+    """The first of `keys` that is there and not null, else `default`; a whole number from 1."""
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{str(path)!r}: {key}={value!r}: allowed: whole numbers from 1")
+        return value
+    if default is None:
+        raise ConfigError(f"{str(path)!r}: {' or '.join(keys)} is missing")
+    return default
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type"))
+
+
+def _is_gated(path: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the feed-forward block has a gate: by model_type, else by its activation.
+
+    An unknown model with silu has one (all known ones do), with relu none; gelu can be either.
+    """
+    model_type = _model_type(config)
+    if model_type in _PLAIN_FFN or model_type in _GATED_FFN:
+        return model_type in _GATED_FFN
+    activation = config.get("hidden_act", config.get("activation_function"))
+    if activation in ("silu", "swish", "swiglu", "geglu"):
+        return True
+    if activation == "relu":
+        return False
+    raise ConfigError(
+        f"{str(path)!r}: cannot tell whether model_type={model_type!r} with "
+        f"hidden_act={activation!r} has a gated FFN; allowed: write it as gen:…,gated=0 or gated=1"
+    )
+
+
+def _refuse_other_architectures(path: Path, config: Mapping[str, Any]) -> None:
+    """ConfigError for a model whose layers are not softmax attention and one dense FFN."""
+    refused = [(key, "mixture-of-experts") for key in _EXPERTS if _above(config.get(key), 1)]
+    if config.get("kv_lora_rank") is not None:
+        refused.append(("kv_lora_rank", "latent attention"))
+    if config.get("is_encoder_decoder"):
+        refused.append(("is_encoder_decoder", "an encoder-decoder"))
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= _SOFTMAX_LAYERS:
+        refused.append(("layer_types", "not softmax attention throughout"))
+    for key, what in refused:
+        raise ConfigError(f"{str(path)!r}: {key} says {what}, which is not supported")
+
+
+def _above(value: object, limit: int) -> bool:
+    return isinstance(value, int) and value > limit
+
+
+def _name(path: Path) -> str:
+    """The model's name: of a hub cache the repository's, else the directory's or the file's."""
+    for part in path.absolute().parts:
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    return path.absolute().parent.name if path.name == "config.json" else path.stem

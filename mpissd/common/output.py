@@ -1,0 +1,126 @@
+"""The output folder: judged before the run; its *.jsonl files grow by whole lines.
+
+A line is one write in append mode, so that jobs which share a folder never mix theirs. What a kill
+left of a line is cut off before the next one is added, and skipped by who reads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+
+
+def check_output(out: str) -> None:
+    """ConfigError where the folder can't be made or written; creates nothing."""
+    _check_folder(f"out={out!r}", Path(out).absolute())
+
+
+def check_file(flag: str, path: str) -> None:
+    """ConfigError where the file that `flag` names can't be written; creates nothing."""
+    file = Path(path).absolute()
+    _check_folder(f"{flag}={path!r}", file.parent)
+    if file.is_dir():
+        raise ConfigError(f"{flag}={path!r}: is a folder; allowed: a file")
+
+
+def _check_folder(told: str, folder: Path) -> None:
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name too long, a parent that may not be searched
+        raise ConfigError(f"{told}: {error.strerror}") from error
+    if not existing.is_dir():
+        raise ConfigError(f"{told}: {str(existing)!r} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{told}: {str(existing)!r} cannot be written")
+
+
+def make_output(out: str) -> None:
+    """Creates OUT, OUT/rounds and OUT/profiles; ConfigError where that fails."""
+    folder = Path(out)
+    try:
+        for name in ("rounds", "profiles"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder / "rounds"):  # no name, so a kill leaves none
+            pass
+        if (folder / "runs.jsonl").exists():  # better now than when the rounds are measured
+            (folder / "runs.jsonl").open("a").close()
+    except OSError as error:
+        raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Adds one line to a file that others may be adding to; mends its end first.
+
+    Raises OSError: the disk is full (the line is not there, or mended by the next).
+    """
+    line = f"{json.dumps(row)}\n".encode()
+    with path.open("ab", buffering=0) as file, _alone(file.fileno()):
+        _mend(path)
+        if file.write(line) != len(line):
+            raise OSError(f"{path}: a line of {len(line)} bytes was written in part")
+
+
+@contextmanager
+def _alone(descriptor: int) -> Iterator[None]:
+    """No other job mends or adds meanwhile; file systems without locks do without."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _mend(path: Path) -> None:
+    """Ends a last line that is whole, and cuts off one that is not."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = _last_line(file, end)
+        file.seek(start)
+        last = file.read()
+        if not last:
+            return
+        if _is_row(last):
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def _last_line(file: Any, end: int) -> int:
+    """Where what follows the last newline begins; `end` where nothing does."""
+    at = end
+    while at > 0:
+        size = min(at, 1 << 16)
+        file.seek(at - size)
+        newline = file.read(size).rfind(b"\n")
+        if newline >= 0:
+            return int(at - size + newline + 1)
+        at -= size
+    return 0
+
+
+def _is_row(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that jobs may be adding to; [] where there is none."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if _is_row(line)]

@@ -1,0 +1,298 @@
+"""Model shapes: what a GEMM-only forward needs to know of a model, one row each, no weights.
+
+`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, the path of a Hugging
+Face config.json, or a head-sized draft of any of them, `eagle:70b` (heads.py); `resolve_pair` takes
+a target and a draft, "70b/1b". A name that is a preset wins over a file of that name: write `./8b`
+for a directory called `8b`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.heads import DraftHead, make_head, split_head
+from mpissd.common.hf_config import read_fields
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths and depth of a decoder-only transformer; ConfigError names a field that can't be.
+
+    hidden: width of the residual stream. ffn: inner width of the feed-forward block, which is three
+    products when gated (gate, up, down) and two when not (up, down). head: of a head-sized draft,
+    whose decoder layers may be none at all.
+    """
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    vocab_size: int
+    head: DraftHead | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "num_layers" and self.head is not None else 1
+            if field.type == "int" and (type(value) is not int or value < least):
+                raise ConfigError(
+                    f"{self.name}: {field.name}={value!r}: allowed: whole numbers from {least}"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.name}: num_kv_heads={self.num_kv_heads}: "
+                f"allowed: a divisor of num_heads={self.num_heads}"
+            )
+
+    @property
+    def q_width(self) -> int:
+        """Columns of q (and rows of o); not always `hidden` (Qwen3)."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of k, and of v."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def gemms_per_layer(self) -> int:
+        """q, k, v, o and gate, up, down; without a gate, six."""
+        return 7 if self.gated else 6
+
+    @property
+    def num_params_per_layer(self) -> int:
+        """Weights of one layer's products."""
+        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def fused_width(self) -> int:
+        """Columns of the vector that a first product joins to one of `hidden`; 0: there is none."""
+        return 0 if self.head is None else self.head.fused * self.hidden
+
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """Columns of each head's product on the hidden vector."""
+        return () if self.head is None else self.head.widths
+
+    @property
+    def lm_head_inputs(self) -> tuple[int, ...]:
+        """Rows of each LM head."""
+        if self.head is None:
+            return (self.hidden,)
+        return self.head.widths or (self.hidden,) * self.head.lm_heads
+
+    @property
+    def gemm_params(self) -> int:
+        """Weights of all products but LM heads: no embedding, no norms or biases."""
+        head = self.hidden * (self.fused_width + sum(self.head_widths))
+        return self.num_layers * self.num_params_per_layer + head
+
+    @property
+    def lm_head_params(self) -> int:
+        """Weights of the LM heads' products, hidden (or a head's width) → vocab_size."""
+        return sum(self.lm_head_inputs) * self.vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that one forward of it drafts."""
+        return 1 if self.head is None else self.head.num_tokens
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of 16-bit keys and values that one token of context takes, over all layers."""
+        return 2 * self.num_layers * self.kv_width * 2
+
+    def scaled(self, num_layers: int) -> ModelShape:
+        """The same layers, `num_layers` of them; the name says so (llama-3.1-70b@8L)."""
+        if num_layers == self.num_layers:
+            return self
+        base = _SCALED.sub("", self.name)
+        return replace(self, name=f"{base}@{num_layers}L", num_layers=num_layers)
+
+
+_SCALED = re.compile(r"@(\d{1,6})[Ll]$")
+_SHAPES = (
+    #          name             layers hidden heads kv head_dim  ffn gated  vocab
+    ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, True, 128256),
+    ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, True, 128256),
+    ModelShape("llama-3.2-3b", 28, 3072, 24, 8, 128, 8192, True, 128256),
+    ModelShape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, True, 128256),
+    ModelShape("llama-65b", 80, 8192, 64, 64, 128, 22016, True, 32000),
+    ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, True, 151936),
+    ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, True, 151936),
+    ModelShape("opt-66b", 64, 9216, 72, 72, 128, 36864, False, 50272),
+    ModelShape("opt-30b", 48, 7168, 56, 56, 128, 28672, False, 50272),
+    ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, False, 50272),
+    ModelShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, False, 50272),
+    ModelShape("opt-2.7b", 32, 2560, 32, 32, 80, 10240, False, 50272),
+    ModelShape("opt-1.3b", 24, 2048, 32, 32, 64, 8192, False, 50272),
+    # Its embeddings are 512 wide, with a projection to 1024 at either end: not modelled.
+    ModelShape("opt-350m", 24, 1024, 16, 16, 64, 4096, False, 50272),
+    ModelShape("opt-125m", 12, 768, 12, 12, 64, 3072, False, 50272),
+    # Depth against width at equal size: Decoding Speculative Decoding (2402.01528), table 1.
+    ModelShape("noft-1.3b", 24, 2048, 16, 16, 128, 5504, True, 32000),
+    ModelShape("noft-wide-1.3b", 12, 2560, 20, 20, 128, 9280, True, 32000),
+    # For laptops, float32, one core: 47 MB, 8.7 ms at 8 rows; 1.7 MB, 0.13 ms a step. A CPU pays
+    # for every row, so the draft is small enough for 24 branches to grow while T = 2 verifies.
+    ModelShape("toy-target", 4, 512, 8, 4, 64, 1408, True, 4096),
+    ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
+)
+PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
+# Prompt lookup: no product at all, and nothing that is ever launched.
+LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
+ALIASES: dict[str, str] = {
+    "70b": "llama-3.1-70b",
+    "8b": "llama-3.1-8b",
+    "3b": "llama-3.2-3b",
+    "1b": "llama-3.2-1b",
+    "65b": "llama-65b",
+    "32b": "qwen3-32b",
+    "0.6b": "qwen3-0.6b",
+    "66b": "opt-66b",
+    "30b": "opt-30b",
+    "13b": "opt-13b",
+    "6.7b": "opt-6.7b",
+    "2.7b": "opt-2.7b",
+    "1.3b": "opt-1.3b",
+    "350m": "opt-350m",
+    "125m": "opt-125m",
+    "noft": "noft-1.3b",
+    "noft-wide": "noft-wide-1.3b",
+}
+PAIRS: dict[str, tuple[str, str]] = {
+    "toy": ("toy-target", "toy-draft"),
+    "8b/1b": ("llama-3.1-8b", "llama-3.2-1b"),
+    "70b/1b": ("llama-3.1-70b", "llama-3.2-1b"),
+    "70b/8b": ("llama-3.1-70b", "llama-3.1-8b"),
+    "32b/0.6b": ("qwen3-32b", "qwen3-0.6b"),
+    "66b/125m": ("opt-66b", "opt-125m"),
+    "65b/noft": ("llama-65b", "noft-1.3b"),
+    "65b/noft-wide": ("llama-65b", "noft-wide-1.3b"),
+}
+_HUB_OWNERS = ("meta-llama", "huggyllama", "qwen", "facebook")
+_FORMS = "gen:layers=…,hidden=…,ffn=…, eagle:, mtp:, medusa: or mlp:MODEL, a path of a config.json"
+
+
+def resolve_model(text: str) -> ModelShape:
+    """The shape that `text` names; ConfigError when it names none.
+
+    A preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) and with a
+    depth (70b@8L); gen:layers=…,hidden=…,ffn=… and optionally heads, kv_heads, head_dim, vocab,
+    gated; a config.json or a directory that holds one; a head-sized draft of any of these; lookup.
+    A shape's own name resolves to it again.
+    """
+    text = text.strip()
+    if text.lower() == LOOKUP.name:
+        return LOOKUP
+    if parts := split_head(text, _is_name):
+        return _headed(*parts)
+    if depth := _SCALED.search(text):
+        return resolve_model(text[: depth.start()]).scaled(int(depth[1]))
+    owner, _, name = text.lower().rpartition("/")
+    if not owner or owner in _HUB_OWNERS:
+        name = name if owner else ALIASES.get(name, name)
+        if name in PRESETS:
+            return PRESETS[name]
+    if text.startswith("gen:"):
+        return _generated(text)
+    path = os.path.expanduser(text)
+    if text.endswith(".json") or text.startswith((".", "/", "~")) or os.path.exists(path):
+        return ModelShape(**read_fields(Path(path, "config.json" if os.path.isdir(path) else "")))
+    raise ConfigError(f"{unknown('model', text.lower(), [*PRESETS, *ALIASES])}; or {_FORMS}")
+
+
+def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
+    """(target, draft) of a pair's name, or of target/draft, each anything resolve_model takes.
+
+    Paths hold '/' too: the text is split at each '/' from the left, and the first split of which
+    both sides resolve is taken. ConfigError when there is none.
+    """
+    text = text.strip()
+    if text.lower() in PAIRS:
+        target, draft = PAIRS[text.lower()]
+        return PRESETS[target], PRESETS[draft]
+    if "/" not in text:
+        raise ConfigError(
+            f"{unknown('pair', text, PAIRS)}; or target/draft, each a preset, {_FORMS}"
+        )
+    reason: object = f"no '/' parts it into a target and a draft, each a preset, {_FORMS}"
+    for slash in re.finditer("/", text):
+        try:
+            target_shape = resolve_model(text[: slash.start()])
+        except ConfigError as error:
+            reason = error if text.count("/") == 1 else reason
+            continue
+        try:
+            return target_shape, resolve_model(text[slash.end() :])
+        except ConfigError as error:
+            reason = error
+    raise ConfigError(f"pair {text!r}: {reason}")
+
+
+def _is_name(text: str) -> bool:
+    return text.lower() in PRESETS or text.startswith("gen:")
+
+
+def _headed(kind: str, number: int | None, target: str) -> ModelShape:
+    """The head-sized draft of a target, whatever the target's depth."""
+    shape = resolve_model(target)
+    if shape.head is not None:
+        raise ConfigError(f"{kind}:{target}: allowed: {kind} on a whole model, not on {shape.name}")
+    prefix, num_layers, head = make_head(kind, number, shape.hidden)
+    name = f"{prefix}-{_SCALED.sub('', shape.name)}"
+    return replace(shape, name=name, num_layers=num_layers, head=head)
+
+
+_NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
+_GEN_KEYS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
+
+
+def _generated(text: str) -> ModelShape:
+    """The shape of `gen:layers=…,hidden=…,ffn=…[,…]`; heads are 64 wide unless it says otherwise.
+
+    The name lists every value, so equal shapes have equal names.
+    """
+    given = _gen_values(text)
+    if missing := [key for key in _GEN_KEYS[:3] if key not in given]:
+        raise ConfigError(f"{text!r}: {missing[0]} is missing; allowed: {_FORMS}")
+    if "heads" not in given:
+        width = given.setdefault("head_dim", 64)
+        given["heads"] = _exact(text, "head_dim", given["hidden"], width)
+    elif "head_dim" not in given:
+        given["head_dim"] = _exact(text, "heads", given["hidden"], given["heads"])
+    given.setdefault("kv_heads", given["heads"])
+    given.setdefault("vocab", 32000)
+    given.setdefault("gated", 1)
+    if given["gated"] not in (0, 1):
+        raise ConfigError(f"{text!r}: gated={given['gated']}: allowed: 0, 1")
+    name = "gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS)
+    layers, hidden, ffn, heads, kv_heads, head_dim, vocab, gated = (given[k] for k in _GEN_KEYS)
+    return ModelShape(name, layers, hidden, heads, kv_heads, head_dim, ffn, bool(gated), vocab)
+
+
+def _gen_values(text: str) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for item in text.removeprefix("gen:").split(","):
+        key, _, value = item.partition("=")
+        if (key := key.strip()) not in _GEN_KEYS:
+            raise unknown("key in gen:", key, _GEN_KEYS)
+        if key in values or not _NUMBER.fullmatch(value):
+            raise ConfigError(f"{text!r}: {item!r}: allowed: {key}=<whole number>, once")
+        values[key] = int(value)
+    return values
+
+
+def _exact(where: str, what: str, hidden: int, divisor: int) -> int:
+    """hidden / divisor; ConfigError unless it is a whole number."""
+    if divisor < 1 or hidden % divisor:
+        raise ConfigError(f"{where!r}: {what}={divisor}: allowed: a divisor of hidden={hidden}")
+    return hidden // divisor

@@ -1,0 +1,168 @@
+"""The raw rows of the measured rounds, digests of what a run emitted, and summary statistics."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints, Outcome, Speculation
+from mpissd.common.tape import SPILL_ROUNDS, Tape
+
+SCHEMA = 1
+
+
+class RoundRecords:
+    """The measured rounds. A row is one sequence in one round, because the batch may shrink."""
+
+    def __init__(self, lookahead: int, stop_token: int | None = None) -> None:
+        """Starts without rounds. lookahead: K; stop_token: the token that ends a sequence."""
+        self.lookahead, self.stop_token = lookahead, stop_token
+        self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
+        self.t_target_s = Tape("d")
+        self._new_outcomes: list[Any] = []  # the rows of each new round, not yet on a tape
+        self._new_speculations: list[Any] = []
+        self._counts, self._outcomes, self._speculations = Tape("i"), Tape("i"), Tape("i")
+        self._width = Speculation.HEAD  # columns of _speculations
+        self._times = self.round_s, self.t_target_s
+
+    def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
+        """Adds a round. The arrays are kept, not copied, until 512 rounds are packed at once."""
+        self.t_target_s.tail.append(t_target_s)
+        self._new_speculations.append(speculation.rows)
+        self._new_outcomes.append(outcome.rows)
+        if len(self._new_outcomes) == SPILL_ROUNDS:
+            self._pack()
+            for tape in (*self._times, self._counts, self._outcomes, self._speculations):
+                tape.spill()
+
+    def _pack(self) -> None:
+        """Moves the rows of the new rounds to the tapes."""
+        outcomes, speculations = self._new_outcomes, self._new_speculations
+        if not outcomes:
+            return
+        counts = [len(rows) for rows in speculations]
+        if counts != [len(rows) for rows in outcomes]:
+            outcomes = [rows[:count] for rows, count in zip(outcomes, counts, strict=True)]
+        self._width = speculations[0].shape[1]
+        drafted = b"".join(speculations)
+        assert len(drafted) == 4 * self._width * sum(counts), "rows of several widths"
+        self._counts.extend(np.array(counts, np.int32).tobytes())
+        self._outcomes.extend(b"".join(outcomes))
+        self._speculations.extend(drafted)
+        self._new_outcomes, self._new_speculations = [], []
+
+    def __len__(self) -> int:
+        return len(self.t_target_s)
+
+    def _read(self) -> tuple[Ints, Ints, Ints]:
+        """Returns the round of each row [n], outcome rows [n, 5], speculation rows [n, width]."""
+        self._pack()
+        rounds = np.repeat(np.arange(len(self), dtype=np.int32), self._counts.read())
+        outcomes = self._outcomes.read().reshape(-1, Outcome.WIDTH)
+        return rounds, outcomes, self._speculations.read().reshape(-1, self._width)
+
+    def sequences(self) -> NDArray[np.int64]:
+        """Returns [n, 8]: round, id, epoch, num_accepted, bonus, source, hit, num_draft."""
+        rounds, outcomes, speculations = self._read()
+        columns = [rounds, *outcomes[:, [0, 1, 3, 4]].T, *speculations[:, : Speculation.HEAD].T]
+        return np.column_stack(columns).astype(np.int64)
+
+    def num_rows(self) -> NDArray[np.int64]:
+        """Returns the rows of each round's target forward [rounds]: Σ(num_draft + 1)."""
+        rounds, _, speculations = self._read()
+        rows = np.bincount(rounds, weights=speculations[:, 2] + 1.0, minlength=len(self))
+        return rows.astype(np.int64)
+
+    def tokens(self) -> dict[int, list[int]]:
+        """Returns {request id: its emitted tokens}: each round's accepted drafts, then its bonus.
+
+        A sequence ends with its stop token; tokens behind it in the same round are dropped.
+        """
+        return {request_id: found.tolist() for request_id, found in self.token_arrays().items()}
+
+    def token_arrays(self) -> dict[int, Ints]:
+        """Returns what `tokens` does, with an array for each request."""
+        _, outcomes, speculations = self._read()
+        accepted = outcomes[:, 3]
+        table = np.column_stack(
+            [speculations[:, Speculation.HEAD :][:, : self.lookahead], outcomes[:, 4]]
+        )
+        table[np.arange(len(table)), accepted] = outcomes[:, 4]
+        order = np.argsort(outcomes[:, 0], kind="stable")
+        is_emitted = np.arange(table.shape[1]) <= accepted[:, None]
+        emitted = table[order][is_emitted[order]]
+        ids, first = np.unique(outcomes[order, 0], return_index=True)
+        ends = np.cumsum(accepted[order] + 1)[first[1:] - 1]
+        parts = np.split(emitted, ends) if len(ids) else []
+        return {
+            request_id: self._up_to_the_stop(part)
+            for request_id, part in zip(ids.tolist(), parts, strict=True)
+        }
+
+    def _up_to_the_stop(self, emitted: Ints) -> Ints:
+        if self.stop_token is None:
+            return emitted
+        found = np.flatnonzero(emitted == self.stop_token)
+        return emitted[: found[0] + 1] if len(found) else emitted
+
+
+def outcome_digest(sequences: NDArray[np.int64]) -> str:
+    """Returns the first 16 hex digits of SHA-256 over (round, id, k, t*) of all rows.
+
+    sequences: [n, 8], from RoundRecords.sequences. Runs that decided alike have equal digests.
+    """
+    decided = np.ascontiguousarray(sequences[:, [0, 1, 3, 4]])
+    return hashlib.sha256(decided.tobytes()).hexdigest()[:16]
+
+
+def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
+    """Returns the first 16 hex digits of SHA-256 over the first `count` tokens of each sequence."""
+    state = hashlib.sha256()
+    for request_id in sorted(tokens):
+        first = np.asarray(tokens[request_id][:count], np.int64)
+        state.update(np.int64(request_id).tobytes() + first.tobytes())
+    return state.hexdigest()[:16]
+
+
+def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float | int | None]:
+    """Returns {mean, p50, p90, p99} in microseconds and {n}; None for all but n without samples."""
+    if not len(seconds):
+        return {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
+    us = np.asarray(seconds) * 1e6
+    p50, p90, p99 = np.percentile(us, [50, 90, 99])
+    return {
+        "mean": round(float(us.mean()), 3),
+        "p50": round(float(p50), 3),
+        "p90": round(float(p90), 3),
+        "p99": round(float(p99), 3),
+        "n": len(us),
+    }
+
+
+def median(values: NDArray[Any] | Sequence[float]) -> float | None:
+    """Returns the median of the finite values; None where there is none."""
+    array = np.asarray(values, np.float64)
+    array = array[np.isfinite(array)]
+    return float(np.median(array)) if len(array) else None
+
+
+def is_stable(seconds: Sequence[float] | Tape, tolerance: float, blocks: int = 5) -> bool | None:
+    """Returns whether the medians of interleaved blocks differ by at most `tolerance`, relatively.
+
+    Rounds are dealt to the blocks in turn, and each deal begins one block later. Every block then
+    holds its share of a drift, of a burst, and of a period of any length, as a repeat of the whole
+    run would. Medians that still differ would differ between two runs as well: the rounds have two
+    levels that change by chance, or too much noise for their number. A drift does not count as
+    unstable here; it widens the intervals of mpissd.common.compare, whose blocks are consecutive.
+    Returns None with fewer than 10 samples a block.
+    """
+    if len(seconds) < 10 * blocks:
+        return None
+    times, number = np.asarray(seconds, np.float64), np.arange(len(seconds))
+    dealt = (number + number // blocks) % blocks
+    medians = [float(np.median(times[dealt == block])) for block in range(blocks)]
+    return max(medians) - min(medians) <= tolerance * float(np.median(medians))

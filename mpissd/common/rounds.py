@@ -1,0 +1,209 @@
+"""The data of a round: what was drafted (Speculation), what was decided (Outcome), and the Batch.
+
+Everything covers b sequences, and row i of every array belongs to the same sequence. An Outcome and
+a Speculation are one int32 matrix each, with views of its columns, so that a message is one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ProtocolError
+
+Ints = NDArray[np.int32]
+
+
+class Source(IntEnum):
+    """What produced a sequence's draft tokens in a round."""
+
+    NONE = 0  # nothing was drafted (AR)
+    CACHE = 1  # drafted while the target verified the round before
+    JIT = 2  # drafted just in time, after the outcome was known
+    FAST = 3  # a backup that costs no draft step
+
+
+class Event(IntEnum):
+    """What a row of an outcome means for its sequence."""
+
+    COMMIT = 0  # the round accepted num_accepted tokens and found the bonus token
+    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and its first round is a miss
+    RELEASE = 2  # the sequence is finished and takes no speculation
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot."""
+
+    request_id: int
+    first_token: int = 0
+    epoch: int = 0
+
+
+class Outcome:
+    """What round `round` decided: (k, t*) for each sequence, and who was admitted or released.
+
+    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*).
+    The speculation of round + 1 answers the rows that are not releases, in their order.
+    """
+
+    WIDTH = 5
+
+    def __init__(self, round_: int, rows: Ints) -> None:
+        self.round = round_
+        self.rows = rows
+        self.ids: Ints = rows[:, 0]
+        self.epochs: Ints = rows[:, 1]
+        self.events: Ints = rows[:, 2]
+        self.num_accepted: Ints = rows[:, 3]
+        self.bonus: Ints = rows[:, 4]
+
+    @classmethod
+    def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
+        """Returns an outcome that admits these requests and nothing else."""
+        rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
+        return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH))
+
+    @property
+    def num_live(self) -> int:
+        """The number of rows that are not releases."""
+        return int(np.count_nonzero(self.events != Event.RELEASE))
+
+
+class Speculation:
+    """The draft tokens of round `round`; row i holds num_draft[i] <= K of them.
+
+    rows: int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens.
+    With sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was
+    drawn (1: it was certain). In tokens and q, columns from num_draft[i] on are not read.
+    """
+
+    HEAD = 3
+
+    def __init__(self, round_: int, rows: Ints, *, sampled: bool = False) -> None:
+        self.round = round_
+        self.rows = rows
+        self.sampled = sampled
+        self.source: Ints = rows[:, 0]
+        self.hit: Ints = rows[:, 1]
+        self.num_draft: Ints = rows[:, 2]
+        self.tokens: Ints = rows[:, 3:]
+        if sampled:
+            end = self.HEAD + (rows.shape[1] - self.HEAD) // 3
+            self.tokens = rows[:, self.HEAD : end]
+            self.q: NDArray[np.float64] = rows[:, end:].view(np.float64)
+
+    @classmethod
+    def empty(
+        cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False
+    ) -> Speculation:
+        """Returns a speculation without draft tokens, as AR verifies in every round."""
+        rows = np.zeros((batch, cls.width(lookahead, sampled)), np.int32)
+        return cls(round_, rows, sampled=sampled)
+
+    @classmethod
+    def width(cls, lookahead: int, sampled: bool) -> int:
+        """Returns the number of columns of `rows`."""
+        return cls.HEAD + lookahead * (3 if sampled else 1)
+
+    @property
+    def num_proposals(self) -> NDArray[np.int64]:
+        """[b] The served tokens that were not certain; PROPOSALS brings each one's distribution."""
+        if not self.sampled:
+            return np.zeros(len(self.rows), np.int64)
+        served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]
+        return np.asarray((served & (self.q < 1)).sum(axis=1))
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the target forward that verifies it: Σ(num_draft + 1)."""
+        return int(self.num_draft.sum()) + len(self.rows)
+
+
+class Batch:
+    """The live sequences, in the order of messages, with their lengths and last tokens.
+
+    Every rank keeps a copy of its own, equal to the others' because all apply the same outcomes. A
+    slot is where the rank's worker keeps a sequence's state; other ranks never see it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.ids: Ints = np.zeros(0, np.int32)
+        self.epochs: Ints = np.zeros(0, np.int32)
+        self.slots = np.zeros(0, np.int64)
+        self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
+        self.last_tokens: Ints = np.zeros(0, np.int32)
+        self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
+        self.digest = 0  # CRC-32 of the outcomes applied: equal on ranks that applied the same
+        self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
+        """Applies an outcome; returns (slot, request) of each sequence that it admits.
+
+        Raises ProtocolError where the outcome's sequences are not those of this batch.
+        """
+        self.digest = crc32(outcome.rows.tobytes(), self.digest)
+        if outcome.rows[:, :3].tobytes() != self._steady:  # takes a tenth of comparing arrays
+            return self._apply_changes(outcome)
+        self.lengths += outcome.num_accepted
+        self.lengths += 1
+        self.last_tokens = outcome.bonus
+        return ()
+
+    def _apply_changes(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
+        known = len(self.ids)
+        old = outcome.rows[:known]
+        if len(old) < known or (old[:, 0] != self.ids).any() or (old[:, 1] != self.epochs).any():
+            raise self._mismatch(outcome)
+        stays = old[:, 2] == Event.COMMIT
+        new = outcome.rows[known:]
+        if (new[:, 2] != Event.ADMIT).any() or (old[:, 2] == Event.ADMIT).any():
+            raise self._mismatch(outcome)
+        free = sorted(set(range(self.capacity)) - set(self.slots[stays].tolist()))
+        if len(new) > len(free):
+            raise ProtocolError(
+                f"round {outcome.round}: {len(new)} admissions, room for {len(free)}"
+            )
+        slots = np.array(free[: len(new)], np.int64)
+        keep = old[stays]
+        rows = np.concatenate([keep, new])
+        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
+        self.lengths = np.concatenate(
+            [self.lengths[stays] + keep[:, 3] + 1, np.ones(len(new), np.int64)]
+        )
+        self.slots = np.concatenate([self.slots[stays], slots])
+        self.identity = np.zeros_like(rows)
+        self.identity[:, :2] = rows[:, :2]
+        self._steady = self.identity[:, :3].tobytes()
+        requests = [Request(int(i), int(t), int(e)) for i, e, _, _, t in new]
+        return list(zip(slots.tolist(), requests, strict=True))
+
+    def _mismatch(self, outcome: Outcome) -> ProtocolError:
+        return ProtocolError(
+            f"round {outcome.round}: outcome rows {outcome.rows[:, :3].tolist()} do not fit the "
+            f"batch of ids {self.ids.tolist()}"
+        )
+
+
+def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:
+    """Returns the tokens that the target verifies, flat [Σ(num_draft+1)].
+
+    Each sequence has its last token t* and then its draft tokens x_1 … x_num_draft.
+    last_tokens: int32 [b].
+    """
+    width = speculation.tokens.shape[1]
+    table = np.empty((len(last_tokens), width + 1), np.int32)
+    table[:, 0] = last_tokens
+    table[:, 1:] = speculation.tokens
+    if (speculation.num_draft == width).all():
+        return table.reshape(-1)
+    return table[np.arange(width + 1) <= speculation.num_draft[:, None]]

@@ -1,0 +1,1 @@
+"""What decodes: the algorithm, the machine, the models, the workloads and the two loops."""

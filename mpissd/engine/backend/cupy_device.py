@@ -1,0 +1,81 @@
+"""One GPU as CuPy sees it: which one, what it is, its memory, its events."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from uuid import UUID
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.engine.backend.base import DeviceInfo
+
+_NOT_READY = 600  # cudaErrorNotReady
+
+
+def check_devices(local_rank: int) -> None:
+    """ConfigError unless this process sees more than local_rank GPUs."""
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise ConfigError(f"backend 'cupy': no usable GPU ({error}); allowed: numpy") from error
+    if local_rank >= count:
+        raise ConfigError(
+            f"backend 'cupy': {local_rank + 1} ranks on this node (local rank {local_rank}), "
+            f"{count} visible GPU(s); allowed: one rank a GPU"
+        )
+
+
+def device_info(device_id: int, properties: dict[str, Any]) -> DeviceInfo:
+    """What CUDA tells of a device; memory is what is free now."""
+    uuid = bytes(properties.get("uuid", b""))[:16]  # CuPy reads it as a C string: may be cut short
+    return DeviceInfo(
+        name=properties["name"].decode(),
+        kind="gpu",
+        uuid=f"GPU-{UUID(bytes=uuid)}" if len(uuid) == 16 else None,
+        bus_id=runtime.deviceGetPCIBusId(device_id),
+        memory_bytes=int(runtime.memGetInfo()[0]),
+        cache_bytes=int(properties["l2CacheSize"]),
+        compute_capability=f"{properties['major']}.{properties['minor']}",
+    )
+
+
+def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array in a block of its own: a pool would round up, and keep what was freed.
+
+    Raises ConfigError where the device is full, with the bytes wanted and free.
+    """
+    size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+    try:
+        memory = cupy.cuda.Memory(size)
+    except runtime.CUDARuntimeError as error:
+        free = runtime.memGetInfo()[0]
+        raise ConfigError(f"GPU memory: {size} bytes wanted, {free} free ({error})") from error
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def step(array: Any) -> int:
+    """Elements from one row to the next (the leading dimension)."""
+    return max(int(array.strides[0]) // int(array.itemsize), int(array.shape[1]))
+
+
+def reached(event: Any) -> bool:
+    """Whether an event is over; FaultError where the device has failed meanwhile."""
+    status = runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        raise FaultError(f"GPU: {runtime.CUDARuntimeError(status)}")
+    return bool(status == 0)
+
+
+def ceil_div(value: int, by: int) -> int:
+    """value / by, rounded up."""
+    return -(-value // by)
+
+
+def can_access_peers() -> list[list[bool]]:
+    """[i][j]: GPU i can map GPU j's memory (itself, always), by the numbers seen here."""
+    every = range(int(runtime.getDeviceCount()))
+    return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in every] for i in every]

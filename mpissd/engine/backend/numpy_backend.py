@@ -1,0 +1,196 @@
+"""Real products on the CPU in float32: the portable path, and the oracle of the other backends."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.engine.backend import weights
+from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
+
+Floats = NDArray[np.float32]
+_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05  # of peak_flops
+_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class HostProgram(Program):
+    """Runs its body at launch; nothing is asynchronous on this backend."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self._body = body
+        self._elapsed_s = 0.0
+
+    def launch(self) -> None:
+        start = time.perf_counter()
+        self._body()
+        self._elapsed_s = time.perf_counter() - start
+
+    def done(self) -> bool:
+        return True
+
+    def elapsed_s(self) -> float:
+        return self._elapsed_s
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays; a weight is [in, out] in C order."""
+
+    name = "numpy"
+    itemsize = 4
+    dtype_name = "float32"
+
+    def __init__(self) -> None:
+        self.info = DeviceInfo(
+            name=cpu_name(),
+            kind="cpu",
+            memory_bytes=available_memory_bytes(),
+            cache_bytes=last_level_cache_bytes(),
+        )
+
+    def weight(self, parts: Sequence[WeightPart]) -> Floats:
+        return np.ascontiguousarray(np.concatenate([weights.part(p) for p in parts], axis=1))
+
+    def activation(self, rows: int, width: int) -> Floats:
+        return np.full((rows, width), np.nan, np.float32)
+
+    def view(self, array: Any, rows: int, start: int, stop: int) -> Any:
+        return array[:rows, start:stop]
+
+    def host_ints(self, count: int) -> NDArray[np.int32]:
+        return np.zeros(count, np.int32)
+
+    def table(self, entries: int, width: int, key: int) -> Floats:
+        return weights.element(key, np.arange(entries), np.arange(width))
+
+    def gather(self, table: Any, tokens: Any, out: Any) -> None:
+        np.take(table, tokens % len(table), axis=0, out=out)
+
+    def matmul(self, x: Any, weight: Any, out: Any) -> None:
+        np.matmul(x, weight, out=out)
+
+    def read(self, num_bytes: int) -> Callable[..., None]:
+        cache = np.ones(max(1, num_bytes // 4), np.float32)
+
+        def read_first(count: int = num_bytes) -> None:
+            cache[: max(1, count // 4)].max()
+
+        return read_first
+
+    def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
+        if k == 1:
+            out_ids[:, 0] = np.argmax(values, axis=1)
+        else:
+            out_ids[...] = np.argsort(-values, axis=1, kind="stable")[:, :k]
+        out_values[...] = np.take_along_axis(values, out_ids, axis=1)
+
+    def top_buffers(self, rows: int, k: int) -> tuple[Any, Any]:
+        return np.full((rows, k), -1, np.int32), np.full((rows, k), np.nan, np.float32)
+
+    def read_out(self, ids: Any, host: Any) -> None:
+        host[: ids.size] = ids.reshape(-1)
+
+    def program(
+        self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
+    ) -> HostProgram:
+        return HostProgram(body)
+
+    def synchronize(self) -> None:
+        return None
+
+    def to_host(self, array: Any) -> Any:
+        return np.array(array)
+
+    def from_host(self, values: Any, out: Any) -> None:
+        out[...] = values
+
+    def read_bandwidth(self, num_bytes: int) -> float | None:
+        """Rereads a buffer of num_bytes (at most 4 GB), at least 0.5 GB in all; median.
+
+        The reader is max(): one vectorised load and compare an element, nothing written back.
+        """
+        count = max(1, min(num_bytes, 4 * 10**9) // 4)
+        buffer = np.ones(count, np.float32)
+        return count * 4 / _median_s(buffer.max, count * 4)
+
+    def copy_bandwidth(self, num_bytes: int) -> float | None:
+        """Copies half a buffer of num_bytes onto its other half, as often as reads are repeated."""
+        half = max(1, min(num_bytes, 4 * 10**9) // 8)
+        source, to = np.ones(half, np.float32), np.zeros(half, np.float32)
+        return 2 * half * 4 / _median_s(lambda: np.copyto(to, source), 2 * half * 4)
+
+    def peak_flops(self) -> float | None:
+        """The largest square of a power of two whose product takes 5 ms at most, for 50 ms.
+
+        Short products, and the fastest: a process that needs the core misses some of them.
+        """
+        side, once_s = _FIRST_SIDE, _product_s(_FIRST_SIDE)
+        while 8 * once_s <= _LONGEST_PRODUCT_S:
+            side, once_s = 2 * side, _product_s(2 * side)
+        count = max(3, min(100, int(_PEAK_S / once_s)))
+        return float(2 * side**3 / min(once_s, _product_s(side, count)))
+
+    def close(self) -> None:
+        return None
+
+
+def _median_s(operation: Callable[[], object], num_bytes: int) -> float:
+    """Median seconds of an operation, repeated until it has moved 0.5 GB (100,000 times at most:
+    what a few bytes take is the call)."""
+    seconds = []
+    for _ in range(min(10**5, max(3, -(-(5 * 10**8) // num_bytes)))):
+        start = time.perf_counter()
+        operation()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
+
+
+def _product_s(side: int, count: int = 1) -> float:
+    """Seconds of the fastest of `count` square products, after one that loads the library."""
+    x, out = np.full((side, side), 0.5, np.float32), np.empty((side, side), np.float32)
+    weight, seconds = x.copy(), []
+    for _ in range(count + 1):
+        start = time.perf_counter()
+        np.matmul(x, weight, out=out)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def cpu_name() -> str:
+    """The processor's own name, or its architecture where the system doesn't tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can be taken without swapping; None where the system doesn't tell."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def last_level_cache_bytes() -> int | None:
+    """Size of the first core's last-level cache; None where the system doesn't tell."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text[:-1].isdigit() and text[-1] in _BINARY:
+            sizes.append(int(text[:-1]) * _BINARY[text[-1]])
+    return max(sizes, default=None)

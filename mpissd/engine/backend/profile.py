@@ -1,0 +1,219 @@
+"""A device profile: what a forward costs on a machine, each number with where it comes from.
+
+A profile is a JSON file {"schema": 1, "name", "device_name", "numbers": {key: {"value", "from"}},
+"all_reduce": {"from", "latency_s": {ranks: s}, "bytes_per_s": {ranks: B/s}}, "tables": {…}}; "from"
+says measured, modelled, datasheet, assumed or defined. The emulated backend lives on one; `probe`
+makes them (docs/profile.md). Rates are a model, tables were measured: where a table covers a
+forward it is taken, else the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.engine.backend.base import Cost, ForwardKey
+from mpissd.engine.backend.profile_tables import HostEntry, Tables
+
+SCHEMA = 1
+_NUMBERS = (
+    "read_bytes_per_s",
+    "peak_flops_per_s",
+    "product_overhead_s",
+    "launch_s",
+    "memory_bytes",
+)
+
+
+class Options(Protocol):
+    """What of a forward's options a table depends on (model.shard.ForwardOptions)."""
+
+    @property
+    def fuse(self) -> bool: ...
+    @property
+    def lm_head(self) -> bool: ...
+    @property
+    def context(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of one device and of the links inside its node, and measured tables where there are.
+
+    all_reduce_*: by number of ranks; {}: defined as free; None: not known (a probe of one rank).
+    hosts: what the host's work took in some ways to decode; (): not measured. models_others:
+    forwards of no table are modelled; False: a profile that has tables says nothing of them.
+    """
+
+    name: str
+    device_name: str
+    read_bytes_per_s: float | None
+    peak_flops_per_s: float | None
+    product_overhead_s: float  # what a product loses beyond its bytes
+    launch_s: float  # of one forward
+    memory_bytes: int | None
+    all_reduce_latency_s: Mapping[int, float] | None
+    all_reduce_bytes_per_s: Mapping[int, float] | None
+    sources: Mapping[str, str]
+    tables: Tables = field(default_factory=Tables)
+    hosts: tuple[HostEntry, ...] = ()
+    models_others: bool = False
+    other_kernels: frozenset[str] = frozenset()  # commits that ran other kernels than these
+
+    @property
+    def few_rows(self) -> int:
+        """Jobs of at most so many rows may run another kernel than larger ones; 0: none does."""
+        return self.tables.few_rows
+
+    def forward_s(self, cost: Cost) -> float:
+        """Duration of one forward, all-reduces included, in seconds.
+
+        As measured, where a table covers this forward. Else modelled: the roofline (floor_s) plus
+        what every product and all-reduce loses beyond it; ConfigError where that is not known.
+        """
+        measured = self.tables.forward(cost)
+        if measured is not None:
+            return measured(cost.rows)
+        floor = self.floor_s(cost) or 0.0
+        products = cost.num_products * self.product_overhead_s
+        reduces = cost.num_all_reduces * self.all_reduce_s(cost.tp, cost.all_reduce_bytes)
+        return floor + products + reduces + self.launch_s
+
+    def floor_s(self, cost: Cost) -> float | None:
+        """max(bytes / read bandwidth, flops / peak); None where a rate is unknown."""
+        if self.read_bytes_per_s is None or self.peak_flops_per_s is None:
+            return None
+        moved = (cost.weight_bytes + cost.kv_bytes) / self.read_bytes_per_s
+        return max(moved, cost.flops / self.peak_flops_per_s)
+
+    def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
+        """One all-reduce over `ranks` ranks (the rates of the next larger known number).
+
+        Raises ConfigError where all-reduces are not known.
+        """
+        latencies, rates = self.all_reduce_latency_s, self.all_reduce_bytes_per_s
+        if ranks == 1:
+            return 0.0
+        if latencies is None or rates is None:
+            raise ConfigError(
+                f"profile {self.name!r} knows no all-reduce over {ranks} ranks: allowed: tp=1, or "
+                f"a profile probed with T={ranks}"
+            )
+        if not latencies:
+            return 0.0
+        known = sorted(latencies)
+        nearest = next((n for n in known if n >= ranks), known[-1])
+        return latencies[nearest] + num_bytes / rates[nearest]
+
+    def require(self, model: str, tp: int, options: Options, sequences: int = 1) -> None:
+        """ConfigError unless this forward was measured, whatever its rows; names what was."""
+        context = options.context * sequences
+        key = ForwardKey(model, tp, options.fuse, options.lm_head, context)
+        if key not in self.tables.forwards:
+            covered = "; ".join(str(known) for known in self.tables.forwards) or "none"
+            raise ConfigError(
+                f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
+            )
+
+
+def known_profiles() -> dict[str, Path]:
+    """The profiles that come with mpissd, by name."""
+    folder = Path(str(resources.files("mpissd.engine.backend") / "profiles"))
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def load_profile(text: str) -> Profile:
+    """A profile by name or by path.
+
+    Raises ConfigError: unknown name, unreadable file, another schema, a missing number.
+    """
+    builtin = known_profiles()
+    if text in builtin:
+        return _read(builtin[text])
+    if not (text.endswith(".json") or "/" in text):
+        raise unknown("device", text, builtin)
+    return _read(Path(text))
+
+
+def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profile]:
+    """The targets' profile and the drafts' (None: the same). Raises as load_profile."""
+    profile = load_profile(device)
+    return profile, profile if draft_device is None else load_profile(draft_device)
+
+
+def _read(path: Path) -> Profile:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"profile {str(path)!r}: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else None
+        raise ConfigError(f"profile {str(path)!r}: schema {found!r}, this version reads {SCHEMA}")
+    if data.get("kind", "device") != "device":
+        raise ConfigError(
+            f"profile {str(path)!r}: kind {data['kind']!r}; allowed: a device's, as probe saves it"
+        )
+    try:
+        return _profile(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"profile {str(path)!r}: missing or malformed {error}") from error
+
+
+def _profile(data: dict[str, Any]) -> Profile:
+    numbers = {key: data["numbers"][key] for key in _NUMBERS}
+    values = {key: entry["value"] for key, entry in numbers.items()}
+    sources = {key: str(entry["from"]) for key, entry in numbers.items()}
+    reduce = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
+    sources["all_reduce"] = str(reduce["from"])
+    latencies, rates = _all_reduce(reduce)
+    memory = values["memory_bytes"]
+    return Profile(
+        name=str(data["name"]),
+        device_name=str(data["device_name"]),
+        read_bytes_per_s=_rate(values["read_bytes_per_s"]),
+        peak_flops_per_s=_rate(values["peak_flops_per_s"]),
+        product_overhead_s=_seconds(values["product_overhead_s"]),
+        launch_s=_seconds(values["launch_s"]),
+        memory_bytes=None if memory is None else int(memory),
+        all_reduce_latency_s=latencies,
+        all_reduce_bytes_per_s=rates,
+        sources=sources,
+        tables=Tables.parse(data.get("tables") or {}),
+        models_others="others" in data,
+        other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
+        hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
+    )
+
+
+def _all_reduce(
+    entry: Mapping[str, Any],
+) -> tuple[Mapping[int, float] | None, Mapping[int, float] | None]:
+    if entry["latency_s"] is None and entry["bytes_per_s"] is None:
+        return None, None
+    latencies = {int(n): _seconds(s) for n, s in entry["latency_s"].items()}
+    rates = {int(n): _positive(s) for n, s in entry["bytes_per_s"].items()}
+    if latencies.keys() != rates.keys():
+        raise ValueError(f"all_reduce: latency_s of {[*latencies]}, bytes_per_s of {[*rates]}")
+    return latencies, rates
+
+
+def _rate(value: Any) -> float | None:
+    return None if value is None else _positive(value)
+
+
+def _seconds(value: Any) -> float:
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{value!r}: allowed: seconds, at least 0")
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"rate {value!r}, must be positive")
+    return float(value)

@@ -1,0 +1,204 @@
+"""Measured tables of a device profile: seconds by rows or bytes, and where they come from.
+
+In JSON every table is a list of entries {identity…, "from", "seconds": {point: s}}; what else
+stands in an entry (its spread, say) is for the reader of the file. docs/profile.md lists them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpissd.engine.backend.base import Cost, ForwardKey
+
+# What tells the entries of a table apart.
+IDENTITY: dict[str, tuple[str, ...]] = {
+    "products": ("k", "n"),
+    "all_reduces": ("name", "ranks", "graph"),
+    "links": ("name", "idle_s"),
+    "copies": ("direction",),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at measured points: straight lines between them, flat before the first.
+
+    Behind the last point it goes on with the slope of the last two, if that rises. At a point it
+    gives what was measured, to the last bit. ValueError: points that don't rise from 1 on, or
+    seconds that are none.
+    """
+
+    points: tuple[int, ...]
+    seconds: tuple[float, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.points or len(self.points) != len(self.seconds):
+            raise ValueError(f"{len(self.points)} points, {len(self.seconds)} times")
+        if self.points[0] < 1 or list(self.points) != sorted(set(self.points)):
+            raise ValueError(f"points {self.points}: allowed: rising whole numbers from 1")
+        if not all(0 <= s < math.inf for s in self.seconds):
+            raise ValueError(f"seconds {self.seconds}: allowed: numbers, at least 0")
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> Curve:
+        """The curve of a table's entry."""
+        told = {_whole(point): float(s) for point, s in entry["seconds"].items()}
+        points = tuple(sorted(told))
+        return cls(points, tuple(told[n] for n in points), str(entry["from"]))
+
+    def __call__(self, at: int) -> float:
+        """Seconds at a point, measured or not."""
+        points, seconds = self.points, self.seconds
+        right = bisect.bisect_left(points, at)
+        if right == 0 or (right < len(points) and points[right] == at):
+            return seconds[right]
+        if right == len(points):
+            if right == 1:
+                return seconds[0]
+            run = points[-1] - points[-2]
+            return seconds[-1] + max(0.0, seconds[-1] - seconds[-2]) / run * (at - points[-1])
+        share = (at - points[right - 1]) / (points[right] - points[right - 1])
+        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Seconds of a whole forward by rows, all-reduces included, on a rank of `params` weights.
+
+    most_rows: the kernel runs in jobs whose forwards have at most so many rows; None: in any job.
+    """
+
+    params: int
+    seconds: Curve
+    kernel: str = ""  # what ran the products; "": a profile older than this field
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch takes: the host's part, and the device's from event to event, in seconds."""
+
+    host_s: float
+    device_s: float
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """Seconds of host work and of the link in one way to decode, by the names of HostCosts."""
+
+    mode: str
+    tp: int
+    num_drafts: int  # 0: AR, or a draft on the lead
+    batch_size: int
+    lookahead: int
+    seconds: Mapping[str, float]
+    source: str
+    lanes: int = 0  # branches of a sequence, whose keys are in `keys`; 0: none, or not known
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
+        """An entry of a profile's "host"; KeyError, TypeError or ValueError where malformed."""
+        names = ("tp", "num_drafts", "batch_size", "lookahead")
+        seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
+        counts = {name: _whole(entry[name]) for name in names}
+        lanes = int(entry.get("lanes", 0))
+        return cls(
+            str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]), lanes=lanes
+        )
+
+
+Series = Mapping[tuple[Any, ...], Curve]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All measured tables of a profile; empty where a profile has rates alone.
+
+    forwards: of each key its kernels, those of jobs with the fewest rows first. products by (k, n)
+    and rows; all_reduces by (name, ranks, graph) and bytes; links (round trips) by (name, idle_s)
+    and bytes; copies by (direction,) and bytes; launches by what is launched.
+    """
+
+    forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
+    products: Series = field(default_factory=dict)
+    all_reduces: Series = field(default_factory=dict)
+    links: Series = field(default_factory=dict)
+    copies: Series = field(default_factory=dict)
+    launches: Mapping[str, Launch] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Tables:
+        """The "tables" of a profile's JSON; KeyError, TypeError or ValueError where malformed."""
+        if unknown := set(data) - {*IDENTITY, "forwards", "launches", "bandwidths"}:
+            raise ValueError(f"table {min(unknown)!r}")
+        series = {
+            name: {tuple(e[i] for i in identity): Curve.parse(e) for e in data.get(name, ())}
+            for name, identity in IDENTITY.items()
+        }
+        forwards = _forwards(data.get("forwards", ()))
+        launches = {
+            str(e["what"]): Launch(_seconds(e["host_s"]), _seconds(e["device_s"]))
+            for e in data.get("launches", ())
+        }
+        return cls(forwards=forwards, launches=launches, **series)
+
+    def forward(self, cost: Cost) -> Curve | None:
+        """The measured forward that a cost is of, by the kernel that its job would run; None where
+        there is none."""
+        most = cost.most_rows or cost.rows
+        for found in () if cost.key is None else self.forwards.get(cost.key, ()):
+            # A name alone doesn't make a model: two config.json may share it.
+            is_of_model = cost.flops == 2 * cost.rows * found.params
+            if is_of_model and (found.most_rows is None or most <= found.most_rows):
+                return found.seconds
+        return None
+
+    @property
+    def few_rows(self) -> int:
+        """Jobs of at most so many rows may run another kernel than larger ones; 0: none does."""
+        every = (found.most_rows for kernels in self.forwards.values() for found in kernels)
+        return max((most for most in every if most is not None), default=0)
+
+
+def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
+    """By key, those of the fewest rows first; of equal keys and limits the last entry counts."""
+    every: dict[ForwardKey, dict[float, Forward]] = {}
+    for entry in entries:
+        key, found = _forward(entry)
+        every.setdefault(key, {})[found.most_rows or math.inf] = found
+    return {key: tuple(found[most] for most in sorted(found)) for key, found in every.items()}
+
+
+def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:
+    tp, kv_tokens = _whole(entry["tp"]), _whole(entry["kv_tokens"])
+    fuse, lm_head = entry["fuse"], entry["lm_head"]
+    if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
+        raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
+    key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens)
+    most = entry.get("most_rows")
+    limit = None if most is None else _positive(most)
+    kernel = str(entry.get("kernel", ""))
+    return key, Forward(_whole(entry["params"]), Curve.parse(entry), kernel, limit)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, (bool, float)):
+        raise ValueError(f"{value!r}: allowed: whole numbers")
+    return int(value)
+
+
+def _positive(value: Any) -> int:
+    if _whole(value) < 1:
+        raise ValueError(f"most_rows={value!r}: allowed: a whole number >= 1, or null")
+    return _whole(value)
+
+
+def _seconds(value: Any) -> float:
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{value!r}: allowed: seconds, at least 0")
+    return float(value)

@@ -1,0 +1,49 @@
+"""Backends by name, imported only when asked for: a CPU machine never imports GPU code."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.engine.backend.base import Backend
+
+NAMES = ("auto", "numpy", "cupy", "emulated")
+
+
+def choose(name: str) -> str:
+    """Resolves `auto`: cupy where CuPy finds a GPU, else numpy."""
+    if name not in NAMES:
+        raise unknown("backend", name, NAMES)
+    if name != "auto":
+        return name
+    if importlib.util.find_spec("cupy") is None:
+        return "numpy"
+    import cupy
+
+    try:
+        return "cupy" if cupy.is_available() else "numpy"
+    except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13, no driver
+        return "numpy"
+
+
+def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:
+    """The backend `name` (not `auto`) on this rank's device.
+
+    Raises ConfigError: an unknown name or profile, no CuPy, no GPU, more ranks than GPUs.
+    """
+    if name == "numpy":
+        from mpissd.engine.backend.numpy_backend import NumpyBackend
+
+        return NumpyBackend()
+    if name == "emulated":
+        from mpissd.engine.backend.emulated_backend import EmulatedBackend
+        from mpissd.engine.backend.profile import load_profile
+
+        return EmulatedBackend(load_profile(device))
+    if name == "cupy":
+        if importlib.util.find_spec("cupy") is None:
+            raise ConfigError("backend 'cupy': CuPy is not installed; pip install '.[cuda12]'")
+        from mpissd.engine.backend.cupy_backend import CupyBackend
+
+        return CupyBackend(local_rank, graph=graph)
+    raise unknown("backend", name, NAMES)

@@ -1,0 +1,275 @@
+"""All-reduces of device arrays, within a CUDA graph or through the host over MPI.
+
+    choice    what it opens
+    auto      oneshot if it can be opened and its trial sums are right; else nccl if CuPy has NCCL
+              and no two ranks share a GPU; else staged
+    oneshot   kernels on memory that the GPUs of one host share (device_oneshot)
+    nccl      NCCL, or a ConfigError
+    staged    copies to page-locked host memory, sums by MPI in float32, copies back; works with any
+              MPI, without graphs
+    device    MPI on device pointers (device_mpi); needs --cuda_aware_mpi
+    mpi       the same as device
+
+Close in this order: graphs, NCCL, the MPI communicator. Graphs hold NCCL's operations, and the
+other order hangs. NcclGroup.close does so, and aborts NCCL where the device still waits for a peer;
+the rank then has to leave by MPI.Abort. Device memory is freed last, because freeing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.common.errors import ConfigError, FaultError, unknown
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.comm.device_needs import Device as Device
+from mpissd.engine.comm.device_needs import IpcDevice
+from mpissd.engine.comm.device_oneshot import MAX_RANKS, OneshotGroup
+from mpissd.engine.comm.group import ALL_REDUCES, Group
+
+_SEAT_BYTES = 256  # of a seat as text
+_UNIQUE_ID_BYTES = 128
+_CLOSE_S = 1.0  # longest wait of a close for enqueued work
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's host and GPU, and whether its CuPy has NCCL."""
+
+    host: str
+    bus_id: str
+    nccl: bool
+
+    @classmethod
+    def parse(cls, line: str) -> Seat:
+        host, bus_id, nccl = line.split("\t")
+        return cls(host, bus_id, nccl == "1")
+
+    def __str__(self) -> str:
+        return f"{self.host}\t{self.bus_id}\t{int(self.nccl)}"
+
+
+def shared_gpu(seats: Sequence[Seat]) -> str | None:
+    """Returns a line that names two ranks on one GPU; None where every rank has its own."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, seat in enumerate(seats):
+        other = first.setdefault((seat.host, seat.bus_id), rank)
+        if other != rank:
+            return f"ranks {other} and {rank} share GPU {seat.bus_id} of {seat.host}"
+    return None
+
+
+def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
+    """Returns why these ranks cannot map each other's memory, or None as far as seats tell."""
+    hosts = {seat.host for seat in seats}
+    if len(hosts) > 1:
+        return f"ranks on {len(hosts)} hosts"
+    if len(seats) > MAX_RANKS:
+        return f"{len(seats)} ranks, at most {MAX_RANKS}"
+    return shared_gpu(seats)
+
+
+def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: bool = True) -> str:
+    """Returns oneshot, nccl, staged or device, the same on every rank.
+
+    choice: --all_reduce. seats: of all ranks. oneshot: whether `auto` may choose it. Raises
+    ConfigError for an unknown choice, and for one that these ranks or this MPI cannot do.
+    """
+    if choice not in ALL_REDUCES:
+        raise unknown("all-reduce", choice, ALL_REDUCES)
+    shared, apart = shared_gpu(seats), why_not_oneshot(seats)
+    without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
+    if choice == "auto":
+        if oneshot and not apart:
+            return "oneshot"
+        return "staged" if shared or without else "nccl"
+    if choice == "oneshot" and apart:
+        raise ConfigError(f"all-reduce 'oneshot': {apart}; allowed: nccl, staged, auto")
+    if choice == "nccl" and shared:
+        raise ConfigError(f"all-reduce 'nccl': {shared}; allowed: staged, auto, one rank a GPU")
+    if choice == "nccl" and without:
+        raise ConfigError(f"all-reduce 'nccl': CuPy has no NCCL on rank {without[0]}; "
+                          "allowed: staged, auto")  # fmt: skip
+    if choice in ("mpi", "device"):
+        if not cuda_aware:
+            raise ConfigError(f"all-reduce {choice!r} hands device pointers to MPI: only with "
+                              "--cuda_aware_mpi; allowed: nccl, staged, auto")  # fmt: skip
+        return "device"
+    return choice
+
+
+def open_device_group(
+    backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
+) -> Group:
+    """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
+    device = cast(Device, backend)
+    seats = gather_seats(device, comm, waiter)
+    is_gpu = device.info.kind == "gpu"
+    name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=is_gpu)
+    if name == "oneshot":
+        try:
+            return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
+        except ConfigError:  # every rank raises it
+            if choice == "oneshot":
+                raise
+            name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=False)
+    if name == "nccl":
+        return NcclGroup(device, comm, waiter)
+    if name == "staged":
+        return StagedGroup(device, comm, waiter)
+    from mpissd.engine.comm.device_mpi import open_device_mpi
+
+    return open_device_mpi(device, comm, waiter)
+
+
+def gather_seats(device: Device, comm: MPI.Comm, waiter: Waiter) -> list[Seat]:
+    """Returns every rank's seat, in rank order. Collective."""
+    info = device.info
+    can_nccl = info.kind == "gpu" and has_nccl()
+    seat = Seat(MPI.Get_processor_name()[:128], info.bus_id or "?", can_nccl)
+    mine = np.frombuffer(str(seat).encode().ljust(_SEAT_BYTES), np.uint8)
+    lines = np.empty((comm.size, _SEAT_BYTES), np.uint8)
+    waiter.until(comm.Iallgather(mine, lines).Test, "the target ranks' devices")
+    return [Seat.parse(bytes(line).decode().rstrip()) for line in lines]
+
+
+def has_nccl() -> bool:
+    """Returns whether CuPy finds an NCCL library."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return False
+    return bool(nccl.available)
+
+
+def unique_id(identity: Any, cupy_version: str) -> Any:
+    """Returns NCCL's id as NcclCommunicator takes it: bytes since CuPy 14, else signed chars.
+
+    identity: uint8 [128].
+    """
+    if int(cupy_version.split(".")[0]) >= 14:
+        return identity.tobytes()
+    return tuple(int(char) for char in identity.view(np.int8))
+
+
+class NcclGroup(Group):
+    """The group that reduces by NCCL on the backend's stream; graphs may capture its operations."""
+
+    name = "nccl"
+
+    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
+        super().__init__(comm.size, comm.rank)
+        self._device, self._stream = device, device.stream.ptr
+        self._half, self._word, self._sum = nccl.NCCL_FLOAT16, nccl.NCCL_INT32, nccl.NCCL_SUM
+        self._error = nccl.NcclError
+        identity = np.zeros(_UNIQUE_ID_BYTES, np.uint8)
+        if comm.rank == 0:
+            identity[:] = [char & 0xFF for char in nccl.get_unique_id()]
+        waiter.until(comm.Ibcast(identity).Test, "the NCCL id")
+        id_ = unique_id(identity, cupy.__version__)
+        self._nccl: Any = nccl.NcclCommunicator(comm.size, id_, comm.rank)
+        self._connect(waiter)
+
+    def all_reduce(self, array: Any) -> None:
+        assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
+        self._device.flush()
+        at = array.data.ptr
+        self._nccl.allReduce(at, at, array.size, self._half, self._sum, self._stream)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        assert local.itemsize == 4 and gathered.size == self.size * local.size
+        self._device.flush()
+        source, to = local.data.ptr, gathered.data.ptr
+        self._nccl.allGather(source, to, local.size, self._word, self._stream)
+
+    def check(self) -> None:
+        """Raises FaultError where NCCL has met an error; long waits call it."""
+        if self._nccl is None:
+            return
+        try:
+            self._nccl.check_async_error()
+        except self._error as error:
+            raise FaultError(f"NCCL on rank {self.rank}: {error}") from error
+
+    def abort(self) -> None:
+        """Ends NCCL's kernels that wait for a dead peer, and with them the communicator."""
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+
+    def close(self) -> None:
+        """Destroys the device's graphs, then NCCL's communicator; waits 1 s for a peer at most."""
+        if self._nccl is None:
+            return
+        self._device.destroy_graphs()
+        try:
+            Waiter(_CLOSE_S, spin=False).until(self._device.fence(), "NCCL to end")
+        except FaultError:
+            self.abort()
+            return
+        self._nccl.destroy()
+        self._nccl = None
+
+    def _connect(self, waiter: Waiter) -> None:
+        """Runs one all-reduce and one all-gather: NCCL connects at the first, outside a capture."""
+        import cupy
+
+        with self._device.stream:
+            halves = cupy.zeros((1, 1024), np.float16)
+            local, gathered = (cupy.zeros(n * 256, np.int32) for n in (1, self.size))
+        self.all_reduce(halves)
+        self.all_gather(local, gathered)
+        over = self._device.fence()
+
+        def connected() -> bool:
+            self.check()
+            return over()
+
+        waiter.until(connected, "NCCL's first all-reduce")
+
+
+class StagedGroup(Group):
+    """The group that sums in host memory by MPI, in float32, and rounds the sum once."""
+
+    name = "staged"
+    capturable = False
+
+    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+        super().__init__(comm.size, comm.rank)
+        self._device, self._comm, self._waiter = device, comm, waiter
+        self._staging: dict[int, Any] = {}  # {length: page-locked int32 buffer}
+
+    def all_reduce(self, array: Any) -> None:
+        halves = self._host((array.size + 1) // 2).view(np.float16)[: array.size]
+        self._fetch(array, halves)
+        total = halves.astype(np.float32)
+        request = self._comm.Iallreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+        self._waiter.until(request.Test, "staged all-reduce")
+        halves[...] = total
+        self._device.copy_in(halves, array)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        every = self._host(gathered.size)
+        mine = every[self.rank * local.size :][: local.size]
+        self._fetch(local, mine)
+        request = self._comm.Iallgather(MPI.IN_PLACE, every)
+        self._waiter.until(request.Test, "staged all-gather")
+        self._device.copy_in(every, gathered)
+
+    def _fetch(self, array: Any, host: Any) -> None:
+        self._device.copy_out(array, host)
+        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
+
+    def _host(self, count: int) -> Any:
+        if count not in self._staging:
+            self._staging[count] = self._device.host_ints(count)
+        return self._staging[count]

@@ -1,0 +1,227 @@
+"""All-reduces by one kernel, on memory that the GPUs of one host share by CUDA IPC.
+
+Each rank has an inbox into which all others write (kernels/inbox.cu). One store carries a word and
+the number of its exchange, so that data cross NVLink once and no handshake is needed. Sums are made
+in float32 in rank order, so that all ranks get the same bits. A chain of products (cupy_chain)
+exchanges within its own kernel; all other arrays go through the kernel `exchange`.
+
+If a rank never comes, the kernels give up at the waiter's deadline, or when `abort` sets the
+backend's stop word. The sums are then NaN, and the program that waits for them raises FaultError.
+
+Close in this order: destroy the graphs, let enqueued work end, unmap the others' inboxes, wait
+until every rank has done so, free the inbox. If a rank is missing, the inbox stays until the
+process ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend import kernels
+from mpissd.engine.comm.device_needs import IpcDevice
+from mpissd.engine.comm.group import Group
+
+MAX_RANKS = 8
+BLOCKS, THREADS = 64, 256  # of the kernel `exchange`
+CAPACITY = 1 << 19  # words of two float16 in an exchange, 2 MiB; larger arrays take several
+TOLERANCE = 2e-3  # largest relative error of the trial sums
+PEERS = np.dtype(  # struct Peers
+    [
+        ("inbox", np.uint64, MAX_RANKS),
+        ("done", np.uint64),
+        ("rank", np.int32),
+        ("size", np.int32),
+        ("capacity", np.int64),
+    ]
+)
+_SUM, _GATHER = 0, 1
+_HANDLE_BYTES = 64
+_CLOSE_S, _TRIAL_S = 1.0, 20.0
+_TRIAL_SIZES = (2, 510, 8192, 2 * CAPACITY + 4)  # float16; from less than a block to two exchanges
+_TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
+
+
+class OneshotGroup(Group):
+    """The group of up to 8 GPUs of one host; graphs may capture its operations."""
+
+    name = "oneshot"
+    done_counts = BLOCKS
+
+    def __init__(self, device: IpcDevice, comm: MPI.Comm, waiter: Waiter) -> None:
+        """Maps the others' memory and tries sums. Collective.
+
+        Raises ConfigError on every rank where memory cannot be mapped or a sum is wrong.
+        """
+        super().__init__(comm.size, comm.rank)
+        self._device, self._comm, self._waiter = device, comm, waiter
+        self.capacity = CAPACITY
+        self._inbox_bytes = 2 * comm.size * CAPACITY * 8
+        self._limit = np.uint64(int(waiter.deadline_s * 1e9))
+        self._own = 0
+        self._mapped: list[int] = []
+        self._peers: Any = None
+        try:
+            self._agree(self._open(), "mapping each other's memory")
+            self._agree(self._trial(), "sums at start-up")
+        except ConfigError:
+            self.close()
+            raise
+        device.limit_waits(waiter.deadline_s)
+
+    @property
+    def everybody(self) -> int:
+        """The device address of the kernels' struct Peers."""
+        return int(self._peers.data.ptr)
+
+    def all_reduce(self, array: Any) -> None:
+        assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
+        if array.ndim == 2 and self._device.sum_last(array, self):
+            return
+        self._device.flush()
+        assert array.size % 2 == 0, f"{array.shape}: an odd number of float16"
+        at = array.data.ptr
+        for first in range(0, array.size // 2, self.capacity):
+            words = min(self.capacity, array.size // 2 - first)
+            self._exchange(at + 4 * first, at + 4 * first, words, _SUM)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        assert local.itemsize == 4 and gathered.size == self.size * local.size
+        assert local.size <= self.capacity, f"{local.size} words, at most {self.capacity}"
+        self._device.flush()
+        self._exchange(local.data.ptr, gathered.data.ptr, local.size, _GATHER)
+
+    def abort(self) -> None:
+        """Ends the waits in this rank's kernels, and those of kernels that start later."""
+        self._device.stop[0] = 1
+
+    def close(self) -> None:
+        """Unmaps and frees the inboxes; waits some seconds for a missing rank at most.
+
+        An inbox that another rank may still write to is not freed. The backend can open another
+        group afterwards, also after an abort.
+        """
+        if not self._own:
+            return
+        self._device.destroy_graphs()
+        over = self._device.fence()
+        try:
+            Waiter(_CLOSE_S, spin=False).until(over, "exchanges to end")
+        except FaultError:
+            self.abort()
+            Waiter(_CLOSE_S, spin=False).until(over, "exchanges to give up")
+        self._unmap()
+        self._device.stop[0] = 0
+
+    def _exchange(self, source: int, to: int, words: int, mode: int) -> None:
+        args = (
+            self._peers,
+            np.uintp(source),
+            np.uintp(to),
+            np.int64(words),
+            np.int32(mode),
+            np.uintp(self._device.stop.ctypes.data),
+            self._limit,
+        )
+        with self._device.stream:
+            self._kernel((BLOCKS,), (THREADS,), args)
+
+    def _open(self) -> str | None:
+        """Makes this rank's inbox and maps the others'; returns why it failed. Collective."""
+        handle, reason = np.zeros(_HANDLE_BYTES, np.uint8), None
+        try:
+            handle[:] = self._inbox()
+        except (ImportError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
+            reason = str(error)
+        handles = np.empty((self.size, _HANDLE_BYTES), np.uint8)
+        self._wait(self._comm.Iallgather(handle, handles), "the inboxes' handles")
+        if reason is not None or not handles.any(axis=1).all():
+            return reason  # None where another rank failed
+        try:
+            self._map(handles)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _inbox(self) -> NDArray[np.uint8]:
+        """Compiles the kernel and allocates the inbox with its counters; returns its handle."""
+        import cupy
+        from cupy.cuda import runtime
+
+        module = cupy.RawModule(code=kernels.source(kernels.EXCHANGE), options=("--std=c++14",))
+        self._kernel = module.get_function("exchange")
+        size = self._inbox_bytes + 4 * BLOCKS
+        self._own = int(runtime.malloc(size))
+        runtime.memset(self._own, 0, size)
+        runtime.deviceSynchronize()
+        return np.frombuffer(runtime.ipcGetMemHandle(self._own), np.uint8)
+
+    def _map(self, handles: NDArray[np.uint8]) -> None:
+        """Maps the other ranks' inboxes and writes all addresses into struct Peers."""
+        import cupy
+        from cupy.cuda import runtime
+
+        inboxes = np.zeros(MAX_RANKS, np.uint64)
+        for rank in range(self.size):
+            inboxes[rank] = self._own
+            if rank != self.rank:
+                inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank].tobytes())
+                self._mapped.append(int(inboxes[rank]))
+        peers = np.zeros(1, PEERS)
+        peers["inbox"], peers["done"] = inboxes, self._own + self._inbox_bytes
+        peers["rank"], peers["size"], peers["capacity"] = self.rank, self.size, self.capacity
+        self._peers = cupy.asarray(peers.view(np.uint8))
+        runtime.deviceSynchronize()
+
+    def _trial(self) -> str | None:
+        """Compares sums of random numbers with MPI's; returns what is wrong with them, or None."""
+        limit, self._limit = self._limit, np.uint64(int(_TRIAL_S * 1e9))
+        worst = 0.0
+        for size in _TRIAL_SIZES:
+            array = self._device.activation(1, size)
+            for trial in range(_TRIALS):
+                rng = np.random.default_rng((size, trial, self.rank))
+                values = rng.standard_normal((1, size)).astype(np.float16).astype(np.float32)
+                self._device.from_host(values, array)
+                self.all_reduce(array)
+                self._wait(self._comm.Iallreduce(MPI.IN_PLACE, values), "sums of the host")
+                found = self._device.to_host(array)
+                error = np.linalg.norm(found - values) / np.linalg.norm(values)
+                worst = max(worst, float(error)) if np.isfinite(error) else np.inf
+        self._limit = limit
+        return f"relative error {worst:.1e}" if worst > TOLERANCE else None
+
+    def _agree(self, reason: str | None, what: str) -> None:
+        """Raises ConfigError on every rank if any rank has a reason. Collective."""
+        line = np.zeros((self.size, 256), np.uint8)
+        text = np.frombuffer((reason or "").encode()[:256].ljust(256, b"\0"), np.uint8)
+        self._wait(self._comm.Iallgather(text, line), what)
+        for rank, found in enumerate(line):
+            if found.any():
+                why = bytes(found).rstrip(b"\0").decode(errors="replace")
+                raise ConfigError(
+                    f"all-reduce 'oneshot': {what} failed on rank {rank} ({why}); "
+                    "allowed: nccl, staged, auto"
+                )
+
+    def _wait(self, request: Any, what: str) -> None:
+        self._waiter.until(request.Test, what)
+
+    def _unmap(self) -> None:
+        from cupy.cuda import runtime
+
+        for inbox in self._mapped:
+            runtime.ipcCloseMemHandle(inbox)
+        self._mapped.clear()
+        own, self._own, self._peers = self._own, 0, None
+        try:
+            everybody = self._comm.Ibarrier()
+            Waiter(_CLOSE_S, spin=False).until(everybody.Test, "all ranks to unmap the inboxes")
+        except FaultError:
+            return
+        runtime.free(own)

@@ -1,0 +1,152 @@
+"""The link and the plan channel over MPI, with persistent requests on preallocated buffers.
+
+The receive for the next message is posted as soon as the last one was read, a round before it is
+needed. Each channel has a communicator of its own, so that no receive takes another channel's
+message.
+"""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from mpissd.common.rounds import Outcome, Speculation
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm import wire
+from mpissd.engine.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape, Side
+
+
+class MpiCarrier(Carrier):
+    """A carrier between two ranks: one persistent send and one persistent receive.
+
+    A message that is shorter than its buffer is sent by a request of its own.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        peer: int,
+        outgoing: wire.Buffer,
+        incoming: wire.Buffer,
+        waiter: Waiter,
+    ) -> None:
+        self._waiter = waiter
+        self._comm, self._peer, self._out = comm, peer, outgoing
+        self._send = comm.Send_init(outgoing.array, dest=peer, tag=int(outgoing.kind))
+        self._receive = comm.Recv_init(incoming.array, source=peer, tag=int(incoming.kind))
+        self._sending: MPI.Request | None = None
+        self._full = False
+        self._receive.Start()
+
+    def ready(self) -> None:
+        """Returns when the outgoing buffer may be written again."""
+        if self._sending is not None:
+            self._waiter.until(self._sending.Test, "send")
+            self._sending = None
+
+    def send(self, size: int | None = None) -> None:
+        if size is None:
+            self._send.Start()
+            self._sending = self._send
+        else:
+            part = self._out.array[:size]
+            self._sending = self._comm.Isend(part, self._peer, int(self._out.kind))
+
+    def arrived(self) -> bool:
+        if not self._full:
+            self._full = self._receive.Test()
+        return self._full
+
+    def release(self) -> None:
+        self._full = False
+        self._receive.Start()
+
+    def close(self) -> None:
+        self.ready()
+        if not self._full:
+            self._receive.Cancel()
+            self._receive.Wait()
+        self._send.Free()
+        self._receive.Free()
+
+
+def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> LeadEnd:
+    """Opens the lead's end of a link to rank `draft` of `comm`."""
+    main = _open(comm, draft, shape.outcome_buffer(), shape.speculation_buffer(), waiter)
+    side = None
+    if shape.has_side:
+        side = _open(comm, draft, shape.trunk_buffer(), shape.proposals_buffer(), waiter)
+    return LeadEnd(*main, shape.lookahead, waiter, vocab=shape.vocab, side=side)
+
+
+def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> DraftEnd:
+    """Opens the draft's end of a link to rank `lead` of `comm`."""
+    main = _open(comm, lead, shape.speculation_buffer(), shape.outcome_buffer(), waiter)
+    side = None
+    if shape.has_side:
+        side = _open(comm, lead, shape.proposals_buffer(), shape.trunk_buffer(), waiter)
+    return DraftEnd(*main, waiter, side=side)
+
+
+def _open(comm: MPI.Comm, peer: int, out: wire.Buffer, into: wire.Buffer, waiter: Waiter) -> Side:
+    return Side(MpiCarrier(comm, peer, out, into, waiter), out, into)
+
+
+class PlanSender:
+    """The lead's end of the plan channel: sends each follower outcome r-1 and speculation r."""
+
+    def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
+        self._buffer = shape.plan_buffer()
+        self._waiter = waiter
+        self._sends = [
+            comm.Send_init(self._buffer.array, dest=rank, tag=int(self._buffer.kind))
+            for rank in range(1, comm.size)
+        ]
+        self._in_flight = False
+        self.num_messages = 0
+        self.num_bytes = 0
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        """Starts to send the plan of round speculation.round to every follower."""
+        if not self._sends:
+            return
+        self._finish()
+        wire.write_plan(self._buffer, outcome, speculation, stop)
+        MPI.Prequest.Startall(self._sends)
+        self._in_flight = True
+        self.num_messages += len(self._sends)
+        self.num_bytes += len(self._sends) * self._buffer.array.nbytes
+
+    def _finish(self) -> None:
+        if self._in_flight:
+            self._waiter.until(lambda: MPI.Request.Testall(self._sends), "plan to followers")
+            self._in_flight = False
+
+    def close(self) -> None:
+        """Finishes sending the last plan and frees the requests."""
+        self._finish()
+        for request in self._sends:
+            request.Free()
+
+
+class PlanReceiver:
+    """A follower's end of the plan channel."""
+
+    def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
+        self._buffer = shape.plan_buffer()
+        self._waiter = waiter
+        self._lookahead, self._sampled = shape.lookahead, shape.sampled
+        self._receive = comm.Recv_init(self._buffer.array, source=0, tag=int(self._buffer.kind))
+        self._receive.Start()
+
+    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
+        """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
+        self._waiter.until(self._receive.Test, "lead: plan")
+        found = wire.read_plan(self._buffer, round_, self._lookahead, sampled=self._sampled)
+        self._receive.Start()
+        return found
+
+    def close(self) -> None:
+        """Cancels the posted receive; called after the plan that says stop."""
+        self._receive.Cancel()
+        self._receive.Wait()
+        self._receive.Free()

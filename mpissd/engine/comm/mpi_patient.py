@@ -1,0 +1,100 @@
+"""Communicators whose collectives of Python objects have a deadline.
+
+mpi4py's own collectives block inside MPI and would hang for a missing rank. The ones here use
+nonblocking calls that a Waiter polls. Split and Dup have no nonblocking form: a thread ends the
+process when they take too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, ClassVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.common.stage import OWN, STAGE, Stage
+from mpissd.common.wait import Waiter, within
+
+_OPENING = 30  # times the deadline, while other ranks may still open devices and make weights
+
+
+class PatientComm(MPI.Intracomm):
+    """An Intracomm whose waits raise Overdue after a deadline, in its parts and copies as well."""
+
+    deadline_s: ClassVar[float] = 120.0  # --deadline_s of this process's job
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Returns every rank's object, in rank order."""
+        data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._wait(self.Iallgather(np.array([len(data)], np.int64), sizes), "all ranks")
+        every = np.empty(int(sizes.sum()), np.uint8)
+        self._wait(self.Iallgatherv(data, (every, sizes)), "all ranks")
+        return _unpack(every, sizes)
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """Returns every rank's object, in rank order, on `root`; None elsewhere."""
+        data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
+        here = self.rank == root
+        sizes = np.zeros(self.size if here else 0, np.int64)
+        told = np.array([len(data)], np.int64)
+        self._wait(self.Igather(told, sizes if here else None, root), "all ranks' reports")
+        every = np.empty(int(sizes.sum()), np.uint8)
+        target = (every, sizes) if here else None
+        self._wait(self.Igatherv(data, target, root), "all ranks' reports")
+        return _unpack(every, sizes) if here else None
+
+    def bcast(self, obj: Any = None, root: int = 0) -> Any:
+        """Returns the object of rank `root`."""
+        data = np.frombuffer(MPI.pickle.dumps(obj if self.rank == root else None), np.uint8)
+        size = np.array([len(data)], np.int64)
+        self._wait(self.Ibcast(size, root), f"rank {root}'s word")
+        told = data.copy() if self.rank == root else np.empty(int(size[0]), np.uint8)
+        self._wait(self.Ibcast(told, root), f"rank {root}'s word")
+        return obj if self.rank == root else MPI.pickle.loads(told.tobytes())
+
+    def allreduce(self, sendobj: Any, op: MPI.Op | Callable[[Any, Any], Any] = MPI.SUM) -> Any:
+        """Returns all ranks' objects, combined by `op` in rank order."""
+        return reduce(op, self.allgather(sendobj))
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self._wait(self.Ibarrier(), "barrier")
+
+    def Barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.barrier()
+
+    def Split(self, color: int = 0, key: int = 0) -> PatientComm:
+        """Splits as Intracomm.Split does; ends the process when that takes too long."""
+        with within(self._patience_s, "ranks to split up"):
+            return PatientComm(super().Split(color, key))
+
+    def Split_type(
+        self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
+    ) -> PatientComm:
+        """Splits as Intracomm.Split_type does; ends the process when that takes too long."""
+        with within(self._patience_s, "ranks to split up"):
+            return PatientComm(super().Split_type(split_type, key, info))
+
+    def Dup(self, info: MPI.Info | None = None) -> PatientComm:
+        """Copies as Intracomm.Dup does; ends the process when that takes too long."""
+        with within(self._patience_s, "ranks to open a communicator"):
+            return PatientComm(super().Dup(info))
+
+    @property
+    def _patience_s(self) -> float:
+        return self.deadline_s * (_OPENING if OWN.bytes[STAGE] <= Stage.OPEN else 1)
+
+    def _wait(self, request: MPI.Request, what: str) -> None:
+        Waiter(self._patience_s, spin=False).until(request.Test, what)
+
+
+def _unpack(every: Any, sizes: Any) -> list[Any]:
+    ends = np.cumsum(sizes)
+    return [
+        MPI.pickle.loads(every[end - size : end].tobytes())
+        for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)
+    ]

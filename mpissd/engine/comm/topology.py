@@ -1,0 +1,174 @@
+"""The ranks' roles: T target ranks, then D draft ranks; target rank 0 is the lead.
+
+The functions launcher_… read from the environment what the launcher says of this process, before
+MPI starts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.wait import PATIENT_SPIN_S, Waiter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# The variables with (size, rank) of Open MPI, of MPICH and its derivatives, and of srun.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+
+
+def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Returns how many processes the launcher started; None outside a launcher."""
+    return _launcher(environ, 0)
+
+
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns this process's rank among those that the launcher started; 0 outside a launcher."""
+    return _launcher(environ, 1) or 0
+
+
+def _launcher(environ: Mapping[str, str], which: int) -> int | None:
+    for names in _LAUNCHERS:
+        if environ.get(names[0], "").isdigit():
+            value = environ.get(names[which], "")
+            return int(value) if value.isdigit() else None
+    return None
+
+
+def check_world(world_size: int, num_drafts: int) -> int:
+    """Returns T = world_size - num_drafts; raises ConfigError where that leaves no target rank."""
+    tp = world_size - num_drafts
+    if tp < 1:
+        raise ConfigError(
+            f"world of {world_size} rank{'s' * (world_size != 1)} is too small for "
+            f"num_drafts={num_drafts}: mpirun -np T+D needs at least {num_drafts + 1}"
+        )
+    return tp
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place in the world. Ranks 0 … T-1 are targets, ranks T … T+D-1 are drafts."""
+
+    world: MPI.Comm
+    group: MPI.Comm  # the ranks with this rank's role
+    tp: int
+    num_drafts: int
+    local_rank: int
+    hosts: tuple[str, ...]  # the name of each world rank's host
+    cores_a_rank: float  # usable cores for each rank, on the host with the fewest
+
+    def waiter(self, deadline_s: float) -> Waiter:
+        """Returns how this rank waits.
+
+        With two cores or more for each rank it spins. With one it spins only briefly, because any
+        other process would stretch a spin by a time slice of 4 ms.
+        """
+        if self.cores_a_rank >= 2:
+            return Waiter(deadline_s, spin=True)
+        if self.cores_a_rank >= 1:
+            return Waiter(deadline_s, spin=False, spin_s=PATIENT_SPIN_S)
+        return Waiter(deadline_s, spin=False)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is target rank 0."""
+        return self.world.rank == 0
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether this rank drafts."""
+        return self.world.rank >= self.tp
+
+
+def open_topology(num_drafts: int) -> Topology:
+    """Starts MPI and splits the world into targets and drafts. Collective.
+
+    Raises ConfigError on every rank where the world is too small, or where the launcher belongs to
+    another MPI than the library.
+    """
+    from mpi4py import MPI
+
+    from mpissd.engine.comm.mpi_patient import PatientComm
+
+    world = PatientComm(MPI.COMM_WORLD)
+    told = launcher_size()
+    if told is not None and told != world.size:
+        library = MPI.Get_library_version().split(",")[0].strip()
+        raise ConfigError(
+            f"launcher mismatch: it started {told} processes, but MPI sees {world.size}; use the "
+            f"mpirun that belongs to mpi4py's library ({library})"
+        )
+    return placed(world, check_world(world.size, num_drafts))
+
+
+def placed(world: MPI.Comm, tp: int) -> Topology:
+    """Returns this rank's place in `world`, whose first `tp` ranks are targets. Collective."""
+    from mpi4py import MPI
+
+    group = world.Split(int(world.rank >= tp), world.rank)
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    cores: set[int] = set().union(*node.allgather(usable_cores()))
+    cores_a_rank = float(world.allreduce(len(cores) / node.size, op=MPI.MIN))
+    hosts = label_hosts(world.allgather((socket.gethostname(), node.bcast(world.rank))))
+    return Topology(world, group, tp, world.size - tp, node.rank, hosts, cores_a_rank)
+
+
+def label_hosts(told: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Returns a name for each rank's machine.
+
+    told: for each rank its hostname and the first rank on the same machine. Containers and cloned
+    machines may share a hostname; then that first rank is appended.
+    """
+    machines = {name: {first for other, first in told if other == name} for name, _ in told}
+    return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in told)
+
+
+def part_of(topology: Topology, num_drafts: int) -> Topology | None:
+    """Returns this rank's place in the job of all targets and the first `num_drafts` drafts.
+
+    None on the other drafts, which are idle. Collective over topology.world.
+    """
+    from mpi4py import MPI
+
+    if num_drafts == topology.num_drafts:
+        return topology
+    world, tp = topology.world, topology.tp
+    works = world.rank < tp + num_drafts
+    part = world.Split(0 if works else MPI.UNDEFINED, world.rank)
+    return placed(part, tp) if works else None
+
+
+def usable_cores() -> set[int]:
+    """Returns the numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+class Refused(MpissdError):
+    """All ranks agreed to stop for an error of one of them; rank 0 alone prints the message."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def agree(world: MPI.Comm, error: MpissdError | None) -> None:
+    """Raises Refused on every rank if any rank has an error. Collective.
+
+    error: this rank's, or None. Called before a collective in which the others would wait in vain.
+    """
+    errors = world.allgather(None if error is None else (str(error), error.exit_code))
+    found = next((e for e in errors if e is not None), None)
+    if found is not None:
+        raise Refused(*found)

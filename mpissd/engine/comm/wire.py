@@ -1,0 +1,284 @@
+"""The format of a message: a header of seven int32, then the rows of an outcome or a speculation.
+
+The header holds version, kind, id of the target group, round, count of rows, flags, and a checksum
+of everything from the round on. A received header is compared with the expected one, and every
+number of a row with the values that it can have. A difference raises ProtocolError with both
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ProtocolError
+from mpissd.common.rounds import Event, Ints, Outcome, Source, Speculation
+
+VERSION = 0x5D02
+HEADER = 7
+_FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
+_ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
+STOP = 1
+MOST = int(np.iinfo(np.int32).max)
+_BY_CRC = 1 << 16  # a body of more int32 (distributions may take MBs) is folded before its CRC
+_FOLD = 1 << 10  # numbers that are left of a folded body
+_OUTCOME = ("id", "epoch", "event", "num_accepted", "bonus")
+_SPECULATION = ("source", "hit", "num_draft")
+
+
+class Kind(IntEnum):
+    """The kinds of messages; the number is also the MPI tag."""
+
+    OUTCOME = 1
+    SPECULATION = 2
+    PLAN = 3
+    TRUNK = 4
+    PROPOSALS = 5
+
+
+class Buffer:
+    """The preallocated memory of one message: a header and a body of `capacity` int32.
+
+    lookahead, vocab: K and V, the limits of num_accepted and of tokens in what arrives.
+    """
+
+    def __init__(
+        self, kind: Kind, group: int, capacity: int, *, lookahead: int = MOST, vocab: int = MOST
+    ) -> None:
+        self.kind = kind
+        self.array: Ints = np.zeros(HEADER + capacity, np.int32)
+        self.array[:3] = VERSION, kind, group
+        self.body = self.array[HEADER:]
+        # The largest value of each column of an outcome.
+        self.most = MOST, MOST, int(Event.RELEASE), lookahead, vocab - 1
+        self._expected = VERSION, int(kind), group
+        self._flags = (0, STOP) if kind in (Kind.OUTCOME, Kind.PLAN) else (0,)
+        self._bytes = self.array.data.cast("B")
+        self._ints, self._words = self._bytes.cast("i"), self._bytes.cast("I")
+        self._limits = np.array(self.most, np.uint32)
+        self._tables: dict[tuple[int, int], NDArray[np.uint32]] = {}
+
+    def write_header(self, round_: int, count: int, flags: int = 0) -> None:
+        """Writes the round, the number of rows and the flags."""
+        ints = self._ints
+        ints[_ROUND], ints[_COUNT], ints[_FLAGS] = round_, count, flags
+
+    def seal(self, size: int) -> None:
+        """Writes the checksum of a message whose body has `size` int32."""
+        self._words[_CHECKSUM] = self._checksum(size)
+
+    def read_header(self, round_: int | None = None) -> tuple[int, int, int]:
+        """Returns (round, count, flags) of the message that arrived.
+
+        Raises ProtocolError: another version, kind, group or round than expected, or a count or
+        flags that cannot be.
+        """
+        version, kind, group, got_round, count, flags = self._ints[:_CHECKSUM].tolist()
+        if (version, kind, group) != self._expected or round_ not in (None, got_round):
+            raise self._refused(round_)
+        if not 0 <= count <= len(self.body) or flags not in self._flags:
+            raise self._refused(round_)
+        return got_round, count, flags
+
+    def check_seal(self, size: int) -> None:
+        """Raises ProtocolError where the body, of `size` int32, does not fit its checksum."""
+        told, found = self._words[_CHECKSUM], self._checksum(size)
+        if told != found:
+            raise ProtocolError(
+                f"round {self._ints[_ROUND]}: {self.kind.name} message refused: checksum is "
+                f"{told:#010x}, expected {found:#010x}"
+            )
+
+    def check_outcome(self, rows: Ints) -> None:
+        """Raises ProtocolError where a number of an outcome's rows is out of range."""
+        beyond = rows.view(np.uint32) > self._limits  # as unsigned numbers, negative ones are huge
+        if np.count_nonzero(beyond):  # takes a tenth of any()
+            row, column = np.argwhere(beyond)[0].tolist()
+            raise ProtocolError(
+                f"round {self._ints[_ROUND]}: malformed outcome row {row}: {_OUTCOME[column]} is "
+                f"{rows[row, column]}, allowed 0..{self.most[column]}"
+            )
+
+    def speculation_limits(self, lookahead: int, width: int) -> NDArray[np.uint32]:
+        """Returns the largest value of each column of a speculation [width]; for q, any bits."""
+        if (lookahead, width) not in self._tables:
+            limits = np.full(width, 2**32 - 1, np.uint32)
+            limits[:3] = max(Source), 1, lookahead
+            limits[3 : 3 + lookahead] = self.most[-1]
+            self._tables[lookahead, width] = limits
+        return self._tables[lookahead, width]
+
+    def _checksum(self, size: int) -> int:
+        start = crc32(self._bytes[4 * _ROUND : 4 * _CHECKSUM])
+        if size <= _BY_CRC:
+            return crc32(self._bytes[4 * HEADER : 4 * (HEADER + size)], start)
+        return crc32(_folded(self.body[:size]).data, start)
+
+    def _refused(self, round_: int | None) -> ProtocolError:
+        got = dict(zip(_FIELDS, self._ints[:_CHECKSUM].tolist(), strict=False))
+        names = dict(zip(_FIELDS, (*self._expected, round_), strict=False))
+        wrong = {n: (got[n], want) for n, want in names.items() if want not in (None, got[n])}
+        detail = ", ".join(f"{n} is {a}, expected {b}" for n, (a, b) in wrong.items())
+        flags = f"flags {got['flags']}, allowed {' or '.join(map(str, self._flags))}"
+        rest = f"count {got['count']}, allowed 0..{len(self.body)}; {flags}"
+        return ProtocolError(
+            f"round {got['round']}: {self.kind.name} message refused: {detail or rest}"
+        )
+
+
+def _folded(body: Ints) -> Ints:
+    """Returns 1024 numbers that change when any one number of the body does."""
+    whole = len(body) // _FOLD * _FOLD
+    folded: Ints = np.bitwise_xor.reduce(body[:whole].reshape(-1, _FOLD), axis=0)
+    folded[: len(body) - whole] ^= body[whole:]
+    return folded
+
+
+def write_outcome(buffer: Buffer, outcome: Outcome, stop: bool = False) -> None:
+    """Writes an outcome into the buffer, with one copy."""
+    buffer.seal(_lay_outcome(buffer, outcome, stop))
+
+
+def _lay_outcome(buffer: Buffer, outcome: Outcome, stop: bool) -> int:
+    count, size = len(outcome.rows), outcome.rows.size
+    buffer.write_header(outcome.round, count, STOP if stop else 0)
+    buffer.body[:size] = outcome.rows.reshape(-1)
+    return size
+
+
+def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bool]:
+    """Returns a copy of the outcome that arrived, and whether it says stop.
+
+    Raises ProtocolError for a message that is not as expected, as all functions named read_… do.
+    """
+    outcome, stop = _take_outcome(buffer, round_)
+    buffer.check_seal(outcome.rows.size)
+    buffer.check_outcome(outcome.rows)
+    return outcome, stop
+
+
+def _take_outcome(buffer: Buffer, round_: int | None) -> tuple[Outcome, bool]:
+    got, count, flags = buffer.read_header(round_)
+    return Outcome(got, _rows(buffer, 0, count, Outcome.WIDTH)), flags == STOP
+
+
+def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
+    """Writes a speculation into the buffer, with one copy."""
+    rows = speculation.rows
+    buffer.write_header(speculation.round, len(rows))
+    buffer.body[: rows.size] = rows.reshape(-1)
+    buffer.seal(rows.size)
+
+
+def read_speculation(
+    buffer: Buffer, round_: int, count: int, lookahead: int, *, sampled: bool = False
+) -> Speculation:
+    """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
+    _, got, _ = buffer.read_header(round_)
+    if got != count:
+        raise ProtocolError(
+            f"round {round_}: {buffer.kind.name} of {got} sequences, expected {count}"
+        )
+    rows = _rows(buffer, 0, count, Speculation.width(lookahead, sampled))
+    buffer.check_seal(rows.size)
+    speculation = Speculation(round_, rows, sampled=sampled)
+    _check(buffer, speculation, lookahead)
+    return speculation
+
+
+def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
+    """Writes a plan: the outcome that followers apply and the speculation that they verify."""
+    start = _lay_outcome(buffer, outcome, stop)
+    stop_at = start + speculation.rows.size
+    buffer.body[start:stop_at] = speculation.rows.reshape(-1)
+    buffer.seal(stop_at)
+
+
+def read_plan(
+    buffer: Buffer, round_: int, lookahead: int, *, sampled: bool = False
+) -> tuple[Outcome, Speculation, bool]:
+    """Returns a copy of the plan that arrived: (outcome of round_ - 1, speculation, stop)."""
+    outcome, stop = _take_outcome(buffer, round_ - 1)
+    width = Speculation.width(lookahead, sampled)
+    rows = _rows(buffer, outcome.rows.size, outcome.num_live, width)
+    buffer.check_seal(outcome.rows.size + rows.size)
+    buffer.check_outcome(outcome.rows)
+    speculation = Speculation(round_, rows, sampled=sampled)
+    _check(buffer, speculation, lookahead)
+    return outcome, speculation, stop
+
+
+def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
+    """Writes distributions [V], one for each proposal that was not certain.
+
+    Returns the size of the message in int32, its header included.
+    """
+    buffer.write_header(round_, len(rows))
+    for n, row in enumerate(rows):
+        buffer.body[n * len(row) : (n + 1) * len(row)] = row.view(np.int32)
+    size = sum(len(row) for row in rows)
+    buffer.seal(size)
+    return HEADER + size
+
+
+def check_proposals(buffer: Buffer, round_: int, count: int) -> None:
+    """Raises ProtocolError unless the message holds `count` distributions of round `round_`."""
+    _, got, _ = buffer.read_header(round_)
+    if got != count:
+        raise ProtocolError(f"round {round_}: PROPOSALS of {got} rows, expected {count}")
+
+
+def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArray[np.float32]:
+    """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
+    check_proposals(buffer, round_, count)
+    rows = _rows(buffer, 0, count, vocab).view(np.float32)
+    buffer.check_seal(rows.size)
+    if not (np.isfinite(rows).all() and (rows >= 0).all()):
+        raise ProtocolError(f"round {round_}: PROPOSALS hold a number that is no probability")
+    return rows
+
+
+def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
+    stop = start + count * width
+    if stop > len(buffer.body):
+        raise ProtocolError(
+            f"round {int(buffer.array[3])}: {buffer.kind.name} of {count} rows of {width}, "
+            f"the buffer holds {len(buffer.body)} numbers"
+        )
+    rows: Ints = buffer.body[start:stop].copy().reshape(count, width)
+    return rows
+
+
+def _check(buffer: Buffer, speculation: Speculation, lookahead: int) -> None:
+    rows = speculation.rows
+    beyond = rows.view(np.uint32) > buffer.speculation_limits(lookahead, rows.shape[1])
+    if np.count_nonzero(beyond):
+        _name_what_is(beyond, buffer, speculation, lookahead)
+    if speculation.sampled:
+        q = speculation.q[np.arange(lookahead) < speculation.num_draft[:, None]]
+        if not ((q > 0) & (q <= 1)).all():
+            raise ProtocolError(f"round {speculation.round}: q {q.tolist()}, allowed above 0 to 1")
+
+
+def _name_what_is(
+    beyond: NDArray[np.bool_], buffer: Buffer, speculation: Speculation, lookahead: int
+) -> None:
+    """Raises ProtocolError for the first number beyond its limit.
+
+    Returns where all such numbers are tokens behind num_draft, which nobody reads.
+    """
+    rows, lengths = speculation.rows, speculation.num_draft
+    where = f"round {speculation.round}: "
+    if beyond[:, 2].any():
+        raise ProtocolError(f"{where}num_draft {lengths.tolist()}, allowed 0..{lookahead}")
+    head = Speculation.HEAD
+    beyond[:, head : head + lookahead] &= np.arange(lookahead) < lengths[:, None]
+    for row, column in np.argwhere(beyond)[:1].tolist():
+        name = _SPECULATION[column] if column < head else f"token {column - head + 1}"
+        limit = buffer.speculation_limits(lookahead, rows.shape[1])[column]
+        what = f"malformed {buffer.kind.name} row {row}: {name} is {rows[row, column]}"
+        raise ProtocolError(f"{where}{what}, allowed 0..{limit}")

@@ -1,0 +1,294 @@
+"""The draft side of a round: answer an outcome, then pre-speculate while the target verifies.
+
+SD is the same loop with nothing grown: its cache is always empty, every outcome is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Batch, Event, Ints, Outcome, Source, Speculation
+from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
+from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
+from mpissd.common.wait import Waiter
+from mpissd.engine.decode.controls import Clocks, Controls
+from mpissd.engine.decode.share import Share
+from mpissd.engine.decode.watch import Watch
+from mpissd.engine.spec.cache import Key, SpeculationCache
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.base import Branches, DraftWorker, Rollout
+
+
+@dataclass(frozen=True)
+class DraftPolicy:
+    """How a draft answers and what it grows.
+
+    fan_outs: bonus candidates at each row of the trunk; empty: nothing is grown (SD).
+    on_late: a hit whose branch isn't grown yet is finished first ("finish"), or served as it is.
+    share: which of the D drafts this is, and who grows what.
+    """
+
+    lookahead: int
+    fan_outs: FanOuts = field(default_factory=FanOuts)
+    backup: Source = Source.JIT
+    backup_lookahead: int = 0
+    on_late: str = "finish"
+    sampled: bool = False
+    share: Share = field(default_factory=Share)
+
+
+class Drafter:
+    """One draft's state between rounds: the batch, the growth and the cache that it fills."""
+
+    COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
+
+    def __init__(
+        self,
+        worker: DraftWorker,
+        policy: DraftPolicy,
+        capacity: int,
+        waiter: Waiter,
+        controls: Controls | None = None,
+    ) -> None:
+        """controls: what adapts while it runs; None: the policy, fixed."""
+        self._worker, self._policy, self._waiter = worker, policy, waiter
+        self._controls = controls or Controls(
+            policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
+        )
+        self._backup, self._fan_outs = policy.backup, policy.fan_outs
+        self._watch = Watch(self._controls) if self._controls.watches else None
+        self._clocks = Clocks() if self._watch is None else self._watch.clocks
+        self._batch = Batch(capacity)
+        self._cache = SpeculationCache()
+        self._branches: Branches | None = None
+        self._own: NDArray[np.int64] | None = None  # [lanes] place in the growth, -1: another's
+        self._growth: Rollout | None = None
+        self._proposals: dict[int, list[NDArray[np.float32]]] = {}
+        self.ledger: Ledger = DraftLedger()
+        self._rows = Tape("d")  # COLUMNS of every round
+        self._draft_s = self._growth_s = float("nan")
+        self._num_jit = self._steps_ready = 0
+
+    @property
+    def digest(self) -> int:
+        """Of the outcomes it heard (Batch.digest)."""
+        return self._batch.digest
+
+    @property
+    def num_live(self) -> int:
+        """Sequences in the batch."""
+        return len(self._batch)
+
+    @property
+    def controls(self) -> Controls:
+        """What it decides by."""
+        return self._controls
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """How it drafts."""
+        return self._policy
+
+    def answer(self, outcome: Outcome) -> Speculation:
+        """The speculation that an outcome asks for: hits from the cache, misses by the backup.
+
+        A miss ends the growth; a hit prunes it to the branch that won. Rows that another draft
+        answers have source NONE.
+        """
+        mark = self.ledger.mark
+        if self._watch is not None:
+            self._watch.heard()
+        self._worker.begin_round(self._batch, self._batch.apply(outcome))
+        mark(DraftPhase.COMMIT)
+        lanes = self._lookup(outcome)
+        mark(DraftPhase.LOOKUP)
+        rollouts = self._winners(lanes) + self._backups(lanes)
+        self._finish(rollouts)
+        speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
+        if self._watch is not None:
+            self._watch.looked_up(outcome, lanes, self._branches, self._fan_outs)
+        self._cache.clear()
+        self._growth = self._branches = self._own = None
+        mark(DraftPhase.SPECULATE)
+        return speculation
+
+    def _lookup(self, outcome: Outcome) -> list[int | None]:
+        """The lane that answers each live sequence; None is a miss."""
+        batch, cache = self._batch, self._cache
+        if not len(cache):
+            return [None] * len(batch)
+        lookup, round_ = cache.lookup, outcome.round
+        return [
+            None if event else lookup((round_, seq, epoch, k, token))
+            for seq, epoch, event, k, token in outcome.rows.tolist()
+            if event != Event.RELEASE
+        ]
+
+    def _winners(self, lanes: Sequence[int | None]) -> list[Rollout]:
+        rows = [row for row, lane in enumerate(lanes) if lane is not None]
+        if not rows or self._growth is None:
+            return []
+        won = [lane for lane in lanes if lane is not None]
+        if self._own is not None:  # the others' answer for theirs
+            places = self._own[won]
+            rows = [row for row, place in zip(rows, places, strict=True) if place >= 0]
+            won = places[places >= 0].tolist()
+        self._growth.keep(won, rows)
+        self._steps_ready = self._growth.steps
+        return [self._growth] if rows else []
+
+    def _backups(self, lanes: Sequence[int | None]) -> list[Rollout]:
+        rows = [row for row, lane in enumerate(lanes) if lane is None]
+        if self._policy.share.num_drafts > 1:
+            rows = [row for row in rows if self._policy.share.drafts_miss(row)]
+        self._num_jit = 0
+        if not rows:
+            return []
+        self._backup = self._controls.backup(len(rows), len(lanes))
+        backup = self._worker.restart(self._batch, rows, self._backup)
+        if self._backup == Source.JIT:
+            self._num_jit = len(rows)
+        else:
+            backup.steps = self._policy.backup_lookahead  # costs no draft step
+        return [backup]
+
+    def _finish(self, rollouts: Sequence[Rollout]) -> None:
+        """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
+        start, steps = perf_counter(), 0
+        wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
+        while short := [rollout for rollout, want in wanted if rollout.steps < want]:
+            self._step(short)
+            steps += 1
+        drafting_s = perf_counter() - start
+        if self._watch is not None:
+            has_misses = bool(rollouts) and rollouts[-1] is not self._growth
+            self._watch.drafted(drafting_s, steps, has_misses=has_misses)
+        only_jit = self._num_jit == len(self._batch) > 0
+        complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead
+        self._draft_s = drafting_s if complete else float("nan")
+
+    def _wanted(self, rollout: Rollout) -> int:
+        if rollout is not self._growth:
+            return self._policy.backup_lookahead
+        return self._controls.late_steps(rollout.steps, self._clocks)
+
+    def _step(self, rollouts: Sequence[Rollout]) -> None:
+        self._worker.launch_step(rollouts)
+        self._worker.wait(self._waiter)
+        self._worker.collect_step(rollouts)
+
+    def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
+        policy, head, sampled = self._policy, Speculation.HEAD, self._policy.sampled
+        speculation = Speculation.empty(round_, count, policy.lookahead, sampled=sampled)
+        if sampled:
+            self._proposals = {}
+        for rollout in rollouts:
+            won, steps = rollout is self._growth, rollout.steps
+            rows = slice(None) if len(rollout) == count else rollout.rows  # all rows, in order
+            source = Source.CACHE if won else self._backup
+            speculation.rows[rows, :head] = source, int(won), steps
+            speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
+            if sampled:
+                assert rollout.q is not None, "a sampled job without probabilities"
+                speculation.q[rows, :steps] = rollout.q[:, :steps]
+                for lane, row in enumerate(rollout.rows.tolist()):
+                    self._proposals[row] = rollout.proposals(lane)
+        return speculation
+
+    def proposals(self) -> list[NDArray[np.float32]]:
+        """The distributions [V] behind the tokens of the last answer that were not certain,
+        sequence by sequence."""
+        return [row for _, rows in sorted(self._proposals.items()) for row in rows]
+
+    def proposals_by_row(self) -> dict[int, list[NDArray[np.float32]]]:
+        """The same, by batch row."""
+        return self._proposals
+
+    def hear(self, speculation: Speculation) -> None:
+        """Takes in what was served, of all drafts."""
+        self._worker.served(self._batch, speculation)
+        if self._watch is not None:
+            self._watch.served(speculation)
+            if not self._has_glue:
+                self._watch.show()
+
+    @property
+    def _has_glue(self) -> bool:
+        return self._controls.speculates_ahead and len(self._batch) > 0
+
+    def begin_growth(self, speculation: Speculation) -> bool:
+        """Runs the glue over the served trunk and makes the keys; False: nothing to grow.
+
+        Controls see the last round and decide while the glue runs, so that no outcome waits for it.
+        """
+        if not self._has_glue:
+            return False
+        self._growth_start = perf_counter()
+        self._worker.launch_glue(self._batch, speculation)
+        if self._watch is not None:
+            self._watch.show()
+        fan_outs = self._fan_outs = self._controls.plan()
+        self._worker.wait(self._waiter)
+        self.ledger.mark(DraftPhase.GLUE)
+        branches = self._worker.branches(self._batch, speculation, fan_outs)
+        self._cache.fill(self._keys(speculation.round, branches))
+        self._branches, self._growth = branches, branches.rollout
+        if self._policy.share.num_drafts > 1:
+            self._keep_own(branches, speculation.source, fan_outs)
+        self.ledger.mark(DraftPhase.KEYS)
+        return True
+
+    def _keys(self, round_: int, branches: Branches) -> Iterator[Key]:
+        """(round, id, epoch, k, t*) of every lane, in lane order."""
+        (rows, k), first = branches.lanes.lists, branches.rollout.first.tolist()
+        names = self._batch.identity[:, :2].tolist()
+        if len(names) == 1:
+            return zip(repeat(round_), repeat(names[0][0]), repeat(names[0][1]), k, first)
+        ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
+        return zip(repeat(round_), ids, epochs, k, first)
+
+    def _keep_own(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> None:
+        share = self._policy.share
+        mine = np.flatnonzero(share.lanes(branches, source, fan_outs) == share.index)
+        self._own = np.full(len(branches.lanes.k), -1, np.int64)
+        self._own[mine] = np.arange(len(mine))
+        branches.rollout.keep(mine.tolist(), ())
+
+    @property
+    def growing(self) -> bool:
+        """Whether a further growth step would add to the cache."""
+        growth = self._growth
+        return growth is not None and len(growth) > 0 and growth.steps < self._policy.lookahead
+
+    def grow_step(self) -> None:
+        """One more token on every branch."""
+        assert self._growth is not None, "grow_step() without growth"
+        self._step([self._growth])
+        if not self.growing:
+            self._growth_s = perf_counter() - self._growth_start
+        self.ledger.mark(DraftPhase.GROW)
+
+    def close_round(self, speculation: Speculation) -> None:
+        """Records the round that `speculation` opened."""
+        add = self._rows.tail.append  # five calls cost a third of extend()
+        add(speculation.round)
+        add(self._draft_s)
+        add(self._growth_s)
+        add(self._num_jit)
+        add(self._steps_ready)
+        self._growth_s = float("nan")
+        self._steps_ready = 0
+        if speculation.round % SPILL_ROUNDS == LAST:
+            self._rows.spill()
+        self.ledger.close_round(speculation.round, DraftPhase.RECORD)
+
+    def table(self, first_round: int, last_round: int) -> NDArray[Any]:
+        """Rows of COLUMNS for rounds first … last-1."""
+        return select(self._rows.read(), len(self.COLUMNS), first_round, last_round)

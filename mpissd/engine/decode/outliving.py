@@ -1,0 +1,35 @@
+"""A speculator that outlives its draft rank: from the round in which that is gone, K = 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpissd.common.rounds import Outcome, Speculation
+from mpissd.engine.comm.link import LeadEnd
+from mpissd.engine.decode.speculator import RemoteSpeculator
+
+
+class OutlivingSpeculator(RemoteSpeculator):
+    """One draft behind a link, of greedy tokens; --on_draft_loss=ar."""
+
+    def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
+        """is_lost: whether the draft rank is known to be gone."""
+        super().__init__(link)
+        self._link, self._is_lost = link, is_lost
+
+    def ask(self, outcome: Outcome) -> None:
+        if self.lost_round is None:
+            super().ask(outcome)
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        link = self._link
+        if self.lost_round is None:
+            link.waiter.until(lambda: link.arrived() or self._is_lost(), "draft: speculation")
+            if link.arrived():
+                return super().answer(round_, count)
+            self.lost_round = round_
+        return Speculation.empty(round_, count, link.lookahead)
+
+    def stop(self, outcome: Outcome) -> None:
+        if self.lost_round is None and not self._is_lost():
+            super().stop(outcome)

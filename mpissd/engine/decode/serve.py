@@ -1,0 +1,52 @@
+"""The draft loop: a draft rank answers outcomes until one says stop, and grows in between."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from mpissd.common.rounds import Speculation
+from mpissd.common.trace import DraftPhase
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.decode.draft import Drafter
+
+
+def serve(link: DraftEnd, drafter: Drafter) -> None:
+    """Returns when an outcome says stop.
+
+    The link is polled between growth steps, so an outcome waits for at most one step.
+    """
+    drafter.ledger.restart()
+    for round_ in count(-1):  # the first outcome only admits
+        outcome, stop = link.outcome(round_)
+        drafter.ledger.mark(DraftPhase.WAIT)
+        if stop:
+            return
+        answer = drafter.answer(outcome)
+        _reply(link, drafter, answer)
+        drafter.ledger.mark(DraftPhase.SEND)
+        speculation = _served(link, drafter, answer)
+        drafter.hear(speculation)
+        if drafter.begin_growth(speculation):
+            while drafter.growing and not link.outcome_arrived():
+                drafter.grow_step()
+        drafter.close_round(speculation)
+
+
+def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
+    """Sends what this draft answers, if it answers anything."""
+    policy = drafter.policy
+    if policy.share.num_drafts == 1 or answer.source.any():
+        link.send_speculation(answer)
+    if policy.sampled and (rows := drafter.proposals()):
+        link.send_proposals(answer.round, rows)
+
+
+def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
+    """What is served, of all drafts."""
+    policy = drafter.policy
+    if policy.share.num_drafts == 1 or answer.source.all():
+        return answer
+    lookahead, sampled = policy.lookahead, policy.sampled
+    served = link.trunk(answer.round, drafter.num_live, lookahead, sampled=sampled)
+    drafter.ledger.mark(DraftPhase.TRUNK)
+    return served

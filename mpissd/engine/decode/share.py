@@ -1,0 +1,49 @@
+"""Who of several drafts grows which branch, and drafts which miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.base import Branches
+
+Owners = Callable[[tuple[int, ...]], Ints]
+
+
+class Share:
+    """Which of the D drafts this is, and which lanes and misses are its own.
+
+    All drafts run the same glue, so each knows who holds the key of an outcome: nothing is asked.
+    """
+
+    def __init__(self, index: int = 0, num_drafts: int = 1, owners: Owners | None = None) -> None:
+        """owners: F_0 … F_K → the draft that grows each of its ΣF lanes; needed from D = 2 on."""
+        assert num_drafts == 1 or owners is not None, "several drafts, and nobody owns a lane"
+        self.index, self.num_drafts = index, num_drafts
+        self._owners = owners
+        self._tables: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
+
+    def drafts_miss(self, row: int) -> bool:
+        """Whether a miss in this batch row is drafted here."""
+        return row % self.num_drafts == self.index
+
+    def lanes(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> Ints:
+        """The draft that grows each lane, [lanes]; source: [b] what drafted each trunk."""
+        lanes = branches.lanes
+        owner = np.empty(len(lanes.k), np.int32)
+        behind = source[lanes.rows]
+        for kind in set(source.tolist()):
+            mask = behind == kind
+            starts, owners = self._table(fan_outs.behind(kind))
+            owner[mask] = owners[starts[lanes.k[mask]] + lanes.place[mask]]
+        return owner
+
+    def _table(self, fan_out: tuple[int, ...]) -> tuple[Ints, Ints]:
+        if fan_out not in self._tables:
+            assert self._owners is not None, "one draft owns all"
+            starts = (np.cumsum(fan_out) - fan_out).astype(np.int32)
+            self._tables[fan_out] = starts, self._owners(fan_out)
+        return self._tables[fan_out]

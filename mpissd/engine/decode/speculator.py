@@ -1,0 +1,158 @@
+"""Where a round's draft tokens come from: nowhere (AR), this rank (inline SD), a draft rank.
+
+SD and SSD on a draft rank are the same speculator here; whether the answer was pre-speculated is
+the draft's affair. A speculator is asked with the outcome of the last round and then answers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Outcome, Source, Speculation
+from mpissd.common.stage import DOING, OWN, Doing
+from mpissd.engine.comm.link import LeadEnd
+from mpissd.engine.decode.draft import Drafter
+
+_DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
+
+
+class Speculator(ABC):
+    """Asked once a round, answers once a round."""
+
+    lost_round: int | None = None  # from this round on the draft is gone, and nothing is drafted
+
+    @abstractmethod
+    def ask(self, outcome: Outcome) -> None:
+        """Hands over outcome r-1 and asks for speculation r; does not wait."""
+
+    @abstractmethod
+    def answer(self, round_: int, count: int) -> Speculation:
+        """The speculation of round `round_` for the `count` live sequences."""
+
+    def proposal(self, row: int, index: int) -> NDArray[np.float32]:
+        """The distribution [V] that a token of the last answer was drawn from: of batch row `row`,
+        the `index`-th that was not certain. May wait for it."""
+        raise AssertionError("nothing was sampled here")
+
+    @abstractmethod
+    def stop(self, outcome: Outcome) -> None:
+        """Tells whoever drafts that no further outcome will come."""
+
+
+class NoSpeculator(Speculator):
+    """AR: a round with K = 0."""
+
+    def ask(self, outcome: Outcome) -> None:
+        return None
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        return Speculation.empty(round_, count, 0)
+
+    def stop(self, outcome: Outcome) -> None:
+        return None
+
+
+class InlineSpeculator(Speculator):
+    """SD with the draft on the lead's own device: draft, then verify, in one stream."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._outcome: Outcome | None = None
+        self._proposals: dict[int, list[NDArray[np.float32]]] = {}
+
+    def ask(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        assert self._outcome is not None, "answer() before ask()"
+        self._drafter.ledger.restart()  # the lead's own time is not the draft's
+        speculation = self._drafter.answer(self._outcome)
+        self._proposals = self._drafter.proposals_by_row()
+        self._drafter.hear(speculation)
+        self._drafter.close_round(speculation)
+        return speculation
+
+    def proposal(self, row: int, index: int) -> NDArray[np.float32]:
+        return self._proposals[row][index]
+
+    def stop(self, outcome: Outcome) -> None:
+        return None
+
+
+class RemoteSpeculator(Speculator):
+    """SD and SSD with D draft ranks behind links, each of which answers for its own sequences."""
+
+    def __init__(self, *links: LeadEnd) -> None:
+        self._links, self._page = links, OWN.bytes
+        self._served: Speculation | None = None
+        self._link_of: NDArray[np.int64] = np.zeros(0, np.int64)  # [b] who answered each row
+        self._waiting: dict[int, int] = {}  # rows of PROPOSALS that a link still brings
+        self._rows: dict[int, NDArray[np.float32]] = {}
+
+    def ask(self, outcome: Outcome) -> None:
+        for link in self._links:
+            link.send_outcome(outcome)
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        self._page[DOING] = _DRAFT_WAIT
+        self._drop_proposals()
+        if len(self._links) == 1:
+            served = self._links[0].speculation(round_, count)
+            self._link_of = np.zeros(count, np.int64)
+        else:
+            served = self._merge(round_, count)
+        self._served = served
+        if served.sampled:
+            by_row = served.num_proposals
+            for n in range(len(self._links)):
+                if num_rows := int(by_row[self._link_of == n].sum()):
+                    self._waiting[n] = num_rows
+        self._page[DOING] = _VERIFY
+        return served
+
+    def _merge(self, round_: int, count: int) -> Speculation:
+        """Waits until every row is answered; tells TRUNK to whom did not answer all of them."""
+        served: Speculation | None = None
+        self._link_of = np.full(count, -1, np.int64)
+        while (self._link_of < 0).any():
+            self._links[0].waiter.until(
+                lambda: any(link.arrived() for link in self._links), "drafts: speculation"
+            )
+            for n, link in enumerate(self._links):
+                if link.arrived():
+                    part = link.speculation(round_, count)
+                    mine = part.source != Source.NONE
+                    self._link_of[mine] = n
+                    if served is None:
+                        served = part
+                    else:
+                        served.rows[mine] = part.rows[mine]
+        if served is None:  # nobody is left
+            return Speculation.empty(round_, count, self._links[0].lookahead)
+        for n, link in enumerate(self._links):
+            if (self._link_of != n).any():
+                link.send_trunk(served)
+        return served
+
+    def proposal(self, row: int, index: int) -> NDArray[np.float32]:
+        assert self._served is not None, "a proposal before a speculation"
+        n = int(self._link_of[row])
+        if n in self._waiting:
+            self._rows[n] = self._links[n].proposals(self._served.round, self._waiting.pop(n))
+        before = self._served.num_proposals[:row][self._link_of[:row] == n].sum()
+        found: NDArray[np.float32] = self._rows[n][int(before) + index]
+        return found
+
+    def _drop_proposals(self) -> None:
+        for n, count in self._waiting.items():
+            assert self._served is not None, "proposals before a speculation"
+            self._links[n].skip_proposals(self._served.round, count)
+        self._waiting, self._rows = {}, {}
+
+    def stop(self, outcome: Outcome) -> None:
+        self._drop_proposals()
+        for link in self._links:
+            link.send_outcome(outcome, stop=True)

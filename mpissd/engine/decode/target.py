@@ -1,0 +1,155 @@
+"""The target loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Batch, Event, Ints, Outcome, Request, Speculation
+from mpissd.common.stage import DOING, OWN, Doing
+from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
+from mpissd.common.wait import Waiter
+from mpissd.engine.decode.speculator import Speculator
+from mpissd.engine.workload.base import TargetWorker
+
+_VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
+
+
+class Plans(Protocol):
+    """Lead → followers; a group of one has none."""
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        """Starts the plan towards every follower."""
+
+
+class PlanSource(Protocol):
+    """A follower's end of Plans."""
+
+    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
+        """Waits for the plan of a round: (outcome r-1, speculation r, stop)."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One verified round: what was drafted, what was decided, and the forward's device time."""
+
+    speculation: Speculation
+    outcome: Outcome
+    t_target_s: float
+
+
+class TargetLoop:
+    """The lead's loop. The caller owns "how long": it calls step() and says who comes and goes."""
+
+    def __init__(
+        self,
+        worker: TargetWorker,
+        speculator: Speculator,
+        plans: Plans,
+        capacity: int,
+        waiter: Waiter,
+    ) -> None:
+        self._worker, self._speculator, self._plans = worker, speculator, plans
+        self._waiter = waiter
+        self.batch = Batch(capacity)
+        self.round = 0
+        self._pending = Outcome.admission(-1, [])
+        self.ledger = Ledger(LeadPhase)
+        OWN.bytes[DOING] = _VERIFY  # but for its waits for a draft, as a speculator says
+
+    @property
+    def draft_lost_round(self) -> int | None:
+        """The round from which on the draft was gone."""
+        return self._speculator.lost_round
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """These sequences join at the next round."""
+        rows = Outcome.admission(0, requests).rows
+        self._pending = Outcome(self._pending.round, np.concatenate([self._pending.rows, rows]))
+
+    def finish(self, request_ids: Sequence[int]) -> None:
+        """Releases these sequences from the next round on; what they emitted so far stands."""
+        gone = np.isin(self._pending.ids, request_ids)
+        # A sequence that was admitted since the last round is dropped: no other rank knows it yet.
+        unborn = gone & (self._pending.events == Event.ADMIT)
+        released = self._released(gone)
+        self._pending = Outcome(released.round, released.rows[~unborn])
+
+    def step(self) -> RoundResult:
+        """One round: speculation r for outcome r-1, verification, outcome r."""
+        mark, outcome = self.ledger.mark, self._pending
+        self._speculator.ask(outcome)
+        mark(LeadPhase.SEND)
+        self._worker.begin_round(self.batch, self.batch.apply(outcome))
+        mark(LeadPhase.COMMIT)
+        speculation = self._speculator.answer(self.round, len(self.batch))
+        mark(LeadPhase.DRAFT_WAIT)
+        self._plans.publish(outcome, speculation)
+        mark(LeadPhase.BROADCAST)
+        self._worker.upload(self.batch, speculation)
+        mark(LeadPhase.UPLOAD)
+        self._worker.launch()
+        mark(LeadPhase.LAUNCH)
+        self._worker.wait(self._waiter)
+        mark(LeadPhase.DEVICE_WAIT)
+        accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
+        self._pending = self._outcome(accepted, bonus)
+        mark(LeadPhase.SAMPLE)
+        self.round += 1
+        return RoundResult(speculation, self._pending, self._worker.elapsed_s())
+
+    def _outcome(self, accepted: Ints, bonus: Ints) -> Outcome:
+        rows = self.batch.identity.copy()
+        rows[:, 3], rows[:, 4] = accepted, bonus
+        return Outcome(self.round, rows)
+
+    def stop(self) -> None:
+        """Ends the loops of the followers and of the draft."""
+        everyone = np.ones(len(self._pending.rows), np.bool_)
+        self._pending = self._released(everyone)
+        nothing = Speculation.empty(self.round, 0, 0)
+        self._speculator.stop(self._pending)
+        self._plans.publish(self._pending, nothing, stop=True)
+
+    def _released(self, gone: NDArray[np.bool_]) -> Outcome:
+        """The pending outcome with these rows [n] as releases; step() has returned the original."""
+        released = Outcome(self._pending.round, self._pending.rows.copy())
+        released.events[gone] = Event.RELEASE
+        return released
+
+
+def follow(
+    worker: TargetWorker,
+    plans: PlanSource,
+    capacity: int,
+    waiter: Waiter,
+    ledger: Ledger | None = None,
+) -> int:
+    """A follower's loop: the same forwards in the same order, until a plan says stop.
+
+    Returns the digest of the outcomes it heard (Batch.digest).
+    """
+    batch, page = Batch(capacity), OWN.bytes
+    ledger = ledger or NullLedger(FollowPhase)
+    ledger.restart()
+    round_ = 0
+    while True:
+        page[DOING] = _PLAN_WAIT
+        outcome, speculation, stop = plans.plan(round_)
+        if stop:
+            return batch.digest
+        ledger.mark(FollowPhase.PLAN_WAIT)
+        page[DOING] = _VERIFY
+        worker.begin_round(batch, batch.apply(outcome))
+        ledger.mark(FollowPhase.COMMIT)
+        worker.upload(batch, speculation)
+        ledger.mark(FollowPhase.UPLOAD)
+        worker.launch()
+        ledger.mark(FollowPhase.LAUNCH)
+        worker.wait(waiter)
+        ledger.close_round(round_, FollowPhase.DEVICE_WAIT)
+        round_ += 1

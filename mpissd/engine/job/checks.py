@@ -1,0 +1,133 @@
+"""What a job refuses: a draft or branches that make no sense, messages and weights that don't fit.
+
+Everything raises ConfigError.
+"""
+
+from __future__ import annotations
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import ModelShape
+from mpissd.common.schedules import is_tail
+from mpissd.engine.job.job import Job
+from mpissd.engine.model.shard import Shard
+
+_MOST_ROW_BYTES = 1 << 30
+_FLOAT32 = 4  # bytes of a weight on a CPU
+_SPARE_BYTES = 1 << 30  # of device memory, for activations, graphs and libraries
+
+
+def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:
+    """A draft's shape, or branches behind the tail alone, that make no sense."""
+    if target.head is not None:
+        raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
+    if config.mode != "ar" and is_tail(config.fan_out):
+        count = config.fan_out.partition(":")[2].strip()
+        if not (count.isdecimal() and int(count)):
+            raise ConfigError(f"fan_out={config.fan_out}: allowed: tail:F, F from 1 on")
+    if config.mode == "ssd" and is_tail(config.fan_out):
+        _check_tail(config)
+    if draft is None or draft.head is None or config.mode == "ar":
+        return
+    if draft.head.lm_heads == 0 and not config.is_lookup:
+        told = f"draft={draft.name} with mode={config.mode}, backup={config.backup}"
+        raise ConfigError(f"{told}: allowed: mode=sd, backup=fast")
+    if draft.num_tokens > 1:
+        _check_parallel(config, draft)
+
+
+def _check_tail(config: RunConfig) -> None:
+    """One draft grows the branch; controls learn from lists, and σ_{F,C} damps for what they keep,
+    and a tail is none."""
+    for name, value, allowed in (
+        ("num_drafts", config.drafts, (1,)),
+        ("saguaro_c", config.saguaro_c, (1, None)),
+        ("on_late", config.on_late, ("finish", "serve")),
+        ("backup", config.backup, ("jit", "fast")),
+    ):
+        if value not in allowed:
+            told = ", ".join(str(one) for one in allowed if one is not None)
+            raise ConfigError(f"{name}={value} with fan_out={config.fan_out}: allowed: {told}")
+
+
+def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
+    """Heads that draft K tokens in one forward can neither stop earlier nor see what they drew."""
+    if config.workload != "gemm":
+        raise ConfigError(f"draft={draft.name} with workload={config.workload}: allowed: gemm")
+    if config.lookahead != draft.num_tokens:
+        what = f"{draft.num_tokens}, one head a token (medusaN:MODEL has N)"
+        raise ConfigError(f"lookahead={config.lookahead} with {draft.name}: allowed: {what}")
+    if config.backup_lookahead not in (None, 0, config.lookahead):
+        told = f"backup_lookahead={config.backup_lookahead} with {draft.name}"
+        raise ConfigError(f"{told}: allowed: {config.lookahead}, which one forward drafts")
+
+
+def check_shards(config: RunConfig, target: ModelShape, tp: int) -> None:
+    """A T that doesn't divide the target."""
+    Shard(target, tp)
+    if config.lm_head and target.vocab_size % tp:
+        raise ConfigError(f"{target.name}: vocab_size={target.vocab_size} % tp={tp} is not 0")
+
+
+def check_fan_out(
+    config: RunConfig, widest: int, target: ModelShape, draft: ModelShape | None
+) -> None:
+    """More candidates than a row can have."""
+    if config.lm_head and draft and widest + 1 > min(64, draft.vocab_size):
+        most = min(64, draft.vocab_size) - 1
+        raise ConfigError(
+            f"fan_out {config.fan_out} with lm_head: {widest} a row: allowed: at most {most}"
+        )
+    if config.workload == "markov":  # a small vocabulary has fewer, and grows fewer
+        return
+    if widest + 2 > target.vocab_size:
+        raise ConfigError(
+            f"fan_out {config.fan_out}: {widest} a row: allowed: at most vocab_size - 2 = "
+            f"{target.vocab_size - 2}"
+        )
+
+
+def _check_rows(job: Job) -> None:
+    """Rows of a round's proposals that don't fit one message."""
+    laws, config = job.laws, job.config
+    if laws is None or laws.temperature == 0:
+        return
+    size = 4 * config.batch_size * job.lookahead * laws.vocab
+    if size > _MOST_ROW_BYTES:
+        raise ConfigError(
+            f"batch_size={config.batch_size}, lookahead={job.lookahead}, vocab={laws.vocab}: "
+            f"{size / 1e9:.1f} GB of sampled rows a round: allowed: {_MOST_ROW_BYTES / 1e9:.1f} GB"
+        )
+
+
+def check_draft_device(config: RunConfig, backend: str) -> None:
+    """A device of the draft's own where there is none to choose, or no rank for it."""
+    if config.draft_device is None:
+        return
+    if backend != "emulated":
+        raise ConfigError(
+            f"draft_device={config.draft_device} with backend={backend}: allowed: backend=emulated"
+        )
+    if not config.drafts:
+        raise ConfigError(
+            f"draft_device={config.draft_device} without a draft rank: allowed: num_drafts=1 or "
+            "more"
+        )
+
+
+def check_memory(
+    job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None
+) -> None:
+    """More bytes a rank than its device has, or than one message may have; None: not known."""
+    _check_rows(job)
+    target, draft = job.rank_bytes(itemsize)
+    more = "" if itemsize == _FLOAT32 else "a larger TP, "  # ranks share a host's one memory
+    for name, need, have, mend in (
+        (f"{job.target.name} at tp={job.tp}", target, memory_bytes, f"{more}--num_layers or "),
+        (job.draft.name if job.draft else "", draft, draft_memory, ""),
+    ):
+        if have is not None and need and need + _SPARE_BYTES > have:
+            raise ConfigError(
+                f"{name} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; "
+                f"the device has {have / 1e9:.1f} GB: use {mend}another pair"
+            )

@@ -1,0 +1,140 @@
+"""What a rank knows before it touches its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpissd.common.config import DEFAULT_VOCAB, RunConfig
+from mpissd.common.presets import ModelShape
+from mpissd.common.rounds import Source
+from mpissd.common.schedules import is_tail
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
+from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
+from mpissd.engine.workload.markov_laws import MarkovLaws
+from mpissd.engine.workload.markov_model import MarkovModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration on T target ranks: shapes, laws and lists."""
+
+    config: RunConfig
+    tp: int
+    target: ModelShape
+    full_target: ModelShape  # before --num_layers
+    draft: ModelShape | None
+    lookahead: int  # 0 in AR
+    fan_out: tuple[int, ...]  # empty unless SSD; behind a hit
+    fan_out_miss: tuple[int, ...]  # behind a trunk that a backup drafted
+    fan_out_fast: tuple[int, ...] | None  # backup=auto: behind FAST tokens; else None
+    acceptance: Mapping[Source, AcceptanceLaw]
+    hit_law: HitLaw
+    backup_lookahead: int
+
+    @property
+    def world_size(self) -> int:
+        """T + D."""
+        return self.tp + self.config.drafts
+
+    @property
+    def options(self) -> ForwardOptions:
+        """Of the target's forward."""
+        config = self.config
+        return ForwardOptions(config.fuse, config.lm_head, config.context)
+
+    @property
+    def draft_options(self) -> ForwardOptions:
+        """Of the draft's forward: with an LM head it keeps as many candidates as a row may need,
+        and a lane reads what it has grown: 1 … K tokens, their mean rounded up."""
+        config = self.config
+        top_k = self.widest + 1 if config.lm_head and self.fan_out else 1
+        own = self.lookahead // 2 + 1 if config.context else 1
+        return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
+
+    @property
+    def inline(self) -> bool:
+        """SD with the draft on the lead's device."""
+        return self.draft is not None and self.config.drafts == 0
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether candidates are kept behind the last served token alone (tail:F)."""
+        return bool(self.fan_out) and is_tail(self.config.fan_out)
+
+    def num_forwards(self, tokens: int) -> int:
+        """Draft forwards that so many tokens of a sequence take."""
+        return -(-tokens // (1 if self.draft is None else self.draft.num_tokens))
+
+    @property
+    def verify_rows(self) -> int:
+        """b(K+1)."""
+        return self.config.batch_size * (self.lookahead + 1)
+
+    def target_buckets(self) -> list[int]:
+        """Row counts that a verification may need: every batch size up to b, times 1 … K+1."""
+        return buckets(self.config.batch_size, self.verify_rows)
+
+    def draft_buckets(self) -> list[int]:
+        """Row counts of glue, growth and just-in-time steps."""
+        batch = self.config.batch_size
+        return buckets(batch, self.verify_rows, batch * max(1, self.num_lanes))
+
+    @property
+    def adaptive_budget(self) -> int | None:
+        """B of --fan_out=adaptive:B: lists that follow what is committed; None: they are fixed."""
+        return adaptive_budget(self.config.fan_out) if self.fan_out else None
+
+    @property
+    def fan_outs(self) -> FanOuts:
+        """Both lists."""
+        return FanOuts(self.fan_out, self.fan_out_miss, self.fan_out_fast)
+
+    @property
+    def num_lanes(self) -> int:
+        """Branches that one draft grows for a sequence, at most."""
+        branches = self.adaptive_budget or self.fan_outs.branches
+        return -(-branches // max(1, self.config.drafts))
+
+    @property
+    def widest(self) -> int:
+        """The most candidates that a row may ever keep."""
+        return max(1, self.adaptive_budget or self.fan_outs.widest)
+
+    @property
+    def laws(self) -> MarkovLaws | None:
+        """The language models of a markov job."""
+        config = self.config
+        if config.workload != "markov":
+            return None
+        vocab, order = config.vocab or DEFAULT_VOCAB, config.order or 2
+        divergence = 0.2 if config.divergence is None else config.divergence
+        return MarkovLaws(
+            target=MarkovModel(vocab, order, config.seed),
+            draft=MarkovModel(vocab, order, config.seed, divergence),
+            temperature=config.temperature,
+            seed=config.seed,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            prompt_tokens=config.prompt_tokens or 1,
+        )
+
+    def rank_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Weight and KV bytes of a (target rank, draft rank); inline, the lead holds both."""
+        batch, rows = self.config.batch_size, self.target_buckets()[-1]
+        shard = Shard(self.target, self.tp)
+        target = shard.num_params(self.options) * itemsize
+        target += shard.kv_read(rows, batch, self.options)
+        if self.draft is None:
+            return target, 0
+        alone, rows = Shard(self.draft), self.draft_buckets()[-1]
+        draft = alone.num_params(self.draft_options) * itemsize
+        draft += alone.kv_read(rows, batch, self.draft_options)
+        return (target + draft, 0) if self.inline else (target, draft)
+
+
+def buckets(batch: int, *exact: int) -> list[int]:
+    """The row counts that occur in full rounds, and powers of two for what lies between."""
+    largest = max(batch, *exact)
+    powers = {1 << n for n in range(largest.bit_length()) if 1 << n < largest}
+    return sorted({batch, *exact, *powers})

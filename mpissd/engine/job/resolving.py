@@ -1,0 +1,171 @@
+"""From a configuration and T to a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import LOOKUP, ModelShape, resolve_model, resolve_pair
+from mpissd.common.rounds import Source
+from mpissd.common.schedules import tail_list
+from mpissd.engine.backend.profile import role_profiles
+from mpissd.engine.job.checks import (
+    check_draft,
+    check_draft_device,
+    check_fan_out,
+    check_memory,
+    check_shards,
+)
+from mpissd.engine.job.job import Job
+from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, resolve_acceptance, resolve_hit_law
+from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
+
+# Tried in this order: the largest pair whose shards fit is the default.
+_DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
+PRIOR_ALPHA = 0.8  # of an acceptance that nobody told
+
+
+def resolve(
+    config: RunConfig,
+    tp: int,
+    *,
+    backend: str,
+    memory_bytes: int | None,
+    draft_memory_bytes: int | None = None,
+) -> Job:
+    """The job of a configuration on T target ranks.
+
+    memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
+    draft_memory_bytes: likewise of the drafts (None: as the targets').
+    Raises ConfigError: T that doesn't divide, a law or list that doesn't fit K, too little memory,
+    a draft device that is none.
+    """
+    check_draft_device(config, backend)
+    itemsize = 4 if backend == "numpy" else 2
+    draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
+    if config.pair is None and config.target is None:
+        return _default_pair(config, tp, backend, itemsize, memory_bytes, draft_memory)
+    target, draft = _shapes(config)
+    job = _job(config, tp, target, draft)
+    check_memory(job, itemsize, memory_bytes, draft_memory)
+    return job
+
+
+def resolve_unopened(config: RunConfig, tp: int) -> Job:
+    """The same before any device is open: memory is known of emulated ones alone.
+
+    Raises ConfigError, also where an emulated device's all-reduces over T ranks are not known.
+    """
+    memory = draft_memory = None
+    if config.backend == "emulated":
+        profile, drafts = role_profiles(config.device, config.draft_device)
+        profile.all_reduce_s(tp, 1)
+        memory, draft_memory = profile.memory_bytes, drafts.memory_bytes
+    return resolve(
+        config,
+        tp,
+        backend=config.backend,
+        memory_bytes=memory,
+        draft_memory_bytes=draft_memory,
+    )
+
+
+def _default_pair(
+    config: RunConfig,
+    tp: int,
+    backend: str,
+    itemsize: int,
+    memory_bytes: int | None,
+    draft_memory: int | None,
+) -> Job:
+    names = ("toy",) if backend == "numpy" else _DEFAULT_PAIRS
+    reason: ConfigError | None = None
+    for name in names:
+        try:
+            job = _job(config, tp, *resolve_pair(name))
+            check_memory(job, itemsize, memory_bytes, draft_memory)
+        except ConfigError as error:
+            reason = reason or error
+            continue
+        return job
+    assert reason is not None
+    raise reason
+
+
+def _shapes(config: RunConfig) -> tuple[ModelShape, ModelShape | None]:
+    if config.pair is not None:
+        return resolve_pair(config.pair)
+    assert config.target is not None
+    target = resolve_model(config.target)
+    return target, None if config.draft is None else resolve_model(config.draft)
+
+
+def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | None) -> Job:
+    draft = LOOKUP if config.is_lookup else draft  # a draft that is never stepped is not loaded
+    check_draft(config, target, draft)
+    full = target
+    if config.num_layers is not None:
+        target = target.scaled(config.num_layers)
+    check_shards(config, target, tp)
+    lookahead = 0 if config.mode == "ar" else config.lookahead
+    primary = resolve_acceptance(config.acceptance_text, lookahead)
+    acceptance = {
+        Source.CACHE: primary,
+        Source.JIT: primary,
+        Source.FAST: resolve_acceptance(config.acceptance_fast, lookahead),
+    }
+    hit_law = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
+    backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
+    fan_outs = _fan_outs(config, acceptance, hit_law, backup_lookahead)
+    if config.mode == "ssd":
+        for listed in (fan_outs.after_hit, fan_outs.after_miss, fan_outs.after_fast or (0,)):
+            widest = max(adaptive_budget(config.fan_out) or 0, *listed)
+            check_fan_out(config, widest, target, draft)
+    return Job(
+        config=config,
+        tp=tp,
+        target=target,
+        full_target=full,
+        draft=None if config.mode == "ar" else draft,
+        lookahead=lookahead,
+        fan_out=fan_outs.after_hit,
+        fan_out_miss=fan_outs.after_miss,
+        fan_out_fast=fan_outs.after_fast,
+        acceptance=acceptance,
+        hit_law=hit_law,
+        backup_lookahead=backup_lookahead,
+    )
+
+
+def _fan_outs(
+    config: RunConfig, laws: Mapping[Source, AcceptanceLaw], hit_law: HitLaw, backup_lookahead: int
+) -> FanOuts:
+    """The lists of an SSD job; in SD nothing is grown, but what was said has to make sense."""
+    lookahead = config.lookahead
+    text, primary = tail_list(config.fan_out, lookahead, lookahead), laws[Source.CACHE].hazards
+    if config.mode == "sd":
+        _fan_out(text, lookahead, primary, hit_law)
+    if config.mode != "ssd":
+        return FanOuts()
+    after_hit = _fan_out(text, lookahead, primary, hit_law)
+    text = tail_list(config.fan_out_miss or config.fan_out, lookahead, backup_lookahead)
+
+    def behind(source: Source) -> tuple[int, ...]:
+        cut = [rate * (n < backup_lookahead) for n, rate in enumerate(laws[source].hazards)]
+        return _fan_out(text, backup_lookahead, cut, hit_law)
+
+    after_miss = behind(Source.FAST if config.backup == "fast" else Source.JIT)
+    return FanOuts(after_hit, after_miss, behind(Source.FAST) if config.backup == "auto" else None)
+
+
+def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:
+    """F_0 … F_K behind a trunk of `served` tokens; hazards: K of them."""
+    lookahead, law = len(hazards), hit_law
+    if adaptive_budget(text) is not None:  # what it begins with is believed, not known
+        hazards, law = (PRIOR_ALPHA,) * lookahead, HitLaw("")
+    minimum = 1 if hit_law.p_hit else 0
+    powers = law.powers(lookahead, served)
+    found = resolve_fan_out(text, lookahead, hazards, *powers, minimum=minimum)
+    hit_law.check_fan_out(found)
+    return found

@@ -1,0 +1,176 @@
+"""The GEMM-only transformer: seven products a layer (six where the FFN is not gated).
+
+x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
+activation functions are left out: q stands in for the attention's output, gate for the FFN's inner
+vector. k, v and up are computed and read by nothing, as their bytes are what matters; tests check
+that they are written.
+A head-sized draft (mpissd.common.heads) begins with a product that joins its inputs, or ends in
+heads side by side on the hidden vector, each with its own LM head and read out on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.comm.group import Group
+from mpissd.engine.model.gemm_weights import GemmWeights, Layer
+from mpissd.engine.model.shard import ForwardOptions, Shard
+
+
+@dataclass
+class Buffers:
+    """Device and host memory of a forward, for up to max_rows rows."""
+
+    tokens: Any  # host [max_rows] int32
+    entry: Any | None  # [max_rows, fused_width], what a head-sized draft joins to one hidden vector
+    hidden: Any  # [max_rows, hidden]
+    qkv: Any  # [max_rows, q + 2 kv]
+    middle: Any  # [max_rows, hidden], after o
+    gate_up: Any  # [max_rows, 2 ffn] (ffn where not gated)
+    states: Any | None  # [max_rows, Σ head_widths], of the heads of a head-sized draft
+    logits: Any | None  # [max_rows, vocab / T], of one LM head after the other
+    top_ids: Any
+    top_values: Any
+    all_ids: Any
+    all_values: Any
+    result: Any  # host [outputs · T · max_rows · k] int32; an output is a head that is read out
+
+
+class GemmStack:
+    """One rank's weights (gemm_weights) and buffers; `body(rows)` is what a program runs."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        *,
+        max_rows: int,
+        max_sequences: int,
+        seed: int,
+        weights: GemmWeights | None = None,
+    ) -> None:
+        """weights: of the same shard and options, made for as many rows; None: new ones."""
+        self.backend, self.group, self.shard, self.options = backend, group, shard, options
+        weights = weights or GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
+        self.weights, self.layers, self.table = weights, weights.layers, weights.table
+        self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
+        self.buffers = self._buffers(max_rows)
+        self._max_sequences = max_sequences
+        # A buffer for each layer: one that is reread would be read from the cache.
+        count = shard.shape.num_layers if options.context else 0
+        self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
+
+    def _kv_bytes(self, rows: int) -> int:
+        """What a forward of so many rows reads of one layer's buffer."""
+        read = self.shard.kv_read(rows, self._max_sequences, self.options)
+        return read // max(1, len(self.layers))
+
+    def body(self, rows: int) -> Callable[[], None]:
+        """The operations of one forward of `rows` rows, in order."""
+        backend, view, memory = self.backend, self.backend.view, self.buffers
+        hidden = view(memory.hidden, rows, 0, self.shard.shape.hidden)
+        middle = view(memory.middle, rows, 0, self.shard.shape.hidden)
+
+        entry = view(memory.entry, rows, 0, self.shard.shape.fused_width) if self.fusion else hidden
+
+        def forward() -> None:
+            backend.gather(self.table, memory.tokens[:rows], entry)
+            for weight in self.fusion:
+                backend.matmul(entry, weight, hidden)
+            for number, layer in enumerate(self.layers):
+                self._attention(number, layer, rows, hidden, middle)
+                self._feed_forward(layer, rows, middle, hidden)
+            self._read_out(rows, hidden)
+
+        return forward
+
+    def _attention(self, number: int, layer: Layer, rows: int, hidden: Any, middle: Any) -> None:
+        start = 0
+        for weight, width in zip(layer.qkv, self._qkv_widths(), strict=True):
+            out = self.backend.view(self.buffers.qkv, rows, start, start + width)
+            self.backend.matmul(hidden, weight, out)
+            start += width
+        if self._read_kv:
+            self._read_kv[number](self._kv_bytes(rows))
+        q = self.backend.view(self.buffers.qkv, rows, 0, self.shard.q_width)
+        self.backend.matmul(q, layer.o, middle)
+        self.group.all_reduce(middle)
+
+    def _feed_forward(self, layer: Layer, rows: int, middle: Any, hidden: Any) -> None:
+        start = 0
+        for weight, width in zip(layer.gate_up, self._ffn_widths(), strict=True):
+            out = self.backend.view(self.buffers.gate_up, rows, start, start + width)
+            self.backend.matmul(middle, weight, out)
+            start += width
+        inner = self.backend.view(self.buffers.gate_up, rows, 0, self.shard.ffn)
+        self.backend.matmul(inner, layer.down, hidden)
+        self.group.all_reduce(hidden)
+
+    def _read_out(self, rows: int, hidden: Any) -> None:
+        """Top-k of the logits (of the hidden vector where there is no LM head) to the host, head
+        after head.
+
+        Of T shards every rank gets each one's own top-k, in rank order; ids count from the shard's
+        first column.
+        """
+        view, memory, k = self.backend.view, self.buffers, self.options.top_k
+        for number, state in enumerate(self._states(rows, hidden)):
+            scores = state
+            if self.lm_heads:
+                scores = view(memory.logits, rows, 0, self.shard.vocab)
+                self.backend.matmul(state, self.lm_heads[number], scores)
+            ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
+            self.backend.top_k(scores, k, ids, values)
+            if self.lm_heads and self.group.size > 1:
+                every = self.group.size * rows
+                ids, local = view(memory.all_ids, every, 0, k), ids
+                self.group.all_gather(local, ids)
+                self.group.all_gather(values, view(memory.all_values, every, 0, k))
+            count = rows * k * self.group.size
+            self.backend.read_out(ids, memory.result[number * count : (number + 1) * count])
+
+    def _states(self, rows: int, hidden: Any) -> Iterator[Any]:
+        """What is read out: the hidden vector, or what each head makes of it."""
+        if not self.heads:
+            yield hidden
+        start = 0
+        for weight, width in zip(self.heads, self.shard.shape.head_widths, strict=True):
+            state = self.backend.view(self.buffers.states, rows, start, start + width)
+            self.backend.matmul(hidden, weight, state)
+            yield state
+            start += width
+
+    def _qkv_widths(self) -> list[int]:
+        q, kv = self.shard.q_width, self.shard.kv_width
+        return [q + 2 * kv] if self.options.fuse else [q, kv, kv]
+
+    def _ffn_widths(self) -> list[int]:
+        count = 2 if self.shard.shape.gated else 1
+        ffn = self.shard.ffn
+        return [count * ffn] if self.options.fuse else [ffn] * count
+
+    def _buffers(self, rows: int) -> Buffers:
+        backend, shard, k = self.backend, self.shard, self.options.top_k
+        entry, states = shard.shape.fused_width, sum(shard.shape.head_widths)
+        ids, values = backend.top_buffers(rows, k)
+        all_ids, all_values = backend.top_buffers(rows * self.group.size, k)
+        return Buffers(
+            tokens=backend.host_ints(rows),
+            entry=backend.activation(rows, entry) if entry else None,
+            hidden=backend.activation(rows, shard.shape.hidden),
+            qkv=backend.activation(rows, shard.q_width + 2 * shard.kv_width),
+            middle=backend.activation(rows, shard.shape.hidden),
+            gate_up=backend.activation(rows, sum(self._ffn_widths())),
+            states=backend.activation(rows, states) if states else None,
+            logits=backend.activation(rows, shard.vocab) if self.lm_heads else None,
+            top_ids=ids,
+            top_values=values,
+            all_ids=all_ids,
+            all_values=all_values,
+            result=backend.host_ints(rows * k * self.group.size * max(1, len(self.heads))),
+        )

@@ -1,0 +1,160 @@
+"""One rank's share of a model: widths, bytes, flops (Megatron-style column and row sharding).
+
+q, k, v, gate, up and the LM head are split by columns, o and down by rows; an all-reduce after o
+and after down makes the hidden vector whole again. Head-sized drafts (heads.py) are held whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import ModelShape
+from mpissd.engine.backend.base import Cost, ForwardKey
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a forward does beside its layers' products."""
+
+    fuse: bool = False  # issue q,k,v as one product, and gate,up as one
+    lm_head: bool = False
+    context: int = 0  # tokens of KV cache that the rows of a sequence share; 0: no KV is read
+    top_k: int = 1
+    own_tokens: int = 1  # of KV cache that each row reads for itself, its own token included
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `tp`; raises ConfigError where heads, ffn or vocabulary don't divide, and for
+    a head-sized draft on several ranks."""
+
+    shape: ModelShape
+    tp: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape.head is not None and self.tp > 1:
+            raise ConfigError(f"{self.shape.name}: a head-sized draft at tp={self.tp}: allowed: 1")
+        for what in ("num_heads", "num_kv_heads", "ffn"):
+            check_divides(self.shape, what, self.tp)
+
+    @property
+    def q_width(self) -> int:
+        """Columns of q here: heads · head_dim / T."""
+        return self.shape.q_width // self.tp
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of k, and of v, here."""
+        return self.shape.kv_width // self.tp
+
+    @property
+    def ffn(self) -> int:
+        """Columns of gate, and of up, here."""
+        return self.shape.ffn // self.tp
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the vocabulary here."""
+        return self.shape.vocab_size // self.tp
+
+    def layer_params(self) -> int:
+        """Weights of one layer here."""
+        products = 2 if self.shape.gated else 1
+        attention = self.shape.hidden * (2 * self.q_width + 2 * self.kv_width)
+        return attention + self.shape.hidden * self.ffn * (products + 1)
+
+    def num_params(self, options: ForwardOptions) -> int:
+        """Weights that one forward reads here."""
+        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
+        return self.shape.num_layers * self.layer_params() + sum(k * n for k, n in around)
+
+    def num_products(self, options: ForwardOptions) -> int:
+        """Matrix products that one forward issues."""
+        per_layer = self.shape.gemms_per_layer
+        if options.fuse:
+            per_layer = 4
+        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
+        return self.shape.num_layers * per_layer + len(around)
+
+    def before_layers(self) -> list[tuple[int, int]]:
+        """(in, out) of what fuses a head-sized draft's inputs (EAGLE, MTP)."""
+        return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
+
+    def behind_layers(self) -> list[tuple[int, int]]:
+        """(in, out) of each head's product on the hidden vector (Medusa, MLPSpeculator)."""
+        return [(self.shape.hidden, width) for width in self.shape.head_widths]
+
+    def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        """(in, out) of each LM head here, in the order in which they draft."""
+        return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
+
+    def products(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        """(in, out) of each weight here, in order: of what stands before the layers, of one layer
+        (if there is one), of what stands behind them, of the LM heads."""
+        layer = self._layer_products(options) if self.shape.num_layers else []
+        return [*self.before_layers(), *layer, *self.behind_layers(), *self.lm_heads(options)]
+
+    def _layer_products(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        hidden, q, kv = self.shape.hidden, self.q_width, self.kv_width
+        qkv, gate_up = [q, kv, kv], [self.ffn] * (2 if self.shape.gated else 1)
+        if options.fuse:
+            qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+        attention = [*((hidden, width) for width in qkv), (q, hidden)]
+        feed_forward = [*((hidden, width) for width in gate_up), (self.ffn, hidden)]
+        return attention + feed_forward
+
+    def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
+        """Which forward this is, for measured tables."""
+        read = options.context * sequences
+        return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, read)
+
+    def kv_bytes(self, context: int, sequences: int) -> int:
+        """16-bit KV bytes that attention over `context` tokens reads here, for all sequences."""
+        return sequences * context * self.shape.num_layers * 2 * self.kv_width * 2
+
+    def kv_read(self, rows: int, sequences: int, options: ForwardOptions) -> int:
+        """KV bytes that a forward reads here: each sequence's prefix once for all of its rows, as
+        a tree attention kernel does, and each row's own suffix."""
+        own = rows * options.own_tokens if options.context else 0
+        return self.kv_bytes(options.context, sequences) + self.kv_bytes(own, 1)
+
+    def cost(
+        self,
+        rows: int,
+        sequences: int,
+        itemsize: int,
+        options: ForwardOptions,
+        most_rows: int | None = None,
+    ) -> Cost:
+        """Cost of a forward of `rows` rows over `sequences` sequences on this rank.
+
+        most_rows: of the largest forward of the job, which decides the kernel of all of them (None:
+        this is the largest).
+        """
+        params = self.num_params(options)
+        reduces = 2 * self.shape.num_layers + 2 * int(options.lm_head) if self.tp > 1 else 0
+        return Cost(
+            rows=rows,
+            weight_bytes=params * itemsize,
+            kv_bytes=self.kv_read(rows, sequences, options),
+            flops=2 * rows * params,
+            num_products=self.num_products(options),
+            num_all_reduces=reduces,
+            all_reduce_bytes=rows * self.shape.hidden * itemsize,
+            tp=self.tp,
+            key=self.key(sequences, options),
+            most_rows=most_rows,
+        )
+
+
+def check_divides(shape: ModelShape, what: str, tp: int) -> None:
+    """Raises ConfigError where a dimension of `shape` is not divisible by T."""
+    value = getattr(shape, what)
+    if value % tp:
+        divisors = [str(t) for t in range(1, 17) if value % t == 0]
+        raise ConfigError(
+            f"{shape.name}: {what}={value} is not divisible by tp={tp}; "
+            f"allowed for it: {', '.join(divisors)}"
+        )

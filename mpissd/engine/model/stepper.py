@@ -1,0 +1,152 @@
+"""Steps a model: row buckets, one compiled program a bucket, tokens in, ids out.
+
+A bucket's program is compiled once, before the first round: compiling is collective over the
+target ranks, so every rank prepares the same buckets in the same order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Iterable
+from typing import Protocol
+
+from mpissd.common.rounds import Ints
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend, Cost, Program
+from mpissd.engine.comm.group import Group
+from mpissd.engine.model.gemm_stack import GemmStack
+from mpissd.engine.model.gemm_weights import GemmWeights
+from mpissd.engine.model.shard import ForwardOptions, Shard
+
+
+class Forwards(Protocol):
+    """What a worker needs of a model: forwards, launched and waited for."""
+
+    def upload(self, rows: int, tokens: Ints) -> None:
+        """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them."""
+
+    def launch(self) -> None:
+        """Starts the forward that was last uploaded."""
+
+    def done(self) -> bool:
+        """Whether the last launched forward is over."""
+
+    def wait(self, waiter: Waiter) -> None:
+        """Returns when the last launched forward is over."""
+
+    def elapsed_s(self) -> float:
+        """Device time of the last finished forward."""
+
+    def close(self) -> None:
+        """Frees the forwards."""
+
+
+class Stepper:
+    """One model on one rank. Launches are asynchronous; one is in flight at a time."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        *,
+        buckets: Iterable[int],
+        num_sequences: int,
+        seed: int,
+        weights: GemmWeights | None = None,
+        compiled: bool = True,
+    ) -> None:
+        """weights: to stand on (None: its own). compiled=False: the caller will call compile."""
+        self.backend, self.shard, self.options = backend, shard, options
+        self._num_sequences = num_sequences
+        self._buckets = sorted(set(buckets))
+        self._shares = False
+        self.stack = GemmStack(
+            backend,
+            group,
+            shard,
+            options,
+            max_rows=self._buckets[-1],
+            max_sequences=num_sequences,
+            seed=seed,
+            weights=weights,
+        )
+        self._programs: dict[int, Program] = {}
+        self._current: Program
+        if compiled:
+            self.compile()
+
+    def compile(self) -> None:
+        """Makes the programs; collective over the group."""
+        capturable = self.stack.group.capturable
+        self._programs = {rows: self._compile(rows, capturable) for rows in self._buckets}
+        self._current = self._programs[self._buckets[0]]
+
+    def only(self, buckets: Iterable[int]) -> Stepper:
+        """These programs alone, shared: it rounds rows up as a stepper made for them would.
+
+        Whoever made this stepper closes it; closing what `only` returns does nothing.
+        """
+        part = copy.copy(self)
+        part._buckets = sorted(set(buckets))
+        part._shares = True
+        part._current = self._programs[part._buckets[0]]
+        return part
+
+    def _compile(self, rows: int, capturable: bool) -> Program:
+        body = self.stack.body(rows)
+        return self.backend.program(body, self.cost(rows), capturable=capturable)
+
+    @property
+    def buckets(self) -> list[int]:
+        """The compiled row counts, rising."""
+        return list(self._buckets)
+
+    def cost(self, rows: int) -> Cost:
+        """Cost of a forward of `rows` rows on this rank."""
+        itemsize, most = self.backend.itemsize, self.stack.weights.max_rows
+        return self.shard.cost(rows, self._num_sequences, itemsize, self.options, most)
+
+    def bucket(self, rows: int) -> int:
+        """The smallest compiled row count that holds `rows`."""
+        assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
+        return self._buckets[bisect.bisect_left(self._buckets, rows)]
+
+    def upload(self, rows: int, tokens: Ints) -> None:
+        """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them.
+
+        The device reads them from the (page-locked) host buffer when the forward begins.
+        """
+        self.stack.buffers.tokens[: len(tokens)] = tokens
+        self._current = self._programs[self.bucket(rows)]
+
+    def launch(self) -> None:
+        """Starts the forward that was last uploaded."""
+        self._current.launch()
+
+    def done(self) -> bool:
+        """Whether the last launched forward is over."""
+        return self._current.done()
+
+    def wait(self, waiter: Waiter) -> None:
+        """Returns when the last launched forward is over."""
+        self._current.wait(waiter)
+
+    def elapsed_s(self) -> float:
+        """Device time of the last finished forward."""
+        return self._current.elapsed_s()
+
+    @property
+    def result(self) -> Ints:
+        """Host ids that the last finished forward read out."""
+        result: Ints = self.stack.buffers.result
+        return result
+
+    def close(self) -> None:
+        """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
+        if self._shares:
+            return
+        for program in self._programs.values():
+            program.close()

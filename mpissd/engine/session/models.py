@@ -1,0 +1,258 @@
+"""The models that a rank holds: made when a configuration first needs them, kept for the next.
+
+Weights are shared by all configurations whose forwards read the same ones in the same order; a
+*stepper* (buffers and programs for every row count that any configuration needs) by those that also
+read as much context and read out as many candidates. What a configuration gets is its own row
+counts of a shared stepper, so that it runs the very programs that it would run alone.
+
+All target ranks make, keep and drop the same models in the same order, as programs are compiled
+together. A rank that has no draft keeps the account of the lead's all the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import ModelShape
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.topology import Refused, Topology, agree
+from mpissd.engine.job import Job
+from mpissd.engine.model.gemm_weights import GemmWeights
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
+
+StepperKey = tuple[ForwardOptions, int]
+_TARGET, _DRAFT = 0, 1
+_SPARE_BYTES = 2 << 30  # for activations, graphs and libraries
+
+
+@dataclass(frozen=True)
+class WeightsKey:
+    """Which weights: equal keys read the same ones."""
+
+    which: int
+    shape: ModelShape
+    tp: int
+    fuse: bool
+    lm_head: bool
+    few: bool  # rows, for which a GPU may have them in an order of its own
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one configuration needs of one model."""
+
+    which: int
+    shard: Shard
+    options: ForwardOptions
+    buckets: tuple[int, ...]
+    num_sequences: int
+
+    def weights(self, few_rows: int) -> WeightsKey:
+        told, shard = self.options, self.shard
+        few = self.buckets[-1] <= few_rows
+        return WeightsKey(self.which, shard.shape, shard.tp, told.fuse, told.lm_head, few)
+
+    @property
+    def stepper(self) -> StepperKey:
+        """Beyond the weights: what is read out, and the context of how many sequences."""
+        return self.options, self.num_sequences if self.options.context else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.shard.kv_read(self.buckets[-1], self.num_sequences, self.options)
+
+
+def needs(job: Job) -> list[Need]:
+    """Of the target, and of the draft where there is one."""
+    batch = job.config.batch_size
+    target = Shard(job.target, job.tp)
+    found = [Need(_TARGET, target, job.options, tuple(job.target_buckets()), batch)]
+    if job.draft is not None:
+        draft, rows = Shard(job.draft), tuple(job.draft_buckets())
+        found.append(Need(_DRAFT, draft, job.draft_options, rows, batch))
+    return found
+
+
+@dataclass
+class _Held:
+    """Weights that are there, and the steppers on them; None where the lead alone has them."""
+
+    num_bytes: int
+    weights: GemmWeights | None = None
+    steppers: dict[StepperKey, Stepper | None] = field(default_factory=dict)
+    kv_bytes: dict[StepperKey, int] = field(default_factory=dict)
+    rows: dict[StepperKey, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_bytes + sum(self.kv_bytes.values())
+
+    def drop(self, key: StepperKey) -> None:
+        """Closes a stepper, if it is there."""
+        self.kv_bytes.pop(key, None)
+        self.rows.pop(key, None)
+        stepper = self.steppers.pop(key, None)
+        if stepper is not None:
+            stepper.close()
+
+
+class Models:
+    """The models of a rank; close it before the group."""
+
+    def __init__(self, backend: Backend, group: Group, seed: int) -> None:
+        """seed: of the weights. They decide nothing, so one seed's serve all configurations."""
+        self._backend, self._group, self._seed = backend, group, seed
+        self.room: int | None = None  # bytes that each rank of this role may fill; None: unknown
+        self._held: OrderedDict[WeightsKey, _Held] = OrderedDict()  # the last used comes last
+        self._rows: dict[tuple[WeightsKey, StepperKey], frozenset[int]] = {}
+
+    def expect(self, jobs: Iterable[Job]) -> None:
+        """Has the steppers made with the row counts of all these jobs; before the first open."""
+        for need in (need for job in jobs for need in needs(job)):
+            self._rows[self._key(need), need.stepper] = self._wanted(need)
+
+    def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
+        """The steppers of target and draft, None for what this rank has not; collective.
+
+        Where there is no room for what all configurations need, they have what this one needs.
+        Raises Refused on all ranks of the job where one of them has no room for that.
+        """
+        mine = [need for need in needs(job) if _counts(need, job, topology)]
+        try:
+            return self._open(mine, topology)
+        except Refused:
+            for need in mine:
+                self._rows[self._key(need), need.stepper] = frozenset(need.buckets)
+        return self._open(mine, topology)
+
+    def _open(self, mine: Sequence[Need], topology: Topology) -> list[Stepper | None]:
+        fresh = [need for need in mine if not self._is_there(need)]
+        self._make_room(fresh, {self._key(need): need.stepper for need in mine})
+        error = self._allocate(fresh, topology)
+        try:
+            agree(topology.world, error)
+        except Refused:
+            for need in fresh:
+                self._forget(need)
+            raise
+        for need in fresh:
+            if (stepper := self._stepper(need)) is not None:
+                stepper.compile()
+        found: list[Stepper | None] = [None, None]
+        for need in mine:
+            stepper = self._stepper(need)
+            found[need.which] = None if stepper is None else stepper.only(need.buckets)
+        return found
+
+    def _wanted(self, need: Need) -> frozenset[int]:
+        known = self._rows.get((self._key(need), need.stepper), frozenset())
+        return known | frozenset(need.buckets)
+
+    def _key(self, need: Need) -> WeightsKey:
+        return need.weights(self._backend.few_rows)
+
+    def _stepper(self, need: Need) -> Stepper | None:
+        return self._held[self._key(need)].steppers[need.stepper]
+
+    def _is_there(self, need: Need) -> bool:
+        held = self._held.get(self._key(need))
+        if held is None:
+            return False
+        self._held.move_to_end(self._key(need))
+        if frozenset(need.buckets) <= held.rows.get(need.stepper, frozenset()):
+            return True
+        held.drop(need.stepper)
+        return False
+
+    def _make_room(self, fresh: Sequence[Need], keep: Mapping[WeightsKey, StepperKey]) -> None:
+        """While `fresh` has no room, drops what was used longest ago, then other contexts of what
+        is kept: by an account that all ranks of a role share, not by what a device says."""
+        for key in [key for key in self._held if key not in keep]:
+            if self._fits(fresh):
+                return
+            self._drop(key)
+        for key, stepper in keep.items():
+            held = self._held.get(key, _Held(0))
+            for other in [other for other in held.steppers if other != stepper]:
+                if self._fits(fresh):
+                    return
+                held.drop(other)
+
+    def _fits(self, fresh: Sequence[Need]) -> bool:
+        size = sum(held.total_bytes for held in self._held.values())
+        for need in fresh:
+            size += need.kv_bytes
+            size += 0 if self._key(need) in self._held else self._weight_bytes(need)
+        return self.room is None or size + _SPARE_BYTES <= self.room
+
+    def _weight_bytes(self, need: Need) -> int:
+        return need.shard.num_params(need.options) * self._backend.itemsize
+
+    def _allocate(self, fresh: Sequence[Need], topology: Topology) -> ConfigError | None:
+        """Weights and buffers of what is missing; why not, where the device is full."""
+        full = None
+        try:
+            for need in fresh:
+                is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
+                self._make(need, topology.group.rank, is_here)
+        except (ConfigError, MemoryError) as error:
+            full = str(error)  # the error itself would hold what was allocated so far
+        if full is None:
+            return None
+        return ConfigError(f"rank {topology.world.rank}: {full}")
+
+    def _make(self, need: Need, rank: int, is_here: bool) -> None:
+        key = self._key(need)
+        group = self._group if need.which == _TARGET else SoloGroup()
+        shard = replace(need.shard, rank=rank if need.which == _TARGET else 0)
+        held = self._held.setdefault(key, _Held(self._weight_bytes(need)))
+        rows = self._wanted(need)
+        seed = 2 * self._seed + need.which
+        if held.weights is None and is_here:
+            held.weights = GemmWeights(
+                self._backend, shard, need.options, max_rows=max(rows), seed=seed
+            )
+        held.kv_bytes[need.stepper], held.rows[need.stepper] = need.kv_bytes, rows
+        held.steppers[need.stepper] = None
+        if is_here:
+            held.steppers[need.stepper] = Stepper(
+                self._backend,
+                group,
+                shard,
+                need.options,
+                buckets=rows,
+                num_sequences=need.num_sequences,
+                seed=seed,
+                weights=held.weights,
+                compiled=False,
+            )
+
+    def _forget(self, need: Need) -> None:
+        """Undoes a _make that went wrong here or on another rank."""
+        held = self._held.get(self._key(need))
+        if held is not None:
+            held.drop(need.stepper)
+            if not held.steppers:
+                self._drop(self._key(need))
+
+    def _drop(self, key: WeightsKey) -> None:
+        held = self._held.pop(key)
+        for stepper in list(held.steppers):
+            held.drop(stepper)
+
+    def close(self) -> None:
+        """Destroys all programs, and lets go of the weights."""
+        for key in list(self._held):
+            self._drop(key)
+
+
+def _counts(need: Need, job: Job, topology: Topology) -> bool:
+    """Whether this rank has the model, or (inline) keeps account of the lead's."""
+    if topology.is_draft:
+        return need.which == _DRAFT
+    return need.which == _TARGET or job.inline

@@ -1,0 +1,218 @@
+"""One rank in a job: its workers and message ends, and *passes* of the decoding loops over them.
+
+A pass is what all ranks do together from the first outcome to the stop: the lead drives, the
+drafts serve, the followers follow. A job is a few short passes that calibrate and one that counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from mpissd.common import guard
+from mpissd.common.rounds import Ints, Request, Source
+from mpissd.common.trace import FollowPhase, Ledger
+from mpissd.engine.comm.link import DraftEnd, LeadEnd
+from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
+from mpissd.engine.decode.controls import AdaptiveControls, Controls
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.outliving import OutlivingSpeculator
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.share import Share
+from mpissd.engine.decode.speculator import (
+    InlineSpeculator,
+    NoSpeculator,
+    RemoteSpeculator,
+    Speculator,
+)
+from mpissd.engine.decode.target import TargetLoop, follow
+from mpissd.engine.job import PRIOR_ALPHA
+from mpissd.engine.session.session import Session
+from mpissd.engine.spec.acceptance import DEFAULT_HIT_A, DEFAULT_HIT_R
+from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
+from mpissd.engine.spec.control import BackupController
+from mpissd.engine.spec.fanout import FanOuts, owners_of
+from mpissd.engine.workload.base import DraftWorker, TargetWorker
+
+Result = TypeVar("Result")
+_REALLOT_ROUNDS = 50
+_COLLECT_S = 5.0  # between two full garbage collections
+_collected_at = -_COLLECT_S
+
+
+class Rank:
+    """What this rank holds; exactly the parts that its role needs."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        topology = session.topology
+        self.target: TargetWorker | None = None
+        self.draft: DraftWorker | None = None
+        self.lead_links: list[LeadEnd] = []
+        self.draft_link: DraftEnd | None = None
+        self.sender: PlanSender | None = None
+        self.receiver: PlanReceiver | None = None
+        # Of the last pass: this rank's phases, and the outcomes it heard (Batch.digest).
+        self.ledger: Ledger | None = None
+        self.digest = 0
+        self._comms: list[MPI.Comm] = []
+        target, draft = session.models.open(session.job, topology)
+        if target is not None:
+            self.target = session.target_worker(target)
+        if draft is not None:
+            self.draft = session.draft_worker(draft)
+        self._open_messages()
+
+    def _open_messages(self) -> None:
+        """Communicators of their own for the plans and for the link; collective over the world."""
+        session = self.session
+        topology, shape, waiter = session.topology, session.link_shape, session.waiter
+        group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
+        if topology.is_draft:
+            self.draft_link = draft_end(world, 0, shape, waiter)
+        elif topology.is_lead:
+            self.sender = PlanSender(group, shape, waiter)
+            for draft in range(topology.tp, topology.tp + topology.num_drafts):
+                self.lead_links.append(lead_end(world, draft, shape, waiter))
+        else:
+            self.receiver = PlanReceiver(group, shape, waiter)
+
+    @property
+    def messages(self) -> tuple[int, int]:
+        """(messages, bytes) that the lead has sent and received so far."""
+        ends = [end for end in (self.sender, *self.lead_links) if end is not None]
+        return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
+
+    def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
+        """A drafter over `worker`; ahead=False: nothing is grown (SD's half of an SSD job)."""
+        job = self.session.job
+        policy = DraftPolicy(
+            lookahead=job.lookahead,
+            fan_outs=job.fan_outs if ahead else FanOuts(),
+            backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
+            backup_lookahead=job.backup_lookahead,
+            on_late=job.config.on_late,
+            sampled=self.session.link_shape.sampled,
+            share=self._share(),
+        )
+        controls = self._controls(policy) if ahead else None
+        return Drafter(worker, policy, job.config.batch_size, self.session.waiter, controls)
+
+    def _controls(self, policy: DraftPolicy) -> Controls:
+        """What adapts in this job."""
+        job = self.session.job
+        fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
+        config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
+        late, chooses = config.on_late == "auto", config.backup == "auto"
+        watched = job.laws is not None or job.adaptive_budget is not None or late or chooses
+        if job.is_tail or not watched:  # what a tail keeps is in no list that could be learned
+            return fixed
+        fan_out = None
+        if job.adaptive_budget is not None:
+            fan_out = AdaptiveFanOut(
+                job.adaptive_budget,
+                job.lookahead,
+                _REALLOT_ROUNDS,
+                prior_hazards=prior,
+                prior_a=DEFAULT_HIT_A,
+                prior_r=DEFAULT_HIT_R,
+                minimum=1 if job.hit_law.p_hit else 0,
+            )
+        return AdaptiveControls(
+            fixed,
+            OutcomeEstimator(job.lookahead, prior) if fan_out is None else fan_out.estimator,
+            lookahead=job.lookahead,
+            fan_out=fan_out,
+            backup=BackupController(job.lookahead, job.backup_lookahead) if chooses else None,
+            late=late,
+        )
+
+    def _share(self) -> Share:
+        """Which of the drafts this one is; inline it is the only one."""
+        topology, job = self.session.topology, self.session.job
+        if topology.num_drafts < 2:
+            return Share()
+        weights = job.acceptance[Source.CACHE].probabilities()
+        hit_a, hit_r = job.hit_law.powers(job.lookahead, job.lookahead)
+
+        def owners(fan_out: tuple[int, ...]) -> Ints:
+            return owners_of(fan_out, topology.num_drafts, weights, hit_a, hit_r)
+
+        return Share(topology.world.rank - topology.tp, topology.num_drafts, owners)
+
+    def run_pass(
+        self,
+        target: TargetWorker | None,
+        drafter: Drafter | None,
+        drive: Callable[[TargetLoop], Result],
+    ) -> Result | None:
+        """One pass with these workers; `drive` runs on the lead, which gets its result."""
+        batch, waiter = self.session.job.config.batch_size, self.session.waiter
+        with undisturbed():
+            if self.draft_link is not None:
+                assert drafter is not None, "a draft rank without a drafter"
+                serve(self.draft_link, drafter)
+                self.ledger, self.digest = drafter.ledger, drafter.digest
+                return None
+            assert target is not None, "a target rank without a worker"
+            if self.receiver is not None:
+                self.ledger = Ledger(FollowPhase)
+                self.digest = follow(target, self.receiver, batch, waiter, self.ledger)
+                return None
+            assert self.sender is not None, "a lead without a plan channel"
+            speculator = self._speculator(drafter)
+            loop = TargetLoop(target, speculator, self.sender, batch, waiter)
+            result = drive(loop)
+            loop.stop()
+            if loop.draft_lost_round is not None:
+                self.lead_links = []  # nobody is there to close them with
+            self.ledger, self.digest = loop.ledger, loop.batch.digest
+            return result
+
+    def _speculator(self, drafter: Drafter | None) -> Speculator:
+        if self.lead_links and self.session.job.config.on_draft_loss == "ar":
+            return OutlivingSpeculator(self.lead_links[0], lambda: bool(guard.lost()))
+        if self.lead_links:
+            return RemoteSpeculator(*self.lead_links)
+        return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Draws what these sequences will need first: not in the round that admits them."""
+        for worker in (self.target, self.draft):
+            if worker is not None:
+                worker.prepare(requests)
+
+    def close(self) -> None:
+        """Finishes the messages; models, groups and the backend are the machine's to close."""
+        for end in (*self.lead_links, self.draft_link, self.sender, self.receiver):
+            if end is not None:
+                end.close()
+        for comm in self._comms:
+            comm.Free()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection: a full one costs a round some milliseconds.
+
+    What there is goes before, but not before each of many short passes: it takes 30 ms.
+    """
+    _collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _collect() -> None:
+    global _collected_at
+    now = monotonic()
+    if now - _collected_at > _COLLECT_S:
+        gc.collect()
+        _collected_at = now

@@ -1,0 +1,254 @@
+"""What answers a miss, and how much of a late hit is served: by length and time alone.
+
+Nothing here reads what is proposed, only what was committed and how long it took: what serves a
+sequence, and how much of it, may depend on no more if SSD is to be lossless.
+
+    BackupController   theory.backup_crossover's choice, from what a run measures of itself
+    steps_to_serve     growth steps before a late hit is served
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
+from mpissd.common.theory import stationary_hit_rate
+from mpissd.engine.spec.adaptive import Whole
+
+BACKUPS = (Source.JIT, Source.FAST)
+EXPLORE = 0.005  # of the time, at most, goes to trying the backup that seems the worse
+_FIRST_JIT_ROUNDS = 2  # its length is known from cached tokens, only its time is not
+_FIRST_FAST_ROUNDS, _FIRST_FAST_ROWS = 8, 32
+_LEAST_FAST, _ERRORS = 4, 2.0  # rounds and rows, after which so many standard errors count
+_MEMORY_ROWS = 2048.0  # outcomes of a source
+_MEMORY_ROUNDS = 4096.0
+_TIMES = 32  # the latest of each kind
+_LIKE_CACHE = 16.0  # outcomes: what a backup's length weighs as long as cached tokens tell it
+_LIKE_OTHER = 64.0  # outcomes: what a backup's hit rate weighs as long as the other's tells it
+_LEAST_S = 1e-9  # a modelled device may take no time at all
+_ALONE = 4.0  # rounds: what "sequences hit independently" weighs
+
+
+class BackupController:
+    """JIT or FAST for the next misses, whichever the run's own outcomes and times say is faster.
+
+    Rate of a backup at batch size b: [h·E_hit + (1−h)·E] / [H·t_hit + (1−H)·t_miss] a sequence. h
+    follows from the hit rates after a hit and after this backup. H = h^{b·x}, x from how often all
+    sequences did hit together. t_miss is what rounds with a miss take beside backup and
+    verification, plus this backup's own. Times are means of the middle half of the last few.
+
+    The backup that seems worse is tried as often as EXPLORE of the recent time pays for, by its
+    estimated loss: seldom if it is far worse, often if nearly as good, when knowing more matters.
+    First come two rounds of JIT and eight (and 32 outcomes) of FAST; after four FAST is left early
+    where it would lose even with tokens two standard errors above those seen. The same account has
+    to earn back what they lost: no run longer than 1/EXPLORE times that spends more than EXPLORE.
+    """
+
+    def __init__(
+        self, lookahead: int, backup_lookahead: int | None = None, explore: float = EXPLORE
+    ) -> None:
+        """backup_lookahead: K_b of JIT (default K); explore: share of the time, 0..1."""
+        backup_lookahead = lookahead if backup_lookahead is None else backup_lookahead
+        if not 0 <= backup_lookahead <= lookahead:
+            raise ConfigError(f"backup_lookahead={backup_lookahead}: allowed: 0..{lookahead}")
+        if not 0 <= explore <= 1:
+            raise ConfigError(f"explore={explore}: allowed: 0 to 1")
+        self._short, self._explore = backup_lookahead, explore
+        self._outcomes = {source: _Outcomes() for source in Source}
+        self._own_s = {backup: _Times() for backup in BACKUPS}
+        self._hit_s, self._rest_s = _Times(), _Times()
+        self._miss_rounds = dict.fromkeys(BACKUPS, 0)
+        self._hits = self._rows = self._rounds = self._all_hit = self._if_alone = 0.0
+        self._elapsed_s = self._lost_s = 0.0
+        self._best = Source.NONE  # until both backups were tried
+        self._loss_s = 0.0  # of a round with a miss that the other one answers
+
+    def observe(
+        self,
+        accepted: Whole,
+        source: Whole,
+        found: NDArray[np.bool_],
+        *,
+        round_s: float,
+        backup_s: float,
+        verify_s: float,
+    ) -> None:
+        """One round of b ≥ 1 sequences, [b] each: tokens accepted, what drafted them, and whether
+        the outcome was a key of the cache.
+
+        round_s: from one outcome to the next; of that, backup_s went into drafting for misses (0
+        without any) and verify_s into the verification (0 where it isn't known apart).
+        """
+        tallies = self._count(accepted, source, found)
+        hits, rows = tallies[Source.CACHE][0], len(source)
+        keep = 1 - 1 / _MEMORY_ROUNDS
+        self._hits, self._rows = keep * self._hits + hits, keep * self._rows + rows
+        self._rounds = keep * self._rounds + 1
+        self._all_hit = keep * self._all_hit + (hits == rows)
+        self._if_alone = keep * self._if_alone + (self._hits / self._rows) ** rows
+        self._elapsed_s, self._lost_s = keep * self._elapsed_s + round_s, keep * self._lost_s
+        backup = next((backup for backup in BACKUPS if tallies[backup][0]), None)
+        if backup is None:
+            self._hit_s.append(round_s)
+            return
+        self._rest_s.append(round_s - backup_s - verify_s)
+        self._own_s[backup].append(backup_s + verify_s)
+        self._miss_rounds[backup] += 1
+        if backup is not self._best:
+            self._lost_s += self._loss_s
+
+    def choose(self, batch: int) -> Source:
+        """What answers the misses of the next round, of `batch` sequences: JIT or FAST."""
+        if self._miss_rounds[Source.JIT] < _FIRST_JIT_ROUNDS:
+            return Source.JIT
+        if self._wants_fast(batch):
+            return Source.FAST
+        (jit, jit_s), (fast, fast_s) = (self._rate(backup, batch) for backup in BACKUPS)
+        first = self._best is Source.NONE
+        self._best, other = BACKUPS if jit >= fast else BACKUPS[::-1]
+        self._loss_s = jit_s * (1 - jit / fast) if fast > jit else fast_s * (1 - fast / jit)
+        if first:
+            self._lost_s += self._miss_rounds[other] * self._loss_s
+        paid = self._lost_s + self._loss_s <= self._explore * self._elapsed_s
+        return other if paid else self._best
+
+    def _wants_fast(self, batch: int) -> bool:
+        """Whether FAST was tried too seldom to be judged."""
+        rounds, rows = self._miss_rounds[Source.FAST], self._outcomes[Source.FAST].ever
+        if rounds >= _FIRST_FAST_ROUNDS and rows >= _FIRST_FAST_ROWS:
+            return False
+        if min(rounds, rows) < _LEAST_FAST:
+            return True
+        at_best, _ = self._rate(Source.FAST, batch, _ERRORS)
+        return at_best >= self._rate(Source.JIT, batch)[0]
+
+    def _count(self, accepted: Whole, source: Whole, found: NDArray[np.bool_]) -> list[list[int]]:
+        """[rows, tokens, tokens of the first K_b, keys found] by source, remembered as well."""
+        tallies = [[0, 0, 0, 0] for _ in Source]
+        for k, kind, key in zip(accepted.tolist(), source.tolist(), found.tolist(), strict=True):
+            tally = tallies[kind]
+            tally[0] += 1
+            tally[1] += k
+            tally[2] += min(k, self._short)
+            tally[3] += key
+        for kind, outcomes in self._outcomes.items():
+            if tallies[kind][0]:
+                outcomes.add(*tallies[kind])
+        return tallies
+
+    def _rate(self, backup: Source, batch: int, errors: float = 0.0) -> tuple[float, float]:
+        """(tokens a second and sequence, seconds from one round with a miss to the next).
+
+        errors: standard errors by which the backup's length is taken to be above what was seen.
+        """
+        cached, own = self._outcomes[Source.CACHE], self._outcomes[backup]
+        h = stationary_hit_rate(cached.found_share(0.5, 2.0), self._found_after(own))
+        length = own.mean_tokens()
+        if backup is Source.JIT:
+            length = own.mean_tokens(cached.mean_short(), _LIKE_CACHE if cached.rows else 0.0)
+        if errors:
+            length = min(length + errors * own.error(), float(self._short))
+        tokens = 1 + (h * cached.mean_tokens() if cached.rows else h * length) + (1 - h) * length
+        all_hit = h ** max(1.0, batch * self._independence())
+        miss_s = self._rest_s.typical() + self._own_s[backup].typical()
+        hit_s = self._hit_s.typical() if self._hit_s else miss_s
+        round_s = all_hit * hit_s + (1 - all_hit) * miss_s
+        return tokens / max(round_s, _LEAST_S), round_s / (1 - all_hit)
+
+    def _independence(self) -> float:
+        """x ≤ 1 with h^{b·x} as often as rounds did hit throughout: 1 where sequences hit alone."""
+        if not 0 < self._if_alone < self._rounds:
+            return 1.0
+        alone = self._if_alone / self._rounds
+        seen = (self._all_hit + _ALONE * alone) / (self._rounds + _ALONE)
+        return min(1.0, math.log(seen) / math.log(alone))
+
+    def _found_after(self, own: _Outcomes) -> float:
+        both = [self._outcomes[backup] for backup in BACKUPS]
+        share = (1 + sum(o.found for o in both)) / (2 + sum(o.rows for o in both))
+        return own.found_share(share, _LIKE_OTHER)
+
+
+class _Outcomes:
+    """Of one source: rows, accepted tokens and keys found, the last _MEMORY_ROWS or so."""
+
+    def __init__(self) -> None:
+        self.ever = 0
+        self.rows = self.tokens = self.short = self.found = 0.0
+
+    def add(self, rows: int, tokens: int, short: int, found: int) -> None:
+        keep = (1 - 1 / _MEMORY_ROWS) ** rows
+        self.ever += rows
+        self.rows, self.tokens = keep * self.rows + rows, keep * self.tokens + tokens
+        self.short, self.found = keep * self.short + short, keep * self.found + found
+
+    def mean_tokens(self, prior: float = 0.0, weight: float = 0.0) -> float:
+        """Accepted, without the bonus."""
+        return (self.tokens + weight * prior) / (self.rows + weight)
+
+    def error(self) -> float:
+        """Standard error of mean_tokens(), by the variance of a geometric law of that mean."""
+        mean = self.mean_tokens()
+        return math.sqrt((mean * (1 + mean) + 0.5) / self.rows)
+
+    def mean_short(self) -> float:
+        return self.short / self.rows if self.rows else 0.0
+
+    def found_share(self, prior: float, weight: float) -> float:
+        return (self.found + weight * prior) / (self.rows + weight)
+
+
+class _Times(deque[float]):
+    """The latest durations of one kind, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_TIMES)
+
+    def typical(self) -> float:
+        """Mean of the middle half; of two, the lower."""
+        ordered = sorted(self)
+        middle = ordered[len(ordered) // 4 :][: (len(ordered) + 1) // 2]
+        return math.fsum(middle) / len(middle)
+
+
+def steps_to_serve(
+    steps_done: int,
+    lookahead: int,
+    step_s: float,
+    verify_s: Sequence[float] | Callable[[int], float],
+    hazards: Sequence[float],
+    rest_s: float = 0.0,
+    rate: float | None = None,
+) -> int:
+    """How many more growth steps to take before a late hit is served: 0 … K − steps_done.
+
+    The n that makes E(k') / (n·step_s + verify_s(k') + rest_s) largest, k' = steps_done + n, or
+    with `rate` E(k') − rate·(those seconds); of equals the least n. verify_s: seconds to verify k'
+    tokens, a function or K+1 of them; hazards: K; rest_s: whatever else a round takes. rate: tokens
+    a second and sequence in the long run: where rounds are not all alike, this is what counts.
+    """
+    if not 0 <= steps_done <= lookahead or len(hazards) != lookahead:
+        raise ConfigError(
+            f"steps_done={steps_done} with {len(hazards)} hazards: "
+            f"allowed: 0..{lookahead} with lookahead = {lookahead} of them"
+        )
+    tokens = tuple(accumulate(accumulate(hazards, mul), initial=1.0))  # E(k'), k' = 0..K
+    best, chosen = -math.inf, 0
+    for served in range(steps_done, lookahead + 1):
+        verification = verify_s(served) if callable(verify_s) else verify_s[served]
+        seconds = (served - steps_done) * step_s + verification + rest_s
+        if rate is None:
+            worth = tokens[served] / max(seconds, _LEAST_S)
+        else:
+            worth = tokens[served] - rate * seconds
+        if worth > best:
+            best, chosen = worth, served - steps_done
+    return chosen

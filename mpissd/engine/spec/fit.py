@@ -1,0 +1,208 @@
+"""The power law of a bonus token's rank, fitted to ranks that were seen only up to a fan-out.
+
+P(rank > F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with an A]. A rank f that was
+kept has probability miss(f−1) − miss(f), miss(0) = 1; one that was not has miss(F), F the number of
+candidates kept. F may depend on the past: such censoring leaves the likelihood as it is.
+
+Everything rests on the smallest rank seen, m. A law that gives rank m a probability has
+z = P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks lie behind
+m, and how those are spread. Hence z is a share of counts (A itself, for m = 1, which is where A < 1
+ends up), log G is concave, and only z ≥ (1 − 1/m)^r ties them (z is less where ranks below m are
+likely, which were not seen).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+
+Floats = NDArray[np.float64]
+Ranks = NDArray[np.integer]
+Group = tuple[Ranks, Ranks]  # (ranks, limits), both [n]
+
+LEAST_COUNT = 10  # observations that a fit needs
+_DROP = 3.841458820694124 / 2  # of the log-likelihood, at the ends of a 95% interval (χ², 1 d.f.)
+_LOG_R = (math.log(1e-4), math.log(1e3))
+_GRID = 33
+# What a shrunken fit takes a law to be before it has seen ranks: standard deviations of log A and
+# log r round their priors, and of log A between kinds of outcome (.80 and .68 hit: log .2/.32).
+_SPREAD_A = 1.0
+_SPREAD_R = 0.5
+_SPREAD_GROUP = 0.2
+_LOG_Z_SHRUNK = (math.log(1e-4), 0.0)
+_LOG_R_SHRUNK = (math.log(0.02), math.log(20.0))
+
+
+@dataclass(frozen=True)
+class PowerLawFit:
+    """miss(F) = min(1, A·F^{−r}), with 95% profile-likelihood intervals, from `count` ranks."""
+
+    hit_a: float
+    hit_r: float
+    a_low: float
+    a_high: float
+    r_low: float
+    r_high: float
+    count: int
+
+
+def fit_power_law(ranks: Ranks, limits: Ranks) -> PowerLawFit | None:
+    """The law of greatest likelihood; None where the ranks seen leave A or r open.
+
+    ranks: [n] from 1, 0 where the true token was not among the candidates. limits: [n] candidates
+    kept, F; 0 says nothing. A and r are open with fewer than LEAST_COUNT observations, unless some
+    rank lies behind the smallest seen (r > 0), and unless one lies further still or may (r < ∞).
+    ConfigError: a rank beyond its limit, or a number below 0.
+    """
+    likelihood = _Likelihood(ranks, limits)
+    if likelihood.count < LEAST_COUNT or not likelihood.identified:
+        return None
+    log_r = _highest(likelihood.profile_of_log_r, *_LOG_R)
+    r = math.exp(log_r)
+    log_a = float(likelihood.best_log_a(np.array(r)))
+    least = float(likelihood.value(np.array(log_a), np.array(r))) - _DROP
+    r_low, r_high = _ends(likelihood.profile_of_log_r, log_r, least)
+    # Whatever A the interval holds, its best r lies within that of r.
+    some_r = np.append(np.geomspace(r_low, r_high, 65), r)
+    a_low, a_high = _ends(lambda x: likelihood.value(x, some_r).max(), log_a, least)
+    return PowerLawFit(math.exp(log_a), r, a_low, a_high, r_low, r_high, likelihood.count)
+
+
+def shrunk_power_laws(
+    groups: Sequence[Group], prior_a: float, prior_r: float
+) -> tuple[tuple[float, ...], float]:
+    """(A of each group, the r that all share), pulled to a prior that n = 0 leaves as it is.
+
+    First all groups together, log A ~ N(log prior_a, 1) and log r ~ N(log prior_r, .5²); then
+    each group's own log A ~ N(that of all, .2²). The posterior's mode, so always a law; what lies
+    behind rank 1 tells r whatever A is, so groups of different A may share it. O(distinct ranks).
+    """
+    log_a, r = _pooled(groups, math.log(prior_a), math.log(prior_r))
+    return tuple(math.exp(_group_log_a(group, log_a, r)) for group in groups), r
+
+
+def _pooled(groups: Sequence[Group], prior_log_a: float, prior_log_r: float) -> tuple[float, float]:
+    together = _Likelihood(*(np.concatenate(column) for column in zip(*groups, strict=True)))
+    if not together.count:
+        return prior_log_a, math.exp(prior_log_r)
+    (low_z, high_z), (low_r, high_r) = _LOG_Z_SHRUNK, _LOG_R_SHRUNK
+    for _ in range(7):  # each grid is 5 times as fine as the last
+        log_z, log_r = np.linspace(low_z, high_z, 21)[:, None], np.linspace(low_r, high_r, 21)
+        r = np.exp(log_r)
+        log_a = log_z + r * together.log_first
+        score = together.value(log_a, r)
+        score -= ((log_a - prior_log_a) / _SPREAD_A) ** 2 / 2
+        score -= ((log_r - prior_log_r) / _SPREAD_R) ** 2 / 2
+        i, j = np.unravel_index(int(np.argmax(score)), score.shape)
+        low_z, high_z = float(log_z[max(i - 2, 0), 0]), float(log_z[min(i + 2, 20), 0])
+        low_r, high_r = float(log_r[max(j - 2, 0)]), float(log_r[min(j + 2, 20)])
+    return float(log_a[i, j]), float(r[j])
+
+
+def _group_log_a(group: Group, log_a: float, r: float) -> float:
+    own = _Likelihood(*group)
+    if not own.count:
+        return log_a
+
+    def score(log_z: Floats) -> Floats:
+        tried = log_z + r * own.log_first
+        return own.value(tried, np.array(r)) - ((tried - log_a) / _SPREAD_GROUP) ** 2 / 2
+
+    return _highest(score, *_LOG_Z_SHRUNK, levels=4) + r * own.log_first
+
+
+class _Likelihood:
+    """log P(ranks | A, r), from how often each rank hit, and each limit held none."""
+
+    def __init__(self, ranks: Ranks, limits: Ranks) -> None:
+        if len(ranks) and (ranks.min() < 0 or (ranks > limits).any()):
+            worst = int(np.argmax((ranks < 0) | (ranks > limits)))
+            raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
+        self.count = int(np.count_nonzero(limits))
+        self._rank, self._hits = _tally(ranks)
+        self._limit, self._misses = _tally(limits[ranks == 0])
+        seen, kept = self._rank, self._limit
+        self._first = first = (
+            int(seen[0]) if len(seen) else max(int(kept[-1]) if len(kept) else 1, 1)
+        )
+        behind = float(self._hits[seen > first].sum() + self._misses[kept >= first].sum())
+        at = float(self._hits[0]) if len(seen) else 0.0
+        self._share_behind = behind / (at + behind) if at + behind else 1.0
+        self.log_first = math.log(first)  # of m
+        with np.errstate(divide="ignore"):
+            self._log_before, self._log_rank = np.log(seen - 1.0), np.log(seen)
+        self._log_limit = np.log(kept)
+
+    @property
+    def identified(self) -> bool:
+        """Whether the likelihood has its maximum at an A above 0 and an r above 0, both finite."""
+        further = (self._rank > self._first + 1).any() or (self._limit > self._first).any()
+        return bool(further and (self._rank > self._first).any())
+
+    def value(self, log_a: Floats, r: Floats) -> Floats:
+        """The log-likelihood; log_a and r are broadcast against each other."""
+        log_a, r = log_a[..., None], r[..., None]
+        before = np.minimum(0.0, log_a - r * self._log_before)  # miss(0): log 0 = −∞ gives log 1
+        behind = np.minimum(0.0, log_a - r * self._log_rank)
+        kept = np.minimum(0.0, log_a - r * self._log_limit)
+        with np.errstate(divide="ignore"):
+            hit = before + np.log(-np.expm1(behind - before))
+        return np.asarray(hit @ self._hits + kept @ self._misses)
+
+    def best_log_a(self, r: Floats) -> Floats:
+        """argmax over log A for given r."""
+        least = 0.0 if self._first == 1 else (1.0 - 1.0 / self._first) ** r
+        return np.asarray(np.log(np.maximum(self._share_behind, least)) + r * self.log_first)
+
+    def profile_of_log_r(self, log_r: Floats) -> Floats:
+        """max over A of the log-likelihood."""
+        r = np.exp(log_r)
+        return self.value(self.best_log_a(r), r)
+
+
+def _tally(values: Ranks) -> tuple[Floats, Floats]:
+    """(distinct values above 0, ascending; how often each), as floats."""
+    counts = np.bincount(values)
+    counts[:1] = 0
+    distinct = np.flatnonzero(counts)
+    return distinct.astype(np.float64), counts[distinct].astype(np.float64)
+
+
+def _highest(
+    function: Callable[[Floats], Floats], low: float, high: float, levels: int = 9
+) -> float:
+    """argmax of a function with one top, by grids that are each 16 times as fine as the last."""
+    for _ in range(levels):
+        grid = np.linspace(low, high, _GRID)
+        top = int(np.argmax(function(grid)))
+        low, high = float(grid[max(top - 1, 0)]), float(grid[min(top + 1, _GRID - 1)])
+    return float(grid[top])
+
+
+def _ends(
+    function: Callable[[Floats], Floats], log_top: float, least: float
+) -> tuple[float, float]:
+    """exp of where the function falls to `least`, left and right of its top."""
+    low, high = (_crossing(function, log_top, step, least) for step in (-0.1, 0.1))
+    return math.exp(low), math.exp(high)
+
+
+def _crossing(
+    function: Callable[[Floats], Floats], inside: float, step: float, least: float
+) -> float:
+    """Where the function falls to `least`, from `inside` in the direction of `step`."""
+    outside = inside + step
+    while function(np.array(outside)) > least:
+        inside, step = outside, 2 * step
+        outside = inside + step
+    for _ in range(40):
+        middle = (inside + outside) / 2
+        above = function(np.array(middle)) > least
+        inside, outside = (middle, outside) if above else (inside, middle)
+    return outside

@@ -1,0 +1,109 @@
+"""The draft of the `markov` workload: what it drafts and predicts comes from a known model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpissd.common.rng import Purpose, uniforms
+from mpissd.common.rounds import Batch, Source, Speculation
+from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.spec import sampling
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
+from mpissd.engine.workload.history import Histories, looked_up, trunk
+from mpissd.engine.workload.markov_laws import MarkovLaws
+from mpissd.engine.workload.sampled import Lane, SampledRollout
+
+
+class MarkovDraftWorker(DraftWorker):
+    """Drafts with the draft model."""
+
+    def __init__(
+        self, stepper: Forwards, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts
+    ) -> None:
+        """fan_outs: the lists that Saguaro sampling damps by until others are grown."""
+        self.stepper, self._laws, self.lookahead = stepper, laws, lookahead
+        self._fan_outs = fan_outs
+        self._histories = Histories(lambda request: laws.prompt(request.request_id))
+
+    def twin(self, stepper: Forwards) -> MarkovDraftWorker:
+        """The same laws over other forwards (calibration)."""
+        return MarkovDraftWorker(stepper, self._laws, self.lookahead, self._fan_outs)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._histories.begin_round(batch, admissions)
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        self._histories.serve(batch, speculation)
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """The draft's likeliest tokens at each row of the trunk, likeliest first."""
+        self._fan_outs = fan_outs
+        model = self._laws.draft
+        found: list[tuple[int, int, int, int]] = []  # row, k, place, token
+        lanes: list[Lane] = []
+        sources = speculation.source.tolist()
+        for row, history in enumerate(self._histories.rows(batch)):
+            fan_out = fan_outs.behind(sources[row])
+            for k, context in enumerate(trunk(model, history.tokens, history.served)):
+                served = history.served[k] if k < len(history.served) else None
+                ids = sampling.largest(model.logits(context), fan_out[k], served).tolist()
+                for place, token in enumerate(ids):
+                    found.append((row, k, place, token))
+                    behind = model.context((*context, token))
+                    sequence, draws = history.request.request_id, history.first_draw(1)
+                    lanes.append(Lane(sequence, draws, behind, fan_outs.after_hit))
+        table = np.array(found, np.int64).reshape(-1, 4)
+        first = table[:, 3].astype(np.int32)
+        rollout = SampledRollout(np.zeros(0, np.int64), first, lanes, self.lookahead)
+        k_of, place_of = table[:, 1].astype(np.int32), table[:, 2].astype(np.int32)
+        return Branches(Lanes(table[:, 0], k_of, place_of), rollout)
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        """FAST tokens are certain: from the sequence's own past, else the likeliest of all."""
+        histories = self._histories.rows(batch)
+        lanes = [
+            Lane(
+                histories[row].request.request_id,
+                histories[row].first_draw(),
+                self._laws.draft.context(histories[row].tokens),
+                self._fan_outs.after_miss,
+            )
+            for row in rows
+        ]
+        chosen = np.asarray(rows, np.int64)
+        rollout = SampledRollout(chosen, batch.last_tokens[chosen], lanes, self.lookahead)
+        if source == Source.FAST:
+            for lane, row in enumerate(rows):
+                rollout.tokens[lane] = self._fast(histories[row].tokens)
+        return rollout
+
+    def _fast(self, tokens: Sequence[int]) -> list[int]:
+        found = looked_up(tokens, self._laws.draft.order + 1, self.lookahead)
+        unigram = self._laws.draft.likeliest
+        return found + [unigram] * (self.lookahead - len(found))
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            assert isinstance(rollout, SampledRollout) and rollout.q is not None
+            place = rollout.steps
+            drawn: dict[tuple[int, int], float] = {}  # lanes of a sequence share it: one can win
+            for n, lane in enumerate(rollout.lanes):
+                key = lane.sequence, lane.first_draw + place
+                if key not in drawn:
+                    drawn[key] = uniforms(self._laws.seed, Purpose.DRAFT, *key, 1)[0]
+                token, q, row = self._propose(lane, place, drawn[key])
+                rollout.tokens[n, place], rollout.q[n, place] = token, q
+                rollout.recorded[n].append(row if q < 1 else None)
+                lane.context = self._laws.draft.context((*lane.context, token))
+            rollout.steps += 1
+
+    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
+        """The lane's token at its place in the round, its probability, and the row it is from."""
+        laws = self._laws
+        top = lane.fan_out[place] if lane.fan_out else 0
+        logits = laws.draft.logits(lane.context)
+        probs = sampling.probabilities(logits, laws.temperature, top, laws.saguaro_c)
+        return sampling.propose(probs, u)

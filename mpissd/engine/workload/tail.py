@@ -1,0 +1,60 @@
+"""One outcome alone is grown for: that all tokens which were served are accepted (fan_out=tail:F).
+
+PEARL and AMUSD draft on behind what the target verifies as if all of it were accepted. A list
+F_0 … F_K can say so only while every speculation is K tokens long; this worker keeps its candidates
+behind the last *served* token, wherever that is. Which one it is depends on time and length alone,
+so decoding stays lossless [THEORY, losslessness 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mpissd.common.rounds import Batch, Request, Source, Speculation
+from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
+
+
+class TailWorker(DraftWorker):
+    """A draft worker whose branches all grow behind the last served token."""
+
+    def __init__(self, worker: DraftWorker) -> None:
+        """worker: does everything else."""
+        self._worker = worker
+        self.stepper, self.lookahead = worker.stepper, worker.lookahead
+
+    def twin(self, stepper: Forwards) -> TailWorker:
+        """The same laws over other forwards (calibration)."""
+        return TailWorker(self._worker.twin(stepper))
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """fan_outs.widest candidates behind each sequence's last served token; no others."""
+        served, count = speculation.num_draft, fan_outs.widest
+        every = len(batch) > 0 and bool((served != served[0]).any())
+        rows = range(speculation.tokens.shape[1] + 1)
+        fan_out = tuple(count if every or k == served[0] else 0 for k in rows)
+        found = self._worker.branches(batch, speculation, FanOuts(fan_out, fan_out))
+        if not every:
+            return found
+        lanes = found.lanes
+        last = np.flatnonzero(lanes.k == served[lanes.rows])
+        found.rollout.keep(last.tolist(), ())
+        return Branches(Lanes(lanes.rows[last], lanes.k[last], lanes.place[last]), found.rollout)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        self._worker.prepare(requests)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._worker.begin_round(batch, admissions)
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        self._worker.served(batch, speculation)
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        return self._worker.restart(batch, rows, source)
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        self._worker.collect_step(rollouts)

@@ -1,0 +1,68 @@
+"""Consistency gates: a result row against its own raw rounds, and both against physics.
+
+    found = violations(row, rounds)     one line each, "gate: what is wrong, with both numbers"
+    check(row, rounds)                  the same as a GateError (exit code 3)
+
+row is what `run` prints, rounds the arrays of OUT/rounds/RUN_ID.npz. What is null or missing is
+unknown and judged by no gate, save the few numbers that every row has. Keys of a row that only
+gates need:
+
+    floor_bytes    what a verification of b(K+1) rows reads on a target rank: weights and KV
+    floor_flops    what it computes there (missing in old rows: their floor is of bytes alone)
+    cache_bytes    the lead's last-level cache (null: unknown, or emulated)
+    token_limit    --num_tokens (null: none)
+    rank_digests   by world rank, the digest of the outcomes it heard (null: it doesn't say)
+"""
+
+from __future__ import annotations
+
+from mpissd.common.errors import GateError
+from mpissd.lab.gates.decided import counts, decisions, finite, missing, ranks, tokens
+from mpissd.lab.gates.read import Gate, Rounds, Row
+from mpissd.lab.gates.timed import (
+    clock,
+    device,
+    floor,
+    forwards,
+    ledger,
+    prediction,
+    speed,
+    sub_phases,
+    walls,
+)
+
+GATES: tuple[Gate, ...] = (
+    missing,
+    finite,
+    clock,
+    ranks,
+    floor,
+    device,
+    sub_phases,
+    counts,
+    tokens,
+    decisions,
+    speed,
+    walls,
+    ledger,
+    forwards,
+    prediction,
+)
+
+
+def violations(row: Row, rounds: Rounds) -> list[str]:
+    """Every contradiction, one line each; empty: the row stands."""
+    found = []
+    for gate in GATES:
+        try:
+            found += [f"{gate.__name__}: {message}" for message in gate(row, rounds)]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Not the shape of a row or of its arrays: that is a finding, too.
+            found.append(f"{gate.__name__}: cannot be judged: {error!r}")
+    return found
+
+
+def check(row: Row, rounds: Rounds) -> None:
+    """GateError with all violations, "; " between them."""
+    if found := violations(row, rounds):
+        raise GateError("; ".join(found))

@@ -1,0 +1,84 @@
+"""The K that is fastest at each batch size, as vLLM's speculative_config takes it.
+
+vLLM's dynamic speculative decoding reads {"num_speculative_tokens": the largest K,
+"num_speculative_tokens_per_batch_size": {"1-3": 5, "4-15": 3, …}}: inclusive ranges, K = 0 turns
+speculation off, a batch size in a gap inherits the K before it (its pull request 32374).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rows import draft_device
+
+# vLLM drafts on the target's own GPUs, one synchronous round after the other.
+_SAME = (
+    *("target", "draft", "tp", "device_name", "backend", "acceptance", "lm_head", "context"),
+    *("num_layers", "dtype", "fuse", "graph"),
+)
+_COUNTS = ("num_drafts", "batch_size", "lookahead")
+
+
+def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schedule that AR and SD rows of one pair and machine speak for.
+
+    Rows of SSD, of other schedules and of prompt lookup are left out: vLLM has no such rounds.
+    Each cell is the median tok_per_s of its repeats. Where SD rows draft inline on the lead
+    (num_drafts = 0), as vLLM does, only these count. A K of 0 needs an AR row of that batch size.
+    ConfigError: no SD row, or rows of several pairs, machines or laws (the key that differs).
+    """
+    usable = [row for row in rows if row.get("mode") in ("ar", "sd") and not row.get("schedule")]
+    usable = [row for row in usable if all(type(row.get(name)) is int for name in _COUNTS)]
+    usable = [row for row in usable if isinstance(row.get("tok_per_s"), (int, float))]
+    drafted = [row for row in usable if row["mode"] == "sd"]
+    inline = [row for row in drafted if row["num_drafts"] == 0]
+    drafted = inline or drafted
+    if not drafted:
+        raise ConfigError("a schedule needs rows of mode sd at two or more K: none are there")
+    _check_alike(drafted)
+    best = _best(drafted + [row for row in usable if row["mode"] == "ar" and _fits(row, drafted)])
+    sizes = sorted(best)
+    ends = [*(size - 1 for size in sizes[1:]), sizes[-1]]
+    starts = [1, *sizes[1:]]
+    ranges = {
+        f"{first}-{last}": best[size] for size, first, last in zip(sizes, starts, ends, strict=True)
+    }
+    return {
+        "num_speculative_tokens": max(best.values()),
+        "num_speculative_tokens_per_batch_size": ranges,
+    }
+
+
+def _best(rows: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """{batch size: the K whose median tok_per_s is the largest; the smaller one at a tie}."""
+    rates: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        rates[row["batch_size"]][row["lookahead"]].append(row["tok_per_s"])
+    return {
+        size: max(sorted(by_k), key=lambda k, by_k=by_k: median(by_k[k]))  # type: ignore[misc]
+        for size, by_k in rates.items()
+        if set(by_k) != {0}
+    }
+
+
+def _fits(row: Mapping[str, Any], drafted: list[Mapping[str, Any]]) -> bool:
+    return all(row.get(key) == drafted[0].get(key) for key in _SAME if key not in _OF_DRAFTS)
+
+
+_OF_DRAFTS = ("draft", "acceptance")  # AR has none
+
+
+def _check_alike(rows: list[Mapping[str, Any]]) -> None:
+    told = {key: [row.get(key) for row in rows] for key in _SAME}
+    told["draft_device_name"] = [draft_device(row) for row in rows]
+    for key, values in told.items():
+        found = sorted(set(map(str, values)))
+        if len(found) > 1:
+            raise ConfigError(
+                f"rows of {key} {found[0]!r} and {found[1]!r}: allowed: one pair, machine and "
+                f"law: --where='{key}={found[0]}'"
+            )

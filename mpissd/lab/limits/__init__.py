@@ -1,0 +1,1 @@
+"""How near a machine's GPUs are driven to their limit."""

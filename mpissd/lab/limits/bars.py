@@ -1,0 +1,194 @@
+"""The ten bars of the GPU path, and the table that holds them against what was measured.
+
+    python -m mpissd.lab.limits.bars OUT
+
+A bar is judged by the median of the medians of stable runs, of which there have to be three.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+RUNS = 3
+_MODELS = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "1B": "llama-3.2-1b"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a number is written."""
+
+    name: str = ""
+    scale: float = 1.0
+    places: int = 3
+
+    def text(self, value: float) -> str:
+        return f"{value * self.scale:.{self.places}f}"
+
+
+FRACTION, MS, US = Unit(), Unit("ms", 1e3), Unit("us", 1e6, 2)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The `key` of the rows that match `where`, and what it has to reach (least) or stay below.
+
+    limit: None for what NCCL takes in the same job. beside: the forward that cuBLAS and PyTorch
+    are asked for too.
+    """
+
+    number: int
+    what: str
+    key: str
+    where: Row
+    limit: float | None
+    least: bool = False
+    unit: Unit = FRACTION
+    beside: Row | None = None
+
+    def line(self, rows: Sequence[Row]) -> str:
+        """One line of the table."""
+        found, limit, text = _matching(rows, self.where), self._limit(rows), self.unit.text
+        runs = [row[self.key] for row in found if row.get("stable") is not False]
+        told = f"{self.number:2d}  {self.what:46s}"
+        if limit is not None:
+            told += f" {'>=' if self.least else '<='} {text(limit):6s}"
+        if limit is None or not runs:
+            return f"{told}  not measured here{self._others(rows)}"
+        spread = f"{text(min(runs))} … {text(max(runs))}, {len(runs)} of {len(found)} runs stable"
+        told += f" {text(median(runs)):>8s} {self.unit.name:2s} {self._verdict(runs, limit):7s}"
+        return f"{told} ({spread}){self._others(rows)}"
+
+    def _verdict(self, runs: Sequence[float], limit: float) -> str:
+        if len(runs) < RUNS:
+            return "too few"
+        got = median(runs)
+        return "met" if (got >= limit if self.least else got <= limit) else "MISSED"
+
+    def _limit(self, rows: Sequence[Row]) -> float | None:
+        if self.limit is not None:
+            return self.limit
+        theirs = _matching(rows, self.where | {"group": "nccl", "own": False})
+        return median(row[self.key] for row in theirs) if theirs else None
+
+    def _others(self, rows: Sequence[Row]) -> str:
+        """What cuBLAS (and NCCL), and PyTorch's graph, give at the same place."""
+        told, key = "", "seconds" if self.unit is MS else "floor_fraction"
+        for name, way in (("cuBLAS", "cublas"), ("PyTorch", "torch")) if self.beside else ():
+            if found := _matching(rows, {"what": "forward", "way": way, **(self.beside or {})}):
+                told += f"  {name} {self.unit.text(median(row[key] for row in found))}"
+        return told
+
+
+def _matching(rows: Iterable[Row], where: Row) -> list[Row]:
+    return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+
+
+def bars() -> Iterator[Bar]:
+    """All of them, in order."""
+    yield from _forwards()
+    for tp, seconds in ((2, 3.8e-6), (4, 4.8e-6)):
+        for size, limit in ((16, seconds), (128, None)):
+            where = {"what": "all_reduce", "tp": tp, "bytes": size << 10, "own": True}
+            what = f"all-reduce in a graph, {size} KB, T={tp}" + " (NCCL's)" * (limit is None)
+            yield Bar(5, what, "seconds", where, limit, unit=US)
+    for rows, limit in ((1, 0.56e-3), (24, 0.60e-3)):
+        at = {"model": _MODELS["1B"], "tp": 1, "rows": rows}
+        where = {"what": "forward", "way": "fast", **at}
+        yield Bar(6, f"1B step, M={rows}", "seconds", where, limit, unit=MS, beside=at)
+    for name, tp in (("8B", 1), ("1B", 1), ("70B", 2), ("70B", 4)):
+        where = {"what": "launch", "way": "fast", "model": _MODELS[name], "tp": tp}
+        yield Bar(7, f"host time of a launch, {name} T={tp}", "seconds", where, 10e-6, unit=US)
+    yield from _rounds()
+
+
+def _forwards() -> Iterator[Bar]:
+    """Bars 1 to 4: parts of the memory's floor, of one row in AR's rounds, of 16 in replays."""
+    places = (("8B", 1), ("70B", 2), ("70B", 4))
+    for number, ((name, tp), least) in enumerate(zip(places, (0.92, 0.87, 0.80), strict=True)):
+        at = {"model": _MODELS[name], "tp": tp}
+        what, where = f"{name} T={tp} M=1, of the floor", {"what": "rounds", "mode": "ar", **at}
+        at["rows"] = 1
+        yield Bar(number + 1, what, "floor_fraction", where, least, least=True, beside=at)
+    for (name, tp), least in zip(places, (0.88, 0.83, 0.76), strict=True):
+        at = {"model": _MODELS[name], "tp": tp, "rows": 16}
+        what, where = f"{name} T={tp} M=16, of the floor", {"what": "forward", "way": "fast", **at}
+        yield Bar(4, what, "floor_fraction", where, least, least=True, beside=at)
+
+
+def _rounds() -> Iterator[Bar]:
+    """Bars 8 to 10: the hit path, SSD beside bare forwards, the slowest rounds."""
+    for tp in (1, 2):
+        for start, begin in (("outcome", "outcome known"), ("over", "forward over")):
+            for rank, limit in (("p50", 30e-6), ("p99", 100e-6)):
+                where = {"what": "hit_path", "start": start, "tp": tp}
+                what = f"hit path T={tp}, {begin} → launched, {rank}"
+                yield Bar(8, what, f"{rank}_s", where, limit, unit=US)
+    places = (("8B", 1), ("70B", 2))
+    for name, tp in places:
+        where = {"what": "rounds", "mode": "ssd", "model": _MODELS[name], "tp": tp}
+        for key, of in (("of_replays", "replays"), ("of_own", "its own forwards")):
+            what = f"SSD p_hit=1 {name}/1B T={tp}, of {of}"
+            yield Bar(9, what, key, where, 0.97, least=True)
+    for mode, (name, tp) in [
+        *((mode, place) for place in places for mode in ("ar", "ssd")), ("ar", ("70B", 4))
+    ]:  # fmt: skip
+        where = {"what": "rounds", "mode": mode, "model": _MODELS[name], "tp": tp}
+        yield Bar(
+            10, f"p99/p50 of a round, {mode.upper()} {name} T={tp}", "p99_over_p50", where, 1.05
+        )
+
+
+def with_replays(rows: Sequence[Row]) -> list[Row]:
+    """SSD's rounds with tok/s over what replays back to back would give, of the same job, and over
+    what the forwards of these very rounds would, without anything between them."""
+    found = []
+    for row in rows:
+        if row["what"] == "rounds" and row["mode"] == "ssd":
+            at = {"model": row["model"], "tp": row["tp"], "rows": row["lookahead"] + 1}
+            replays = _matching(rows, {"what": "forward", "way": "fast", **at})
+            if not replays:
+                continue
+            rate = row["tok_per_s"] / row["acceptance_length"]
+            of_replays = rate * median(replay["seconds"] for replay in replays)
+            row = row | {"of_replays": of_replays, "of_own": rate * row["t_target_s"]}
+        found.append(row)
+    return found
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The ten bars, a line each place."""
+    told = with_replays(rows)
+    return [bar.line(told) for bar in bars()]
+
+
+def read(out: Path) -> list[Row]:
+    """The rows of OUT/T1.jsonl, OUT/T2.jsonl, …"""
+    paths = sorted(out.glob("T[0-9]*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def add(out: Path, rows: Iterable[Row]) -> None:
+    """Appends rows to the files of their T."""
+    for row in rows:
+        with open(out / f"T{row['tp']}.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def main(arguments: Iterable[str]) -> int:
+    """Prints the table."""
+    rows = read(Path(next(iter(arguments), "out")))
+    devices = sorted({row["device"] for row in rows if row.get("device")})
+    print(f"{', '.join(devices) or 'nothing measured'}; medians of runs")
+    print("\n".join(table(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""A measured run: calibration, the pass that counts, its row."""

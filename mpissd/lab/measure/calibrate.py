@@ -1,0 +1,276 @@
+"""The job's own profile: what its forwards, its host code and its link take on this machine, now.
+
+Forwards are timed bucket by bucket while the other ranks wait. The host's phases are medians of
+passes of the very decoding loops over paused forwards (model/paused), once with nothing grown and,
+for SSD, once with growth (host_costs).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend, Cost
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.comm.group import Group
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.job import Job
+from mpissd.engine.model.paused import PausedForwards
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.session.rank import Rank
+from mpissd.engine.session.session import Session
+from mpissd.lab.measure.host_costs import ForwardTimes, PassLedgers, Table, host_costs, pause_of
+from mpissd.lab.measure.naps import measure_nap
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+
+WARM_ID = 1 << 30  # request ids of throw-away sequences begin here
+_REPEATS = 5
+_PAUSED_ROUNDS = 18
+_BUILDING_S = 3600.0
+_UNSEEN = (
+    "alpha",
+    "acceptance",
+    "seed",
+    "rounds",
+    "num_tokens",
+    "warmup_rounds",
+    "out",
+    "schedule",
+)
+_GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law", "on_late")
+_SKIP = 3  # rounds of a pass that still warm up
+
+
+@dataclass(frozen=True)
+class JobProfile:
+    """What the predictor needs, measured in this job."""
+
+    device: DeviceCosts
+    host: HostCosts
+    read_bytes_per_s: float | None  # of the lead's device, as is the peak
+    peak_flops_per_s: float | None
+    all_reduce_s: float | None  # the collectives of one verification, on their own
+    calibrated_at: str  # when the oldest of all this was measured (ISO 8601, UTC)
+
+
+def calibrate(rank: Rank) -> JobProfile | None:
+    """Runs on every rank; the profile is made on the lead.
+
+    What the machine's calibrations hold already is taken from there.
+    """
+    session, known = rank.session, rank.session.calibrations
+    topology = session.topology
+    known.restart()
+    session.barrier(Waiter(_BUILDING_S, spin=False))  # others may still make their weights
+    target = _forward_times(session, rank.target) if rank.target else None
+    reduces = _reduces_s(session, rank.target) if rank.target else None
+    session.barrier()
+    draft = _forward_times(session, rank.draft) if rank.draft else None
+    session.barrier()
+    read = peak = None
+    if rank.target is not None and target is not None and topology.is_lead:
+        read, peak = _rates(session, rank.target, target)
+    session.barrier()
+    draft = topology.world.bcast(draft, root=topology.tp if topology.num_drafts else 0)
+    target = topology.world.bcast(target, root=0)
+    key = "host", _key(session.job, ()), session.job.fan_outs
+    host = known.once(session.backend, key, lambda: _host_costs(rank, target, draft))
+    if host is None or target is None:
+        return None
+    points = None if draft is None else draft.seconds
+    device = DeviceCosts.from_points(target.seconds, points)
+    return JobProfile(device, host, read, peak, reduces, known.since)
+
+
+def _key(job: Job, unseen: Iterable[str]) -> Hashable:
+    """Equal for configurations that differ in these flags alone, and in what no round sees."""
+    flags = asdict(job.config)
+    told = json.dumps({n: v for n, v in flags.items() if n not in {*unseen, *_UNSEEN}})
+    return told, job.lookahead, job.config.drafts, job.draft
+
+
+def _host_costs(
+    rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None
+) -> HostCosts | None:
+    """Of the job's loops over paused forwards; on the lead. Collective over the job's world.
+
+    What nothing that is grown bears on is shared by all hit laws and fan-outs of equal pauses.
+    """
+    session, known = rank.session, rank.session.calibrations
+    topology, plain = session.topology, _pass_key(session.job, target, draft)
+    owner = session.backend
+    passes = [
+        known.once(owner, ("pass", plain), lambda: _paused_pass(rank, target, draft, ahead=False))
+    ]
+    if session.job.fan_out:
+        passes.append(_paused_pass(rank, target, draft, ahead=True))
+    nap = known.once(owner, ("nap", plain), lambda: _nap(rank, target, draft))
+    every = topology.world.gather(passes)
+    if every is None or target is None:
+        return None
+    leads = every[0]
+    drafts = every[topology.tp] if topology.num_drafts else every[0]
+    return host_costs(session, leads, drafts, target, draft, nap)
+
+
+def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None) -> Hashable:
+    """Equal for configurations whose rounds with nothing grown are the same over pauses: those of a
+    draft that may grow more rows can be of another kernel."""
+    rows = -(-job.config.batch_size // max(1, job.config.drafts))
+    drafting = None if draft is None else pause_of(draft)(rows)
+    return _key(job, _GROWN), pause_of(target)(job.verify_rows), drafting
+
+
+def _forward_times(session: Session, worker: Any) -> ForwardTimes:
+    """Of every bucket of a worker's model; collective over the ranks of that model."""
+    stepper, known = _stepper(worker), session.calibrations
+    timed = {
+        rows: known.once(stepper.stack, rows, partial(_time, stepper, rows, session))
+        for rows in stepper.buckets
+    }
+    seconds = {rows: device for rows, (device, _) in timed.items()}
+    return ForwardTimes(seconds, max(0.0, float(np.median([host for _, host in timed.values()]))))
+
+
+def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
+    """Medians of back-to-back forwards: seconds on the device, and on the host beyond those."""
+    tokens, times = np.arange(rows, dtype=np.int32), []
+    for _ in range(_REPEATS + 1):  # as often on every rank: a forward is collective
+        stepper.upload(rows, tokens)
+        start = perf_counter()
+        stepper.launch()
+        stepper.wait(session.waiter)
+        wall = perf_counter() - start
+        times.append((stepper.elapsed_s(), wall))
+    device, walls = np.array(times[1:]).T
+    return float(np.median(device)), float(np.median(walls - device))
+
+
+def _rates(session: Session, worker: Any, times: ForwardTimes) -> tuple[float | None, float | None]:
+    """What bounds a forward on the lead: bytes and flops a second."""
+    stepper, known = _stepper(worker), session.calibrations
+    weights, _ = session.job.rank_bytes(session.backend.itemsize)
+    read = known.once(
+        session.backend, ("read", weights), lambda: session.backend.read_bandwidth(weights)
+    )
+    peak = known.once(
+        stepper.stack, tuple(stepper.buckets), lambda: _peak_flops(session, stepper, times)
+    )
+    return read, peak
+
+
+def _reduces_s(session: Session, worker: Any) -> float | None:
+    stepper = _stepper(worker)
+    rows = stepper.bucket(session.job.verify_rows)
+    known = session.calibrations
+    return known.once(stepper.stack, ("sums", rows), lambda: _all_reduce_s(session, stepper))
+
+
+def _stepper(worker: Any) -> Stepper:
+    assert isinstance(worker.stepper, Stepper), "calibration times real forwards"
+    return worker.stepper
+
+
+def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | None:
+    """Flop a second of the fastest thing measured: a large product, or one of the forwards, which a
+    busy CPU may have done in a quieter moment."""
+    assert isinstance(stepper, Stepper), "calibration times real forwards"
+    peak = session.backend.peak_flops()
+    if peak is None or session.backend.info.kind == "emulated":
+        return peak
+    done = (stepper.cost(rows).flops / s for rows, s in times.seconds.items() if s > 0)
+    return max(peak, *done)
+
+
+def _all_reduce_s(session: Session, stepper: Any) -> float | None:
+    """The collectives of a forward of b(K+1) rows; 0 at T = 1, None where they aren't known.
+
+    Inside a captured forward none can be timed by itself, so on GPUs they are timed as a chain of
+    their own. On CPUs they are timed where they run (Group.spent_s). Collective over the targets.
+    """
+    assert isinstance(stepper, Stepper), "calibration times real forwards"
+    cost, backend = stepper.cost(stepper.bucket(session.job.verify_rows)), session.backend
+    if cost.tp == 1:
+        return 0.0
+    if isinstance(backend, EmulatedBackend):
+        try:
+            once = backend.profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
+        except ConfigError:  # it was probed with one rank
+            return None
+        return cost.num_all_reduces * once
+    if session.group.spent_s is not None:
+        return None
+    return chain_s(backend, session.group, stepper.shard.shape.hidden, cost, session.waiter)
+
+
+def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Waiter) -> float:
+    """Median seconds of a forward's all-reduces alone: as many, of [rows, width], one after the
+    other in one program, captured where the forward is."""
+    array = backend.activation(cost.rows, width)
+
+    def reduce_all() -> None:
+        for _ in range(cost.num_all_reduces):
+            group.all_reduce(array)
+
+    program, seconds = backend.program(reduce_all, cost, capturable=group.capturable), []
+    for _ in range(_REPEATS + 1):
+        program.launch()
+        program.wait(waiter)
+        seconds.append(program.elapsed_s())
+    program.close()
+    return float(np.median(seconds[1:]))
+
+
+def _paused_pass(
+    rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None, *, ahead: bool
+) -> PassLedgers:
+    """The loops over pauses as long as the forwards (host_costs.pause_of)."""
+    session = rank.session
+    sleep = session.backend.info.kind == "emulated"
+    worker = drafter = None
+    if rank.target is not None:
+        worker = rank.target.twin(_paused(rank.target.stepper, target, sleep))
+    if rank.draft is not None:
+        paused = _paused(rank.draft.stepper, draft, sleep)
+        drafter = rank.drafter(rank.draft.twin(paused), ahead=ahead)
+
+    def drive(loop: TargetLoop) -> Table:
+        loop.admit(session.requests(WARM_ID, session.job.config.batch_size))
+        loop.ledger.restart()
+        for _ in range(_PAUSED_ROUNDS):
+            loop.step()
+            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+        return loop.ledger.table(_SKIP, _PAUSED_ROUNDS)
+
+    lead = rank.run_pass(worker, drafter, drive)
+    if drafter is None:
+        return PassLedgers(lead)
+    measured = _SKIP, _PAUSED_ROUNDS
+    slices = drafter.ledger.slices(*measured)
+    steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
+    grow_s = float(np.median(steps)) if len(steps) else None
+    return PassLedgers(lead, drafter.ledger.table(*measured), drafter.table(*measured), grow_s)
+
+
+def _nap(rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None) -> float:
+    """How late a nap ends, after waits as long as those of rounds with nothing grown."""
+    job, session = rank.session.job, rank.session
+    if draft is None:
+        return 0.0
+    drafting = job.num_forwards(job.backup_lookahead) * pause_of(draft)(job.config.batch_size)
+    verify = pause_of(target)(job.verify_rows)
+    return measure_nap(session.topology, session.waiter, drafting, verify)
+
+
+def _paused(stepper: Any, times: ForwardTimes | None, sleep: bool) -> PausedForwards:
+    assert isinstance(stepper, Stepper), "pauses stand for real forwards"
+    return PausedForwards(pause_of(times), stepper.stack.buffers.tokens, sleep=sleep)

@@ -1,0 +1,172 @@
+"""What a person at the terminal sees: a static card, a progress bar, a table, the JSON line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from mpissd.common.config import RunConfig
+from mpissd.engine.job import Job
+from mpissd.engine.session.session import Session
+from mpissd.lab.predict.imposed import under_default_law
+
+
+def print_card(session: Session) -> None:
+    """Who runs what on which device, before anything is measured (stdout)."""
+    job, config, topology = session.job, session.job.config, session.topology
+    target_bytes, draft_bytes = job.rank_bytes(session.backend.itemsize)
+    lines = [
+        ("mode", _mode(session)),
+        ("target", f"{job.target.name}, T={job.tp}, {_bytes(target_bytes)} a rank"),
+    ]
+    if job.draft is not None:
+        where = "inline on the lead" if job.inline else f"{_bytes(draft_bytes)} on its own rank"
+        lines.append(("draft", f"{job.draft.name}, {where}"))
+    lines.append(("backend", f"{session.backend.name} ({session.backend.dtype_name})"))
+    if session.backend.info.kind == "emulated":
+        lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
+    for rank, (host, info) in enumerate(zip(topology.hosts, session.infos, strict=True)):
+        role = "draft" if rank >= job.tp else "lead" if rank == 0 else "target"
+        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+    if session.backend.info.kind == "emulated" and (rate := session.backend.read_bandwidth(0)):
+        lines.append(("floor", f"{target_bytes / rate * 1e3:.3f} ms to read a target rank's bytes"))
+    lines.append(("law", _law(session)))
+    lines.append(("seed", f"{config.seed}, batch {config.batch_size}"))
+    print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
+
+
+def _mode(session: Session) -> str:
+    job = session.job
+    if job.config.mode == "ar":
+        return "AR (K=0)"
+    if not job.fan_out:
+        return f"SD, K={job.lookahead}"
+    fan_out = ",".join(str(f) for f in job.fan_out)
+    return f"SSD, K={job.lookahead}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
+
+
+def _law(session: Session) -> str:
+    job = session.job
+    if job.draft is None:
+        return "none: every round emits one token a sequence"
+    if job.laws is not None:
+        laws = job.laws
+        sampled = f"temperature {laws.temperature:g}, Saguaro C {laws.saguaro_c:g}"
+        return (
+            f"markov models of {laws.vocab} tokens, order {laws.target.order}, "
+            f"divergence {laws.draft.divergence:g}; {sampled}"
+        )
+    if job.config.is_lookup:
+        return f"acceptance {job.config.acceptance_fast} of looked-up tokens"
+    hits = f", hits {job.hit_law.label}{_imposed(job)}" if job.fan_out else ""
+    return f"acceptance {job.config.acceptance_text}{hits}"
+
+
+def _imposed(job: Job) -> str:
+    """What imposed hits stand for: the branches that the default law would need."""
+    if not job.hit_law.p_hit:
+        return ""
+    honest = under_default_law(job)
+    needed = "no number of branches" if honest is None else f"{sum(honest.fan_out)} branches"
+    return f" (imposed on {sum(job.fan_out)} branches; the default law needs {needed})"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+class _Lines:
+    """Turns a bar's redraws into lines: Open MPI 5 holds a rank's output back until it ends one."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        if told := text.strip("\r\n "):
+            sys.stderr.write(f"{told}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+@contextmanager
+def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
+    """A bar on stderr where a person watches; yields its advance(n)."""
+    shown = config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty())
+    if not shown:
+        yield lambda count: None
+        return
+    bar = open_bar(rounds, "round", lines_s=2.0)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = False) -> Any:
+    """A bar on stderr, redrawn twice a second: or, where a launcher or a file stands between this
+    rank and a terminal, a line every lines_s seconds."""
+    direct = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        unit=unit,
+        mininterval=0.5 if direct else lines_s,
+        leave=leave,
+        ncols=None if direct else 80,
+        file=sys.stderr if direct else _Lines(),
+    )
+
+
+def print_summary(row: dict[str, Any]) -> None:
+    """The short table, then the JSON line, which is the last line on stdout."""
+    rounds = row["round_us"]
+    lines = [
+        ("tok/s", f"{row['tok_per_s']:.1f}   per GPU {row['tok_per_s_per_gpu']:.1f}"),
+        ("round", "   ".join(f"{p} {_us(rounds[p])}" for p in ("p50", "p90", "p99"))),
+        (
+            "tokens",
+            f"{row['num_tokens']} in {row['num_rounds']} rounds, "
+            f"{row['acceptance_length']:.2f} a round and sequence",
+        ),
+        ("target", _target(row)),
+    ]
+    if row["t_draft_s"] is not None:
+        ratio = "" if row["T_SD"] is None else f"   T_SD {row['T_SD']:.3f}"
+        lines.append(("draft", f"{_us(row['t_draft_s'] * 1e6)} for K={row['lookahead']}{ratio}"))
+    if row["hit_rate"] is not None:
+        lines.append(("hits", f"{row['hit_rate']:.3f} of the lookups{_price(row)}"))
+    if row["stable"] is False:
+        lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
+    print("\n".join(f"{name:>8}  {text}" for name, text in lines))
+    print(json.dumps(row), flush=True)
+
+
+def _price(row: dict[str, Any]) -> str:
+    """What the closed model predicts where the hits are not imposed, beside what it says here."""
+    price = row.get("imposed_hits")
+    if price is None or price["branch_budget"] is None:
+        return ""
+    return (
+        f", imposed: with the {price['branch_budget']} branches that {price['hit_law']} needs, "
+        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {row['expected_tok_per_s']:.1f} as run"
+    )
+
+
+def _target(row: dict[str, Any]) -> str:
+    if row["t_target_s"] is None:
+        return "no full round was measured"
+    text = f"{_us(row['t_target_s'] * 1e6)} a forward"
+    if row["floor_fraction"] is not None:
+        text += f", {row['floor_fraction']:.0%} of the floor ({_us(row['floor_us'])})"
+    return text
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value / 1e3:.2f} ms" if value >= 1e3 else f"{value:.1f} µs"

@@ -1,0 +1,200 @@
+"""HostCosts from passes of the decoding loops over paused forwards: medians of the ledgers' phases.
+
+The first pass grows nothing, the second (SSD) does. What the lead waited beyond the draft's own
+phases is the link's, less what belongs to naps (naps) and to reading an OUTCOME that had to
+wait for a growth step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.model.paused import PausedForwards
+from mpissd.engine.session.session import Session
+from mpissd.lab.predict.costs import HostCosts
+
+_LONGEST_PAUSE_S = 8e-3  # so that a pass stays short
+_OVERSHOOTS = 5
+_GLUE = 2 + DraftPhase.GLUE
+
+Table = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ForwardTimes:
+    """Median device seconds of a forward by rows, and what a launch and a wait add on the host."""
+
+    seconds: dict[int, float]
+    host_s: float
+
+
+@dataclass(frozen=True)
+class PassLedgers:
+    """Ledgers of one pass: lead rows on the lead, draft rows where the draft is."""
+
+    lead: Table | None
+    draft: Table | None = None
+    rounds: NDArray[Any] | None = None  # [n, Drafter.COLUMNS] of each draft row
+    grow_s: float | None = None  # median growth step; None where nothing was grown
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One of Drafter.COLUMNS."""
+        assert self.rounds is not None, "a pass without a draft"
+        found: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
+        return found
+
+
+def pause_of(times: ForwardTimes | None) -> Callable[[int], float]:
+    assert times is not None, "a pause without a measured forward"
+    known = sorted(times.seconds)
+
+    def pause_s(rows: int) -> float:
+        bucket = next((n for n in known if n >= rows), known[-1])
+        return min(times.seconds[bucket], _LONGEST_PAUSE_S)
+
+    return pause_s
+
+
+def host_costs(
+    session: Session,
+    leads: list[PassLedgers],
+    drafts: list[PassLedgers],
+    target: ForwardTimes,
+    draft: ForwardTimes | None,
+    nap: float,
+) -> HostCosts:
+    """HostCosts of the paused passes: the first grows nothing, the second (SSD) does."""
+    job = session.job
+    lead = _phases(leads[-1].lead, LeadPhase)
+    late = _overshoot(session)
+    costs = {f"lead_{phase.name.lower()}": lead[phase] for phase in _LEAD_COSTS}
+    verify = pause_of(target)(job.verify_rows)
+    costs["wake"] = lead[LeadPhase.DEVICE_WAIT] - verify + target.host_s - late
+    if draft is not None:
+        costs |= _draft_costs(session, drafts, draft, late)
+    if session.topology.num_drafts:
+        costs |= _link_costs(session.waiter, leads[0], drafts, nap)
+    if job.tp > 1 and session.backend.info.kind != "emulated":
+        own = costs["lead_commit"] + costs["lead_upload"] + costs["lead_launch"]
+        costs["follower"] = costs.get("link", 0.0) + costs.get("nap", 0.0) + own
+    return HostCosts(**{name: max(0.0, float(value)) for name, value in costs.items()})
+
+
+_LEAD_COSTS = (
+    LeadPhase.SEND,
+    LeadPhase.COMMIT,
+    LeadPhase.BROADCAST,
+    LeadPhase.UPLOAD,
+    LeadPhase.LAUNCH,
+    LeadPhase.SAMPLE,
+    LeadPhase.RECORD,
+)
+
+
+def _draft_costs(
+    session: Session, drafts: list[PassLedgers], draft: ForwardTimes, late: float
+) -> dict[str, float]:
+    """The draft's fields."""
+    job = session.job
+    plain, pause_s = _phases(drafts[0].draft, DraftPhase), pause_of(draft)
+    again = draft.host_s - late  # what a real launch and wait take beyond a pause's
+    backup = job.num_forwards(job.backup_lookahead) if job.config.backup != "fast" else 0
+    costs = {
+        "draft_commit": plain[DraftPhase.COMMIT],
+        "draft_lookup": plain[DraftPhase.LOOKUP],
+        "draft_send": plain[DraftPhase.SEND],
+        "draft_record": plain[DraftPhase.RECORD],
+        "draft_assemble": 0.0,
+    }
+    if len(drafts) > 1:
+        costs |= _growth_costs(session, drafts[1], pause_s, again)
+    steps_s = plain[DraftPhase.SPECULATE] - costs["draft_assemble"]
+    if backup:
+        rows = -(-job.config.batch_size // max(1, job.config.drafts))
+        costs["step"] = steps_s / backup - pause_s(rows) + again
+    elif drafts[-1].grow_s is not None:
+        branches = job.config.batch_size * job.num_lanes
+        costs["step"] = drafts[-1].grow_s - pause_s(branches) + again
+    return costs
+
+
+def _growth_costs(
+    session: Session, grown: PassLedgers, pause_s: Callable[[int], float], again: float
+) -> dict[str, float]:
+    job = session.job
+    phases = _phases(grown.draft, DraftPhase)
+    costs = {
+        "draft_lookup": phases[DraftPhase.LOOKUP],
+        "draft_commit": phases[DraftPhase.COMMIT],
+        "glue": phases[DraftPhase.GLUE] - pause_s(job.verify_rows) + again,
+        "keys": phases[DraftPhase.KEYS],
+    }
+    assert grown.draft is not None, "a grown pass without a draft"
+    hits = grown.draft[grown.column("num_jit") == 0]
+    if len(hits):  # the quickest: its branches were all grown
+        costs["draft_assemble"] = float(hits[:, 2 + DraftPhase.SPECULATE].min()) * 1e-9
+        step = pause_s(job.config.batch_size)
+        if job.config.on_late == "finish" and costs["draft_assemble"] > step:
+            costs["draft_assemble"] = 0.0  # no hit found its branches grown
+    return costs
+
+
+def _link_costs(
+    waiter: Waiter, lead: PassLedgers, drafts: list[PassLedgers], nap: float
+) -> dict[str, float]:
+    """What lies between the two ranks; `lead` and drafts[0] are of the pass with nothing grown.
+
+    What the lead waited beyond the draft's own phases is two ways, one reading, and the naps of
+    those that waited for longer than their patience.
+    """
+    patience, plain = 0.0 if waiter.spin else waiter.spin_s, drafts[0].draft
+    assert lead.lead is not None and plain is not None, "a link needs both ends"
+    own = (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SPECULATE, DraftPhase.SEND)
+    waits = lead.lead[:, 2 + LeadPhase.DRAFT_WAIT] * 1e-9, plain[:, 2 + DraftPhase.WAIT] * 1e-9
+    waited = waits[0] + lead.lead[:, 2 + LeadPhase.COMMIT] * 1e-9
+    worked = sum(plain[:, 2 + phase] for phase in own) * 1e-9
+    read = _read_s(drafts[-1])
+    nap = min(nap, max(0.0, float(np.median(waited - worked)) - read) / 2)
+    napped = sum(nap * (wait - nap > patience) for wait in waits)
+    both_ways = float(np.median(waited - worked - napped)) - read
+    return {"link": both_ways / 2, "nap": nap, "patience": patience, "draft_read": read}
+
+
+def _read_s(grown: PassLedgers) -> float:
+    """WAIT of rounds whose OUTCOME was there before the draft looked, as growth was cut short; 0
+    where that never happened (the link then holds the reading)."""
+    assert grown.draft is not None, "a link without a draft"
+    cut_short = np.isnan(grown.column("t_growth_s")[:-1]) & (grown.draft[:-1, _GLUE] > 0)
+    waits = grown.draft[1:, 2 + DraftPhase.WAIT][cut_short]
+    return float(np.median(waits)) * 1e-9 if len(waits) else 0.0
+
+
+def _phases(table: Table | None, phases: Any) -> dict[Any, float]:
+    """Median seconds of each phase."""
+    assert table is not None and len(table), "a pass without rounds"
+    medians = np.median(table[:, 2:], axis=0) * 1e-9
+    return {phase: float(medians[phase]) for phase in phases}
+
+
+def _overshoot(session: Session) -> float:
+    """How much later than its pause a paused forward ends, launch included; median."""
+    waiter = session.waiter
+    sleep, tokens = session.backend.info.kind == "emulated", np.zeros(1, np.int32)
+    pause = PausedForwards(lambda rows: 1e-3, tokens, sleep=sleep)
+    pause.upload(1, tokens)
+    late = []
+    for _ in range(_OVERSHOOTS):
+        start = perf_counter()
+        pause.launch()
+        pause.wait(waiter)
+        late.append(perf_counter() - start - pause.elapsed_s())
+    return float(np.median(late))

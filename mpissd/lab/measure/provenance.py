@@ -1,0 +1,80 @@
+"""Where a row comes from: versions as loaded, hosts, devices, the command line, the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mpissd
+from mpissd.engine.backend.base import DeviceInfo
+
+_STARTED = datetime.now(timezone.utc)
+
+
+def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str) -> dict[str, Any]:
+    """Everything that could explain a different number on another day."""
+    return {
+        "mpissd": mpissd.__version__,
+        "commit": commit(),
+        "started_at": _STARTED.isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "mpi_library": mpi_library,
+        "packages": {name: version(name) for name in ("numpy", "mpi4py", "nvmath-python")},
+        "cuda": cuda_versions(),
+        "hosts": sorted(set(hosts)),
+        "ranks": [
+            {"host": host, "device": info.name, "uuid": info.uuid, "bus_id": info.bus_id}
+            for host, info in zip(hosts, infos, strict=True)
+        ],
+    }
+
+
+@cache
+def version(package: str) -> str | None:
+    """Installed version; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cuda_versions() -> dict[str, Any] | None:
+    """Loaded (not compiled-against) CUDA libraries; None where CuPy was not imported."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    found: dict[str, Any] = {
+        "cupy": cupy.__version__,
+        "runtime": cupy.cuda.runtime.runtimeGetVersion(),
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+    }
+    nccl = sys.modules.get("cupy.cuda.nccl")
+    found["nccl"] = nccl.get_version() if nccl is not None and nccl.available else None
+    return found
+
+
+@cache
+def commit() -> str | None:
+    """The checkout's commit, with + where it has changes; outside a checkout what MPISSD_COMMIT
+    says (a copy of the tree without .git), else None."""
+    folder = Path(mpissd.__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("MPISSD_COMMIT")
+    return done.stdout.strip() or None

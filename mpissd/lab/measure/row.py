@@ -1,0 +1,290 @@
+"""The result row: every key of the contract, from raw rounds. Unknown is None."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.output import append_row
+from mpissd.common.records import (
+    SCHEMA,
+    RoundRecords,
+    is_stable,
+    outcome_digest,
+    percentiles_us,
+    token_digest,
+)
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.job import Job
+from mpissd.engine.session.session import Session
+from mpissd.lab.measure.ab import Overhead
+from mpissd.lab.measure.calibrate import JobProfile
+from mpissd.lab.measure.provenance import provenance
+from mpissd.lab.measure.row_times import Measured, device_means, device_times, rates
+from mpissd.lab.measure.whole import whole_file
+from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.row import is_foretold, predict_row
+
+_STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
+
+
+def make_row(
+    session: Session, measured: Measured, sweep: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The row of the contract, schema 1. sweep: which sweep it is of, if of one."""
+    job, config = session.job, session.job.config
+    sequences = measured.records.sequences()
+    return {
+        "schema": SCHEMA,
+        "run_id": f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
+        "mode": config.mode,
+        "schedule": config.schedule,
+        "workload": config.workload,
+        "backend": session.backend.name,
+        "device_name": session.backend.info.name,
+        "world_size": job.world_size,
+        "tp": job.tp,
+        "num_drafts": config.drafts,
+        "target": job.target.name,
+        "draft": None if job.draft is None else job.draft.name,
+        "dtype": session.backend.dtype_name,
+        "lookahead": job.lookahead,
+        "fan_out": list(job.fan_out) or None,
+        "branch_budget": sum(job.fan_out) or None,
+        "fan_out_miss": list(job.fan_out_miss) or None,
+        "acceptance": None if job.draft is None or job.laws else config.acceptance_text,
+        "hit_law": job.hit_law.label if job.fan_out and not job.laws else None,
+        "batch_size": config.batch_size,
+        "draft_device_name": session.infos[job.tp].name if config.drafts else None,
+        **_options(session),
+        **_throughput(session, measured, sequences),
+        **_speculation(session, sequences, measured.draft_lost_round),
+        "draft_lost_round": measured.draft_lost_round,
+        "learned": measured.learned or None,
+        **device_times(session, measured),
+        **_prediction(session, measured, sequences),
+        **_digests(session, measured, sequences),
+        "messages_per_round": round(measured.messages_per_round, 2),
+        "bytes_per_round": round(measured.bytes_per_round, 1),
+        "rank_digests": measured.rank_digests,
+        "ledger_overhead": _overhead(measured.ledger_overhead),
+        "stable": is_stable(measured.records.round_s, _STABLE[session.backend.info.kind]),
+        "config_digest": config.digest,
+        "provenance": {
+            **provenance(session.infos, session.topology.hosts, _mpi_library()),
+            "calibrated_at": measured.profile.calibrated_at,
+            "sweep": sweep,
+        },
+    }
+
+
+def _options(session: Session) -> dict[str, Any]:
+    config, job = session.job.config, session.job
+    drafts_fast = job.laws is None and config.backup in ("fast", "auto") and job.draft is not None
+    return {
+        "inline_draft": job.inline,
+        "all_reduce": session.group.name,
+        "graph": session.backend.capture and session.group.capturable,
+        "fuse": config.fuse,
+        "lm_head": config.lm_head,
+        "context": config.context,
+        "on_late": config.on_late if job.fan_out else None,
+        "backup": config.backup if job.draft else None,  # SD drafts by its backup alone
+        "backup_lookahead": job.backup_lookahead if job.draft else None,
+        "acceptance_fast": config.acceptance_fast if drafts_fast else None,
+        "num_layers": job.target.num_layers,
+        "full_num_layers": job.full_target.num_layers,
+        "seed": config.seed,
+        **_models(job),
+    }
+
+
+def _models(job: Job) -> dict[str, Any]:
+    """Of a markov job; null where outcomes are imposed."""
+    laws = job.laws
+    return {
+        "temperature": None if laws is None else laws.temperature,
+        "vocab": None if laws is None else laws.vocab,
+        "order": None if laws is None else laws.target.order,
+        "divergence": None if laws is None else laws.draft.divergence,
+        "saguaro_c": None if laws is None else laws.saguaro_c,
+        "prompt_tokens": None if laws is None else laws.prompt_tokens,
+        "stop_token": job.config.stop_token,
+    }
+
+
+def _throughput(
+    session: Session, measured: Measured, sequences: NDArray[np.int64]
+) -> dict[str, Any]:
+    num_tokens = _num_tokens(measured.records, session.job.config.num_tokens)
+    rate = num_tokens / measured.wall_s
+    walls = measured.ledger[:, 1] * 1e-9
+    phases = measured.ledger[:, 2:]
+    closure = phases.sum(axis=1) * 1e-9 / np.asarray(measured.records.round_s)
+    return {
+        "num_rounds": len(measured.records),
+        "token_limit": session.job.config.num_tokens,
+        "num_tokens": num_tokens,
+        "wall_s": round(measured.wall_s, 9),
+        "tok_per_s": round(rate, 3),
+        "tok_per_s_per_gpu": round(rate / session.job.world_size, 3),
+        "round_us": percentiles_us(walls),
+        "phases_us": {
+            "lead": _phase_means(measured.ledger, measured.phases),
+            "draft": _phase_means(measured.draft_ledger, measured.draft_phases),
+        },
+        "device_us": device_means(measured),
+        "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
+    }
+
+
+def _num_tokens(records: RoundRecords, enough: int | None) -> int:
+    """Tokens of all sequences; what a sequence emits past num_tokens doesn't count."""
+    counts = [len(tokens) for tokens in records.token_arrays().values()]
+    return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
+
+
+def _phase_means(ledger: NDArray[np.int64] | None, names: list[str]) -> dict[str, float] | None:
+    """Mean microseconds a round of each phase: they add up to the mean round."""
+    if ledger is None or not len(ledger):
+        return None
+    means = ledger[:, 2:].mean(axis=0) * 1e-3
+    return {name: round(float(mean), 3) for name, mean in zip(names, means, strict=True)}
+
+
+def _speculation(
+    session: Session, sequences: NDArray[np.int64], lost_round: int | None
+) -> dict[str, Any]:
+    lookahead = session.job.lookahead
+    accepted = sequences[:, 3]
+    counted = sequences[:, 0] > 0  # a sequence's first round is a forced miss
+    if lost_round is not None:
+        counted &= sequences[:, 0] < lost_round
+    hits = sequences[counted, 6]
+    return {
+        "acceptance_length": round(float(accepted.mean() + 1), 5),
+        "accept_histogram": np.bincount(accepted, minlength=lookahead + 1).tolist(),
+        "hit_rate": round(float(hits.mean()), 5) if session.job.fan_out and len(hits) else None,
+    }
+
+
+_FORETOLD = (
+    "predicted_tok_per_s",
+    "predicted_round_us",
+    "prediction_error",
+    "expected_tok_per_s",
+    "sampling_error",
+    "sampling_sd",
+    "imposed_hits",
+)
+
+
+def _prediction(
+    session: Session, measured: Measured, sequences: NDArray[np.int64]
+) -> dict[str, Any]:
+    """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
+    job, profile = session.job, measured.profile
+    if not is_foretold(job) or measured.draft_lost_round is not None:
+        return dict.fromkeys(_FORETOLD)
+    count = len(measured.records)
+    known = job.config.digest, count, profile.device, profile.host
+    found = session.calibrations.once(  # repeats of a configuration have one prediction
+        session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
+    )
+    rate = found["tok_per_s"]
+    measured_rate = _num_tokens(measured.records, session.job.config.num_tokens) / measured.wall_s
+    return {
+        "predicted_tok_per_s": rate,
+        "predicted_round_us": found["round_us"],
+        "prediction_error": None if not rate else round(measured_rate / rate - 1, 5),
+        "expected_tok_per_s": found["expected_tok_per_s"],
+        "sampling_error": found["sampling_error"],
+        "sampling_sd": found["sampling_sd"],
+        "imposed_hits": found["imposed_hits"],
+    }
+
+
+def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64]) -> dict[str, Any]:
+    """token_digest covers the tokens that every mode has emitted by then: num_tokens a sequence,
+    or one a round."""
+    config = session.job.config
+    first = config.num_tokens or config.max_rounds or 0
+    if config.num_tokens and config.rounds:
+        first = min(config.num_tokens, config.rounds)
+    return {
+        "outcome_digest": outcome_digest(sequences),
+        "token_digest": token_digest(measured.records.token_arrays(), first),
+    }
+
+
+def _mpi_library() -> str:
+    from mpi4py import MPI
+
+    return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
+
+
+def _overhead(found: Overhead | None) -> dict[str, float] | None:
+    """A/B of the ledger: median round with it over without, less one, and its 95% interval."""
+    if found is None:
+        return None
+    return {"overhead": found.overhead, "low": found.low, "high": found.high}
+
+
+def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
+    """The emitted token ids, sequence by sequence in the order of their request ids."""
+    found = records.token_arrays()
+    emitted = [found[request_id] for request_id in sorted(found)]
+    return {
+        "tokens": np.concatenate([np.zeros(0, np.int32), *emitted]),
+        "token_counts": np.array([len(tokens) for tokens in emitted], np.int32),
+    }
+
+
+def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
+    """The raw rounds, as they are saved."""
+    arrays: dict[str, NDArray[Any]] = {
+        "round_s": np.asarray(measured.records.round_s),
+        "t_target_s": np.asarray(measured.records.t_target_s),
+        "sequences": measured.records.sequences(),
+        **_tokens(measured.records),
+        "lead_ledger_ns": measured.ledger,
+        "lead_phases": np.asarray(measured.phases),
+    }
+    if measured.draft_rounds is not None and measured.draft_ledger is not None:
+        arrays["draft_rounds"] = measured.draft_rounds
+        arrays["draft_columns"] = np.asarray(Drafter.COLUMNS)
+        arrays["draft_ledger_ns"] = measured.draft_ledger
+        arrays["draft_phases"] = np.asarray(measured.draft_phases)
+    return arrays
+
+
+def write_row(
+    session: Session,
+    row: dict[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    profile: JobProfile,
+    violations: list[str],
+) -> None:
+    """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
+    row to OUT/runs.jsonl (OUT/flagged.jsonl where a gate failed); none by halves."""
+    out = Path(session.job.config.out)
+    with whole_file(out / "rounds" / f"{row['run_id']}.npz") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    saved = json.dumps(_job_file(session, row["num_rounds"], profile), indent=1) + "\n"
+    with whole_file(out / "profiles" / f"{row['run_id']}.json") as file:
+        file.write(saved.encode())
+    name = "flagged.jsonl" if violations else "runs.jsonl"
+    kept = {**row, "gates": violations} if violations else row
+    append_row(out / name, kept)
+
+
+def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:
+    costs = profile.device, profile.host, rates(profile)
+    return jobfile.to_dict(session.job, session.backend.name, num_rounds, *costs)

@@ -1,0 +1,117 @@
+"""What a row says of time on the devices: forwards, drafts, the floor, the device's share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.records import RoundRecords, median
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.job import Job
+from mpissd.engine.model.shard import Shard
+from mpissd.engine.session.session import Session
+from mpissd.lab.measure.ab import Overhead
+from mpissd.lab.measure.calibrate import JobProfile
+
+
+@dataclass
+class Measured:
+    """Raw results of one configuration, all ranks."""
+
+    records: RoundRecords
+    wall_s: float
+    ledger: NDArray[np.int64]  # lead: round, wall_ns, phase_ns…
+    phases: list[str]
+    draft_rounds: NDArray[Any] | None  # Drafter.COLUMNS
+    draft_ledger: NDArray[np.int64] | None
+    draft_phases: list[str]
+    learned: dict[str, Any]  # what the first draft's controls learned (Controls.learned)
+    profile: JobProfile
+    messages_per_round: float
+    bytes_per_round: float
+    all_reduce_s: float | None  # in all measured rounds, where the host runs the collectives
+    rank_digests: list[int | None]  # by world rank: of the outcomes it heard
+    draft_lost_round: int | None  # the first without a draft; None: there was one to the end
+    ledger_overhead: Overhead | None
+
+
+def device_times(session: Session, measured: Measured) -> dict[str, Any]:
+    """t_target_s to t_target_full_depth_s: forwards, drafts and the floor."""
+    job, records = session.job, measured.records
+    full = records.num_rows() == job.verify_rows
+    t_target = median(np.asarray(records.t_target_s)[full])
+    t_draft = _t_draft(job, measured)
+    t_growth = None
+    if measured.draft_rounds is not None and job.fan_out:
+        t_growth = median(measured.draft_rounds[:, Drafter.COLUMNS.index("t_growth_s")])
+    floor, floor_s = _floor(session, measured.profile)
+    timed = t_target is not None and t_target > 0
+    return {
+        "t_target_s": t_target,
+        "t_draft_s": t_draft,
+        "t_growth_s": t_growth,
+        "T_SD": t_draft / t_target if timed and t_draft is not None and t_target else None,
+        "floor_us": None if floor_s is None else round(floor_s * 1e6, 3),
+        "floor_fraction": round(floor_s / t_target, 4) if timed and floor_s and t_target else None,
+        **floor,
+        "cache_bytes": session.backend.info.cache_bytes,
+        "t_target_full_depth_s": _full_depth(session, t_target),
+    }
+
+
+def _t_draft(job: Job, measured: Measured) -> float | None:
+    """p50 of K sequential steps: of the measured full misses, else of the calibrated forward."""
+    if measured.draft_rounds is not None:
+        times = measured.draft_rounds[:, Drafter.COLUMNS.index("t_draft_s")]
+        if np.isfinite(times).sum() >= 10:
+            return median(times)
+    if job.draft is None or job.config.is_lookup:
+        return None
+    step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
+    return float(job.num_forwards(job.lookahead) * step)
+
+
+def _floor(session: Session, profile: JobProfile) -> tuple[dict[str, Any], float | None]:
+    """What a verification must read and compute on a target rank, at which measured rates, and the
+    longer of the two times (THEORY, floors); None where a rate is unknown."""
+    job = session.job
+    shard = Shard(job.target, job.tp)
+    itemsize = session.backend.itemsize
+    cost = shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
+    size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates(profile).values()
+    told = {"floor_bytes": size, "floor_flops": cost.flops, **rates(profile)}
+    return told, max(size / read, cost.flops / peak) if read and peak else None
+
+
+def rates(profile: JobProfile) -> dict[str, float | None]:
+    """What bounds a forward on the lead's device, by their keys in a row."""
+    return {
+        "read_bytes_per_s": profile.read_bytes_per_s,
+        "peak_flops_per_s": profile.peak_flops_per_s,
+    }
+
+
+def _full_depth(session: Session, t_target: float | None) -> float | None:
+    """A depth-scaled target's forward, times the layers left out; None at full depth."""
+    job = session.job
+    if t_target is None or job.target.num_layers == job.full_target.num_layers:
+        return None
+    return t_target * job.full_target.num_layers / job.target.num_layers
+
+
+def device_means(measured: Measured) -> dict[str, float | None]:
+    """Mean microseconds a round of the lead's device: the target's forward without its collectives,
+    those, and no target forward; together the mean round. None: not known."""
+    busy = float(np.mean(measured.records.t_target_s)) * 1e6
+    reduce_s = measured.profile.all_reduce_s  # of a verification of b(K+1) rows
+    if measured.all_reduce_s is not None:
+        reduce_s = measured.all_reduce_s / len(measured.records)
+    reduced = None if reduce_s is None else min(busy, reduce_s * 1e6)
+    return {
+        "forward": None if reduced is None else round(busy - reduced, 3),
+        "all_reduce": None if reduced is None else round(reduced, 3),
+        "idle": round(float(measured.ledger[:, 1].mean()) * 1e-3 - busy, 3),
+    }

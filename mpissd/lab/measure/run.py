@@ -1,0 +1,264 @@
+"""The command `run`: one configuration from launch to JSON line.
+
+Rank 0 leads: it prints, decides how long, and writes. Every rank runs the same passes; then the raw
+rows are gathered and rank 0 makes the result row of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common import guard
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import FaultError, GateError
+from mpissd.common.records import RoundRecords
+from mpissd.common.stage import Stage
+from mpissd.common.trace import LeadPhase, Ledger
+from mpissd.common.wait import sharpen_sleep, within
+from mpissd.engine.comm.topology import Refused, agree
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.target import RoundResult, TargetLoop
+from mpissd.engine.session.rank import Rank
+from mpissd.engine.session.session import Session, open_session
+from mpissd.engine.session.survivors import survivors
+from mpissd.lab.gates import violations
+from mpissd.lab.measure.ab import Overhead, ledger_pass
+from mpissd.lab.measure.calibrate import WARM_ID, JobProfile, calibrate
+from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.row import make_row, round_arrays, write_row
+from mpissd.lab.measure.row_times import Measured
+from mpissd.lab.measure.tracing import Span, Tracing
+
+_INSTANT_S = 5e-6
+_ATTEMPTS = 100  # to have two clocks read without losing the core in between
+
+
+@dataclass
+class LeadReport:
+    """What the lead measured in the pass that counts."""
+
+    records: RoundRecords
+    first_round: int
+    last_round: int
+    wall_s: float
+    ledger: NDArray[np.int64]
+    phases: list[str]
+    messages: tuple[float, float]  # and bytes, a round
+    all_reduce_s: float | None  # in all of them, where the host runs the collectives
+    draft_lost_round: int | None  # of the measured rounds: the first without a draft
+
+
+@dataclass
+class DraftReport:
+    """What a draft (on its rank, or inline) measured in the same pass."""
+
+    rounds: NDArray[Any]  # Drafter.COLUMNS
+    ledger: NDArray[np.int64]
+    phases: list[str]
+    learned: dict[str, Any]  # Controls.learned
+
+
+def execute(config: RunConfig) -> int:
+    """Runs one configuration on all ranks; returns the exit code."""
+    sharpen_sleep()
+    session = open_session(config)
+    try:
+        _run(session)
+        guard.stage(Stage.TEARDOWN)
+    except FaultError:
+        session.group.abort()  # a collective that waits for a dead peer would hold the device
+        raise
+    finally:
+        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
+            session.resources.close()
+    return 0
+
+
+def _run(session: Session) -> None:
+    if session.topology.is_lead:
+        print_card(session)
+    row = measure(session)
+    if row is not None:
+        print_summary(row)
+
+
+def measure(session: Session, sweep: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """One configuration, on all of its ranks; its row, on the lead, which has written it.
+
+    sweep: what the row says of the sweep that it is of. Raises Refused on every rank: no room for
+    its models, or a row that contradicts itself.
+    """
+    rank = Rank(session)
+    guard.stage(Stage.WARM_UP)
+    try:
+        row = _passes(rank, sweep)
+    except Refused:  # by all ranks; after a fault, closing would wait for who is gone
+        rank.close()
+        raise
+    rank.close()
+    return row
+
+
+def _passes(rank: Rank, sweep: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Those that calibrate, the one that counts, and what is made of it."""
+    session = rank.session
+    config = session.job.config
+    profile = calibrate(rank)
+    drafter = None if rank.draft is None else rank.drafter(rank.draft)
+    rank.prepare(session.requests(0, config.batch_size))
+    tracing = None if config.trace is None else Tracing(session)
+    if not session.topology.is_lead:  # who is told when the warm-up ends
+        guard.stage(Stage.ROUNDS)
+    lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
+    guard.stage(Stage.GATHER)
+    lost = lead is not None and lead.draft_lost_round is not None
+    world = survivors(session, draft_lost=lost)
+    digests = world.gather(rank.digest)
+    rounds = world.bcast((lead.first_round, lead.last_round) if lead else None)
+    drafts = world.gather(_draft_report(drafter, *rounds))
+    span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s.read())
+    overhead = ledger_pass(rank) if config.ledger_ab else None
+    row = error = None
+    if lead is not None and profile is not None:
+        draft = next((report for report in drafts or () if report is not None), None)
+        try:
+            row = _conclude(session, profile, lead, draft, digests or [], overhead, sweep)
+        except GateError as found:
+            error = found
+    agree(world, error)
+    if tracing is not None:
+        tracing.write(rank, drafter, span, str(config.trace))
+    return row
+
+
+def _conclude(
+    session: Session,
+    profile: JobProfile,
+    lead: LeadReport,
+    draft: DraftReport | None,
+    digests: list[int],
+    overhead: Overhead | None,
+    sweep: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Rank 0, when all is measured: row, gates, files.
+
+    Raises GateError: the row contradicts itself or physics; it goes to OUT/flagged.jsonl instead.
+    Raises FaultError: the row could not be written.
+    """
+    measured = Measured(
+        records=lead.records,
+        wall_s=lead.wall_s,
+        ledger=lead.ledger,
+        phases=lead.phases,
+        draft_rounds=None if draft is None else draft.rounds,
+        draft_ledger=None if draft is None else draft.ledger,
+        draft_phases=[] if draft is None else draft.phases,
+        learned={} if draft is None else draft.learned,
+        profile=profile,
+        messages_per_round=lead.messages[0],
+        bytes_per_round=lead.messages[1],
+        all_reduce_s=lead.all_reduce_s,
+        rank_digests=[*digests, *[None] * (session.job.world_size - len(digests))],
+        draft_lost_round=lead.draft_lost_round,
+        ledger_overhead=overhead,
+    )
+    row, arrays = make_row(session, measured, sweep), round_arrays(measured)
+    found = violations(row, arrays)
+    try:
+        write_row(session, row, arrays, profile, found)
+    except OSError as error:  # a full disk, a file system that is gone
+        out = session.job.config.out
+        raise FaultError(f"out={out!r}: the row was not written: {error.strerror}") from error
+    if found:
+        raise GateError(f"row {row['run_id']} contradicts itself: {'; '.join(found)}")
+    return row
+
+
+def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport | None:
+    if drafter is None:
+        return None
+    ledger = drafter.ledger
+    return DraftReport(
+        drafter.table(first, last),
+        ledger.table(first, last),
+        ledger.names,
+        drafter.controls.learned(),
+    )
+
+
+def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
+    """Warm-up on throw-away sequences, then the measured rounds."""
+    config = rank.session.job.config
+    warm = rank.session.requests(WARM_ID, config.batch_size)
+    loop.admit(warm)
+    loop.ledger.restart()
+    for _ in range(config.warmup_rounds):
+        loop.step()
+        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+    loop.finish([request.request_id for request in warm])
+    loop.admit(rank.session.requests(0, config.batch_size))
+    guard.stage(Stage.ROUNDS)
+    first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
+    records, wall_s = _rounds(loop, config, rank.session.job.lookahead)
+    count, lost = max(1, loop.round - first), loop.draft_lost_round
+    messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
+    return LeadReport(
+        records=records,
+        first_round=first,
+        last_round=loop.round,
+        wall_s=wall_s,
+        ledger=loop.ledger.table(first, loop.round),
+        phases=loop.ledger.names,
+        messages=(messages / count, sent / count),
+        all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
+        draft_lost_round=None if lost is None else max(0, lost - first),
+    )
+
+
+def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundRecords, float]:
+    records = RoundRecords(lookahead, config.stop_token)
+    emitted: dict[int, int] = dict.fromkeys(range(config.batch_size), 0)
+    limit = config.max_rounds
+    with progress_bar(config, limit) as advance:
+        start = last = _begin(loop.ledger)
+        while emitted and (limit is None or len(records) < limit):
+            result = loop.step()
+            if config.num_tokens is not None or config.stop_token is not None:
+                loop.finish(_finished(emitted, result, config))
+            records.add(result.t_target_s, result.speculation, result.outcome)
+            advance(1)
+            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+            now = perf_counter()  # a clock of its own: the ledger has to close against it
+            records.round_s.append(now - last)
+            last = now
+    return records, last - start
+
+
+def _begin(ledger: Ledger) -> float:
+    """Starts the ledger and the clock beside it at one instant, if this rank keeps its core."""
+    for _ in range(_ATTEMPTS):
+        before = perf_counter()
+        ledger.restart()
+        start = perf_counter()
+        if start - before < _INSTANT_S:
+            break
+    return start
+
+
+def _finished(emitted: dict[int, int], result: RoundResult, config: RunConfig) -> list[int]:
+    """Counts tokens a sequence; the ids that have enough, or their stop token, leave `emitted`."""
+    gone = []
+    drafts = result.speculation.tokens.tolist()
+    for row, tokens in zip(result.outcome.rows.tolist(), drafts, strict=True):
+        request_id, accepted, bonus = row[0], row[3], row[4]
+        emitted[request_id] += accepted + 1
+        enough = config.num_tokens is not None and emitted[request_id] >= config.num_tokens
+        if enough or config.stop_token in (*tokens[:accepted], bonus):
+            gone.append(request_id)
+            del emitted[request_id]
+    return gone

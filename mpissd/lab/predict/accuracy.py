@@ -1,0 +1,217 @@
+"""The three errors of predictions over result rows, told apart; each is measured / predicted - 1.
+
+    (a) replay  the row's own draws, from what its own job measured of itself (`prediction_error`)
+    (b) mean    the laws' mean, from the same (`expected_tok_per_s`)
+    (c) other   the laws' mean from a profile of another job: what `predict` and `plan` give a user
+
+(b) and (c) hold the luck of the row's draws: the replay over the mean of its own job
+(`sampling_error`), whose standard deviation `sampling_sd` says what share of them luck explains.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rows import draft_device
+from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.from_row import Forecast, Row, device_of, forecast_from_run, forecast_row
+
+BAR = 0.04, 0.10  # of (c): median and p95 of its size
+MEAN_BAR = 0.03  # of (c)'s mean by mode and T
+ENOUGH_SEEDS = 5  # rows of fewer share their luck, so that their mean holds it
+_DERIVED = "its profile derives what a forward takes"
+_QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # of |normal|
+_COLUMNS = ("machine", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone", "(c)", "(c) mean")
+_LAST = ("(c) without luck", "mean")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The errors of one row. luck: sampling_error; luck_sd: its standard deviation."""
+
+    machine: str
+    tp: int
+    mode: str
+    seed: int
+    replay: float
+    mean: float
+    other: float
+    luck: float
+    luck_sd: float
+
+    @property
+    def other_without_luck(self) -> float:
+        """(c), had the laws' mean been worth what the row's draws are worth."""
+        return (1 + self.other) / (1 + self.luck) - 1
+
+
+def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row], Forecast]:
+    """What (c) is predicted from: a device's profile or a run's, by name or file.
+
+    name: None takes the built-in profile of each row's device; several profiles with commas between
+    are each of their own device. host: a run's profile whose host costs count (None: the profile's
+    own). ConfigError: no such profile.
+    """
+    run = None if name is None or "," in name else jobfile.load(name)
+    if run is not None and name is not None:
+        return lambda row: forecast_from_run(row, name, run)
+    named = [] if name is None else [*map(load_profile, name.split(","))]
+    costs = None if host is None else host_of(host)
+    known = {p.device_name: p for p in (*map(load_profile, known_profiles()), *named)}
+    said = {p.device_name: p for p in named}
+
+    def forecast(row: Row) -> Forecast:
+        if host is not None and Path(host).stem == row.get("run_id"):
+            return Forecast(reason="the host costs are of their own job")
+        device = device_of(row["device_name"])
+        target = said.get(device, named[0]) if named else known.get(device)
+        if target is None:
+            return Forecast(reason=f"no profile of {device}")
+        return forecast_row(row, target, costs, known.get(device_of(draft_device(row))))
+
+    return forecast
+
+
+def host_of(name: str) -> HostCosts:
+    """The host costs of a run's profile; ConfigError for another file."""
+    found = jobfile.load(name)
+    if found is None:
+        raise ConfigError(f"host {name!r}: allowed: a run's OUT/profiles/RUN_ID.json")
+    return found.host
+
+
+def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
+    """The errors of all rows, by machine, T and mode: as Markdown, and as numbers for JSON."""
+    errors, left = errors_of(rows, forecast)
+    found = list(groups(errors))
+    return table(found, left), {"groups": found, "left_out": dict(left)}
+
+
+def errors_of(
+    rows: Iterable[Row], forecast: Callable[[Row], Forecast]
+) -> tuple[list[Errors], Counter[str]]:
+    """The errors of the rows that have all three, and how many have not, by reason."""
+    found, left = [], Counter[str]()
+    for row in rows:
+        other = forecast(row)
+        if other.derived or other.reason is not None:
+            left[other.reason or _DERIVED] += 1
+        elif row.get("sampling_error") is None:
+            left["its own job predicted nothing"] += 1
+        else:
+            found.append(_errors(row, other))
+    return found, left
+
+
+def _errors(row: Row, other: Forecast) -> Errors:
+    error, inline = other.error(row), " inline" if row.get("inline_draft") else ""
+    assert error is not None, "a forecast without a rate"
+    return Errors(
+        machine="emulated" if row["backend"] == "emulated" else row["device_name"],
+        tp=row["tp"],
+        mode=row["mode"].upper() + inline,
+        seed=row["seed"],
+        replay=row["prediction_error"],
+        mean=row["tok_per_s"] / row["expected_tok_per_s"] - 1,
+        other=error,
+        luck=row["sampling_error"],
+        luck_sd=row["sampling_sd"],
+    )
+
+
+def groups(errors: Sequence[Errors]) -> Iterator[dict[str, Any]]:
+    """Median and p95 of the errors' sizes, by machine, T and mode, and over the modes of each T."""
+    for machine, tp in sorted({(e.machine, e.tp) for e in errors}):
+        here = [e for e in errors if (e.machine, e.tp) == (machine, tp)]
+        modes = sorted({e.mode for e in here})
+        for mode in [*modes, "all"] if len(modes) > 1 else modes:
+            chosen = [e for e in here if mode in (e.mode, "all")]
+            yield {"machine": machine, "tp": tp, "mode": mode, **_group(chosen)}
+
+
+def _group(chosen: Sequence[Errors]) -> dict[str, Any]:
+    cleared = [e.other_without_luck for e in chosen]
+    lucks = np.outer([e.luck_sd for e in chosen], _QUANTILES)
+    return {
+        "rows": len(chosen),
+        "seeds": len({e.seed for e in chosen}),
+        "replay": _sizes([e.replay for e in chosen]),
+        "mean": _sizes([e.mean for e in chosen]),
+        "luck": _sizes(lucks),
+        "other": _sizes([e.other for e in chosen]),
+        "other_signed": float(np.mean([e.other for e in chosen])),
+        "without_luck": _sizes(cleared),
+        "without_luck_signed": float(np.mean(cleared)),
+    }
+
+
+def _sizes(errors: Any) -> tuple[float, float]:
+    """(median, p95) of |errors|."""
+    median, p95 = np.quantile(np.abs(errors), [0.5, 0.95])
+    return float(median), float(p95)
+
+
+def table(found: Sequence[dict[str, Any]], left: Counter[str]) -> str:
+    """Groups as Markdown, what the bar says of T = 1, and the rows that are in no group."""
+    columns = (*_COLUMNS, *_LAST)
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, found), ""]
+    lines += [line for group in found if (line := _verdict(group, found))]
+    lines += [_means_verdict(machine, found) for machine in {g["machine"]: 0 for g in found}]
+    for reason, count in sorted(left.items()):
+        lines.append(f"Without (c): {count} row{'s' * (count > 1)}, {reason}.")
+    return "\n".join(lines)
+
+
+def _line(group: dict[str, Any]) -> str:
+    def both(key: str) -> str:
+        return "{:.1%}, {:.1%}".format(*group[key])
+
+    cells = [group["machine"], group["tp"], group["mode"], group["rows"], group["seeds"]]
+    cells += [both("replay"), both("mean"), both("luck"), both("other")]
+    cells += [f"{group['other_signed']:+.1%}", both("without_luck")]
+    return "| " + " | ".join(map(str, [*cells, f"{group['without_luck_signed']:+.1%}"])) + " |"
+
+
+def _verdict(group: dict[str, Any], every: Sequence[dict[str, Any]]) -> str | None:
+    """Whether (c) meets its bar, of all modes at T = 1 of a machine."""
+    alone = sum(1 for g in every if (g["machine"], g["tp"]) == (group["machine"], 1)) == 1
+    if group["tp"] != 1 or not (alone or group["mode"] == "all"):
+        return None
+    told = [_meets(group[key]) for key in ("other", "without_luck")]
+    bar = "median at most {:.0%}, p95 at most {:.0%}".format(*BAR)
+    return (
+        f"{group['machine']}, T = 1: (c) {told[0]} its bar ({bar}); without luck it {told[1]} it."
+    )
+
+
+def _means_verdict(machine: str, found: Sequence[dict[str, Any]]) -> str:
+    here = [group for group in found if group["machine"] == machine]
+    told = [f"{g['mode']} at T = {g['tp']}" for g in here if is_biased(g)]
+    verdict = f"beyond {MEAN_BAR:.0%} for {', '.join(told)}" if told else f"within {MEAN_BAR:.0%}"
+    most = max(abs(group["without_luck_signed"]) for group in here)
+    return (
+        f"{machine}: the mean of (c) by mode and T is {verdict}, without luck where the rows have "
+        f"fewer than {ENOUGH_SEEDS} seeds; without luck at most {most:.1%} everywhere."
+    )
+
+
+def is_biased(group: dict[str, Any]) -> bool:
+    """Whether the mean of (c) is beyond its bar: without luck, and as it is where its rows have
+    enough seeds for their luck to cancel."""
+    signed = [group["without_luck_signed"]]
+    signed += [group["other_signed"]] * (group["seeds"] >= ENOUGH_SEEDS)
+    return any(abs(mean) > MEAN_BAR for mean in signed)
+
+
+def _meets(sizes: tuple[float, float]) -> str:
+    return "meets" if all(size <= most for size, most in zip(sizes, BAR, strict=True)) else "misses"

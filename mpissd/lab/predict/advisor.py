@@ -1,0 +1,277 @@
+"""Which mode, T, D, K, fan-out and backup to run on given GPUs, and what an extra GPU brings.
+
+`plan` searches the closed model coarsely, then finely around the best few; `best_of` with FULL is
+the exhaustive search that it is held against. Everything comes from costs and laws alone:
+
+    profile = load_profile("h100")
+    places = places.placements(config, profile, gpus=4)
+    advice = plan(config, HostCosts(), places, gpus=4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mpissd.common.config import MOST_DRAFTS, RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.rivals import Family, Others, families, other_uses
+from mpissd.lab.predict.breakeven import break_even_alpha, break_even_p_hit
+from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
+from mpissd.lab.predict.search import (
+    COARSE,
+    FULL,
+    ROUGH,
+    Choice,
+    Group,
+    Placement,
+    Space,
+    ar_choice,
+    sd_groups,
+    ssd_groups,
+)
+
+_FEW = 16  # sequences, whose configurations are cheap to evaluate
+_REFINED = 3  # coarse SSD choices that are searched finely around
+
+
+@dataclass(frozen=True)
+class ExtraGpu:
+    """What the GPU that SSD's draft takes would bring elsewhere.
+
+    ssd: on N = T + D GPUs. without: the best other use of N − 1. otherwise: the best other use of N
+    (a larger T, or SD's draft). replicas_tok_per_s: of as many copies of one use as N GPUs hold,
+    each with a batch of its own. None: none, or not all that would fit could be judged.
+    """
+
+    ssd: Choice
+    without: Choice | None
+    otherwise: Choice | None
+    replicas_tok_per_s: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """ssd / without: raw, one GPU more."""
+        return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
+
+    @property
+    def gain_per_gpu(self) -> float | None:
+        """The same in tokens a second and GPU."""
+        if self.without is None:
+            return None
+        return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
+
+    @property
+    def gain_at_equal_gpus(self) -> float | None:
+        """ssd / otherwise: one batch, as fast as possible, on as many GPUs."""
+        return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
+
+    @property
+    def gain_over_replicas(self) -> float | None:
+        """ssd / replicas: the same GPUs, more batches instead of a faster one."""
+        rival = self.replicas_tok_per_s
+        return None if rival is None else self.ssd.tok_per_s / rival
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to run.
+
+    best: most tokens a second on at most the GPUs given, of what could be judged. judged: the
+    fastest of each mode, T and D; missing: what would fit, too, but could not be judged (plan's
+    unjudged T). by_method: the best of AR, SD inline, SD and SSD. alternatives: the next two ways
+    to run best's mode, with another T or K. rival: the best other use of best's GPUs (rivals.py).
+    break_even_alpha: of the best choice that drafts, break_even_p_hit: of the best SSD, each
+    against the other uses of its GPUs (see breakeven).
+    """
+
+    best: Choice
+    judged: tuple[Choice, ...]
+    missing: tuple[Family, ...]
+    by_method: tuple[Choice, ...]
+    alternatives: tuple[Choice, ...]
+    rival: Choice | None
+    break_even_alpha: float | None
+    break_even_p_hit: float | None
+    extra_gpu: ExtraGpu | None
+    num_evaluated: int
+
+    @property
+    def gain(self) -> float | None:
+        """best / rival in tokens a second."""
+        return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
+
+
+def plan(
+    config: RunConfig,
+    host: HostCosts,
+    places: Sequence[Placement],
+    gpus: int,
+    unjudged: Collection[int] = (),
+) -> Advice:
+    """The advice for one batch of config.batch_size on at most `gpus` GPUs.
+
+    Of `config` the laws and the batch size count; mode, K, fan-out and backup are what is sought.
+    unjudged: T on which the pair would fit, too (places.survey).
+    """
+    if gpus < 1 or not places:
+        raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
+    laws = Laws.of(config)
+    search = _Search(laws, config.batch_size, host, gpus)
+    choices = search.run(places, COARSE if config.batch_size <= _FEW else ROUGH)
+    for around in (_fan_outs, _policies):
+        leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
+        for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
+            choices += search.ssd(next(p for p in places if p.tp == tp), space)
+    missing = tuple(f for tp in sorted(unjudged) for f in families(tp, gpus, MOST_DRAFTS))
+    return _advice(_Ranked(_ranked(choices), missing), laws, host, places, search.num_evaluated)
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """Choices, fastest first, and what could not be judged."""
+
+    choices: Sequence[Choice]
+    missing: tuple[Family, ...]
+
+    def others(self, mode: str, gpus: int) -> Others[Choice]:
+        """What else so many GPUs could do."""
+        return other_uses(mode, gpus, self.choices, self.missing)
+
+    def first(self, *modes: str) -> Choice | None:
+        """The fastest of these modes."""
+        return next((c for c in self.choices if c.mode in modes), None)
+
+
+def _advice(
+    ranked: _Ranked,
+    laws: Laws,
+    host: HostCosts,
+    places: Sequence[Placement],
+    num_evaluated: int,
+) -> Advice:
+    """The advice that ranked choices amount to."""
+    best = ranked.choices[0]
+    same = [choice for choice in ranked.choices if choice.mode == best.mode]
+    drafting, ssd = ranked.first("sd", "ssd"), ranked.first("ssd")
+    alpha = p_hit = None
+    if drafting is not None:
+        mode, gpus = drafting.mode, drafting.gpus
+        rivals = [c for c in ranked.choices if c.mode != mode and c.gpus <= gpus]
+        if not ranked.others(mode, gpus).missing:
+            alpha = break_even_alpha(drafting, rivals, laws, host, places)
+    if ssd is not None:
+        others = ranked.others("ssd", ssd.gpus)
+        if not others.missing:
+            p_hit = break_even_p_hit(ssd, others.best, laws, host, places)
+    return Advice(
+        best=best,
+        judged=tuple(_firsts(ranked.choices, Family.of)),
+        missing=ranked.missing,
+        by_method=tuple(_firsts(ranked.choices, lambda c: (c.mode, c.num_drafts > 0))),
+        alternatives=tuple(_firsts(same, lambda c: (c.tp, c.lookahead))[1:3]),
+        rival=ranked.others(best.mode, best.gpus).best,
+        break_even_alpha=alpha,
+        break_even_p_hit=p_hit,
+        extra_gpu=None if ssd is None else _extra_gpu(ssd, ranked),
+        num_evaluated=num_evaluated,
+    )
+
+
+def best_of(
+    config: RunConfig,
+    host: HostCosts,
+    places: Sequence[Placement],
+    gpus: int,
+    space: Space = FULL,
+) -> Choice:
+    """The best choice of a whole space: exhaustive, seconds for large batches."""
+    return _ranked(_Search(Laws.of(config), config.batch_size, host, gpus).run(places, space))[0]
+
+
+@dataclass
+class _Search:
+    laws: Laws
+    batch: int
+    host: HostCosts
+    gpus: int
+    num_evaluated: int = 0
+
+    def run(self, places: Iterable[Placement], space: Space) -> list[Choice]:
+        """The best of every group of a space on every placement; AR always has one."""
+        choices = []
+        for place in places:
+            if place.tp > self.gpus:
+                continue
+            choices.append(ar_choice(place, self.batch, self.host))
+            choices += self.sd(place)
+            choices += self.ssd(place, space)
+        return choices
+
+    def sd(self, place: Placement) -> list[Choice]:
+        """SD at every K on at most one draft rank; on more at the K around the best of these."""
+        few = tuple(d for d in place.num_drafts if d <= 1)
+        many = tuple(d for d in place.num_drafts if d > 1)
+        found = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
+        if not found or not many:
+            return found
+        best = _ranked(found)[0].lookahead
+        near = range(max(1, best - 2), min(MOST_LOOKAHEAD, best + 2) + 1)
+        return found + self._sd(replace(place, num_drafts=many), near)
+
+    def _sd(self, place: Placement, lookaheads: Iterable[int]) -> list[Choice]:
+        return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
+
+    def ssd(self, place: Placement, space: Space) -> list[Choice]:
+        """The best SSD of every K of a space."""
+        return self._bests(ssd_groups(place, self.laws, self.batch, space))
+
+    def _bests(self, groups: Iterator[Group]) -> list[Choice]:
+        choices = []
+        for group in groups:
+            if group.place.tp + group.method[1] <= self.gpus:
+                found = group.expect(self.host)
+                self.num_evaluated += len(group.cells)
+                choices.append(group.choice(int(found.tok_per_s.argmax()), found))
+        return choices
+
+
+def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
+    """Every fan-out at a leader's K and the next to it, with its policy; by T."""
+    near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
+    share = leader.backup_lookahead / leader.lookahead
+    policy = leader.backup == "fast", leader.on_late == "serve"
+    own = replace(FULL, backup_shares=(share,), policies=(policy,))
+    return [(leader.tp, replace(own, lookaheads=(k,))) for k in near if k in FULL.lookaheads]
+
+
+def _policies(leader: Choice) -> list[tuple[int, Space]]:
+    """Every backup, K_b and lateness at a leader's K and fan-out; by T."""
+    assert leader.fan_out is not None, leader
+    return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
+
+
+def _ranked(choices: Iterable[Choice]) -> list[Choice]:
+    """Fastest first; of equals (to five digits) the fewer GPUs, then the shorter K."""
+    return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
+
+
+def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
+    """The first of every kind, in order."""
+    found: dict[Hashable, Choice] = {}
+    for choice in choices:
+        found.setdefault(kind(choice), choice)
+    return list(found.values())
+
+
+def _extra_gpu(ssd: Choice, ranked: _Ranked) -> ExtraGpu:
+    count = ssd.gpus
+    without, otherwise = (ranked.others("ssd", gpus) for gpus in (count - 1, count))
+    copies = [(count // c.gpus) * c.tok_per_s for c in otherwise.judged]
+    return ExtraGpu(
+        ssd=ssd,
+        without=without.best,
+        otherwise=otherwise.best,
+        replicas_tok_per_s=None if otherwise.missing else max(copies, default=None),
+    )

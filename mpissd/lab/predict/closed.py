@@ -1,0 +1,286 @@
+"""The recurrence's expectation without sampling, for many configurations at once.
+
+A renewal process over rounds. What a round leaves behind is the row count of its verification:
+n of b sequences verified m cached tokens each, the others K_b of the backup's. That fixes how long
+the draft may grow, hence the steps j taken when the outcome is seen, hence the next round's answer:
+
+    P(n | m)   = Binomial(b, h_m), h_m the mean hit probability of the rounds that led to m
+    j(n, m)    = steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows
+    tok/s      = E[tokens] / E[round]                    (renewal reward)
+
+m is what is served: j itself with on_late=serve, K with finish (then m only tells rounds apart).
+Exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
+hit in the last round and sequences that missed have different chances, of which h_m is the mean.
+How late outcomes are seen enters what depends on it (whether the lead naps) as a mean.
+With T_p ≤ r and no host cost it is THEORY's closed form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Source
+from mpissd.engine.job import Job, buckets
+from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.lab.predict.stationary import State, hit_counts, onto, stationary
+from mpissd.lab.predict.timing import Ints, answer_s, found_after_s, in_buckets, steps_seen
+
+
+@dataclass(frozen=True)
+class Cells:
+    """G configurations with one draft model that share K ≥ 1, b and where the draft sits.
+
+    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted), of fewer than were served and of all.
+    hazards: of cached and just-in-time tokens. *_miss: behind a trunk that a backup drafted.
+    """
+
+    lookahead: int
+    batch_size: int
+    inline: bool
+    num_drafts: int  # that share rows and lanes; 1 inline
+    hazards: Floats  # [G, K]
+    hazards_fast: Floats  # [G, K]
+    p_hits: Floats  # [G, 2, K+1]
+    p_hits_miss: Floats  # [G, 2, K+1]
+    branches: Ints  # [G]
+    branches_miss: Ints  # [G]
+    backup_lookahead: Ints  # [G]
+    fast: NDArray[np.bool_]  # [G]
+    serve: NDArray[np.bool_]  # [G]
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    @property
+    def draft_rows(self) -> Ints:
+        """Rows of the largest draft forward, [G]: the glue's, or those of all branches."""
+        lanes = -(-np.maximum(self.branches, self.branches_miss) // self.num_drafts)
+        return np.asarray(self.batch_size * np.maximum(self.lookahead + 1, lanes), np.int64)
+
+    @classmethod
+    def of(cls, job: Job) -> Cells:
+        """The one configuration of a job that drafts."""
+        nothing = (0,) * (job.lookahead + 1)
+        chance = job.hit_law.hit_probabilities(job.fan_outs.widest)
+        fan_out, fan_out_miss = job.fan_out or nothing, job.fan_out_miss or nothing
+        return cls(
+            lookahead=job.lookahead,
+            batch_size=job.config.batch_size,
+            inline=job.inline,
+            num_drafts=max(1, job.config.drafts),
+            hazards=np.array([job.acceptance[Source.CACHE].hazards]),
+            hazards_fast=np.array([job.acceptance[Source.FAST].hazards]),
+            p_hits=chance[None, :, fan_out],
+            p_hits_miss=chance[None, :, fan_out_miss],
+            branches=np.array([sum(fan_out)]),
+            branches_miss=np.array([sum(fan_out_miss)]),
+            backup_lookahead=np.array([job.backup_lookahead]),
+            fast=np.array([job.config.backup == "fast"]),
+            serve=np.array([job.config.on_late == "serve"]),
+        )
+
+    def take(self, chosen: Ints) -> Cells:
+        """The configurations `chosen`, in that order."""
+        kept = {"lookahead", "batch_size", "inline", "num_drafts"}
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in kept}
+        return Cells(self.lookahead, self.batch_size, self.inline, self.num_drafts, **arrays)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Stationary means, [G]: of all b sequences together (tokens), or a sequence (hit_rate)."""
+
+    tok_per_s: Floats
+    round_s: Floats
+    tokens: Floats  # a round
+    hit_rate: Floats
+    wait_s: Floats  # what the lead waits for its speculation
+
+
+def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
+    """The expectation of one job, AR included ([1])."""
+    if job.lookahead == 0:
+        return expect_ar(job.config.batch_size, device, host)
+    return expect(Cells.of(job), device, host)
+
+
+def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
+    """AR's round of b rows, [1]: nothing is drawn."""
+    round_s = host.ask_s + host.lead_s + device.verify.in_job(batch)([batch])
+    tokens, none = np.full(1, float(batch)), np.zeros(1)
+    return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
+
+
+def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
+    """The expectation of every cell, with the kernels that its own row counts choose."""
+    widths = cells.batch_size * (cells.lookahead + 1)
+    device = replace(device, verify=device.verify.in_job(widths))
+    if device.draft is None or device.draft.few is None:
+        return _expect(cells, device, host)
+    is_few = cells.draft_rows <= device.draft.few_rows
+    found = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
+    for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
+        if len(chosen):
+            part = cells.take(chosen)
+            draft = device.draft.in_job(int(part.draft_rows.max()))
+            for name, values in vars(_expect(part, replace(device, draft=draft), host)).items():
+                found[name][chosen] = values
+    return Expected(**found)
+
+
+def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
+    """The expectation of cells whose forwards run one kernel."""
+    model = _Model(cells, device, host)
+    batch, hits = cells.batch_size, model.hits
+    chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
+    return _means(model, stationary(int(hits[-1]), chance / batch, model.next))
+
+
+class _Model:
+    """Tables of a round over (served m, hits n): [G, D, N], D the distinct step counts j.
+
+    j lies between `first` and `first` + D − 1 in each cell; index d stands for j = first + d.
+    """
+
+    def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts) -> None:
+        self.cells, self.host = cells, host
+        lookahead, batch = cells.lookahead, cells.batch_size
+        full, can_hit = batch * (lookahead + 1), bool(cells.branches_miss.any())
+        self.hits = hit_counts(batch if can_hit else 0)
+        held = buckets(batch, full)
+        rows = in_buckets(held, np.arange(full + 1))
+        self.verify_s = device.verify_s(rows)
+        self.lanes_s = device.draft_s(in_buckets(held, np.arange(batch + 1))) + host.step
+        self._device, self._glue_s = device, device.draft_s(full) + host.glue + host.keys
+        self.p_hit_cached, self.tokens_cached = _laws(cells.hazards, cells.p_hits)
+        backup = np.where(cells.fast[:, None], cells.hazards_fast, cells.hazards)
+        p_hit, tokens = _laws(backup, cells.p_hits_miss)
+        self.p_hit_miss = _at(p_hit, cells.backup_lookahead)
+        self.tokens_miss = _at(tokens, cells.backup_lookahead)
+        self._span()
+        self._follow()
+
+    def _span(self) -> None:
+        """Finds the step counts that can occur, so that few of them are carried along.
+
+        More rows take no less time, so m between two bounds leads to j between their steps; the
+        rows are most or least where all sequences hit or none does.
+        """
+        lookahead, serve = self.cells.lookahead, self.cells.serve
+        ends, hits = np.array([[0, lookahead]]), np.array([0, self.cells.batch_size])
+        bounds = np.where(serve[:, None], ends, lookahead)  # [G, 2] of what is served
+        longest = self.host.nap + self.host.ask_s
+        for _ in range(3):
+            least = self._steps(bounds, hits, np.zeros(1))[1].min(axis=(1, 2))
+            most = self._steps(bounds, hits, np.full(1, longest))[1].max(axis=(1, 2))
+            bounds = np.where(serve[:, None], np.stack([least, most], axis=1), lookahead)
+        self.first = least
+        self.depth = int((most - least).max()) + 1
+        self.grown = np.minimum(least[:, None] + np.arange(self.depth), lookahead)
+        self.served = np.where(serve[:, None], self.grown, lookahead)  # [G, D]
+        self.p_hit = np.take_along_axis(self.p_hit_cached, self.served, axis=1)  # [G, D]
+        self.tokens = np.take_along_axis(self.tokens_cached, self.served, axis=1)
+
+    def _follow(self) -> None:
+        """The round from each (m, n) on: verification, steps when its outcome is seen, lateness.
+
+        What the lead loses before it finds a speculation depends on how late the outcome before
+        was seen; that is taken as the mean over the (m, n) that lead there.
+        """
+        cells, hits = self.cells, self.hits
+        left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
+        backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
+        each = cells.num_drafts
+        won, missed = -(-hits // each), -(-(cells.batch_size - hits) // each)
+        self.drafting = answer_s(self.lanes_s, won, left, missed, backup)
+        late, slack = np.zeros(self.served.shape), np.full(1, np.nan)
+        for _ in range(2):
+            arrived, answered = self.answered(late)
+            before, slack = slack, answered - arrived
+            if np.array_equal(before, slack):
+                break
+            self.verified_s, steps, self.late_s = self._steps(self.served, hits, slack)
+            self.next = np.clip(steps - self.first[:, None, None], 0, self.depth - 1)
+            ways = np.maximum(onto(self.next, np.ones(self.next.shape)), 1)
+            late = onto(self.next, self.late_s) / ways
+
+    def answered(self, late: Floats) -> tuple[Floats, Floats]:
+        """When a speculation arrives and when the lead has it, from outcome r−1 on, [G, D, n].
+
+        late: how late the outcome was seen, [G, D].
+        """
+        host = self.host
+        if self.cells.inline:
+            there = host.ask_s + self.drafting + host.draft_s + host.draft_record
+            return there, there
+        travel = host.lead_send + 2 * host.link + host.reply_s
+        arrived = travel + late[:, :, None] + self.drafting
+        found = arrived + found_after_s(arrived - host.ask_s, host)
+        return arrived, np.maximum(host.ask_s, found)
+
+    def _steps(self, served: Ints, hits: Ints, slack: Floats) -> tuple[Floats, Ints, Floats]:
+        """(verification, steps taken when its outcome is seen, how late it is seen), [G, D, n].
+
+        slack: from the speculation's arrival to its being in the lead's hands.
+        """
+        cells, host = self.cells, self.host
+        misses = cells.batch_size - hits
+        drafted = cells.backup_lookahead[:, None, None]
+        rows = hits * (served[:, :, None] + 1) + misses * (drafted + 1)
+        verified = self.verify_s[rows]
+        asked = 2 * host.link + slack + host.lead_s + host.lead_send + verified
+        lanes = hits * cells.branches[:, None] + misses * cells.branches_miss[:, None]
+        each = -(-lanes[:, None, :] // cells.num_drafts)  # [G, 1, n] that one draft grows
+        lanes = lanes[:, None, :]
+        grows = lanes > 0
+        step_s = self._device.draft_s(np.maximum(each, 1)) + host.step
+        keys = np.where(grows, self._glue_s + host.keys_lane * lanes, 0.0)
+        if cells.num_drafts > 1:  # TRUNK: growth begins when the lead has all, and a link later
+            asked = asked - slack - 2 * host.link
+        steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
+        free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
+        late = np.maximum(free - asked, found_after_s(asked - free, host))
+        return verified, steps, late
+
+
+def _means(model: _Model, state: State) -> Expected:
+    """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
+    host, batch, hits = model.host, model.cells.batch_size, model.hits
+    verified = (state.joint * model.verified_s).sum(axis=(1, 2))
+    late = onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
+    late = late / np.where(state.weight > 0, state.weight, 1.0)
+    _, answered = model.answered(late)
+    wait = (state.joint * answered).sum(axis=(1, 2))
+    tokens = hits * model.tokens[:, :, None] + (batch - hits) * model.tokens_miss[:, None, None]
+    emitted = (state.joint * tokens).sum(axis=(1, 2))
+    hit_rate = (state.joint * hits).sum(axis=(1, 2)) / batch
+    round_s = wait + host.lead_s + verified
+    rate = _rate(emitted, round_s)
+    return Expected(rate, round_s, emitted, hit_rate, wait - host.ask_s)
+
+
+def _rate(tokens: Floats, round_s: Floats) -> Floats:
+    """tok/s; inf where a round takes no time at all."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(tokens / round_s, np.float64)
+
+
+def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
+    """(P(next outcome hits), mean tokens) of a round that verifies m = 0 … K tokens, [G, K+1].
+
+    p_hits: [G, 2, K+1].
+    """
+    (rejected, end), width = p_hits.swapaxes(0, 1), p_hits.shape[2]
+    reached = np.cumprod(np.column_stack([np.ones(len(hazards)), hazards]), axis=1)  # P(k >= i)
+    ended = reached[:, :-1] * (1 - hazards) * rejected[:, :-1]  # P(k = i < m, hit)
+    before = np.column_stack([np.zeros(len(hazards)), np.cumsum(ended, axis=1)])
+    hit = before[:, :width] + reached * end  # k = m: the bonus after m accepted
+    return hit, np.cumsum(reached, axis=1)
+
+
+def _at(table: Floats, column: Ints) -> Floats:
+    """table[g, column[g]]."""
+    return np.asarray(np.take_along_axis(table, column[:, None], axis=1)[:, 0])

@@ -1,0 +1,277 @@
+"""What a round is made of, in seconds: the host's share by phase, the forwards by row count.
+
+HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trace.DraftPhase):
+
+    LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast
+                  UPLOAD lead_upload · LAUNCH lead_launch · SAMPLE lead_sample
+                  RECORD lead_record
+                  DRAFT_WAIT  2·link + what the draft does from `draft_read` to `draft_send`
+                              − lead_commit + nap for each end that napped
+                              (+ what growth delays: not a cost, the recurrence's)
+                  DEVICE_WAIT verify_s + wake (and what `follower` is beyond upload and launch)
+    DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
+                  SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
+                  GLUE        draft_s + glue                 KEYS   keys + keys_lane · b·ΣF
+                  GROW        Σ over the steps of (draft_s + step)
+                  WAIT        draft_read, beyond what is idle
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.job import Job
+from mpissd.engine.model.shard import ForwardOptions, Shard
+
+Floats = NDArray[np.float64]
+
+EMULATED_ITEMSIZE = 2  # bytes of a weight on the emulated backend
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Seconds (medians) of host work and of the link; see the module for the phase of each.
+
+    link: one way to a rank that polls (draft → lead: reading the message, too). nap: how much
+    later a rank finds it that has waited longer than `patience` (wait.Waiter naps then; 0 where
+    ranks spin). draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting
+    (0 where it never did: the link holds it).
+    follower: plan published → launched on the slowest follower (0 at T = 1, and where ranks don't
+    wait for each other, as on the emulated backend). glue, step: the host's part of a glue forward
+    and of one draft step (launch, how late the wait ends, collect). keys_lane: of each of the b·ΣF
+    lanes (0 in a job's own costs: keys was measured with the very fan-out). wake: how late a
+    wait on the target's forward ends.
+    """
+
+    lead_send: float = 0.0
+    lead_commit: float = 0.0
+    lead_broadcast: float = 0.0
+    lead_upload: float = 0.0
+    lead_launch: float = 0.0
+    lead_sample: float = 0.0
+    lead_record: float = 0.0
+    link: float = 0.0
+    nap: float = 0.0
+    patience: float = 0.0
+    follower: float = 0.0
+    draft_read: float = 0.0
+    draft_commit: float = 0.0
+    draft_lookup: float = 0.0
+    draft_assemble: float = 0.0
+    draft_send: float = 0.0
+    draft_record: float = 0.0
+    glue: float = 0.0
+    keys: float = 0.0
+    keys_lane: float = 0.0
+    step: float = 0.0
+    wake: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in self.to_dict().items():
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"host cost {name}={value}: allowed: seconds, at least 0")
+
+    @property
+    def lead_s(self) -> float:
+        """Lead: speculation in hand → forward launched, and forward over → outcome in hand."""
+        launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
+        return launch + self.wake + self.lead_sample + self.lead_record
+
+    @property
+    def ask_s(self) -> float:
+        """Lead: outcome in hand → waiting for the speculation."""
+        return self.lead_send + self.lead_commit
+
+    @property
+    def draft_s(self) -> float:
+        """Drafting on the lead: outcome → speculation, without draft steps; nothing travels."""
+        return self.draft_commit + self.draft_lookup + self.draft_assemble
+
+    @property
+    def reply_s(self) -> float:
+        """Draft: OUTCOME seen → SPECULATION started, without draft steps."""
+        return self.draft_read + self.draft_s + self.draft_send
+
+    def to_dict(self) -> dict[str, float]:
+        """{field: seconds}, for a profile's JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
+        """What to_dict made; ConfigError for a field that is missing or unknown.
+
+        Profiles older than the phase UPLOAD count it in lead_launch: lead_upload may be missing.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        values = {"lead_upload": 0.0, **values}
+        for name in values:
+            if name not in names:
+                raise unknown("host cost", name, names)
+        if missing := [name for name in names if name not in values]:
+            raise ConfigError(f"host costs: missing {', '.join(missing)}")
+        return cls(**{name: _number(f"host cost {name}", values[name]) for name in names})
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Seconds of a forward by its row count: measured points, straight lines between them.
+
+    Fewer rows than the first point cost what it costs (a forward is memory-bound there); more than
+    the last go on with the slope of the last two points, if it rises. few: what they cost in jobs
+    whose forwards have at most `few_rows` rows, where those run another kernel.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    few: RowTable | None = None
+    few_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rows or len(self.rows) != len(self.seconds):
+            raise ConfigError(f"row table of {len(self.rows)} rows, {len(self.seconds)} times")
+        if self.rows[0] < 1 or list(self.rows) != sorted(set(self.rows)):
+            raise ConfigError(f"row table {self.rows}: allowed: rising row counts from 1")
+        if not all(0 <= s < math.inf for s in self.seconds):
+            raise ConfigError(f"row table {self.seconds}: allowed: seconds, at least 0")
+
+    @classmethod
+    def of(cls, points: Mapping[int, float]) -> RowTable:
+        """A table of {rows: seconds}."""
+        rows = sorted(points)
+        return cls(tuple(rows), tuple(float(points[n]) for n in rows))
+
+    def in_job(self, most_rows: int) -> RowTable:
+        """The table of a job whose largest forward has so many rows."""
+        return self.few if self.few is not None and most_rows <= self.few_rows else self
+
+    def __call__(self, rows: ArrayLike) -> Floats:
+        """Seconds for row counts of any shape."""
+        wanted = np.asarray(rows, np.float64)
+        times = np.interp(wanted, self.rows, self.seconds)
+        if len(self.rows) > 1:
+            run = self.rows[-1] - self.rows[-2]
+            slope = max(0.0, self.seconds[-1] - self.seconds[-2]) / run
+            times = times + slope * np.maximum(wanted - self.rows[-1], 0)
+        return np.asarray(times, np.float64)
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Seconds of one forward, all-reduces included, by the row count it was compiled for."""
+
+    verify: RowTable
+    draft: RowTable | None = None  # None: there is no draft (AR)
+
+    def verify_s(self, rows: ArrayLike) -> Floats:
+        """A target forward of so many rows."""
+        return self.verify(rows)
+
+    def draft_s(self, rows: ArrayLike) -> Floats:
+        """A draft forward of so many rows: one growth or backup step, or the glue."""
+        if self.draft is None:
+            raise ConfigError("these device costs have no draft: allowed: mode=ar")
+        return self.draft(rows)
+
+    @classmethod
+    def from_points(
+        cls, verify: Mapping[int, float], draft: Mapping[int, float] | None = None
+    ) -> DeviceCosts:
+        """From measured {rows: seconds} of the target and of the draft."""
+        return cls(RowTable.of(verify), None if draft is None else RowTable.of(draft))
+
+    @classmethod
+    def from_profile(
+        cls, profile: Profile, job: Job, draft_profile: Profile | None = None
+    ) -> DeviceCosts:
+        """What the emulated backend lets pass for every bucket of a job, to the last bit.
+
+        draft_profile: of the draft ranks' devices, where they are of another kind.
+        """
+        batch = job.config.batch_size
+        target = Shard(job.target, job.tp)
+        verify = forwards(profile, target, job.target_buckets(), batch, job.options)
+        if job.draft is None:
+            return cls(verify)
+        alone, rows = Shard(job.draft), job.draft_buckets()
+        draft = forwards(draft_profile or profile, alone, rows, batch, job.draft_options)
+        return cls(verify, draft)
+
+    def to_dict(self) -> dict[str, dict[str, float] | None]:
+        """{"verify": {rows: seconds}, "draft": likewise or None}, for a profile's JSON."""
+        draft = None if self.draft is None else _points(self.draft)
+        return {"verify": _points(self.verify), "draft": draft}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:
+        """What to_dict made; ConfigError where it is malformed."""
+        tables: list[dict[int, float] | None] = []
+        for name in ("verify", "draft"):
+            points = values.get(name)
+            if points is None and name == "draft":
+                tables.append(None)
+                continue
+            if not isinstance(points, Mapping):
+                raise ConfigError(f"device costs: {name}={points!r}: allowed: {{rows: seconds}}")
+            where = f"device costs: {name}"
+            tables.append({_rows(where, n): _number(where, s) for n, s in points.items()})
+        verify, draft = tables
+        assert verify is not None
+        return cls.from_points(verify, draft)
+
+
+def forwards(
+    profile: Profile,
+    shard: Shard,
+    rows: Iterable[int],
+    sequences: int,
+    options: ForwardOptions,
+    most_rows: int | None = None,
+) -> RowTable:
+    """The profile's forward of one rank at each row count [THEORY, floors].
+
+    most_rows: of the job's largest forward (None: the largest of `rows`).
+    """
+    rows = sorted(rows)
+    most = most_rows or rows[-1]
+    costs = {n: shard.cost(n, sequences, EMULATED_ITEMSIZE, options, most) for n in rows}
+    return RowTable.of({n: profile.forward_s(cost) for n, cost in costs.items()})
+
+
+def forwards_of_any_job(
+    profile: Profile, shard: Shard, rows: Iterable[int], sequences: int, options: ForwardOptions
+) -> RowTable:
+    """The same where the rows of the job are still to be chosen."""
+    rows, limit = sorted(rows), profile.few_rows
+    most = max(rows[-1], limit + 1)
+    many = forwards(profile, shard, rows, sequences, options, most)
+    within = [n for n in rows if n <= limit]
+    if not within:
+        return many
+    few = forwards(profile, shard, within, sequences, options)
+    return dataclasses.replace(many, few=few, few_rows=limit)
+
+
+def _points(table: RowTable) -> dict[str, float]:
+    return {str(n): s for n, s in zip(table.rows, table.seconds, strict=True)}
+
+
+def _rows(where: str, text: Any) -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {text!r}: allowed: whole row counts") from error
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{where}: {value!r}: allowed: seconds, at least 0")
+    return float(value)

@@ -1,0 +1,88 @@
+"""What a profile speaks for: a prediction or an advice beyond it is refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import PAIRS
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.job import Job
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts
+
+
+def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
+    """ConfigError where a probed profile has no forwards of the job's models.
+
+    A profile that comes along (h100, h200, …) models any pair. draft_profile: of the draft ranks'
+    devices, where they are of another kind.
+    """
+    _check_forward(profile, Shard(job.target, job.tp), job.options, job.config.batch_size)
+    if job.draft is not None:
+        drafts = draft_profile or profile
+        _check_forward(drafts, Shard(job.draft), job.draft_options, job.config.batch_size)
+
+
+def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequences: int) -> None:
+    if not profile.tables.forwards or profile.models_others:
+        return
+    profile.require(shard.shape.name, shard.tp, options, sequences)
+    cost = shard.cost(1, sequences, EMULATED_ITEMSIZE, options)
+    if profile.tables.forward(cost) is None:
+        told = f"profile {profile.name!r} doesn't cover this {shard.shape.name}"
+        raise ConfigError(f"{told}: it was probed with another number of weights")
+
+
+def covered(profile: Profile) -> dict[str, Any]:
+    """Returns the flags that a probed profile speaks for where the user says nothing: pair, fuse,
+    lm_head, each where all measured forwards agree on it. A profile that models any pair speaks
+    for no pair."""
+    measured = [
+        key
+        for key, kinds in profile.tables.forwards.items()
+        if not any(forward.seconds.source.startswith("derived") for forward in kinds)
+    ]
+    models = {key.model for key in measured}
+    pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
+    said: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
+    for name in ("fuse", "lm_head"):
+        values = {getattr(key, name) for key in measured}
+        if len(values) == 1:
+            said[name] = values.pop()
+    return said
+
+
+def check_job(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
+    """ConfigError where a job's own profile says nothing of what is asked for.
+
+    name: the profile's, for the message. measured: the job as it ran.
+    """
+    drafted = measured if job.draft else job
+    pairs = (
+        ("tp", job.tp, measured.tp),
+        ("target", job.target.name, measured.target.name),
+        ("fuse, lm_head, context", job.options, measured.options),
+        ("batch_size", job.config.batch_size, measured.config.batch_size),
+        ("draft_device", job.config.draft_device, drafted.config.draft_device),
+    )
+    for what, asked, known in pairs:
+        if asked != known:
+            raise ConfigError(f"profile {name!r} covers {what}={known}, not {asked}")
+    if job.draft is None:
+        return
+    if measured.draft is None or device.draft is None:
+        raise ConfigError(f"profile {name!r} covers no draft: allowed: mode=ar")
+    if job.draft != measured.draft or job.inline != measured.inline:
+        raise ConfigError(f"profile {name!r} covers the draft {measured.draft.name} as it ran")
+    if job.fan_out and not measured.fan_out:
+        raise ConfigError(f"profile {name!r} is of a run that grew nothing: allowed: mode=ar, sd")
+    for what, rows, table in (
+        ("target", job.target_buckets(), device.verify),
+        ("draft", job.draft_buckets(), device.draft),
+    ):
+        if rows[-1] > table.rows[-1]:
+            raise ConfigError(
+                f"profile {name!r} covers {what} forwards of at most {table.rows[-1]} rows, "
+                f"not {rows[-1]}"
+            )

@@ -1,0 +1,51 @@
+"""The price of imposed hits: what the default hit law would have to grow for the same hit rate.
+
+An imposed p_hit hits as often with one candidate a row as with ten, so its run grows fewer branches
+than any law would let it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mpissd.common.theory import fan_out_for
+from mpissd.engine.job import Job
+from mpissd.engine.spec.acceptance import resolve_hit_law
+from mpissd.engine.spec.fanout import MAX_BRANCHES
+from mpissd.lab.predict.closed import expected
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+
+
+def under_default_law(job: Job) -> Job | None:
+    """The job under the default hit law, with the least uniform fan-out that hits as often.
+
+    None: the job imposes no hits, or no fan-out reaches them.
+    """
+    if not job.fan_out or not job.hit_law.p_hit:
+        return None
+    law = resolve_hit_law(None, None, None)
+    least = fan_out_for(job.hit_law.p_hit, law.hit_a, law.hit_r)
+    if least is None or least * len(job.fan_out) > MAX_BRANCHES:
+        return None
+    config = replace(
+        job.config, p_hit=None, hit_law=None, fan_out=f"uniform:{least}", fan_out_miss=None
+    )
+    lists = (least,) * len(job.fan_out)
+    return replace(job, config=config, hit_law=law, fan_out=lists, fan_out_miss=lists)
+
+
+def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any] | None:
+    """{hit_law, branch_budget, expected_tok_per_s} of that job; None where no hits are imposed.
+
+    The last two are None where no fan-out hits as often. Forwards of more rows than were measured
+    are extrapolated.
+    """
+    if not job.fan_out or not job.hit_law.p_hit:
+        return None
+    label, honest = resolve_hit_law(None, None, None).label, under_default_law(job)
+    if honest is None:
+        return {"hit_law": label, "branch_budget": None, "expected_tok_per_s": None}
+    rate = float(expected(honest, device, host).tok_per_s[0])
+    budget = sum(honest.fan_out)
+    return {"hit_law": label, "branch_budget": budget, "expected_tok_per_s": rate}

@@ -1,0 +1,46 @@
+"""What the tokens do in an advisor's search, whatever the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.config import RunConfig
+from mpissd.engine.spec.acceptance import HitLaw, resolve_acceptance, resolve_hit_law
+from mpissd.engine.spec.fanout import MAX_BRANCHES
+
+MOST_LOOKAHEAD = 16
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Hazards of the longest K that is tried, where outcomes hit, and the most candidates that a
+    row may keep (an LM head has its top 64)."""
+
+    hazards: tuple[float, ...]
+    hazards_fast: tuple[float, ...]
+    hit: HitLaw
+    most_candidates: int = MAX_BRANCHES
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Laws:
+        """The laws of a configuration; a list of rates limits K to its length."""
+        texts = config.acceptance_text, config.acceptance_fast
+        most = min(_length(text) for text in texts)
+        hazards, fast = (resolve_acceptance(cut_law(t, most), most).hazards for t in texts)
+        hit = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
+        return cls(hazards, fast, hit, 63 if config.lm_head else MAX_BRANCHES)
+
+
+def _length(text: str) -> int:
+    """The longest K that a law reaches, up to MOST_LOOKAHEAD."""
+    kind, _, values = text.strip().partition(":")
+    listed = values.count(",") + 1 if kind in ("rates", "marginal") else MOST_LOOKAHEAD
+    return min(listed, MOST_LOOKAHEAD)
+
+
+def cut_law(text: str, most: int) -> str:
+    """A list of rates, shortened to `most` values; any other law as it is."""
+    kind, _, values = text.strip().partition(":")
+    if kind not in ("rates", "marginal"):
+        return text
+    return f"{kind}:{','.join(values.split(',')[:most])}"

@@ -1,0 +1,59 @@
+"""The advice again, under the hits of a real pair: no claim rests on the assumed hit law alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mpissd.common.config import RunConfig
+from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
+from mpissd.lab.predict.advisor import ExtraGpu, plan
+from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.search import Placement
+
+_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+
+
+@dataclass(frozen=True)
+class RealHits:
+    """The best SSD under one measured hit law, and what its extra GPU would bring elsewhere."""
+
+    hit_law: str
+    extra: ExtraGpu
+
+    def __str__(self) -> str:
+        ssd, gain = self.extra.ssd, self.extra.gain_at_equal_gpus
+        over = "" if gain is None else f", {gain:.3f}× the best other use of as many GPUs"
+        what = f"{self.hit_law} ({REAL_PAIRS[self.hit_law].prompts})"
+        return f"{what}: SSD {ssd.tok_per_s:.1f} tok/s, hit rate {ssd.hit_rate:.2f}{over}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a plan's JSON."""
+        return {
+            "hit_law": self.hit_law,
+            "source": f"{SOURCE}, {REAL_PAIRS[self.hit_law].prompts}",
+            "ssd": asdict(self.extra.ssd),
+            "gain_at_equal_gpus": self.extra.gain_at_equal_gpus,
+        }
+
+
+def real_hits(
+    config: RunConfig,
+    host: HostCosts,
+    places: Sequence[Placement],
+    gpus: int,
+    unjudged: Collection[int] = (),
+) -> list[RealHits]:
+    """The best SSD under every measured pair's hits; none where `config` says a hit law itself."""
+    if any(getattr(config, name) is not None for name in _HITS):
+        return []
+    runs = ((name, replace(config, hit_law=name)) for name in REAL_PAIRS)
+    advices = ((name, plan(run, host, places, gpus, unjudged)) for name, run in runs)
+    return [RealHits(name, a.extra_gpu) for name, a in advices if a.extra_gpu is not None]
+
+
+def lines(found: Sequence[RealHits]) -> list[str]:
+    """What `plan` prints of them."""
+    title = f"predicted with hits as {SOURCE}:"
+    return [title, *(f"  {hits}" for hits in found)] if found else []

@@ -1,0 +1,76 @@
+"""A prediction beside a result row: the same keys, from costs and draws alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.records import outcome_digest
+from mpissd.engine.job import Job
+from mpissd.lab.predict.closed import expected
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.imposed import imposed_hits
+from mpissd.lab.predict.recurrence import expect_by_law, replay
+
+_CHAINS = 64
+_LAW_ROUNDS = 32
+
+
+def is_foretold(job: Job) -> bool:
+    """Whether the recurrence holds this job: imposed laws, nothing that adapts, and a draft that
+    takes K steps over lists that are the same in every round."""
+    fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
+    stepwise = job.draft is None or job.draft.num_tokens == 1
+    return job.laws is None and fixed and stepwise and not job.is_tail
+
+
+def predict_row(
+    job: Job,
+    device: DeviceCosts,
+    host: HostCosts,
+    num_rounds: int | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """What a run of this job would report; num_rounds and seed default to the job's own.
+
+    Keys that a result row has mean the same here and come from the run's own draws. Beside them:
+    exposed_us (mean draft wait), T_p, expected_tok_per_s (the laws' mean, long run), sampling_error
+    (tok_per_s / expected_tok_per_s − 1: what these draws are worth), sampling_sd (the standard
+    deviation of that error over runs of as many rounds) and imposed_hits (predict.imposed).
+    Measured / tok_per_s − 1 is the error of
+    the replay; what a prediction without these draws errs by is predict/accuracy's.
+    Raises ConfigError for a job that can't be foretold.
+    """
+    if not is_foretold(job):
+        raise ConfigError(
+            "no prediction for what is sampled (markov), adapts (adaptive, auto), follows the last "
+            "served token (tail) or drafts several tokens a forward: allowed: fixed choices, gemm"
+        )
+    found = replay(job, device, host, num_rounds, seed)
+    mean = float(expected(job, device, host).tok_per_s[0])
+    law = expect_by_law(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
+    t_target, t_draft = found.t_target_s, found.t_draft_s
+    rate = found.tok_per_s if math.isfinite(mean) else None  # a null device and no host costs
+    return {
+        "mode": job.config.mode,
+        "num_rounds": found.num_rounds,
+        "num_tokens": int(found.tokens.sum()),
+        "wall_s": float(found.round_s.sum()),
+        "tok_per_s": rate,
+        "tok_per_s_per_gpu": None if rate is None else rate / job.world_size,
+        "round_us": found.round_us(),
+        "acceptance_length": found.acceptance_length,
+        "hit_rate": found.hit_rate,
+        "t_target_s": t_target,
+        "t_draft_s": t_draft,
+        "t_growth_s": found.t_growth_s,
+        "T_SD": t_draft / t_target if t_draft is not None and t_target else None,
+        "T_p": found.T_p,
+        "exposed_us": found.exposed_s * 1e6,
+        "outcome_digest": outcome_digest(found.sequences()),
+        "expected_tok_per_s": None if rate is None else mean,
+        "sampling_error": None if rate is None else rate / mean - 1,
+        "sampling_sd": None if rate is None else law.tok_per_s_noise(found.num_rounds) / mean,
+        "imposed_hits": None if rate is None else imposed_hits(job, device, host),
+    }

@@ -1,0 +1,282 @@
+"""The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
+
+A Space says which K, fan-outs, backups K_b and on_late are tried; FULL is the exhaustive grid,
+COARSE and ROUGH what the advisor starts from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.spec.acceptance import HitLaw
+from mpissd.engine.spec.fanout import resolve_fan_out
+from mpissd.lab.predict.closed import Cells, Expected, expect, expect_ar
+from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
+
+
+@dataclass(frozen=True)
+class Placement:
+    """T target ranks and their forwards; hosts: the host's costs by (mode, D of 0 or 1), where they
+    are known."""
+
+    tp: int
+    device: DeviceCosts
+    num_drafts: tuple[int, ...] = (0, 1)  # the D that this machine has memory for
+    derived: str | None = None  # from what the target's forwards were; None: they were not
+    hosts: Mapping[tuple[str, int], HostCosts] = field(default_factory=dict)
+
+    def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
+        """The host's costs of a method (mode, D)."""
+        mode, drafts = method
+        return self.hosts.get((mode, min(drafts, 1)), otherwise)
+
+
+_POLICIES = ((False, False), (False, True), (True, False), (True, True))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried. K_b: every 1 … K (None), else the given shares of K, rounded up. policies:
+    (backup=fast, on_late=serve)."""
+
+    lookaheads: tuple[int, ...]
+    fan_outs: tuple[str, ...]
+    backup_shares: tuple[float, ...] | None = None
+    policies: tuple[tuple[bool, bool], ...] = _POLICIES
+
+
+def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
+    """uniform:F and geometric:B, as --fan_out takes them."""
+    return (*(f"uniform:{f}" for f in uniform), *(f"geometric:{b}" for b in budgets))
+
+
+_BUDGETS = (4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+FULL = Space(tuple(range(1, 1 + MOST_LOOKAHEAD)), fan_outs(range(1, 11), _BUDGETS))
+COARSE = Space(
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
+    fan_outs((1, 2, 3, 5, 9), (8, 16, 32, 64)),
+    (0.0, 0.25, 0.5, 1.0),
+)
+ROUGH = Space(  # of many sequences: a cell takes as long as the number of them that may hit
+    (1, 2, 3, 4, 6, 8, 12, 16),
+    fan_outs((1, 3, 9), (8, 24, 64)),
+    (0.25, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration and what is expected of it; derived: as of its placement."""
+
+    mode: str
+    tp: int
+    num_drafts: int
+    batch_size: int
+    lookahead: int
+    fan_out: str | None
+    backup: str
+    backup_lookahead: int
+    on_late: str
+    tok_per_s: float
+    round_us: float
+    hit_rate: float | None
+    derived: str | None = None
+
+    @property
+    def gpus(self) -> int:
+        """T + D."""
+        return self.tp + self.num_drafts
+
+    @property
+    def tok_per_s_per_gpu(self) -> float:
+        """Of every GPU that it holds."""
+        return self.tok_per_s / self.gpus
+
+    @property
+    def method(self) -> tuple[str, int]:
+        """(mode, D): SD inline and on a rank of its own are told apart."""
+        return self.mode, self.num_drafts
+
+    def flags(self) -> dict[str, str]:
+        """The flags of `mpissd run` that choose it, beside pair and laws; mpirun -np T+D."""
+        flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
+        if self.mode != "ar":
+            flags["lookahead"] = str(self.lookahead)
+        if self.fan_out is not None:
+            flags |= {"fan_out": self.fan_out, "backup": self.backup, "on_late": self.on_late}
+            flags["backup_lookahead"] = str(self.backup_lookahead)
+        return flags
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of one method on one placement, with the names of what varies."""
+
+    method: tuple[str, int]
+    place: Placement
+    cells: Cells
+    fan_out: tuple[str | None, ...]  # [G]
+
+    def expect(self, host: HostCosts) -> Expected:
+        """The expectation of every cell."""
+        return expect(self.cells, self.place.device, self.place.host(self.method, host))
+
+    def choice(self, index: int, found: Expected) -> Choice:
+        """Cell `index` as a choice."""
+        cells, (mode, drafts) = self.cells, self.method
+        return Choice(
+            mode=mode,
+            tp=self.place.tp,
+            num_drafts=drafts,
+            batch_size=cells.batch_size,
+            lookahead=cells.lookahead,
+            fan_out=self.fan_out[index],
+            backup="fast" if cells.fast[index] else "jit",
+            backup_lookahead=int(cells.backup_lookahead[index]),
+            on_late="serve" if cells.serve[index] else "finish",
+            tok_per_s=float(found.tok_per_s[index]),
+            round_us=float(found.round_s[index]) * 1e6,
+            hit_rate=float(found.hit_rate[index]) if self.fan_out[index] is not None else None,
+            derived=self.place.derived,
+        )
+
+
+def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
+    """AR on T ranks."""
+    found = expect_ar(batch, place.device, place.host(("ar", 0), host))
+    rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
+    nothing = None, "jit", 0, "finish"
+    return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None, place.derived)
+
+
+def sd_groups(
+    place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
+) -> Iterator[Group]:
+    """SD, inline and on every D: drafting K tokens is all it can do."""
+    for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
+        if lookahead <= len(laws.hazards):
+            cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
+            yield Group(("sd", drafts), place, cells, (None,))
+
+
+def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterator[Group]:
+    """SSD on T + 1 GPUs, one group for each K; imposed hits need one candidate alone."""
+    texts = space.fan_outs if laws.hit.p_hit is None else ("uniform:1",)
+    for lookahead in space.lookaheads:
+        if 1 not in place.num_drafts or lookahead > len(laws.hazards):
+            continue
+        ways = itertools.product(texts, _backups(space, lookahead), space.policies)
+        rows = [
+            (text, row)
+            for text, backup, (fast, serve) in ways
+            if (row := _row(text, laws, lookahead, fast, backup, serve)) is not None
+        ]
+        if rows:
+            cells = _cells(laws, lookahead, batch, 1, [row for _, row in rows])
+            yield Group(("ssd", 1), place, cells, tuple(text for text, _ in rows))
+
+
+def cells_of(choice: Choice, laws: Laws) -> Cells:
+    """The one cell of a choice that drafts."""
+    way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
+    row = _row(choice.fan_out, laws, choice.lookahead, *way)
+    assert row is not None, choice
+    return _cells(laws, choice.lookahead, choice.batch_size, choice.num_drafts, [row])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a cell's arrays hold: F behind a hit and behind a miss, K_b, and the policy."""
+
+    fan_out: tuple[int, ...]
+    fan_out_miss: tuple[int, ...]
+    backup_lookahead: int
+    fast: bool = False
+    serve: bool = False
+
+
+def _not_grown(lookahead: int) -> _Row:
+    """SD's: no candidate is kept."""
+    nothing = (0,) * (lookahead + 1)
+    return _Row(nothing, nothing, lookahead)
+
+
+def _row(
+    text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
+) -> _Row | None:
+    """None where these laws don't allow this fan-out; no fan-out: SD's."""
+    if text is None:
+        return _not_grown(lookahead)
+    drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
+    fan_out = _fan_out(text, laws.hazards[:lookahead], lookahead, laws.hit)
+    cut = (*drafted, *(0.0,) * (lookahead - backup))
+    fan_out_miss = _fan_out(text, cut, backup, laws.hit)
+    if fan_out is None or fan_out_miss is None:
+        return None
+    if max(*fan_out, *fan_out_miss) > laws.most_candidates:
+        return None
+    return _Row(fan_out, fan_out_miss, backup, fast, serve)
+
+
+def _backups(space: Space, lookahead: int) -> Sequence[int]:
+    if space.backup_shares is None:
+        return range(1, lookahead + 1)
+    return sorted({max(1, math.ceil(share * lookahead - 1e-9)) for share in space.backup_shares})
+
+
+def _fan_out(
+    text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
+) -> tuple[int, ...] | None:
+    """F_0 … F_K as `run` resolves them behind `served` tokens; None where the law allows none."""
+    reached = len(hazards)
+    if text.startswith("geometric") and not hit.p_hit:
+        while reached and not hazards[reached - 1]:  # behind a 0 nothing is kept: found only once
+            reached -= 1
+    found = _resolved(text, hazards[:reached], min(served, reached + 1), hit)
+    return None if found is None else (*found, *(0,) * (len(hazards) - reached))
+
+
+@lru_cache(maxsize=4096)
+def _resolved(
+    text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
+) -> tuple[int, ...] | None:
+    try:
+        minimum = 1 if hit.p_hit else 0
+        powers = hit.powers(len(hazards), served)
+        return resolve_fan_out(text, len(hazards), hazards, *powers, minimum=minimum)
+    except ConfigError:  # a budget too small, or no candidate hits
+        return None
+
+
+def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_Row]) -> Cells:
+    fans, fans_miss = (
+        np.array([getattr(row, name) for row in rows]) for name in ("fan_out", "fan_out_miss")
+    )  # [G, K+1]
+    chance = laws.hit.hit_probabilities(int(max(fans.max(), fans_miss.max())))
+    return Cells(
+        lookahead=lookahead,
+        batch_size=batch,
+        inline=drafts == 0,
+        num_drafts=max(1, drafts),
+        hazards=_repeat(laws.hazards, lookahead, len(rows)),
+        hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
+        p_hits=chance[:, fans].swapaxes(0, 1),
+        p_hits_miss=chance[:, fans_miss].swapaxes(0, 1),
+        branches=fans.sum(axis=1),
+        branches_miss=fans_miss.sum(axis=1),
+        fast=np.array([row.fast for row in rows]),
+        backup_lookahead=np.array([row.backup_lookahead for row in rows]),
+        serve=np.array([row.serve for row in rows]),
+    )
+
+
+def _repeat(hazards: Sequence[float], lookahead: int, count: int) -> Floats:
+    return np.tile(np.array(hazards[:lookahead], np.float64), (count, 1))

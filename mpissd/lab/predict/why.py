@@ -1,0 +1,160 @@
+"""Why a result is not at its floor: where the time between the two went, largest first.
+
+The floor of a round is one read of the target's weights, or its products at the device's peak where
+that takes longer: floor_us. What a round takes beyond it is split by the ledger's means (phases_us,
+which add up to the mean round): the forward above its floor, the wait for drafts (drafting, the
+draft's host, the link), and each host phase of the lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.records import SCHEMA
+
+Row = Mapping[str, Any]
+_NEEDED = ("mode", "round_us", "phases_us", "floor_us", "t_target_s", "inline_draft")
+_CLOSES = {
+    "send": "a smaller OUTCOME, or one that is packed with fewer copies",
+    "commit": "fewer array operations where the lead applies an outcome",
+    "broadcast": "fewer or leaner messages to the followers (T − 1 of them)",
+    "upload": "laying the tokens out in the buffer that the device reads",
+    "launch": "replaying the forward as one captured graph",
+    "sample": "a cheaper acceptance rule on the host, or one that runs on the device",
+    "record": "less bookkeeping between rounds",
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Time that a round spends above its floor: µs a round, its share of the mean round."""
+
+    name: str
+    us: float
+    share: float
+    advice: str  # what would close it, one sentence
+
+
+def gaps(row: Row, count: int = 3) -> list[Gap]:
+    """The `count` largest gaps between a result row and its floor; what is null is left out.
+
+    Raises ConfigError: a row of another schema, or one without a key that every row has.
+    """
+    if row.get("schema") != SCHEMA:
+        raise ConfigError(f"result of schema {row.get('schema')!r}: this version reads {SCHEMA}")
+    if missing := [key for key in _NEEDED if key not in row]:
+        raise ConfigError(f"result row: no {missing[0]!r}: allowed: a row that `run` wrote")
+    round_us = (row["round_us"] or {}).get("mean")
+    if not round_us:
+        return []
+    found = [
+        Gap(name, us, us / round_us, advice[:1].upper() + advice[1:] + ".")
+        for name, us, advice in _parts(row)
+        if us > 0
+    ]
+    return sorted(found, key=lambda gap: -gap.us)[:count]
+
+
+def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
+    """(name, µs a round, what closes it); together the mean round less its floor."""
+    phases = row["phases_us"] or {}
+    lead: Mapping[str, float] = phases.get("lead") or {}
+    at_launch = row.get("backend") == "numpy"  # nothing is asynchronous there
+    if "device_wait" in lead:
+        waited = lead["device_wait"] + (lead.get("launch", 0.0) if at_launch else 0.0)
+        yield from _forward(row, waited)
+    if "draft_wait" in lead and row["mode"] != "ar":
+        yield from _drafts(row, lead["draft_wait"], phases.get("draft") or {})
+    for name, closes in _CLOSES.items():
+        if not (at_launch and name == "launch"):
+            yield name, lead.get(name, 0.0), closes
+
+
+def _forward(row: Row, waited: float) -> Iterator[tuple[str, float, str]]:
+    """The lead's wait for the forward: floor, what is above it, and what is no forward at all."""
+    forward = waited if row["t_target_s"] is None else min(waited, row["t_target_s"] * 1e6)
+    if row["floor_us"] is not None:
+        above = max(0.0, forward - row["floor_us"])
+        reached = min(1.0, row["floor_us"] / forward) if forward else 1.0
+        yield "verification above its floor", above, _verify_advice(row, reached)
+    yield (
+        "waiting beyond the forward",
+        waited - forward,
+        "a wait that ends sooner (spinning ranks, cores of their own) and followers that launch "
+        "with the lead",
+    )
+
+
+def _verify_advice(row: Row, reached: float) -> str:
+    ways = [] if row.get("fuse") else ["--fuse"]
+    ways += ["--graph"] if row.get("graph") is False and row.get("backend") == "cupy" else []
+    ways += ["a faster all-reduce"] if (row.get("tp") or 1) > 1 else []
+    ways += ["products that lose less at their boundaries"]
+    does = "computes" if _bound_by_products(row) else "reads"
+    return f"the forward {does} at {reached:.0%} of the measured rate: {', '.join(ways)}"
+
+
+def _bound_by_products(row: Row) -> bool:
+    """Whether the floor is the products' (rows without their keys: the weights')."""
+    computed = _over(row, "floor_flops", "peak_flops_per_s")
+    return computed > _over(row, "floor_bytes", "read_bytes_per_s")
+
+
+def _over(row: Row, work: str, rate: str) -> float:
+    """Seconds that so much work takes at that rate; 0 where either is unknown."""
+    return float(row[work] / row[rate]) if row.get(work) and row.get(rate) else 0.0
+
+
+def _drafts(
+    row: Row, waited: float, draft: Mapping[str, float]
+) -> Iterator[tuple[str, float, str]]:
+    """The lead's draft wait: draft steps, then the draft's host work, then what lies between."""
+    if not draft:
+        yield "draft wait exposed", waited, _DRAFTING[_kind(row)](row)
+        return
+    steps = min(waited, draft.get("speculate", 0.0))
+    names = ("lookup",) if row["inline_draft"] else ("commit", "lookup", "send")
+    host = min(waited - steps, sum(draft.get(name, 0.0) for name in names))
+    yield "drafting exposed", steps, _DRAFTING[_kind(row)](row)
+    yield "draft's host work", host, "fewer array operations where the draft answers an outcome"
+    between = waited - steps - host
+    if row["inline_draft"]:
+        yield "inline hand-over", between, "less host work around the inline draft"
+    elif _kind(row) == "ssd":
+        yield "link, and growth steps that an outcome waits for", between, _late_advice(row)
+    else:
+        yield "link", between, "a faster link (ranks on one node, cores of their own, that spin)"
+
+
+def _kind(row: Row) -> str:
+    return "inline" if row["inline_draft"] else str(row["mode"])
+
+
+def _late_advice(row: Row) -> str:
+    growth, target = row.get("t_growth_s"), row["t_target_s"]
+    if growth and target and growth > target:
+        return (
+            f"growth takes {growth * 1e3:.2f} ms, the verification {target * 1e3:.2f} ms: a "
+            "shorter K, fewer branches or a smaller draft"
+        )
+    return "shorter growth steps (fewer branches, a smaller draft) and a faster link"
+
+
+def _ssd_advice(row: Row) -> str:
+    rate = row.get("hit_rate")
+    seen = "" if rate is None else f"at a hit rate of {rate:.2f} "
+    late = "" if row.get("on_late") == "serve" else " (late hits, too: --on_late=serve)"
+    return (
+        f"{seen}the misses draft while the target waits{late}: more fan-out, a smaller "
+        "--backup_lookahead, or --backup=fast"
+    )
+
+
+_DRAFTING: dict[str, Callable[[Row], str]] = {
+    "inline": lambda row: "a smaller draft or K, or a GPU for the draft (--mode=ssd hides it)",
+    "sd": lambda row: "drafting while the target verifies (--mode=ssd), or a smaller draft or K",
+    "ssd": _ssd_advice,
+}

@@ -1,0 +1,287 @@
+"""The command `probe`: what this machine gives a pair of models, measured in one job.
+
+    mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
+
+Everything goes through the application's own code: backend programs, steppers, groups, links. The
+result is a table on stdout and a device profile in OUT/profiles, which `--backend=emulated
+--device=FILE`, `predict` and `plan` read (docs/profile.md). The last line is one JSON object.
+
+Ranks measure in turns, unless they have to act together, so that none disturbs another. Wrong data
+(a sum, a NaN, a message that changed) ends the job with exit code 3 and saves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from mpi4py import MPI
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError, FaultError, MpissdError
+from mpissd.common.wait import sharpen_sleep, within
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.seats import seat
+from mpissd.engine.comm.topology import Refused
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.session.session import Session, open_session
+from mpissd.lab.measure.provenance import provenance
+from mpissd.lab.probe.device import DeviceProbe, product_shapes
+from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe, open_groups
+from mpissd.lab.probe.host import host_costs
+from mpissd.lab.probe.link import LinkProbe
+from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
+from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
+from mpissd.lab.probe.sample import Checks, Entry
+
+
+def execute_probe(config: RunConfig, name: str | None = None) -> int:
+    """Probes on all ranks; returns the exit code. `name`: of the profile (default: generated).
+
+    mode says what is there: ar no draft, sd and ssd a draft (inline on the lead with D=0). Raises
+    Refused on every rank: a configuration that can't be, or data that were wrong (exit code 3).
+    """
+    sharpen_sleep()
+    if name is not None:
+        try:
+            check_name(name)
+        except ConfigError as error:  # the same on every rank
+            raise Refused(str(error), error.exit_code) from error
+    session = open_session(config)
+    try:
+        _probe(session, name)
+    except FaultError:
+        session.group.abort()  # a collective that waits for a dead peer would hold the device
+        raise
+    finally:
+        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
+            session.resources.close()
+    return 0
+
+
+def _probe(session: Session, name: str | None) -> None:
+    seconds: dict[str, float] = {}
+    if session.topology.is_lead:
+        print_probe_card(session)
+    prober = Prober(session)
+    for stage in (
+        prober.bandwidths,
+        prober.products,
+        prober.launches,
+        prober.forwards,
+        prober.all_reduces,
+        prober.links,
+        prober.hosts,
+    ):
+        begun = perf_counter()
+        stage()
+        session.barrier()  # naps: a blocking collective would keep cores that others measure on
+        session.agree(prober.checks.error())
+        seconds[stage.__name__] = perf_counter() - begun
+    world, place = session.topology.world, seat(session.topology, session.backend.info)
+    every = world.gather((prober.tables, prober.peak, prober.notes, place, prober.host))
+    error: MpissdError | None = None
+    if every is not None:
+        try:
+            _conclude(session, every, name, seconds)
+        except MpissdError as failed:
+            error = failed
+    session.agree(error)
+
+
+def _conclude(
+    session: Session, every: list[Any], name: str | None, seconds: dict[str, float]
+) -> None:
+    """The lead, when all is measured: tables, profile, JSON line."""
+    job, backend, infos = session.job, session.backend, session.infos
+    tables: dict[str, list[Entry]] = {
+        table: [entry for found, *_ in every for entry in found[table]] for table in TABLES
+    }
+    notes = [note for _, _, found, *_ in every for note in found]
+    seats, host = [place for *_, place, _ in every], every[0][-1]
+    memory = [info.memory_bytes for info in infos]
+    fitted = fit(job, backend.itemsize, tables, every[0][1], memory, _source(session))
+    print_tables(tables, notes)
+    print_host(host)
+    print_seats(seats)
+    name = name or profile_name(job, backend.info)
+    data = {
+        "name": name,
+        "device_name": backend.info.name.removesuffix(" (emulated)"),
+        **fitted,
+        "tables": tables,
+        "host": host,
+        "backend": backend.name,
+        "dtype": backend.dtype_name,
+        "topology": seats,
+        "not_measured": notes,
+        "stage_seconds": seconds,
+        "provenance": provenance(infos, session.topology.hosts, _mpi_library()),
+    }
+    path = save_profile(job.config.out, name, data)
+    covers = [f"{e['model']} T={e['tp']}" for e in tables["forwards"]]
+    values = {key: told["value"] for key, told in fitted["numbers"].items()}
+    told = {"profile": str(path), "name": name, "covers": covers, **values}
+    told["seconds"] = sum(seconds.values())
+    print(json.dumps(told), flush=True)
+
+
+def _source(session: Session) -> str:
+    """What "from" says of whatever this job found."""
+    if session.backend.info.kind == "emulated":
+        return f"modelled: profile {session.job.config.device}"
+    return f"measured: {session.backend.info.name}, {session.backend.name}"
+
+
+def _mpi_library() -> str:
+    return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
+
+
+class Prober:
+    """One rank's part in every stage, and what it found."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._topology, self._job = session, session.topology, session.job
+        self.checks = Checks()
+        self.tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
+        self.peak: tuple[str, float | None] = ("none", None)
+        self.notes: list[str] = []
+        self.host: list[Entry] = []
+        self._source = _source(session)
+        self._device = DeviceProbe(session.backend, session.waiter, self.checks, self._source)
+        drafts = self._topology.num_drafts
+        self._draft_rank = self._topology.tp if drafts else 0  # inline, or where it has its own
+
+    def bandwidths(self) -> None:
+        """Every rank's, at the bytes of its own weights."""
+        target, draft = self._job.rank_bytes(self._session.backend.itemsize)
+        for rank in range(self._topology.world.size):
+            size = draft if rank >= self._topology.tp else target
+            self._turn(rank, partial(self._bandwidth, size))
+
+    def products(self) -> None:
+        """The target shard's on the lead; the draft's where it lives; then one large product."""
+        target = product_shapes(self._target, self._job.options)
+        self._turn(0, lambda: self._products(target))
+        if self._draft is not None:
+            own = product_shapes(self._draft, self._job.draft_options)
+            new = [shape for shape in own if shape not in target]
+            self._turn(self._draft_rank, lambda: self._products(new))
+        self._turn(0, self._square)
+
+    def launches(self) -> None:
+        """Launches, and copies to and from the host, on the lead."""
+        self._turn(0, lambda: self.tables["launches"].append(self._device.launch()))
+        self._turn(0, lambda: self.tables["copies"].extend(self._device.copies()))
+
+    def forwards(self) -> None:
+        """The target's on its ranks together, then the draft's; each kernel that a job may run."""
+        job, group = self._job, self._session.group
+        if not self._topology.is_draft:
+            here = self._group(self._topology.group)
+            self._forwards(here, group, self._target, job.options, job.target_buckets())
+        if self._draft is not None:
+            draft, rows = self._draft, job.draft_buckets()
+            alone, options = self._group(MPI.COMM_SELF), job.draft_options
+            self._turn(
+                self._draft_rank,
+                lambda: self._forwards(alone, SoloGroup(), draft, options, rows),
+            )
+
+    def _forwards(
+        self,
+        ranks: GroupProbe,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        buckets: Sequence[int],
+    ) -> None:
+        """Of one model: what jobs of few rows run, where that is another kernel, and what others
+        run. The weights lie in another order for each, so they are made anew."""
+        every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
+        for most in kinds(self._session.backend):
+            rows = [n for n in every if most is None or n <= most]
+            found = ranks.forwards(group, shard, options, rows, batch, most)
+            if self._topology.group.rank == 0:
+                self.tables["forwards"].append(found[0])
+                self.tables["launches"].append(found[1])
+
+    def all_reduces(self) -> None:
+        """Every all-reduce that can be opened over the target ranks; none with one of them."""
+        session, config = self._session, self._job.config
+        if self._topology.is_draft or self._topology.tp == 1:
+            return
+        comm, aware = self._topology.group, config.cuda_aware_mpi
+        with ExitStack() as opened:
+            groups, refused = open_groups(
+                session.group, session.backend, comm, session.waiter, cuda_aware=aware
+            )
+            for group in groups.values():
+                if group is not session.group:
+                    opened.callback(group.close)
+            found = self._group(comm).all_reduces(groups, self._job.target.hidden)
+        if self._topology.is_lead:
+            self.tables["all_reduces"] += found
+            self.notes += refused
+
+    def links(self) -> None:
+        """Between the lead and the first draft rank, while the others nap."""
+        world, draft = self._topology.world, self._topology.tp
+        if not self._topology.num_drafts:
+            return
+        pair = world.Split(0 if world.rank in (0, draft) else MPI.UNDEFINED, world.rank)
+        if pair == MPI.COMM_NULL:
+            return
+        session, config = self._session, self._job.config
+        source = "measured: host MPI" if session.backend.info.kind == "emulated" else self._source
+        link = LinkProbe(session.backend, pair, session.waiter, self.checks, source)
+        found, refused = link.measure(cuda_aware=config.cuda_aware_mpi)
+        if self._topology.is_lead:
+            self.tables["links"] += found
+            self.notes += refused
+
+    def hosts(self) -> None:
+        """Host work and link in every way to decode that these ranks allow, on all of them."""
+        source = f"measured: the loops over paused forwards, {self._session.backend.name}"
+        self.host, notes = host_costs(self._session, source)
+        self.notes += notes if self._topology.is_lead else []
+
+    @property
+    def _target(self) -> Shard:
+        rank = 0 if self._topology.is_draft else self._topology.world.rank
+        return Shard(self._job.target, self._job.tp, rank)
+
+    @property
+    def _draft(self) -> Shard | None:
+        return None if self._job.draft is None else Shard(self._job.draft)
+
+    def _group(self, comm: MPI.Comm) -> GroupProbe:
+        session = self._session
+        return GroupProbe(session.backend, comm, session.waiter, self.checks, self._source)
+
+    def _turn(self, rank: int, work: Callable[[], Any]) -> None:
+        """`work` on one rank, while the others nap."""
+        self._session.barrier()
+        if self._topology.world.rank == rank:
+            work()
+
+    def _bandwidth(self, num_bytes: int) -> None:
+        found = self._device.bandwidths(num_bytes)
+        self.tables["bandwidths"].append({"rank": self._topology.world.rank, **found})
+
+    def _products(self, shapes: list[tuple[int, int]]) -> None:
+        rate = self.tables["bandwidths"][0]["read_bytes_per_s"]
+        self.tables["products"] += self._device.products(shapes, rate)
+
+    def _square(self) -> None:
+        self.peak = self._device.square()
+
+
+def kinds(backend: Backend) -> list[int | None]:
+    """most_rows of the jobs that this device runs in ways of their own, few rows first."""
+    return [backend.few_rows, None] if backend.few_rows else [None]

@@ -1,0 +1,212 @@
+"""One rank's device: bandwidths, products, the largest product, launches, copies to the host.
+
+A product's time is that of a chain of products over weights that the last-level cache cannot hold
+together, inside one program, over their number. Chains last ≥ 1 ms on a GPU, or a launch's own
+microseconds would count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend import weights
+from mpissd.engine.backend.base import Backend, Cost, Program, WeightPart
+from mpissd.engine.comm.device_group import Device
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+COPY_BYTES = (64, 4 << 10, 64 << 10, 1 << 20)
+NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
+_CACHES = 3  # a chain's weights are so many times the last-level cache
+_UNKNOWN_CACHE_BYTES = 64 << 20
+_CPU_CHAIN_BYTES = 64 << 20  # at most: the weights of a CPU are made slowly (4.5 s a GB)
+_GPU_CHAIN_SHARE = 0.2  # of the device's memory, at most
+_CHAIN_S = 1e-3
+_LONGEST_CHAIN = 512
+_MODELLED_CHAIN = 64  # a launch is modelled as well, and should not count
+_CHECKED_COLUMNS = 8
+_SQUARE = {"gpu": 8192, "emulated": 8192, "cpu": 1024}
+_KEY = 0x5EED
+
+
+def product_shapes(shard: Shard, options: ForwardOptions) -> list[tuple[int, int]]:
+    """Every distinct (in, out) of a rank's products, fused and not; the LM head's if it has one."""
+    both = [ForwardOptions(fuse, options.lm_head) for fuse in (options.fuse, not options.fuse)]
+    return list(dict.fromkeys(shape for one in both for shape in shard.products(one)))
+
+
+class DeviceProbe:
+    """Measures one device; what is wrong with its data goes to `checks`."""
+
+    def __init__(self, backend: Backend, waiter: Waiter, checks: Checks, source: str) -> None:
+        self._backend, self._waiter, self._checks = backend, waiter, checks
+        self._source = source
+        self._pace = Pace.of(backend.info)
+        self._real = backend.info.kind != "emulated"
+
+    def bandwidths(self, num_bytes: int) -> dict[str, Any]:
+        """Read-only and copy bandwidth over a buffer of a rank's weight bytes (None: unknown)."""
+        return {
+            "bytes": num_bytes,
+            "from": self._source,
+            "read_bytes_per_s": self._backend.read_bandwidth(num_bytes),
+            "copy_bytes_per_s": self._backend.copy_bandwidth(num_bytes),
+        }
+
+    def products(self, shapes: Sequence[tuple[int, int]], read_rate: float | None) -> list[Entry]:
+        """Products of ROWS rows with weights of these (in, out), each as an entry of "products"."""
+        return [self._product(k, n, read_rate) for k, n in shapes]
+
+    def square(self) -> tuple[str, float | None]:
+        """(what, flop/s) of one large square product, its fastest launch: chips slow down later."""
+        side = _SQUARE[self._backend.info.kind]
+        weight, x = self._weight(side, side, 0), self._backend.table(side, side, _KEY)
+        out = self._backend.activation(side, side)
+        flops = 2 * side**3
+        cost = Cost(side, side * side * self._backend.itemsize, 0, flops, 1, 0, 0, 1)
+        program = self._backend.program(lambda: self._backend.matmul(x, weight, out), cost)
+        taken = self._timed({side: program}, 1)[side]
+        self._check_product(out, side, side, side, 0)
+        return f"{side}-cubed product", flops / taken.least if taken.least else None
+
+    def launch(self) -> Entry:
+        """A program that does nothing: the host's part of its launch, the device's time."""
+        program = self._backend.program(lambda: None, NOTHING)
+        host: list[float] = []
+        device = sample(launched(program.launch, program, self._waiter, host), self._pace)
+        program.close()
+        return {
+            "what": "empty",
+            "from": self._source,
+            "host_s": float(np.median(host)),
+            "device_s": device.seconds,
+        }
+
+    def copies(self) -> list[Entry]:
+        """Copies between page-locked host memory and a GPU, each with its wait; none elsewhere."""
+        if self._backend.info.kind != "gpu":
+            return []
+        taken: dict[str, dict[int, Sample]] = {"in": {}, "out": {}}
+        for size in COPY_BYTES:
+            self._copy(cast(Device, self._backend), size, taken)
+        return [entry({"direction": way}, self._source, found) for way, found in taken.items()]
+
+    def _product(self, k: int, n: int, read_rate: float | None) -> Entry:
+        size = k * n * self._backend.itemsize
+        count = self._num_weights(size)
+        held = [self._weight(k, n, number) for number in range(count)]
+        x = self._backend.table(ROWS[-1], k, _KEY)
+        outs = {rows: self._backend.activation(rows, n) for rows in ROWS}
+        length, programs = self._length(size, count, read_rate), {}
+        for rows in ROWS:
+            body = self._chain(self._backend.view(x, rows, 0, k), held, outs[rows], length)
+            flops = 2 * rows * k * n * length
+            cost = Cost(rows, size * length, 0, flops, length, 0, 0, 1)
+            programs[rows] = self._backend.program(body, cost)
+        taken = self._timed(programs, length)
+        for rows in ROWS:
+            self._check_product(outs[rows], rows, k, n, (length - 1) % count)
+        told = entry({"k": k, "n": n}, self._source, taken)
+        cache = self._backend.info.cache_bytes
+        told["graph"], told["num_weights"] = self._backend.capture, count
+        told["beyond_cache"] = None if cache is None else size * count >= _CACHES * cache
+        told["read_share"] = {
+            str(rows): size / read_rate / s.seconds if read_rate and s.seconds else None
+            for rows, s in taken.items()
+        }
+        return told
+
+    def _num_weights(self, size: int) -> int:
+        """Distinct weights of `size` bytes in a chain: the cache can't hold them, memory can."""
+        if not self._real:
+            return 1
+        info = self._backend.info
+        wanted = _CACHES * (info.cache_bytes or _UNKNOWN_CACHE_BYTES)
+        limit = _CPU_CHAIN_BYTES
+        if info.kind == "gpu":
+            limit = int(_GPU_CHAIN_SHARE * (info.memory_bytes or 0))
+        return max(2, min(math.ceil(wanted / size), limit // size))
+
+    def _length(self, size: int, count: int, read_rate: float | None) -> int:
+        """Products in a chain: each weight equally often, and long enough for a clock."""
+        if not self._real:
+            return _MODELLED_CHAIN
+        wanted = min(_CHAIN_S * (read_rate or 0) / size, _LONGEST_CHAIN)
+        return count * max(1, round(wanted / count))
+
+    def _chain(self, x: Any, held: list[Any], out: Any, length: int) -> Callable[[], None]:
+        def body() -> None:
+            for number in range(length):
+                self._backend.matmul(x, held[number % len(held)], out)
+
+        return body
+
+    def _timed(self, programs: Mapping[int, Program], per: int) -> dict[int, Sample]:
+        onces = {at: launched(one.launch, one, self._waiter) for at, one in programs.items()}
+        taken = samples(onces, self._pace, per=per)
+        for program in programs.values():
+            program.close()
+        return taken
+
+    def _part(self, k: int, number: int, start: int, stop: int) -> WeightPart:
+        return WeightPart(_KEY + 1 + number, 0, k, start, stop, k**-0.5)
+
+    def _weight(self, k: int, n: int, number: int) -> Any:
+        return self._backend.weight([self._part(k, number, 0, n)])
+
+    def _check_product(self, out: Any, rows: int, k: int, n: int, number: int) -> None:
+        """Every element was written; the first and last columns are what NumPy makes of them."""
+        if not self._real:
+            return
+        found = self._backend.to_host(out)
+        what = f"product {rows}x{k} @ {k}x{n}"
+        self._checks.expect(bool(np.isfinite(found).all()), f"{what}: an element is not finite")
+        checked = min(rows, 64)
+        x = weights.element(_KEY, np.arange(checked), np.arange(k))
+        tolerance = 0.03 if self._backend.itemsize == 2 else 1e-3
+        for start in (0, max(0, n - _CHECKED_COLUMNS)):
+            stop = min(n, start + _CHECKED_COLUMNS)
+            wanted = x @ weights.part(self._part(k, number, start, stop))
+            self._checks.close(found[:checked, start:stop], wanted, tolerance, what)
+
+    def _copy(self, device: Device, size: int, taken: dict[str, dict[int, Sample]]) -> None:
+        array = self._backend.activation(1, size // self._backend.itemsize)
+        here, back = device.host_ints(size // 4), device.host_ints(size // 4)
+        here[:] = np.arange(size // 4)
+
+        def timed(start: Callable[[], None]) -> Callable[[], float]:
+            def once() -> float:
+                begin = perf_counter()
+                start()
+                self._waiter.until(device.fence(), "copy")
+                return perf_counter() - begin
+
+            return once
+
+        taken["in"][size] = sample(timed(lambda: device.copy_in(here, array)), self._pace)
+        taken["out"][size] = sample(timed(lambda: device.copy_out(array, back)), self._pace)
+        same = bool(np.array_equal(here, back))
+        self._checks.expect(same, f"{size} B copied to the device and back have changed")
+
+
+def launched(
+    launch: Callable[[], None], program: Any, waiter: Waiter, host: list[float] | None = None
+) -> Callable[[], float]:
+    """One launch and its wait: device seconds. The host's part of the launch is added to `host`."""
+
+    def once() -> float:
+        start = perf_counter()
+        launch()
+        if host is not None:
+            host.append(perf_counter() - start)
+        program.wait(waiter)
+        return float(program.elapsed_s())
+
+    return once

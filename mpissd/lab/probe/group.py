@@ -1,0 +1,207 @@
+"""What T ranks do together: whole forwards by rows, and all-reduces by bytes.
+
+All-reduces are timed in a chain, one behind the other over buffers of their own, inside one
+program; before every launch the buffers are filled anew, or their sums would outgrow float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend import weights
+from mpissd.engine.backend.base import Backend, Cost
+from mpissd.engine.comm.group import Group
+from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
+from mpissd.lab.probe.device import ROWS, launched
+from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
+
+FORWARD_ROWS = (*ROWS, 24, 128, 256)
+LARGE_BYTES = 1 << 20
+_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
+_AMPLITUDE = 2.0**-4
+
+
+class GroupProbe:
+    """Measures with the ranks of `comm`, which all call every method together."""
+
+    def __init__(
+        self, backend: Backend, comm: MPI.Comm, waiter: Waiter, checks: Checks, source: str
+    ) -> None:
+        self._backend, self._comm, self._waiter = backend, comm, waiter
+        self._checks, self._source = checks, source
+        self._pace = Pace.of(backend.info)
+        self._real = backend.info.kind != "emulated"
+        self._together = comm if comm.size > 1 else None
+
+    def forwards(
+        self,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        rows: Sequence[int],
+        sequences: int,
+        most_rows: int | None = None,
+    ) -> tuple[Entry, Entry]:
+        """("forwards" entry by rows, "launches" entry of the smallest) of one model.
+
+        most_rows: the kernel of these rows is that of jobs with at most so many; None: of any job.
+        """
+        stepper = Stepper(
+            self._backend, group, shard, options, buckets=rows, num_sequences=sequences, seed=1
+        )
+        try:
+            onces = {rows: self._forward(stepper, rows) for rows in stepper.buckets}
+            taken = samples(onces, self._pace, together=self._together)
+            launch = self._launch(stepper)
+            self._check_forward(stepper)
+            kernel = stepper.stack.weights.kernel
+        finally:
+            stepper.close()
+        key, params = shard.key(sequences, options), shard.num_params(options)
+        which = {"params": params, "kernel": kernel, "most_rows": most_rows}
+        told = entry(vars(key) | which, self._source, taken)
+        return told, launch | {"what": f"forward of {key}, {kernel}"}
+
+    def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
+        """Every group's all-reduce of ROWS hidden vectors and of 1 MB: in a graph, and eagerly."""
+        itemsize = self._backend.itemsize
+        widths = [(rows, hidden) for rows in ROWS] + [(1, LARGE_BYTES // itemsize)]
+        found = []
+        for name, group in groups.items():
+            for graph in self._ways(group):
+                taken = {
+                    rows * width * itemsize: self._all_reduce(group, rows, width, graph)
+                    for rows, width in widths
+                }
+                identity = {"name": name, "ranks": self._comm.size, "graph": graph}
+                found.append(entry(identity, self._source, dict(sorted(taken.items()))))
+        return found
+
+    def _ways(self, group: Group) -> tuple[bool, ...]:
+        if not self._real:
+            return (True,)
+        return (True, False) if group.capturable and self._backend.capture else (False,)
+
+    def _forward(self, stepper: Stepper, rows: int) -> Callable[[], float]:
+        tokens = np.arange(rows, dtype=np.int32)
+
+        def launch() -> None:  # forwards of other rows take turns with this one
+            stepper.upload(rows, tokens)
+            stepper.launch()
+
+        return launched(launch, stepper, self._waiter)
+
+    def _launch(self, stepper: Stepper) -> Entry:
+        host: list[float] = []
+        stepper.upload(stepper.buckets[0], np.zeros(1, np.int32))
+        once = launched(stepper.launch, stepper, self._waiter, host)
+        device = sample(once, self._pace, together=self._together)
+        return {
+            "from": self._source,
+            "host_s": float(np.median(host)),
+            "device_s": device.seconds,
+        }
+
+    def _check_forward(self, stepper: Stepper) -> None:
+        """The hidden vectors are finite, not all equal, and the same on every rank."""
+        if not self._real:
+            return
+        rows = stepper.buckets[-1]
+        stepper.upload(rows, np.arange(rows, dtype=np.int32))
+        stepper.launch()
+        stepper.wait(self._waiter)
+        hidden = self._backend.to_host(stepper.stack.buffers.hidden)[:rows]
+        what = f"{stepper.shard.shape.name}: hidden vectors of {rows} rows"
+        spread = float(hidden.std())
+        self._checks.expect(bool(np.isfinite(hidden).all()), f"{what}: not finite")
+        self._checks.expect(spread > 0 or not np.isfinite(spread), f"{what}: all equal")
+        leads = self._comm.bcast(hidden[:, :64])
+        self._checks.close(hidden[:, :64], leads, 0.01 * spread, f"{what}: unlike the lead's")
+
+    def _all_reduce(self, group: Group, rows: int, width: int, graph: bool) -> Sample:
+        count, backend = _CHAIN[self._backend.info.kind], self._backend
+        buffers = [backend.activation(rows, width) for _ in range(count)]
+
+        def body() -> None:
+            for buffer in buffers:
+                group.all_reduce(buffer)
+
+        size = rows * width * backend.itemsize
+        cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
+        program = backend.program(body, cost, capturable=graph)
+        addends = Addends(self._comm.size, rows, width, backend.itemsize)
+        timed = launched(program.launch, program, self._waiter)
+
+        def once() -> float:
+            if self._real:
+                for number, buffer in enumerate(buffers):
+                    backend.from_host(addends.of(self._comm.rank, number), buffer)
+                self._waiter.until(self._comm.Ibarrier().Test, "the ranks of an all-reduce")
+            return timed()
+
+        what = f"all-reduce {group.name} of {size} B"
+        once()
+        self._check_sums(buffers, addends, what)
+        taken = sample(once, self._pace, per=count, together=self._together)
+        self._check_sums(buffers, addends, f"{what}, repeated")
+        program.close()
+        return taken
+
+    def _check_sums(self, buffers: list[Any], addends: Addends, what: str) -> None:
+        """Every buffer holds the float32 sum over the ranks, but for a rounding an addition."""
+        if not self._real:
+            return
+        for number, buffer in enumerate(buffers):
+            found = self._backend.to_host(buffer)
+            self._checks.close(found, addends.sum(number), addends.tolerance, what)
+
+
+class Addends:
+    """What each rank puts into each buffer of one shape: within ±0.11, as the device rounds it."""
+
+    def __init__(self, num_ranks: int, rows: int, width: int, itemsize: int) -> None:
+        dtype = np.float16 if itemsize == 2 else np.float32
+        shape = np.arange(rows), np.arange(width)
+        every = [weights.element(rank + 1, *shape) for rank in range(num_ranks)]
+        self._every = [(values * np.float32(_AMPLITUDE)).astype(dtype) for values in every]
+        self.tolerance = num_ranks**2 * 3**0.5 * _AMPLITUDE * 2.0**-11
+
+    def of(self, rank: int, number: int) -> NDArray[Any]:
+        """Rank's values for buffer `number`: another order in each buffer."""
+        return np.roll(self._every[rank], number)
+
+    def sum(self, number: int) -> NDArray[np.float32]:
+        """The sum over the ranks, in float32."""
+        parts = [self.of(rank, number).astype(np.float32) for rank in range(len(self._every))]
+        return np.asarray(np.sum(parts, axis=0), np.float32)
+
+
+def open_groups(
+    own: Group, backend: Backend, comm: MPI.Comm, waiter: Waiter, *, cuda_aware: bool
+) -> tuple[dict[str, Group], list[str]]:
+    """({name: group} of every all-reduce that can be opened here, why others cannot); collective.
+
+    `own`, the job's, is among them. The others are the caller's to close, after their programs.
+    """
+    if backend.info.kind == "emulated":
+        return {"modelled": own}, []
+    if backend.info.kind == "cpu":
+        return {own.name: own}, []
+    groups, refused = {own.name: own}, []
+    for choice in ("oneshot", "nccl", "staged") + ("device",) * cuda_aware:
+        if choice in groups:
+            continue
+        try:
+            groups[choice] = open_group(backend, comm, choice, waiter, cuda_aware=cuda_aware)
+        except ConfigError as error:  # the same on every rank
+            refused.append(str(error))
+    return groups, refused

@@ -1,0 +1,164 @@
+"""A device profile from what the probe measured: rates fitted to its tables, saved whole or not.
+
+read_bytes_per_s    the lead's read-only bandwidth at its own weights' bytes
+peak_flops_per_s    the largest measured product
+launch_s            the device time of a program that does nothing
+product_overhead_s  (forward of 1 row − floor − all-reduces − launch) / products, of the target
+all_reduce          a straight line through the smallest and the 1 MB all-reduce of the job's
+                    own implementation; null where there was one target rank: not known, not 0
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.backend.profile import SCHEMA, load_profile
+from mpissd.engine.job import Job
+from mpissd.engine.model.shard import Shard
+from mpissd.lab.probe.sample import Entry
+
+TABLES = ("bandwidths", "products", "forwards", "all_reduces", "links", "copies", "launches")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
+_LONGEST_PART = 40
+Tables = Mapping[str, Sequence[Entry]]
+
+
+def profile_name(job: Job, info: DeviceInfo) -> str:
+    """DEVICE-TARGET-DRAFT-T#D#[-fuse][-head][-ctx#x#]: what tells two profiles apart."""
+    config = job.config
+    parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
+    parts.append(f"T{job.tp}D{config.drafts}")
+    parts += ["fuse"] * config.fuse + ["head"] * config.lm_head
+    if config.context:
+        parts.append(f"ctx{config.context}x{config.batch_size}")
+    return "-".join(_slug(part) for part in parts)
+
+
+def check_name(name: str) -> None:
+    """ConfigError where a profile's name is no plain file name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name={name!r}: allowed: letters, digits and ._@+- (at most 120), a letter or digit "
+            "first"
+        )
+
+
+def fit(
+    job: Job,
+    itemsize: int,
+    tables: Tables,
+    peak: tuple[str, float | None],
+    memory: Sequence[int | None],
+    source: str,
+) -> dict[str, Any]:
+    """The "numbers" and the "all_reduce" of a profile, from its tables.
+
+    peak: (what, flop/s) of the largest product measured beside the tables' products.
+    """
+    read = tables["bandwidths"][0]["read_bytes_per_s"]
+    flops, of = _peak(tables["products"], peak)
+    empty = next(e["device_s"] for e in tables["launches"] if e["what"] == "empty")
+    reduce = _all_reduce(tables["all_reduces"], job.tp, source)
+    overhead = _overhead(job, itemsize, tables["forwards"][0], read, flops, empty, reduce)
+    known = [size for size in memory if size is not None]
+    return {
+        "numbers": {
+            "read_bytes_per_s": {"value": read, "from": f"{source}: read-only stream"},
+            "peak_flops_per_s": {"value": flops, "from": f"{source}: {of}"},
+            "product_overhead_s": {
+                "value": overhead,
+                "from": f"{source}: (forward of 1 row - floor - all-reduces - launch) / products, "
+                f"{job.target.name} T={job.tp}",
+            },
+            "launch_s": {"value": empty, "from": f"{source}: device time of an empty program"},
+            "memory_bytes": {
+                "value": min(known) if len(known) == len(memory) else None,
+                "from": f"{source}: free at start-up, the smallest rank's",
+            },
+        },
+        "all_reduce": reduce,
+    }
+
+
+def _peak(products: Sequence[Entry], square: tuple[str, float | None]) -> tuple[float | None, str]:
+    """(flop/s, of which product) of the largest product."""
+    rates = [(rate, what) for what, rate in [square] if rate is not None]
+    for entry in products:
+        for rows, seconds in entry["seconds"].items():
+            if seconds > 0:
+                size = f"{rows}x{entry['k']}x{entry['n']} product"
+                rates.append((2 * int(rows) * entry["k"] * entry["n"] / seconds, size))
+    return max(rates, default=(None, "no product takes time"))
+
+
+def _overhead(
+    job: Job,
+    itemsize: int,
+    forward: Entry,
+    read: float | None,
+    flops: float | None,
+    empty: float,
+    reduce: Mapping[str, Any],
+) -> float:
+    """What a product loses beyond its bytes, so that the model gives the measured forward."""
+    rows = min(int(n) for n in forward["seconds"])
+    cost = Shard(job.target, job.tp).cost(rows, job.config.batch_size, itemsize, job.options)
+    floor = 0.0
+    if read and flops:
+        floor = max((cost.weight_bytes + cost.kv_bytes) / read, cost.flops / flops)
+    lost = float(forward["seconds"][str(rows)]) - floor - empty
+    if reduce["latency_s"]:
+        latency, rate = (float(reduce[n][str(job.tp)]) for n in ("latency_s", "bytes_per_s"))
+        lost -= cost.num_all_reduces * (latency + cost.all_reduce_bytes / rate)
+    return max(0.0, lost / cost.num_products)
+
+
+def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
+    if not entries:
+        said = f"{source}: not known, there was one target rank"
+        return {"from": said, "latency_s": None, "bytes_per_s": None}
+    own = entries[0]
+    told = {int(size): seconds for size, seconds in own["seconds"].items()}
+    least, most = min(told), max(told)
+    how = "in a graph" if own["graph"] else "eagerly"
+    said = f"{source}: {own['name']} {how}, {least} B and {most} B"
+    if not told[most]:
+        return {"from": said, "latency_s": {}, "bytes_per_s": {}}
+    # Noise may make a small one slower than a large one: then the rate is that of the large one.
+    slope = (told[most] - told[least]) / (most - least)
+    rate = 1 / slope if slope > 0 else most / told[most]
+    latency = max(0.0, told[least] - least / rate)
+    return {"from": said, "latency_s": {str(ranks): latency}, "bytes_per_s": {str(ranks): rate}}
+
+
+def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
+    """Writes OUT/profiles/NAME.json, in place of one of that name; never half of it.
+
+    Raises ConfigError where the folder cannot be written, or the profile could not be read again.
+    """
+    path = Path(out) / "profiles" / f"{name}.json"
+    half = path.with_name(f".{name}.{os.getpid()}.part")
+    try:
+        half.write_text(json.dumps({"schema": SCHEMA, "kind": "device", **data}, indent=1) + "\n")
+        load_profile(str(half))
+        os.replace(half, path)
+    except OSError as error:
+        raise ConfigError(f"out={out!r}: {str(path)!r} cannot be written: {error}") from error
+    finally:
+        half.unlink(missing_ok=True)
+    return path
+
+
+def _slug(part: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9._@+]+", "-", part.removesuffix(" (emulated)")).strip("-.")
+    if len(plain) <= _LONGEST_PART:
+        return plain
+    return f"{plain[:31]}-{hashlib.sha256(part.encode()).hexdigest()[:8]}"

@@ -1,0 +1,160 @@
+"""The speedups that may be claimed: SSD against the best other use of its GPUs, as one table.
+
+Rows of 400 rounds or more count, of configurations under five seeds or more. K, and which other use
+is the best, are chosen by the predicted mean (best_cell), so that the draws which are compared
+chose neither. That prediction may be wrong by some percent, and then flatter: where SSD is faster
+than the use that it names but not than every other one at every K, the line is about the closest.
+
+A file keeps such a table between <!-- claims RESULTS --> and <!-- /claims -->: `claims --into=FILE`
+writes it anew from the rows, and a test makes it again and finds what else claims a speedup there.
+<!-- claims RESULTS lm_head --> keeps the lines of rows with the LM head alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison
+from mpissd.common.errors import ConfigError
+from mpissd.common.real_pairs import under_real_pairs
+from mpissd.common.rows import Row
+from mpissd.lab.sweep.best import compare_methods, is_row, method_of, setting_of
+from mpissd.lab.sweep.uses import MeasuredUse, Verdict, verdicts
+
+_BLOCK = re.compile(r"(<!-- claims (\S+)( lm_head)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
+_RATIO = re.compile(r"\d*\.\d+(?:×| times\b)(?! \(\d*\.\d+[–-]\d*\.\d+\))")
+_HEAD = """\
+| alpha | LM head | SSD | tok/s | best other use of {gpus} GPUs | tok/s | SSD over it | with a real pair's hits, predicted |
+|---|---|---|---|---|---|---|---|"""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One setting's SSD beside one other use, and what its gain is."""
+
+    setting: dict[str, Any]
+    verdict: Verdict
+    other: MeasuredUse
+    gain: Comparison
+
+    @property
+    def real(self) -> list[float]:
+        """The gain with each real pair's hits, predicted; empty where no row can tell."""
+        shares: dict[str, list[float]] = {}
+        for row in self.verdict.ssd.cell.rows:
+            for name, rate in under_real_pairs(row).items():
+                shares.setdefault(name, []).extend([rate / row["tok_per_s"]] if rate else [])
+        return [self.gain.speedup * fmean(of) for of in shares.values() if of]
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What a table is of."""
+        names = ("target", "draft", "device_name", "dtype", "batch_size", "context", "fuse")
+        ssd = self.verdict.ssd
+        law = ssd.cell.rows[0].get("hit_law")
+        return (*(self.setting.get(n) for n in names), ssd.tp + ssd.num_drafts, law)
+
+
+def claims(rows: Iterable[Row]) -> list[Claim]:
+    """Every setting's, those with the LM head first, by rising acceptance.
+
+    ConfigError: no SSD under enough seeds and rounds beside another use of its GPUs.
+    """
+    kept = enough(rows)
+    found = [
+        claim
+        for comparison in compare_methods(kept)
+        for verdict in verdicts(comparison, kept)
+        if (claim := _claim(dict(comparison.setting), verdict)) is not None
+    ]
+    if not found:
+        least = f"{HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds"
+        raise ConfigError(
+            f"claims: no SSD beside another use of its GPUs: allowed: from {least} on"
+        )
+    return sorted(found, key=lambda c: (not c.setting["lm_head"], str(c.setting["acceptance"])))
+
+
+def enough(rows: Iterable[Row]) -> list[Row]:
+    """Those of 400 rounds and more whose configuration has five seeds and more of them."""
+    long = [r for r in rows if is_row(r) and (r.get("num_rounds") or 0) >= HEADLINE_ROUNDS]
+    seeds: dict[Any, set[Any]] = {}
+    for row in long:
+        seeds.setdefault(_configuration(row), set()).add(row.get("seed"))
+    return [row for row in long if len(seeds[_configuration(row)]) >= HEADLINE_SEEDS]
+
+
+def _configuration(row: Row) -> tuple[Any, ...]:
+    return setting_of(row), method_of(row), row["lookahead"], row["world_size"]
+
+
+def _claim(setting: dict[str, Any], verdict: Verdict) -> Claim | None:
+    fastest, gain = verdict.others.fastest, verdict.gain
+    if fastest is None or gain is None:
+        return None
+    if gain.low > 1:
+        every = [(verdict.ssd.cell.over(use.cell), use) for use in verdict.every]
+        told = [(one, use) for one, use in every if one is not None]
+        gain, fastest = min(told, key=lambda pair: pair[0].low)
+    return Claim(setting, verdict, fastest, gain)
+
+
+def render(found: Sequence[Claim]) -> str:
+    """Markdown: a table for each pair, machine and number of GPUs."""
+    groups: dict[tuple[Any, ...], list[Claim]] = {}
+    for claim in found:
+        groups.setdefault(claim.group, []).append(claim)
+    return "\n\n".join(_table(group, of) for group, of in groups.items())
+
+
+def _table(group: tuple[Any, ...], found: Sequence[Claim]) -> str:
+    target, draft, device, dtype, batch, context, fuse, gpus, law = group
+    rounds = min(claim.gain.num_rounds for claim in found)
+    seeds = min(claim.gain.num_seeds for claim in found)
+    issued = f"{dtype}{', fused' * bool(fuse)}, context {context}, batch {batch}"
+    told = f"{target}/{draft} on {gpus} × {device} ({issued}), hits imposed: {law}. "
+    told += f"{seeds} seeds × {rounds} rounds, paired by seed; tok/s: medians."
+    return "\n".join([told, "", _HEAD.format(gpus=gpus), *map(_line, found)])
+
+
+def _line(claim: Claim) -> str:
+    ssd, other, others = claim.verdict.ssd, claim.other, claim.verdict.others
+    alpha = str(claim.setting["acceptance"]).removeprefix("alpha:")
+    rates = f"{ssd.cell.median:.0f}", f"{other.cell.median:.0f}"
+    head = "yes" if claim.setting["lm_head"] else "no"
+    where = other.where
+    if others.missing:
+        where = f"fastest measured: {where} ({others.not_known} not measured)"
+    real = ", ".join(f"{gain:.2f}" for gain in claim.real) or "–"
+    ours = f"T={ssd.tp} D={ssd.num_drafts} K={ssd.cell.lookahead}"
+    cells = (alpha, head, ours, rates[0], where, rates[1])
+    return f"| {' | '.join(cells)} | {claim.gain.claim} | {real} |"
+
+
+def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
+    """The text with the table of each block made anew. ConfigError: it has no block.
+
+    read: the rows of a block's RESULTS, folders or files with commas between.
+    """
+    if not _BLOCK.search(text):
+        raise ConfigError("no <!-- claims RESULTS --> … <!-- /claims --> there")
+
+    def table(block: re.Match[str]) -> str:
+        found = claims(read(block[2]))
+        kept = [claim for claim in found if claim.setting["lm_head"] or not block[3]]
+        return f"{block[1]}{render(kept)}\n{block[5]}"
+
+    return _BLOCK.sub(table, text)
+
+
+def unbacked(text: str) -> list[str]:
+    """Ratios outside such blocks with no interval behind them ("1.3× (1.2–1.4)"), each with what
+    is around it; what a sentence says to be predicted or forecast is no claim."""
+    plain = _BLOCK.sub("", text)
+    sentences = re.split(r"(?<=[.:;])\s|\n\n|\n\|", plain)
+    claimed = (s for s in sentences if not re.search(r"predict|forecast|formula", s))
+    return [" ".join(s.split()) for s in claimed if _RATIO.search(" ".join(s.split()))]

@@ -1,0 +1,118 @@
+"""What `sweep` does without MPI: it judges a plan and lists it; and `best`, which reads rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.profile import role_profiles
+from mpissd.engine.comm.topology import check_world, launcher_size
+from mpissd.engine.job import resolve_unopened
+from mpissd.engine.job.checks import check_draft_device
+from mpissd.lab.sweep import claims as claimed
+from mpissd.lab.sweep.best import compare_methods, render, to_dict
+from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
+from mpissd.lab.sweep.forecast import duration_text, predicted_s
+from mpissd.lab.sweep.grid import read_grid
+from mpissd.lab.sweep.plan import Plan, Point, make_plan
+from mpissd.lab.sweep.uses import verdicts
+from mpissd.lab.tables import load_rows
+
+
+def planned(config: SweepConfig) -> Plan:
+    """The plan that a sweep's flags make; the same on every rank. Raises ConfigError."""
+    return make_plan(read_grid(str(config.grid)), config, config.repeats, config.shard_of)
+
+
+def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> Plan:
+    """The plan; what is wrong with all of it is known before MPI starts and a device is opened.
+
+    given: the flags that the user said. Raises ConfigError: flags, grid, one in both, too few
+    ranks, or no configuration that could be measured.
+    """
+    from mpissd.common.output import check_output
+
+    twice = given & {name for block in read_grid(str(config.grid)) for name, _ in block.axes}
+    if twice - {"num_drafts"}:  # which is then the job's
+        name = min(twice - {"num_drafts"})
+        raise ConfigError(f"{name}: in the grid and on the command line: say it once")
+    check_draft_device(config, config.backend)
+    plan = planned(config)
+    tp = _tp(config, plan)
+    if config.backend == "emulated":
+        role_profiles(config.device, config.draft_device)[0].all_reduce_s(tp, 1)
+    reasons = [why_not(point, tp) for point in plan.points]
+    if all(reasons):
+        raise ConfigError(f"none of {len(reasons)} configurations can be measured: {reasons[0]}")
+    check_output(config.out)
+    return plan
+
+
+def _tp(config: SweepConfig, plan: Plan) -> int:
+    size = config.world_size or launcher_size()
+    return 1 if size is None else check_world(size, plan.num_drafts)
+
+
+def why_not(point: Point, tp: int) -> str | None:
+    """Why a configuration can't be measured on T ranks, as far as its flags tell; None: it can."""
+    if point.config is None:
+        return point.error
+    try:
+        resolve_unopened(point.config, tp)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def list_plan(config: SweepConfig) -> None:
+    """Prints the configurations and how long they will take, about."""
+    plan = planned(config)
+    tp = _tp(config, plan)
+    for number, point in enumerate(plan.points, 1):
+        reason = why_not(point, tp)
+        print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))
+    seconds = predicted_s(plan, tp, config.backend)
+    print(
+        f"{len(plan.points)} configurations x {plan.repeats} repeats = "
+        f"{len(plan.points) * plan.repeats} measurements on T={tp}, D={plan.num_drafts}: "
+        f"about {duration_text(seconds)}",
+        flush=True,
+    )
+
+
+def best(config: BestConfig) -> int:
+    """Prints which method is fastest, at equal K and each at its own best K, from measured rows."""
+    rows = load_rows([Path(config.results or "out")])
+    found = compare_methods(rows)
+    if not found:
+        raise ConfigError(f"results {config.results or 'out'!r}: no rows there")
+    beside = [verdicts(comparison, rows) for comparison in found]
+    print(render(found, beside))
+    told = [
+        {**to_dict(one), "ssd_at_equal_gpus": [verdict.to_dict() for verdict in lines]}
+        for one, lines in zip(found, beside, strict=True)
+    ]
+    print(json.dumps(told))
+    return 0
+
+
+def claims(config: ClaimsConfig) -> int:
+    """Prints the table of claims, or makes those of a file anew."""
+    if config.into is None:
+        print(claimed.render(claimed.claims(_rows_of(config.results or "results"))))
+        return 0
+    path = Path(config.into)
+    if config.results is not None:
+        raise ConfigError("results with into: allowed: what the file's tables name")
+    try:
+        path.write_text(claimed.rewritten(path.read_text(), _rows_of))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"into={config.into!r}: {error}") from error
+    return 0
+
+
+def _rows_of(results: str) -> list[dict[str, Any]]:
+    return load_rows([name for name in results.split(",") if name])

@@ -1,0 +1,62 @@
+"""The configurations of `sweep`, `best` and `claims`."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, flag, integer, switch, words
+from mpissd.lab.sweep.grid import read_grid
+
+
+@dataclass(frozen=True)
+class SweepConfig(RunConfig):
+    """Of `sweep`: a grid, and a run's flags, which hold in all of its configurations."""
+
+    grid: str | None = flag(None, words, "a file, or flag=value,value; flag=FIRST..LAST; …")
+    repeats: int = flag(3, integer(1, 1000), "of every configuration, each in another order")
+    shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
+    retry: bool = flag(False, switch, "measure again what failed or was flagged before")
+
+    def check_sweep(self) -> None:
+        """Refuses a sweep without a grid, and what only one configuration can have."""
+        if self.grid is None:
+            raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
+        for name in ("trace", "ledger_ab"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
+        if self.on_draft_loss != "abort":
+            raise ConfigError(f"on_draft_loss={self.on_draft_loss} with sweep: allowed: abort")
+        self.shard_of  # noqa: B018  (judged before MPI starts)
+
+    def excuses(self, flags: AbstractSet[str]) -> bool:
+        """Whether each block of the grid says one of these flags: judged where they meet."""
+        if self.grid is None:
+            return False
+        return all(flags & dict(block.axes).keys() for block in read_grid(self.grid))
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """(I, N), 1 <= I <= N."""
+        first, _, count = self.shard.partition("/")
+        shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
+        if not 1 <= shard[0] <= shard[1]:
+            raise ConfigError(f"shard={self.shard}: allowed: I/N with 1 <= I <= N")
+        return shard
+
+
+@dataclass(frozen=True)
+class BestConfig(Checked):
+    """Of `best`: from which rows."""
+
+    results: str | None = flag(None, words, "folder or runs.jsonl (default: out)")
+
+
+@dataclass(frozen=True)
+class ClaimsConfig(Checked):
+    """Of `claims`: from which rows, or which file's tables."""
+
+    results: str | None = flag(None, words, "folders and runs.jsonl, by commas (default: results)")
+    into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")

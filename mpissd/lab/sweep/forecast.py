@@ -1,0 +1,83 @@
+"""How long a sweep will take, before it is started: to plan a job's time limit, no measurement.
+
+Rounds last as the closed form says for the device profile that the flags name; on a CPU, whose
+products nobody has profiled, as long as reading the weights at a nominal rate.
+"""
+
+from __future__ import annotations
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.profile import role_profiles
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import Shard
+from mpissd.lab.predict.closed import expected
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
+from mpissd.lab.predict.row import is_foretold
+from mpissd.lab.sweep.plan import Plan
+
+_CPU_BYTES_PER_S = 4e9
+_CPU_ROUND_S = 0.5e-3  # of host work
+_START_S = 2.0  # MPI and Python
+_MAKE_BYTES_PER_S = 10e9  # weights, on a GPU
+_EACH_S = 0.1  # of a measurement, beside its rounds: messages, row, files
+_PAUSED_ROUNDS = 36  # of a calibration of host costs
+
+
+def predicted_s(plan: Plan, tp: int, backend: str) -> float:
+    """Seconds that a plan takes on T target ranks, about."""
+    total, kinds, weights = _START_S, set[object](), 0
+    for point in plan.points:
+        if point.config is None:
+            continue
+        try:
+            job = resolve(point.config, tp, backend=backend, memory_bytes=None)
+        except ConfigError:
+            continue
+        each, tokens = _round(job, backend)
+        rounds = point.config.warmup_rounds + _rounds(point.config, tokens)
+        total += plan.repeats * (rounds * each + _EACH_S)
+        weights = max(weights, job.rank_bytes(2)[0])
+        kind = (job.config.mode, job.lookahead, job.config.batch_size, job.hit_law.label)
+        if (kind, job.fan_outs) not in kinds:
+            kinds.add((kind, job.fan_outs))
+            total += _PAUSED_ROUNDS * each
+    return total + (weights / _MAKE_BYTES_PER_S if backend in ("auto", "cupy") else 0.0)
+
+
+def _rounds(config: RunConfig, tokens: float) -> float:
+    enough = config.num_tokens / tokens if config.num_tokens else float("inf")
+    return min(enough, config.max_rounds or float("inf"))
+
+
+def _round(job: Job, backend: str) -> tuple[float, float]:
+    """(seconds, tokens of a sequence) of a round."""
+    device = _costs(job, backend)
+    if is_foretold(job):
+        found = expected(job, device, HostCosts())
+        host = _CPU_ROUND_S if backend != "cupy" else 0.0
+        return float(found.round_s[0]) + host, float(found.tokens[0]) / job.config.batch_size
+    steps = job.num_forwards(job.lookahead)
+    drafting = steps * float(device.draft_s([job.config.batch_size])[0]) if job.draft else 0.0
+    return float(device.verify_s([job.verify_rows])[0]) + drafting + _CPU_ROUND_S, 1.0
+
+
+def _costs(job: Job, backend: str) -> DeviceCosts:
+    if backend != "numpy":
+        profiles = role_profiles(job.config.device, job.config.draft_device)
+        return DeviceCosts.from_profile(profiles[0], job, profiles[1])
+    target, draft = Shard(job.target, job.tp), None
+    if job.draft is not None:
+        draft = RowTable.of(
+            {1: 4 * Shard(job.draft).num_params(job.draft_options) / _CPU_BYTES_PER_S}
+        )
+    size = 4 * target.num_params(job.options)
+    return DeviceCosts(RowTable.of({1: size / _CPU_BYTES_PER_S}), draft)
+
+
+def duration_text(seconds: float) -> str:
+    """To the minute from two minutes on."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

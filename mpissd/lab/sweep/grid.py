@@ -1,0 +1,162 @@
+"""A grid's text: which values each flag takes, block by block.
+
+Inline, or in a file of blocks with comments; `lookahead` below takes seven values, `alpha` two:
+
+    mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
+
+    [DEFAULT]               # holds in every block that does not say otherwise
+    pair = 8b/1b
+    [acceptance]            # a block: every combination of its values
+    mode = ar, sd, ssd
+    lookahead = 2..8        # 2..8..2 takes every other one
+    [hits]
+    p_hit = none, 0, .5, 1  # none: as if the flag was not given
+
+A value that holds a comma stands in quotes, single or double.
+"""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError, unknown
+
+NONE = "none"
+ONE_A_JOB = (  # what the ranks are opened with, and what belongs to no single configuration
+    "backend",
+    "device",
+    "draft_device",
+    "all_reduce",
+    "cuda_aware_mpi",
+    "graph",
+    "deadline_s",
+    "on_draft_loss",
+    "out",
+    "trace",
+    "ledger_ab",
+    "progress",
+    "dry_run",
+    "world_size",
+)
+_PARSE = {field.name: field.metadata["parse"] for field in dataclasses.fields(RunConfig)}
+_NAMES = tuple(_PARSE)
+_FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
+_MOST_VALUES = 10_000  # of one range
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # what follows holds whole quotations
+_RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Every combination of the values of some flags."""
+
+    name: str
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def read_grid(told: str) -> list[Block]:
+    """The blocks of an inline grid, or of the file that `told` names.
+
+    Raises ConfigError: no such file, an unknown flag, a flag twice, no value, one that the flag
+    never takes, an open quotation.
+    """
+    path = Path(told)
+    if "=" in told and not _is_file(path):
+        return [_block("grid", _inline(told))]
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"grid={told!r}: {reason}; allowed: a file, or flag=value,value; flag=…"
+        ) from error
+    return list(_blocks(told, text))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a long inline grid is no file name
+        return False
+
+
+def _inline(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in _split(text, ";", "grid"):
+        name, is_said, values = part.partition("=")
+        if not is_said:
+            raise ConfigError(f"grid: {part!r}: allowed: flag=value,value")
+        if name.strip() in found:
+            raise ConfigError(f"grid: {name.strip()} twice")
+        found[name.strip()] = values
+    return found
+
+
+def _blocks(where: str, text: str) -> Iterator[Block]:
+    parser = configparser.ConfigParser(
+        interpolation=None,
+        delimiters=("=",),
+        comment_prefixes=("#",),
+        inline_comment_prefixes=("#",),
+    )
+    try:
+        parser.read_string(text, where)
+    except configparser.MissingSectionHeaderError as error:
+        raise ConfigError(f"grid={where!r}: allowed: blocks, each below its [name]") from error
+    except configparser.Error as error:
+        raise ConfigError(f"grid {' '.join(str(error).split())}") from error
+    if not parser.sections():
+        raise ConfigError(f"grid={where!r}: no [block]")
+    for name in parser.sections():
+        yield _block(name, dict(parser[name]))
+
+
+def _block(block: str, told: dict[str, str]) -> Block:
+    for name in told:
+        if name in ONE_A_JOB:
+            raise ConfigError(f"grid: {name} is one for all configurations: say --{name}=…")
+        if name not in _FLAGS:
+            raise unknown("flag in the grid", name, _FLAGS)
+    return Block(block, tuple((name, _values(name, text)) for name, text in told.items()))
+
+
+def _values(name: str, text: str) -> tuple[str, ...]:
+    parts = _split(text, ",", f"grid: {name}")
+    found = [value for item in parts for value in _expanded(name, item)]
+    if not found:
+        raise ConfigError(f"grid: {name} has no value")
+    for value in found:
+        if value != NONE:
+            _PARSE[name](name, value)
+    return tuple(dict.fromkeys(found))
+
+
+def _expanded(name: str, item: str) -> Iterator[str]:
+    """2..8 as seven values; what stands in quotes, and any other text, as it is."""
+    if item[0] in "\"'":
+        yield item[1:-1]
+        return
+    found = _RANGE.fullmatch(item)
+    if found is None:
+        yield item
+        return
+    first, last, step = (int(part or 1) for part in found.groups())
+    if not (first <= last and step):
+        raise ConfigError(f"grid: {name}={item}: allowed: FIRST..LAST or FIRST..LAST..STEP, rising")
+    if last - first >= _MOST_VALUES:
+        raise ConfigError(f"grid: {name}={item}: allowed: at most {_MOST_VALUES} values")
+    yield from map(str, range(first, last + 1, step))
+
+
+def _split(text: str, separator: str, what: str) -> list[str]:
+    """The parts between separators that stand outside quotes, without what is empty."""
+    if not re.search(f"^{_QUOTED}", text):
+        raise ConfigError(f"{what}: a quotation does not end: {text.strip()!r}")
+    parts = (part.strip() for part in re.split(separator + _QUOTED, text))
+    return [part for part in parts if part]

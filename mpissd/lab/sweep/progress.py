@@ -1,0 +1,121 @@
+"""What a person sees of a sweep: what it is, how far it is, and which methods were best."""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from mpissd.engine.session.session import Machine
+from mpissd.lab.measure.card import open_bar
+from mpissd.lab.sweep.best import compare_methods, render, to_dict
+from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.forecast import duration_text, predicted_s
+from mpissd.lab.sweep.plan import Plan, Task
+
+_LINES_S = 10.0
+
+
+def print_sweep_card(
+    machine: Machine, plan: Plan, sweep: str, todo: int, known: int, elsewhere: int
+) -> None:
+    """Which sweep, how much of it is left, on which machine (stdout).
+
+    known, elsewhere: measurements that are there already, and that another job is at.
+    """
+    tp = machine.topology.tp
+    there = f", {known} there already" if known else ""
+    if elsewhere:
+        there += f", {elsewhere} left to another job that is to measure them"
+    share = todo / max(1, todo + known + elsewhere)
+    seconds = predicted_s(plan, tp, machine.backend.name) * share
+    lines = [
+        ("sweep", f"{sweep}: {len(plan.points)} configurations x {plan.repeats}{there}"),
+        ("", f"about {duration_text(seconds)} for the {todo} to measure"),
+        ("backend", f"{machine.backend.name} ({machine.backend.dtype_name})"),
+    ]
+    for rank, (host, info) in enumerate(zip(machine.topology.hosts, machine.infos, strict=True)):
+        role = "draft" if rank >= tp else "lead" if rank == 0 else "target"
+        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+    print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
+
+
+class Progress:
+    """A bar over the measurements, and a line for each of them; the lead's alone."""
+
+    def __init__(self, config: SweepConfig, total: int, is_lead: bool) -> None:
+        shown = is_lead and config.progress != "off"
+        lines_s = 2.0 if config.progress == "on" else _LINES_S
+        self._bar = open_bar(total, "run", lines_s=lines_s, leave=True) if shown else None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def row(self, task: Task, row: dict[str, Any]) -> None:
+        """A row is written."""
+        rate, each = row["tok_per_s"], row["tok_per_s_per_gpu"]
+        self._say(f"{rate:>10.1f} tok/s {each:>9.1f} a GPU  {_name(task)}")
+
+    def failure(self, task: Task, error: str) -> None:
+        """A configuration has no row, and why."""
+        self._say(f"    FAILED  {_name(task)}: {error}")
+
+    def _say(self, text: str) -> None:
+        if self._bar is None:
+            print(text, flush=True)
+            return
+        with tqdm.external_write_mode():
+            print(text, flush=True)
+        self._bar.update(1)
+
+
+def _name(task: Task) -> str:
+    return f"{task.point}  #{task.repeat + 1}"
+
+
+def print_end(
+    sweep: str,
+    rows: list[dict[str, Any]],
+    codes: list[int],
+    seconds: float,
+    earlier: int,
+    elsewhere: int,
+) -> None:
+    """The comparison of methods, then one JSON object, which is the last line on stdout.
+
+    earlier: measurements that failed in an earlier job and were not tried again; elsewhere: that
+    were left to another job.
+    """
+    found = compare_methods(rows)
+    done, failed = codes.count(0), sum(code != 0 for code in codes)
+    if found:
+        print(f"\n{render(found)}\n")
+    rate = 60 * done / seconds if done and seconds > 0 else None
+    at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
+    before = f", {earlier} before (--retry measures them again)" if earlier else ""
+    others = f"; {elsewhere} left to another job" if elsewhere else ""
+    there = f"{len(rows)} rows of this sweep are there"
+    print(f"{done} measured{at}; {failed} failed{before}{others}; {there}")
+    told = {
+        "sweep": sweep,
+        "measured": done,
+        "failed": failed,
+        "failed_before": earlier,
+        "left_to_others": elsewhere,
+        "rows": len(rows),
+        "seconds": round(seconds, 3),
+        "per_minute": None if rate is None else round(rate, 1),
+        "best": [to_dict(comparison) for comparison in found],
+    }
+    print(json.dumps(told), flush=True)

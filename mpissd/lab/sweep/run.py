@@ -1,0 +1,199 @@
+"""The command `sweep`: many configurations in one job, each measured as `run` would alone.
+
+Ranks, devices, weights, programs and calibrations stay while configurations come and go; ranks that
+a configuration has no use for idle. What goes wrong with one configuration is agreed by its ranks,
+recorded, and the sweep goes on; a fault (a rank that is gone) ends the job as it ends a run.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpissd.common import guard
+from mpissd.common.errors import ConfigError, FaultError, GateError
+from mpissd.common.output import append_row, read_rows
+from mpissd.common.stage import Stage
+from mpissd.common.wait import sharpen_sleep, within
+from mpissd.engine.comm.topology import Refused
+from mpissd.engine.job import Job
+from mpissd.engine.session.session import Machine, open_machine
+from mpissd.lab.measure.run import measure
+from mpissd.lab.sweep.commands import planned
+from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.locks import Claims
+from mpissd.lab.sweep.plan import Plan, Task
+from mpissd.lab.sweep.progress import Progress, print_end, print_sweep_card
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a configuration has no row."""
+
+    error: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a sweep finds when it starts."""
+
+    todo: frozenset[str]  # names of tasks
+    elsewhere: int  # tasks that another job is at
+    earlier: list[int]  # exit codes of those that failed before
+
+
+def execute_sweep(config: SweepConfig) -> int:
+    """Runs a sweep on all ranks; the exit code: 0, or that of the gravest failure (3 before 2)."""
+    sharpen_sleep()
+    plan = planned(config)
+    machine = open_machine(config, plan.num_drafts)
+    try:
+        return Sweep(machine, plan, config).run()
+    except FaultError:
+        machine.group.abort()  # a collective that waits for a dead peer would hold the device
+        raise
+    finally:
+        guard.stage(Stage.TEARDOWN)
+        with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
+            machine.close()
+
+
+class Sweep:
+    """One rank's part of a sweep."""
+
+    def __init__(self, machine: Machine, plan: Plan, config: SweepConfig) -> None:
+        """Collective: divides the ranks, and has the models made for all configurations."""
+        self._machine, self._plan, self._config = machine, plan, config
+        self._is_lead = machine.topology.is_lead
+        self._out = Path(config.out)
+        self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
+        self._jobs = {
+            point.digest: self._resolve(point.config, point.error) for point in plan.points
+        }
+        machine.divide(plan.drafts)
+        machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
+
+    def _resolve(self, config: Any, error: str | None) -> Job | Failure:
+        if config is None:
+            return Failure(str(error), ConfigError.exit_code)
+        try:
+            return self._machine.resolve(config)
+        except ConfigError as refused:
+            return Failure(str(refused), refused.exit_code)
+
+    def run(self) -> int:
+        """Everything that is not there yet, in the plan's order; the exit code."""
+        with ExitStack() as stack:
+            survey = None
+            if self._is_lead:
+                survey = self._survey(stack.enter_context(closing(Claims(self._out))))
+            return self._measure(self._machine.topology.world.bcast(survey))
+
+    def _survey(self, claims: Claims) -> Survey:
+        """The lead: what is left to do, and not claimed by another job."""
+        names = [self._digest(task) for task in self._plan.tasks()]
+        before = self._known()
+        mine = {name for name in names if name not in before and claims.take(name)}
+        known = self._known()  # anew: whose claim has ended has left its rows
+        left = {name for name in names if name not in known}
+        earlier = [known[name] for name in names if known.get(name)]
+        return Survey(frozenset(left & mine), len(left - mine), earlier)
+
+    def _measure(self, survey: Survey) -> int:
+        """What is left to do, in the plan's order; the exit code."""
+        tasks = list(self._plan.tasks())
+        todo = [task for task in tasks if self._digest(task) in survey.todo]
+        if self._is_lead:
+            known = len(tasks) - len(todo) - survey.elsewhere
+            counts = len(todo), known, survey.elsewhere
+            print_sweep_card(self._machine, self._plan, self._id, *counts)
+        codes, began = [], time.monotonic()
+        with Progress(self._config, len(todo), self._is_lead) as progress:
+            for task in todo:
+                found = self._one(task)
+                codes.append(found.exit_code if isinstance(found, Failure) else 0)
+                if self._is_lead:
+                    self._tell(task, found, progress)
+        if self._is_lead:
+            self._conclude(tasks, codes, survey, time.monotonic() - began)
+        return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
+
+    def _digest(self, task: Task) -> str:
+        machine = self._machine  # the lead's device: a draft's may be of another kind
+        return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
+
+    def _known(self) -> dict[str, int]:
+        """What was measured, or failed, before, with its exit code; jobs may share the folder."""
+        found: dict[str, int] = {}
+        if not self._config.retry:
+            for row in read_rows(self._out / "failed.jsonl"):
+                found[str(row.get("task"))] = int(row.get("exit_code") or ConfigError.exit_code)
+            found |= dict.fromkeys(self._rows_of("flagged.jsonl"), GateError.exit_code)
+        return found | dict.fromkeys(self._rows_of("runs.jsonl"), 0)
+
+    def _rows_of(self, name: str) -> list[str]:
+        """Tasks that have a row in this file of OUT."""
+        labels = map(_label, read_rows(self._out / name))
+        return [label["task"] for label in labels if label]
+
+    def _one(self, task: Task) -> dict[str, Any] | Failure | None:
+        """One measurement: its row on the lead, None on the other ranks, or why there is none."""
+        job = self._jobs[task.point.digest]
+        if isinstance(job, Failure):
+            return job
+        self._machine.rest()
+        guard.stage(Stage.OPEN)
+        session = self._machine.session(job)
+        if session is None:  # it learns only that the others go on
+            return None
+        label = {
+            "id": self._id,
+            "task": self._digest(task),
+            "repeat": task.repeat,
+            "flags": dict(task.point.flags),
+        }
+        try:
+            row = measure(session, label)
+        except Refused as refused:
+            session.resources.close()
+            return Failure(str(refused), refused.exit_code)
+        session.resources.close()
+        return row
+
+    def _tell(self, task: Task, found: dict[str, Any] | Failure | None, progress: Progress) -> None:
+        """The lead: records a failure, and says what came of a task."""
+        if not isinstance(found, Failure):
+            assert found is not None, "a lead without a row"
+            progress.row(task, found)
+            return
+        is_flagged = found.exit_code == GateError.exit_code  # and has its row in flagged.jsonl
+        if not is_flagged:
+            failed = {
+                "task": self._digest(task),
+                "repeat": task.repeat,
+                "flags": dict(task.point.flags),
+                "error": found.error,
+                "exit_code": found.exit_code,
+                "sweep": self._id,
+            }
+            append_row(self._out / "failed.jsonl", failed)
+        progress.failure(task, found.error)
+
+    def _conclude(
+        self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float
+    ) -> None:
+        """The lead: which configurations were best, of all rows of this plan."""
+        mine = {self._digest(task) for task in tasks}
+        rows = read_rows(self._out / "runs.jsonl")
+        rows = [row for row in rows if (label := _label(row)) and label["task"] in mine]
+        print_end(self._id, rows, codes, seconds, len(survey.earlier), survey.elsewhere)
+
+
+def _label(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What a row says of its sweep."""
+    found = (row.get("provenance") or {}).get("sweep")
+    return found if isinstance(found, dict) else None

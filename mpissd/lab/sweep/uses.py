@@ -1,0 +1,128 @@
+"""SSD beside the best other use of as many GPUs (rivals.py), from rows of every T and D."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpissd.common.compare import Comparison as Gain
+from mpissd.common.rivals import Family, Others, other_uses, tps_of, widest
+from mpissd.common.rows import Row, other_draft_device
+from mpissd.lab.sweep.best import DRAFTED, Cell, Comparison, best_cell, is_row, method_of
+
+_OF_T = ("tp", "all_reduce")  # what differs between the uses of one setting
+_SAME = ("hit_law", "schedule")  # SSD under another of these is judged by itself
+
+
+@dataclass(frozen=True)
+class MeasuredUse:
+    """A method on T + D GPUs at its own best K; tok_per_s: what ranks it (see best_cell)."""
+
+    mode: str
+    tp: int
+    num_drafts: int
+    tok_per_s: float
+    method: str
+    cell: Cell
+
+    @property
+    def where(self) -> str:
+        """Mode, T, D and K."""
+        return f"{Family.of(self)}{f' K={self.cell.lookahead}' * bool(self.cell.lookahead)}"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.cell.median:.1f} tok/s"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """SSD under one hit law, the other uses of its GPUs, and its gain over the fastest of them."""
+
+    ssd: MeasuredUse
+    others: Others[MeasuredUse]
+    every: tuple[MeasuredUse, ...] = ()  # other uses at every K
+
+    @property
+    def gain(self) -> Gain | None:
+        """None where rows say too little of themselves."""
+        fastest = self.others.fastest
+        return None if fastest is None else self.ssd.cell.over(fastest.cell)
+
+    def __str__(self) -> str:
+        told = f"{self.ssd.method}, T={self.ssd.tp} D={self.ssd.num_drafts} K="
+        told += f"{self.ssd.cell.lookahead}: {self.ssd.cell.median:.1f} tok/s"
+        if self.others.fastest is None:
+            return f"{told}; no other use of its GPUs was measured"
+        what = "fastest measured" if self.others.missing else "best other use"
+        gain = "" if self.gain is None else f", {self.gain.brief}"
+        missing = f"; not measured: {self.others.not_known}" * bool(self.others.missing)
+        return f"{told}; {what} of {self._gpus} GPUs, {self.others.fastest}{gain}{missing}"
+
+    @property
+    def _gpus(self) -> int:
+        return self.ssd.tp + self.ssd.num_drafts
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what was missing, and the gain over the best other use, null without one."""
+        best, fastest = self.others.best, self.others.fastest
+        return {
+            "ssd": self.ssd.method,
+            "gpus": self._gpus,
+            "best_other_use": None if best is None else str(Family.of(best)),
+            "fastest_measured": None if fastest is None else str(Family.of(fastest)),
+            "not_measured": [str(family) for family in self.others.missing],
+            "over_best": None if best is None or self.gain is None else self.gain.to_dict(),
+        }
+
+
+def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
+    """Of the SSD rows of a setting, beside all rows of that setting whatever their T.
+
+    Rows whose drafts sit on another kind of device are left out: their GPUs are not the same.
+    """
+    setting = dict(found.setting)
+    alike = [row for row in rows if is_row(row) and _is_alike(row, setting)]
+    ways, uses = _ways(alike), _uses(alike)
+    tps = tps_of(str(setting["target"]), max((row["world_size"] for row in alike), default=0))
+    here = [row for row in alike if row["mode"] == "ssd" and row["tp"] == setting["tp"]]
+    cases = dict.fromkeys((row["world_size"], *(row.get(n) for n in _SAME)) for row in here)
+    told = []
+    for gpus, *law in cases:
+        own = [r for r in here if [r["world_size"], *(r.get(n) for n in _SAME)] == [gpus, *law]]
+        ssd = max(_uses(own), key=lambda use: use.tok_per_s)
+        every = tuple(u for u in ways if u.mode != "ssd" and Family.of(u).gpus <= gpus)
+        told.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps)), every))
+    return told
+
+
+def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
+    """Whether a row is of a setting but for its T; AR has no draft."""
+    free = {*_OF_T, *(DRAFTED if row["mode"] == "ar" else ())}
+    same = all(row.get(name) == value for name, value in setting.items() if name not in free)
+    return same and other_draft_device(row) is None
+
+
+def _uses(rows: Sequence[Row]) -> list[MeasuredUse]:
+    """Every method on every T and D, at its own best K."""
+    ways: dict[tuple[Family, str], list[MeasuredUse]] = {}
+    for use in _ways(rows):
+        ways.setdefault((Family.of(use), use.method), []).append(use)
+    bests = [(of, best_cell([use.cell for use in of])) for of in ways.values()]
+    chosen = [next(use for use in of if use.cell is best) for of, best in bests]
+    if not all(use.cell.predicted for use in chosen):
+        return chosen
+    return [replace(use, tok_per_s=use.cell.predicted or 0.0) for use in chosen]
+
+
+def _ways(rows: Sequence[Row]) -> list[MeasuredUse]:
+    """Every method on every T and D at every K, by their medians."""
+    cells: dict[tuple[str, int, int, str, int], list[Row]] = {}
+    for row in rows:
+        place = row["mode"], row["tp"], row["world_size"] - row["tp"]
+        cells.setdefault((*place, method_of(row), row["lookahead"]), []).append(row)
+    found = []
+    for (mode, tp, num_drafts, method, lookahead), of in cells.items():
+        cell = Cell(lookahead, tuple(of))
+        found.append(MeasuredUse(mode, tp, num_drafts, cell.median, method, cell))
+    return found

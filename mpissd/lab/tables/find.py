@@ -1,0 +1,81 @@
+"""The rows that `why` and `compare` are asked about: by a run id, a file, or a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.lab.tables.load import Row, load_rows
+from mpissd.lab.tables.pair import siblings
+
+
+def find_rows(named: str | None, out: str) -> tuple[list[dict[str, Any]], Path]:
+    """Returns the rows that a name stands for, latest last, and the file or folder that has them.
+
+    named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
+    `out`; None: all rows below `out`. ConfigError where there is no such row.
+    """
+    is_file = (named or "").endswith(".jsonl")
+    is_id = named is not None and not is_file and not Path(named).is_dir()
+    path = Path(out if named is None or is_id else named)
+    rows = load_rows([path]) if is_file or path.is_dir() else []
+    if is_id:
+        rows = [row for row in rows if row.get("run_id") == named]
+    elif not is_file:  # a folder may have several files: one of each shard
+        rows.sort(key=_started_at)
+    if not rows:
+        raise ConfigError(
+            f"result {named or out!r}: no such row in {str(path)!r}: allowed: a run id there, a "
+            "folder, or a runs.jsonl"
+        )
+    return rows, path
+
+
+def _started_at(row: Row) -> str:
+    return str((row.get("provenance") or {}).get("started_at") or "")
+
+
+def find_pair(a: str | None, b: str | None, out: str) -> tuple[Row, Row, list[Path]]:
+    """Returns the two rows to compare, and where they lie.
+
+    A name (see find_rows) means its last row and that row's configuration under other seeds; the
+    latest rows of both with a common seed are returned, else the latest of each. Without b, a is a
+    folder or a file with two configurations. Raises ConfigError.
+    """
+    if a is None:
+        raise ConfigError(
+            "compare: needs two results, each a run id, a runs.jsonl or a folder, or one folder "
+            "that holds two configurations"
+        )
+    rows, path = find_rows(a, out)
+    if b is None:
+        kinds = _by_configuration(rows)
+        if len(kinds) != 2:
+            held = f"{len(kinds)} configuration{'s' * (len(kinds) != 1)}"
+            raise ConfigError(f"compare: needs two results: {a!r} holds {held}: allowed: 2")
+        return (*_of_one_seed(*kinds), [path])
+    others, other_path = find_rows(b, out)
+    return (*_of_one_seed(_alike(rows), _alike(others)), [path, other_path])
+
+
+def _alike(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the last one's configuration, in order."""
+    found = siblings(rows[-1], rows)
+    return [row for row in rows if row in found]
+
+
+def _by_configuration(rows: Sequence[Row]) -> list[list[Row]]:
+    kinds: list[list[Row]] = []
+    left = list(rows)
+    while left:
+        found = siblings(left[0], left)
+        kinds.append([row for row in left if row in found])
+        left = [row for row in left if row not in found]
+    return kinds
+
+
+def _of_one_seed(a: Sequence[Row], b: Sequence[Row]) -> tuple[Row, Row]:
+    pairs = ((x, y) for x in reversed(a) for y in reversed(b) if x.get("seed") == y.get("seed"))
+    return next(pairs, (a[-1], b[-1]))

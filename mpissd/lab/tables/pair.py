@@ -1,0 +1,148 @@
+"""Two result rows side by side: whether comparing them means anything, and what it says."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpissd.common.compare import FEW_SEEDS, Comparison, How, compare_rows
+from mpissd.common.errors import ConfigError
+from mpissd.common.rates import Rounds
+from mpissd.common.rows import draft_device
+from mpissd.lab.tables.load import Row
+
+_WIDTH = 100
+_HOW = {
+    How.SEEDS: "by pairs: {} seeds",
+    How.BLOCKS: "by pairs: blocks of the tokens that both emitted, one seed",
+    How.ROUNDS: "as independent runs, by their rounds",
+    How.ROWS: "rounds not kept: intervals from the rows' draws and percentiles, which don't see "
+    "what neighbouring rounds have in common",
+}
+# What decides which tokens are decoded, and how much work one is.
+_SAME = (
+    "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
+    "stop_token"
+).split()
+# What may differ, and is said.
+_CHOSEN = (
+    "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
+    "fan_out_miss acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
+    "backup_lookahead all_reduce graph fuse"
+).split()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """b against a, in tokens a second and in tokens a second and rank.
+
+    differ: what they were told differently, {key: (a's, b's)}.
+    """
+
+    a: Row
+    b: Row
+    found: Comparison
+    per_gpu: Comparison
+    differ: dict[str, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, a: Row, b: Row, rounds: Mapping[str, Rounds], others: Sequence[Row] = ()) -> Pair:
+        """others: rows among which the same two configurations under further seeds are looked for.
+
+        Raises ConfigError where a comparison would mean nothing, or with under 20 rounds.
+        """
+        check_alike(a, b)
+        sides = [siblings(row, others) for row in (a, b)]
+        for one in sides[0]:
+            for other in sides[1]:
+                if one.get("seed") == other.get("seed"):
+                    check_alike(one, other)
+        found = compare_rows(sides[0], sides[1], rounds)
+        if found.how is not How.SEEDS:  # of the two that were named
+            found = compare_rows([a], [b], rounds)
+        share = a["world_size"] / b["world_size"]
+        return cls(a=a, b=b, found=found, per_gpu=found.scaled(share), differ=_differ(a, b))
+
+    def __str__(self) -> str:
+        """A few lines for a terminal."""
+        lines = [f"{name} = {_side(row)}" for name, row in (("a", self.a), ("b", self.b))]
+        told = "; ".join(f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items())
+        lines.append(f"differ in: {told or 'nothing'}")
+        lines.append(f"b over a: {self.found}")
+        if self.a["world_size"] != self.b["world_size"]:
+            lines.append(f"per GPU: {self.per_gpu}")
+        lines.append(f"({_HOW[self.found.how].format(self.found.num_seeds)})")
+        if self.found.is_real and not self.found.is_headline:
+            lines.append(f"({FEW_SEEDS})")
+        for name, row in (("a", self.a), ("b", self.b)):
+            if row.get("stable") is False:
+                lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
+        wrap = textwrap.TextWrapper(_WIDTH, initial_indent="   ", subsequent_indent="      ")
+        return "\n".join(wrap.fill(line) for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; a speedup is null where its interval holds 1."""
+        return {
+            "a": self.a["run_id"],
+            "b": self.b["run_id"],
+            **self.found.to_dict(),
+            "per_gpu": self.per_gpu.to_dict(),
+            "from_rounds": self.found.how in (How.BLOCKS, How.ROUNDS),
+            "differ": {key: list(values) for key, values in self.differ.items()},
+        }
+
+
+def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
+    """The row, and those of the same configuration and length under any seed."""
+    own = _configuration(row)
+    return [row, *(o for o in others if o is not row and o != row and _configuration(o) == own)]
+
+
+def _configuration(row: Row) -> tuple[Any, ...]:
+    """All that a run was told but the seed, and where it ran."""
+    names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
+    return (*(row.get(name) for name in names if name != "seed"), draft_device(row))
+
+
+def check_alike(a: Row, b: Row) -> None:
+    """ConfigError unless both decoded the same tokens of the same model, and both on machines of
+    one kind: emulated forwards are modelled, so they say nothing of measured ones."""
+    for key in (*_SAME, "world_size", "num_rounds", "token_digest", "backend"):
+        for row in (a, b):
+            if key not in row and key not in _SAME:
+                raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
+        if key in _SAME and a.get(key) != b.get(key):
+            told = f"{key}={a.get(key)!r} and {b.get(key)!r}"
+            raise ConfigError(f"{told}: allowed: two runs of one {key}")
+    if (a["backend"] == "emulated") != (b["backend"] == "emulated"):
+        told = f"backend={a['backend']!r} and {b['backend']!r}"
+        raise ConfigError(f"{told}: allowed: two measured runs, or two emulated ones")
+    # Above temperature 0 equal laws may well give unequal tokens.
+    if not a.get("temperature") and _cover_alike(a, b) and a["token_digest"] != b["token_digest"]:
+        told = f"token_digest={a['token_digest']!r} and {b['token_digest']!r}"
+        raise ConfigError(f"{told}: allowed: two runs that decoded the same tokens")
+
+
+def _cover_alike(a: Row, b: Row) -> bool:
+    """Whether both digests are of as many tokens: num_tokens a sequence, else one a round."""
+    limits = a.get("token_limit"), b.get("token_limit")
+    return limits[0] == limits[1] and (limits[0] is not None or a["num_rounds"] == b["num_rounds"])
+
+
+def _side(row: Row) -> str:
+    ranks = f"{row['world_size']} rank{'s' * (row['world_size'] > 1)}"
+    return f"{row['run_id']}: {row['tok_per_s']:.1f} tok/s, {ranks}, {row['num_rounds']} rounds"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "–" if value is None else str(value)
+
+
+def _differ(a: Row, b: Row) -> dict[str, tuple[Any, Any]]:
+    told = {key: (a.get(key), b.get(key)) for key in _CHOSEN}
+    told["draft_device_name"] = draft_device(a), draft_device(b)
+    return {key: values for key, values in told.items() if values[0] != values[1]}

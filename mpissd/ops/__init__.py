@@ -1,0 +1,1 @@
+"""What keeps jobs honest on clusters."""

@@ -1,0 +1,85 @@
+"""The command `doctor`: prints a table of what may be wrong; exit code 0 where a run works, else 2.
+
+    mpissd doctor --tp=2 --mode=ssd …              starts the ranks itself, with a deadline
+    mpirun -np 3 python -m mpi4py -m mpissd doctor --mode=ssd …       is one of the ranks
+
+launch/local.sh calls every command with --dry_run first. The doctor then prints its table, on
+stderr, only if it finds a fault before any rank has started.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from mpissd.common.config import RunConfig
+from mpissd.engine.comm.topology import launcher_size
+from mpissd.ops.doctor.config import DoctorConfig
+from mpissd.ops.doctor.facts import Asked, Facts, LaunchFacts
+from mpissd.ops.doctor.finding import BAD
+from mpissd.ops.doctor.judge import judge
+from mpissd.ops.doctor.launcher import read_launch
+from mpissd.ops.doctor.ranks import Seen, examine_rank
+from mpissd.ops.doctor.table import render
+from mpissd.ops.doctor.trial import MARK, try_ranks
+
+Check = Callable[[RunConfig], None]
+
+
+def doctor(config: DoctorConfig, check: Check) -> int:
+    """Prints the table once; returns 0 where a run with these flags works, else 2.
+
+    check: raises ConfigError for what `run` refuses before MPI starts.
+    """
+    size = config.world_size or (None if config.tp else launcher_size())
+    if config.json or (size is not None and not config.dry_run):
+        return _as_rank(config, size or 1, check)
+    num_ranks = size or (config.tp or 1) + config.drafts
+    launch = read_launch(config, num_ranks, False, check)
+    findings = judge(Facts(_asked(config, num_ranks), launch))
+    startable = all(finding.verdict != BAD for finding in findings)
+    if config.dry_run and startable:
+        return 0
+    if not startable:
+        return _say(config, launch, Seen())
+    seen, problem = try_ranks(config, launch.mpirun, launch.mpirun_path, num_ranks)
+    return _say(config, replace(launch, trial_error=problem), seen, tried=True)
+
+
+def _as_rank(config: DoctorConfig, size: int, check: Check) -> int:
+    """Examines as one of the ranks; rank 0 prints the facts as JSON (--json) or the table."""
+    if config.json:
+
+        def tell(seen: Seen) -> int:
+            sys.stdout.write(f"{MARK}{seen.to_json()}\n")
+            sys.stdout.flush()
+            return 0
+
+        return examine_rank(config, check, tell)
+
+    def say(seen: Seen) -> int:
+        return _say(config, read_launch(config, size, True, check), seen, tried=True)
+
+    return examine_rank(config, check, say)
+
+
+def _say(config: DoctorConfig, launch: LaunchFacts, seen: Seen, tried: bool = False) -> int:
+    asked = _asked(config, launch.num_ranks)
+    facts = Facts(asked, launch, seen.ranks, seen.hosts, seen.session, tried)
+    findings = judge(facts)
+    stream = sys.stderr if config.dry_run else sys.stdout
+    stream.write(render(findings))
+    stream.flush()
+    return 2 if any(finding.verdict == BAD for finding in findings) else 0
+
+
+def _asked(config: DoctorConfig, num_ranks: int) -> Asked:
+    return Asked(
+        mode=config.mode,
+        backend=config.backend,
+        pair=config.pair or config.target,
+        tp=num_ranks - config.drafts,
+        drafts=config.drafts,
+        all_reduce=config.all_reduce,
+    )

@@ -1,0 +1,92 @@
+"""Opens the session that a run would open, tells what it chose, and closes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.wait import sharpen_sleep
+from mpissd.engine.comm.group import Group
+from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.comm.topology import Refused
+from mpissd.engine.session.session import Session, memory_shares, open_session
+from mpissd.ops.doctor.facts import SessionFacts
+
+_WHY = {
+    "mpi": "host arrays",
+    "oneshot": "the target's GPUs map each other's memory",
+    "device": "--cuda_aware_mpi",
+}
+
+
+def rehearse(config: RunConfig) -> SessionFacts:
+    """Collective; the same answer on every rank. Leaves no folder that was not there."""
+    sharpen_sleep()
+    made = _missing(Path(config.out))
+    try:
+        session = open_session(config)
+    except Refused as refused:
+        return SessionFacts(error=str(refused))
+    finally:
+        _remove(made)
+    try:
+        return _chosen(session)
+    finally:
+        session.resources.close()
+
+
+def _missing(out: Path) -> list[Path]:
+    """Folders that opening a session makes; the deepest first."""
+    wanted = [out / "rounds", out / "profiles", out, *out.parents]
+    return [folder for folder in wanted if not folder.exists()]
+
+
+def _remove(made: list[Path]) -> None:
+    for folder in made:
+        try:
+            folder.rmdir()
+        except OSError:  # another rank was here first, or somebody else wrote
+            continue
+
+
+def _chosen(session: Session) -> SessionFacts:
+    job, topology = session.job, session.topology
+    itemsize = 4 if session.backend.name == "numpy" else 2
+    target, draft = job.rank_bytes(itemsize)
+    why = topology.world.bcast(_why(session))
+    return SessionFacts(
+        backend=session.backend.name,
+        device_name=_devices(session),
+        all_reduce=topology.world.bcast(session.group.name),
+        all_reduce_why=why,
+        target=job.target.name,
+        draft="" if job.draft is None else job.draft.name,
+        needs=[target] * job.tp + [draft] * topology.num_drafts,
+        memory=memory_shares(session.infos, topology.hosts),
+    )
+
+
+def _devices(session: Session) -> str:
+    """The lead's device, and the first draft's where it is of another kind."""
+    names, tp = [info.name for info in session.infos], session.job.tp
+    apart = len(names) > tp and names[tp] != names[0]
+    return f"{names[0]}, drafts on {names[tp]}" if apart else names[0]
+
+
+def _why(session: Session) -> str:
+    """Why this all-reduce; where it is not the fastest, why not that."""
+    group, config = session.group, session.job.config
+    if session.topology.tp == 1:
+        return "one target rank"
+    if session.backend.name == "emulated":
+        return "modelled"
+    slower = group.name in ("nccl", "staged") and config.all_reduce == "auto"
+    if session.topology.is_draft or not slower:
+        return "asked for" if config.all_reduce == group.name else _WHY.get(group.name, "")
+    try:
+        fast: Group = open_group(session.backend, session.topology.group, "oneshot", session.waiter)
+    except ConfigError as error:  # the same on every target rank
+        return str(error).partition("; allowed")[0]
+    fast.close()
+    return "oneshot opens now, but did not a moment ago"

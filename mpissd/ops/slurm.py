@@ -1,0 +1,215 @@
+"""A Slurm request: judged by the limits of its cluster before it waits in a queue, then one line.
+
+Refusals name the make variable to change. Bridges-2's limits are those of the PSC user guide
+(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"); of another cluster only
+what no cluster can give is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from mpissd.common.errors import ConfigError, unknown
+
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
+_ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%[1-9]\d*)?")
+_DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)=(\S+)")
+
+
+@dataclass(frozen=True)
+class GpuType:
+    """memory_bytes: of one. cores: of the host for each, where known."""
+
+    memory_bytes: int
+    cores: int | None = None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """most_gpus: of a job on part of one node; None where only whole nodes are given."""
+
+    most_gpus: int | None
+
+
+BRIDGES2_TYPES = {
+    "v100-16": GpuType(16_000_000_000, cores=5),
+    "v100-32": GpuType(32_000_000_000, cores=5),
+    "l40s-48": GpuType(48_000_000_000),
+    "h100-80": GpuType(80_000_000_000),
+}
+BRIDGES2 = {"GPU": Partition(None), "GPU-shared": Partition(4)}
+_GPUS_A_NODE = 8
+_DGX2 = ("v100-32", 16)  # one node of 16
+_LONGEST_MIN = 48 * 60
+CLUSTERS = ("bridges2", "other")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of Slurm; None: as the script says, or the cluster's default.
+
+    header: the script's own #SBATCH options. ranks: T + D, one GPU each where needs_gpus; a
+    partition of GPUs is asked for some all the same. exports: variables for the
+    job beside those of the shell. extra: further sbatch options. flags: the script's arguments.
+    """
+
+    script: str
+    ranks: int
+    header: Mapping[str, str] = field(default_factory=dict)
+    cluster: str = "bridges2"
+    partition: str | None = None
+    gpu_type: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    cpus: int | None = None
+    time: str | None = None
+    account: str | None = None
+    array: str | None = None
+    extra: tuple[str, ...] = ()
+    exports: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    needs_gpus: bool = True
+
+    @property
+    def limits(self) -> Partition | None:
+        """Of the partition, where it is one of Bridges-2's."""
+        name = self.partition or self.header.get("partition", "")
+        return BRIDGES2.get(name) if self.cluster == "bridges2" else None
+
+    def resolve(self) -> dict[str, str]:
+        """sbatch's options, those of the header included; ConfigError where it would be refused."""
+        if self.cluster not in CLUSTERS:
+            raise unknown("CLUSTER", self.cluster, CLUSTERS)
+        nodes = self.nodes or self._said("nodes") or 1
+        ranks = max(self.ranks, self._said("ntasks"))
+        gpu_type, gpus = self._gpus(ranks, nodes)
+        time = self.time or self.header.get("time")
+        cpus = self.cpus or self._said("cpus-per-task") or self._default_cpus
+        self._check_time(time)
+        self._check_ranks(ranks, gpus, nodes)
+        self._check_limits(ranks, gpu_type, gpus, nodes)
+        self._check_cores(ranks, gpu_type, gpus, cpus)
+        if self.array is not None and not _ARRAY.fullmatch(self.array):
+            raise ConfigError(f"ARRAY={self.array}: allowed: 0-7, 0-7%2 (two at once), 3,5")
+        told = {
+            "partition": self.partition,
+            "account": self.account,
+            "nodes": str(nodes),
+            "ntasks": str(ranks),
+            "cpus-per-task": str(cpus) if cpus else None,
+            "gpus": (f"{gpu_type}:{gpus}" if gpu_type else str(gpus)) if gpus else None,
+            "time": time,
+            "array": self.array,
+        }
+        if self.exports:
+            listed = (f"{name}={value}" for name, value in self.exports.items())
+            told["export"] = ",".join(("ALL", *listed))
+        return {**self.header, **{name: text for name, text in told.items() if text is not None}}
+
+    def _said(self, name: str) -> int:
+        """A count that the script's header says; 0 where it says none."""
+        text = self.header.get(name, "0")
+        if not text.isdecimal():
+            raise ConfigError(f"{self.script}: #SBATCH --{name}={text}: allowed: a whole number")
+        return int(text)
+
+    def command(self) -> list[str]:
+        """The sbatch command; what the script says itself is not repeated."""
+        options = self.resolve().items()
+        said = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
+        return ["sbatch", *said, *self.extra, self.script, *self.flags]
+
+    @property
+    def _default_cpus(self) -> int:
+        return 5 if self.limits else 0
+
+    def _gpus(self, ranks: int, nodes: int) -> tuple[str | None, int]:
+        """(type, number) that are asked for."""
+        kind, _, count = self.header.get("gpus", "").rpartition(":")
+        if self.limits is not None:
+            kind = kind or "v100-32"
+        given = int(count) if count.isdigit() else 0
+        if self.gpus is not None:
+            given = self.gpus
+        elif self.limits is not None and self.limits.most_gpus is None:
+            given = max(given, nodes * _GPUS_A_NODE)
+        elif self.needs_gpus or self.limits is not None:
+            given = max(given, ranks)
+        return self.gpu_type or kind or None, given
+
+    def _check_time(self, time: str | None) -> None:
+        if time is None:
+            return
+        found = minutes(time)
+        if self.limits is not None and found > _LONGEST_MIN:
+            raise ConfigError(
+                f"TIME={time}: Bridges-2 ends GPU jobs after 48 hours: allowed: up to 48:00:00; "
+                "an array goes on where it stopped when it is submitted again"
+            )
+
+    def _check_ranks(self, ranks: int, gpus: int, nodes: int) -> None:
+        if self.needs_gpus and gpus and ranks > gpus:
+            is_whole = self.limits is not None and self.limits.most_gpus is None
+            mend = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if is_whole else f"GPUS={ranks}"
+            raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {mend}")
+        if nodes > ranks:
+            raise ConfigError(f"NODES={nodes}: allowed: up to T + D = {ranks}")
+
+    def _check_limits(self, ranks: int, gpu_type: str | None, gpus: int, nodes: int) -> None:
+        if self.limits is None:
+            return
+        name = self.partition or self.header["partition"]
+        if gpu_type not in BRIDGES2_TYPES:
+            raise unknown("GPU_TYPE", gpu_type or "", BRIDGES2_TYPES)
+        most = self.limits.most_gpus
+        if most is not None and nodes > 1:
+            raise ConfigError(f"NODES={nodes}: {name} gives part of one node: PARTITION=GPU")
+        if most is not None and not 1 <= gpus <= most:
+            raise ConfigError(
+                f"{gpus} GPUs for T + D = {ranks} ranks: {name} gives 1 to {most}: PARTITION=GPU "
+                "(whole nodes of 8), or a smaller TP"
+            )
+        if most is None and gpus != nodes * _GPUS_A_NODE and (gpu_type, gpus, nodes) != (*_DGX2, 1):
+            raise ConfigError(
+                f"GPUS={gpus}: {name} gives whole nodes: GPUS={nodes * _GPUS_A_NODE} with "
+                f"NODES={nodes} (unused ones are charged, too)"
+            )
+
+    def _check_cores(self, ranks: int, gpu_type: str | None, gpus: int, cpus: int) -> None:
+        cores = BRIDGES2_TYPES[gpu_type].cores if self.limits and gpu_type else None
+        if cores is not None and ranks * cpus > gpus * cores:
+            most = gpus * cores // ranks
+            raise ConfigError(
+                f"CPUS={cpus}: {ranks} ranks of {cpus} cores, but {gpus} {gpu_type} come with "
+                f"{gpus * cores}: allowed: up to {most}"
+            )
+
+
+def minutes(time: str) -> float:
+    """Of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; ConfigError for anything else."""
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ConfigError(f"TIME={time}: allowed: minutes, H:MM:SS or D-HH:MM:SS")
+    days, *rest = found.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    if days is None and len(numbers) < 3:  # M, M:S
+        numbers = [0, *numbers]
+    hours, mins, seconds = (*numbers, 0, 0)[:3]
+    total = (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
+    if total <= 0:
+        raise ConfigError(f"TIME={time}: allowed: more than nothing")
+    return total
+
+
+def read_header(script: str) -> dict[str, str]:
+    """The #SBATCH --name=value options in a script's text."""
+    return dict(_DIRECTIVE.findall(script))
+
+
+def shown(command: list[str]) -> str:
+    """A command as a shell would take it."""
+    return shlex.join(command)

@@ -1,0 +1,195 @@
+"""The command line in one process: what it returns, and one line for what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.cli import arguments as cli
+from mpissd.cli.arguments import Command
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+
+HERE = ("run", "--dry_run", "--world_size=2", "--backend=emulated", "--device=null")
+
+
+def parse(*arguments: str) -> RunConfig:
+    command = cli.parse(list(arguments))
+    assert isinstance(command, Command) and isinstance(command.config, RunConfig)
+    assert command.name == "run"
+    return command.config
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM", "PMI_", "SLURM_")):
+            monkeypatch.delenv(name)
+
+
+def test_flags_in_every_way_that_fire_takes() -> None:
+    assert parse("run") == RunConfig()
+    assert parse("run", "--mode=ar").mode == "ar"
+    assert parse("run", "--mode", "ar", "--rounds", "7") == RunConfig(mode="ar", rounds=7)
+    assert parse("run", "--num-drafts=0", "--mode=sd").num_drafts == 0
+    assert parse("run", "--fuse", "--nograph") == RunConfig(fuse=True, graph=False)
+    assert parse("run", "--mode=ar", "--mode=sd").mode == "sd"  # the last one counts
+
+
+@pytest.mark.parametrize("text", ["list:4,4,3,3,2", "list:0,0,0,0,1", "uniform:3", "geometric:24"])
+def test_a_list_stays_text(text: str) -> None:
+    """fire would make a tuple of it."""
+    assert parse("run", f"--fan_out={text}").fan_out == text
+
+
+def test_values_that_look_like_python_stay_text() -> None:
+    for text in ("1e5", "None", "[1]", "{}", "007", "0x10"):
+        assert parse("run", f"--out={text}").out == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rum"], r"unknown command 'rum': did you mean 'run'\?"),
+        (["rum", "--help"], "unknown command 'rum'"),
+        (["--mode=ar"], "unknown command '--mode=ar'"),
+        (["run", "ssd"], "'ssd' is not a flag: write --name=value"),
+        (["run", "--mode=sd", "7"], "'7' is not a flag"),
+        (["run", "--mod=ssd"], "did you mean '--mode'"),
+        (["run", "--lookahead"], "lookahead=True"),
+        (["run", "--nolookahead"], "lookahead=False"),
+        (["run", "--mode="], "unknown mode ''"),
+        (["run", "-", "name"], "'-' is not a flag"),
+        (["run", "--out", "-"], "'-' is not a flag"),
+        (["run", "--", "--interactive"], "'--' is not a flag"),
+        (["--"], "'--' is not a flag"),
+    ],
+)
+def test_refusals_come_before_anything_else(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli.parse(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["-h"], ["--help"], ["run", "--help"], ["run", "-h"], ["run", "--", "--help"]]
+)
+def test_help_is_shown_and_nothing_runs(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 0
+    shown, stderr = capfd.readouterr()  # stdout: `--help | grep` finds a flag
+    assert "run" in shown and not stderr
+    if arguments[:1] == ["run"]:
+        assert all(f"--{name}" in shown for name in ("mode", "fan_out", "on_late"))
+
+
+def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    for name, spec in cli.SPECS.items():
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        shown, stderr = capfd.readouterr()
+        assert left.value.code == 0 and not stderr
+        assert all(f"--{field.name}" in shown for field in dataclasses.fields(spec.config))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--mode=sdd",), "unknown mode 'sdd'"),
+        (("--world_size=1",), "world of 1 rank is too small for num_drafts=1"),
+        (("--pair=toy", "--world_size=4"), "num_heads=8 is not divisible by tp=3"),
+        (("--pair=8b/1c",), "unknown model '1c'"),
+        (("--pair=toyy",), "unknown pair 'toyy'"),
+        (("--device=h10",), "unknown device 'h10': did you mean 'h100'?"),
+        (("--device=./none.json",), "none.json"),
+        (("--device=v100-32", "--pair=70b/1b"), "needs 136.9 GB a rank"),
+        (("--fan_out=list:1,2",), "has 2 values: allowed: lookahead + 1 = 5"),
+        (("--fan_out=list:1,1,1,1,-1",), "allowed: whole numbers from 0"),
+        (("--fan_out=list:0,0,0,0,0",), "a sum from 1"),
+        (("--fan_out=uniform:0",), "allowed: 1 to"),
+        (("--fan_out=triangle:3",), "unknown fan_out 'triangle'"),
+        (("--fan_out=list:0,1,1,1,1", "--p_hit=0.5"), "every F_k from 1"),
+        (("--p_hit=0.5", "--hit_a=1"), "allowed: one law"),
+        (("--p_hit=0.5", "--hit_law=smollm2-own"), "allowed: one law"),
+        (("--hit_law=smollm2",), "unknown hit_law 'smollm2': did you mean 'smollm2-own'?"),
+        (("--hit_r=0",), "hit_r=0.0: allowed: above 0"),
+        (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
+        (("--acceptance=beta:3",), "unknown acceptance 'beta'"),
+        (("--acceptance=histogram:none",), "cannot read 'none'"),
+        (
+            ("--target=gen:layers=1,hidden=8,ffn=8,heads=2,vocab=4", "--draft=1b"),
+            "fan_out uniform:3: 3 a row",
+        ),
+        (("--out=" + "a" * 300,), "File name too long"),
+    ],
+)
+def test_a_bad_configuration_is_one_line_and_exit_2(
+    flags: tuple[str, ...], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*HERE, *flags]) == 2
+    out, err = capfd.readouterr()
+    assert message in err
+    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_rank_of_a_launcher_speaks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The others leave later: mpirun ends every rank when one has left with an error."""
+    slept: list[float] = []
+    monkeypatch.setattr("mpissd.__main__.time.sleep", slept.append)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        assert main(["run", "--mode=sdd"]) == 2
+        assert capfd.readouterr().err.count("\n") == lines
+        assert len(slept) == int(rank)
+
+
+def test_the_launcher_says_the_world_size(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert main(["run", "--backend=emulated", "--pair=toy"]) == 2
+    assert "num_heads=8 is not divisible by tp=3" in capfd.readouterr().err
+
+
+def test_a_dry_run_says_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*HERE, "--out=a/b"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arguments_are_judged_without_mpi_and_with_one_thread(tmp_path: Path) -> None:
+    program = (
+        "import json, os, sys\n"
+        "from mpissd.__main__ import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(json.dumps([code, os.environ['OPENBLAS_NUM_THREADS'], "
+        "[m for m in sys.modules if m in ('mpi4py.MPI', 'cupy')]]))"
+    )
+    environ = {k: v for k, v in os.environ.items() if "NUM_THREADS" not in k}
+    root = str(Path(cli.__file__).parents[1])
+    for flags, code in ((HERE, 0), ((*HERE, "--mode=x"), 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *flags],
+            env={**environ, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert json.loads(done.stdout) == [code, "1", []]

@@ -1,0 +1,458 @@
+"""predict, plan, why and tables on the command line: JSON at the end, or one line of refusal."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.cli import arguments as cli
+from mpissd.common.config import RunConfig
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.job import resolve
+from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+
+COMMANDS = ("predict", "plan", "why", "compare", "tables", "probe")
+PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
+EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
+TWO = f"--profile={PROBED / 'h200-70b-1b-T2D1.json'}"  # 70B at T=2 and 1B, fused
+SEVENTY = f"--profile={PROBED / 'h200-70b-T4.json'}"  # 70B at T=4, no draft
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The JSON on the last line."""
+    assert main(list(arguments)) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    found = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr."""
+    assert main(list(arguments)) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1
+    return err
+
+
+def job_profile(**flags: Any) -> dict[str, Any]:
+    """What a run on the toy pair could have written."""
+    config = RunConfig(pair="toy", lookahead=2, rounds=50, **flags)
+    job = resolve(config, 1, backend="numpy", memory_bytes=None)
+    target = {rows: 1e-3 + rows * 1e-5 for rows in job.target_buckets()}
+    draft = {rows: 1e-4 + rows * 1e-6 for rows in job.draft_buckets()}
+    device = DeviceCosts.from_points(target, draft)
+    return jobfile.to_dict(job, "numpy", 50, device, HostCosts(link=1e-6), {})
+
+
+def save(data: Any) -> str:
+    Path("job.json").write_text(json.dumps(data))
+    return "job.json"
+
+
+def test_a_prediction_from_a_device_s_profile(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--profile=h100", "--pair=8b/1b", "--lookahead=5", "--rounds=50"
+    sd = said(capfd, "predict", *flags, "--mode=sd")
+    ssd = said(capfd, "predict", *flags, "--mode=ssd")
+    ar = said(capfd, "predict", *flags, "--mode=ar")
+    assert 0 < ar["tok_per_s"] < sd["tok_per_s"] < ssd["tok_per_s"]
+    wider = said(capfd, "predict", *flags, "--mode=ar", "--tp=2")
+    assert wider["tok_per_s"] > ar["tok_per_s"]
+
+
+def test_a_slower_draft_device_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--profile=h100", "--pair=8b/1b", "--lookahead=5", "--rounds=50", "--mode=sd"
+    same = said(capfd, "predict", *flags, "--draft_device=h100")
+    slower = said(capfd, "predict", *flags, "--draft_device=v100-32")
+    assert same == said(capfd, "predict", *flags)
+    assert slower["t_target_s"] == same["t_target_s"]
+    config = RunConfig(pair="8b/1b", lookahead=5, mode="sd")
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    costs = DeviceCosts.from_profile(load_profile("v100-32"), job)
+    assert slower["t_draft_s"] == pytest.approx(5 * float(costs.draft_s([1])[0]))
+
+
+def test_a_prediction_from_a_job_s_profile(capfd: pytest.CaptureFixture[str]) -> None:
+    name = f"--profile={save(job_profile())}"
+    same = said(capfd, "predict", name)
+    assert same == said(capfd, "predict", name, "--lookahead=2", "--rounds=50", "--mode=ssd")
+    better = said(capfd, "predict", name, "--alpha=1", "--p_hit=1")
+    assert better["tok_per_s"] > same["tok_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "profile: needed"),
+        (("--profile=h10",), "did you mean 'h100'"),
+        (("--profile=./none.json",), "none.json"),
+        (("--profile=h100", "--lookahead=x"), "lookahead=x"),
+        (("--profile=h100", "--mode=sdd"), "unknown mode 'sdd'"),
+        (("--profile=h100", "--pair=70b/1b"), "needs 136.9 GB a rank"),
+        (("--profile=h100", "--pair=toy", "--tp=3"), "not divisible by tp=3"),
+        (("--profile=h100", "--roundz=3"), "did you mean '--rounds'"),
+        (("h100",), "is not a flag"),
+    ],
+)
+def test_what_cannot_be_predicted(
+    flags: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capfd, "predict", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lookahead=9",), "rows"),
+        (("--batch_size=4",), "covers batch_size=1, not 4"),
+        (("--tp=2",), "covers tp=1, not 2"),
+        (("--pair=8b/1b",), "covers target=toy-target, not llama-3.1-8b"),
+        (("--target=toy-target", "--draft=1b"), "covers the draft toy-draft"),
+        (("--fuse",), "covers fuse"),
+        (("--draft_device=h100",), "draft_device=h100 with backend=numpy: allowed: backend=emul"),
+        (("--mode=sd", "--num_drafts=0"), "covers the draft"),
+    ],
+)
+def test_what_a_job_did_not_measure(
+    flags: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capfd, "predict", f"--profile={save(job_profile())}", *flags)
+
+
+def test_a_job_s_profile_knows_its_own_draft_device_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    profile = job_profile()
+    profile["backend"] = "emulated"
+    profile["config"]["draft_device"] = "v100-32"
+    name = f"--profile={save(profile)}"
+    same = said(capfd, "predict", name)
+    assert same == said(capfd, "predict", name, "--draft_device=v100-32")
+    assert said(capfd, "predict", name, "--mode=ar")["t_draft_s"] is None
+    told = refused(capfd, "predict", name, "--draft_device=h100")
+    assert "covers draft_device=v100-32, not h100" in told
+
+
+def paths_of(data: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Where the dictionary has keys, all the way down."""
+    if not isinstance(data, dict):
+        return []
+    return [p for key, value in data.items() for p in [(*at, key), *paths_of(value, (*at, key))]]
+
+
+@pytest.mark.parametrize("junk", [None, "junk", -1, [], {}, True], ids=repr)
+def test_a_damaged_job_profile_is_refused_or_read_and_never_crashes(
+    junk: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = job_profile()
+    for path in paths_of(good):
+        damaged = copy.deepcopy(good)
+        at: Any = damaged
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = junk
+        code = main(["predict", f"--profile={save(damaged)}"])
+        out, err = capfd.readouterr()
+        assert code in (0, 2), path
+        assert err.count("\n") == (code == 2), (path, err)
+        assert code == 0 or out == "", path
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"kind": "job"}', "\0"])
+def test_a_file_that_is_no_profile(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.json").write_text(text)
+    assert "job.json" in refused(capfd, "predict", "--profile=job.json")
+
+
+def run_line(out: str) -> tuple[int, RunConfig]:
+    """(ranks, configuration) of the line that a plan says to run."""
+    line = next(line for line in out.splitlines() if "mpirun" in line)
+    found = re.search(r"mpirun -np (\d+) python -m mpi4py -m mpissd (run .*)", line)
+    assert found is not None
+    command = cli.parse(shlex.split(found[2]))
+    assert command is not None
+    assert isinstance(command.config, RunConfig)
+    return int(found[1]), command.config
+
+
+def test_a_plan_is_a_line_that_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--gpus=3", "--profile=h100", "--pair=8b/1b", "--alpha=0.7", "--batch_size=2"
+    assert main(["plan", *flags]) == 0
+    out, _ = capfd.readouterr()
+    ranks, config = run_line(out)
+    best = json.loads(out.splitlines()[-1])["best"]
+    assert ranks == best["tp"] + best["num_drafts"] <= 3
+    assert (config.mode, config.batch_size) == (best["mode"], 2)
+    assert config.acceptance_text == "alpha:0.7"
+    job = resolve(config, best["tp"], backend="emulated", memory_bytes=80 * 10**9)
+    assert job.lookahead == best["lookahead"]
+
+
+RATES = ".95,.9,.7,.4,.2,.1,.05,.02,.01,.01,.01,.01,.01,.01,.01,.01,.01,.01"
+
+
+@pytest.mark.parametrize("kind", ["rates", "marginal"])
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (("--gpus=1",), "sd"),
+        (("--gpus=2",), "ssd"),
+        (("--gpus=2", "--p_hit=0.7"), "ssd"),
+        (("--gpus=2", "--acceptance_fast=rates:.9,.8,.7,.3,.2,.1,.1,.1,.1,.1"), "ssd"),
+        (("--gpus=2", "--batch_size=16", "--fuse", "--lm_head", "--context=128"), "ssd"),
+    ],
+)
+def test_a_list_of_rates_is_cut_to_the_k_that_is_run(
+    kind: str, flags: tuple[str, ...], mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"--acceptance={kind}:{RATES}", *flags]) == 0
+    out, _ = capfd.readouterr()
+    ranks, config = run_line(out)
+    best = json.loads(out.splitlines()[-1])["best"]
+    job = resolve(config, best["tp"], backend="emulated", memory_bytes=80 * 10**9)
+    assert best["mode"] == job.config.mode == mode and job.world_size == ranks
+    assert 0 < job.lookahead == best["lookahead"] < RATES.count(",")
+    listed = config.acceptance_text.partition(":")[2].split(",")
+    assert listed == RATES.split(",")[: job.lookahead]
+
+
+def test_a_histogram_of_any_name_is_run_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("my counts.json").write_text("[1, 1, 2, 8]")
+    assert main(["plan", "--acceptance=histogram:my counts.json"]) == 0
+    _, config = run_line(capfd.readouterr()[0])
+    assert config.acceptance == "histogram:my counts.json"
+    resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+def test_where_nothing_is_drafted_no_law_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--acceptance=rates:.01,.01", "--gpus=1", "--fuse"]) == 0
+    ranks, config = run_line(capfd.readouterr()[0])
+    assert (ranks, config) == (1, RunConfig(mode="ar", num_drafts=0, pair="8b/1b", fuse=True))
+
+
+def test_a_plan_names_the_hits_of_a_real_pair(capfd: pytest.CaptureFixture[str]) -> None:
+    """Beside the default law stands what a plan under each measured law finds; only beside it."""
+    flags = ("plan", "--profile=h200", "--alpha=.7", "--gpus=2")
+    assert main(list(flags)) == 0
+    text = capfd.readouterr().out
+    found = json.loads(text.splitlines()[-1])["real_hits"]
+    assert [hits["hit_law"] for hits in found] == ["smollm2-own", "smollm2-chat"]
+    assert "SmolLM2-135M-Instruct" in text
+    for hits in found:
+        assert f"{hits['hit_law']} (" in text and "SmolLM2-135M-Instruct" in hits["source"]
+        assert main([*flags, f"--hit_law={hits['hit_law']}"]) == 0
+        text_alone = capfd.readouterr().out
+        alone = json.loads(text_alone.splitlines()[-1])
+        assert alone["real_hits"] == [] and "SmolLM2" not in text_alone
+        assert hits["ssd"] in alone["by_method"]
+        assert hits["gain_at_equal_gpus"] == alone["extra_gpu"]["gain_at_equal_gpus"]
+
+
+def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Pair and fused products are the probe's where nothing else is said; other T are derived."""
+    assert main(["plan", EIGHT, "--gpus=4"]) == 0
+    out, _ = capfd.readouterr()
+    _, config = run_line(out)
+    assert (config.pair, config.fuse) == ("8b/1b", True)
+    for choice in json.loads(out.splitlines()[-1])["by_method"]:
+        told = choice["derived"]
+        assert told is None if choice["tp"] == 1 else told.startswith("derived from T=1")
+    assert main(["plan", EIGHT, "--gpus=1"]) == 0
+    found = json.loads(capfd.readouterr()[0].splitlines()[-1])
+    same = said(capfd, "predict", EIGHT, "--mode=ar")
+    assert same["tok_per_s"] == pytest.approx(found["by_method"][-1]["tok_per_s"])
+    assert said(capfd, "predict", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8])
+def test_a_plan_lists_every_use_that_it_judged(
+    alpha: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", f"--alpha={alpha}"]) == 0
+    out, _ = capfd.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    names = ["AR T=1", "AR T=2", "SD inline T=1", "SD inline T=2", "SD T=1 D=1", "SSD T=1 D=1"]
+    assert all(f"{name} " in out for name in names) and len(found["judged"]) == len(names)
+    rates = [choice["tok_per_s"] for choice in found["judged"]]
+    assert rates == sorted(rates, reverse=True)
+    assert not found["unjudged"] and found["best"] == found["judged"][0]
+
+
+def test_a_t_that_was_not_probed_is_derived_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without it SSD was "1.671x the best other use" of two GPUs."""
+    assert main(["plan", EIGHT, "--gpus=2", "--alpha=.5"]) == 0
+    out, _ = capfd.readouterr()
+    lines = out.splitlines()
+    assert any("SD inline T=2" in line and "(derived)" in line for line in lines)
+    assert any("T=2 is derived from T=1" in line for line in lines)
+    assert json.loads(lines[-1])["gain"] < 1.2
+
+
+def test_a_use_that_cannot_be_judged_is_said_first_and_nothing_is_best(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text = Path(EIGHT.partition("=")[2]).read_text().replace("NVIDIA H200", "Another GPU")
+    Path("other.json").write_text(text)
+    assert main(["plan", "--profile=./other.json", "--gpus=2", "--alpha=.5"]) == 0
+    out, _ = capfd.readouterr()
+    first, *lines = out.splitlines()
+    assert first.startswith("not judged: AR T=2, SD inline T=2") and "all-reduce over 2" in first
+    found = json.loads(lines[-1])
+    assert not any("best" in line or "→" in line for line in lines[:-1])
+    assert found["best"] is None and found["gain"] is None
+    assert found["break_even_alpha"] is None and found["break_even_p_hit"] is None
+    assert found["extra_gpu"]["gain_at_equal_gpus"] is None
+    assert found["extra_gpu"]["gain"] > 1  # over one GPU, of which everything is known
+    assert {(u["mode"], u["tp"]) for u in found["unjudged"]} == {("ar", 2), ("sd", 2)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((EIGHT, "--pair=70b/1b"), "doesn't cover llama-3.1-70b T="),
+        ((EIGHT, "--pair=8b/0.6b"), "doesn't cover qwen3-0.6b T=1"),
+        ((EIGHT, "--pair=8b/1b", "--nofuse"), "doesn't cover llama-3.1-8b T=1: it has measured"),
+        ((EIGHT, "--lm_head"), "doesn't cover llama-3.1-8b T=1 fuse lm_head"),
+        ((EIGHT, "--context=64"), "doesn't cover llama-3.1-8b T=1 fuse kv_tokens=64"),
+        ((SEVENTY, "--pair=70b/1b"), "doesn't cover llama-3."),
+    ],
+)
+@pytest.mark.parametrize("command", [("predict", "--tp=1"), ("plan", "--gpus=1"), ("plan",)])
+def test_a_pair_that_was_not_probed_is_refused(
+    command: tuple[str, ...],
+    flags: tuple[str, ...],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One line that says what the profile covers; the memory of T=1 speaks first."""
+    if command == ("plan", "--gpus=1") and flags[0] == SEVENTY:
+        command = ("plan", "--gpus=5")
+    assert message in refused(capfd, *command, *flags)
+
+
+def test_rates_alone_model_any_pair(capfd: pytest.CaptureFixture[str]) -> None:
+    for pair in ("8b/0.6b", "32b/0.6b", "66b/125m"):
+        flags = "--profile=h200", f"--pair={pair}", "--lm_head"
+        assert said(capfd, "predict", *flags)["tok_per_s"] > 0
+        assert main(["plan", *flags, "--gpus=2"]) == 0
+        capfd.readouterr()
+
+
+def test_a_model_of_the_same_name_and_other_weights_is_refused(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data = json.loads(Path(EIGHT.partition("=")[2]).read_text())
+    for entry in data["tables"]["forwards"]:
+        entry["params"] += entry["model"] == "llama-3.1-8b"
+    Path("other.json").write_text(json.dumps(data))
+    for command in ("predict", "plan"):
+        message = refused(capfd, command, "--profile=./other.json")
+        assert "doesn't cover this llama-3.1-8b" in message
+
+
+EMULATED = ("run", "--dry_run", "--world_size=2", "--backend=emulated")
+
+
+@pytest.mark.parametrize("command", [("predict", "--profile="), ("plan", "--profile="),
+                                     (*EMULATED, "--device=")], ids=lambda c: c[0])  # fmt: skip
+def test_a_profile_of_another_schema_or_none_is_one_line(
+    command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    device = json.loads(Path(EIGHT.partition("=")[2]).read_text())
+    for change, message in (
+        ({"schema": 2}, "schema 2, this version reads 1"),
+        ({"numbers": {}}, "missing or malformed"),
+        ({"tables": {"forwards": [{"model": "x"}]}}, "missing or malformed"),
+        ({"tables": {"guesses": []}}, "missing or malformed"),
+    ):
+        Path("probed.json").write_text(json.dumps({**device, **change}))
+        *words, flag = command
+        assert message in refused(capfd, *words, f"{flag}probed.json")
+    assert "never.json" in refused(capfd, *words, f"{flag}never.json")
+
+
+@pytest.mark.parametrize("command", ["predict", "plan"])
+def test_a_probe_that_was_never_made_is_named(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capfd, command, "--profile=out/profiles/mine.json")
+    assert "'out/profiles/mine.json': no such file: allowed: what `probe` saved" in message
+
+
+def test_a_job_s_profile_of_another_schema(capfd: pytest.CaptureFixture[str]) -> None:
+    name = save({**job_profile(), "schema": 2})
+    assert "schema 2, this version reads 1" in refused(capfd, "predict", f"--profile={name}")
+    assert "allowed: a device's" in refused(capfd, "plan", f"--profile={save(job_profile())}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "--gpus=0"), "gpus=0"),
+        (("plan", "--profile=h10"), "did you mean 'h100'"),
+        (("plan", "--pair=70b/1b", "--gpus=1", "--profile=h100"), ""),
+        (("plan", "--alpha=2"), "alpha=2"),
+        # Three ranks divide neither model; what the profile lacks is said first.
+        (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
+        (("plan", TWO, "--gpus=3", "--pair=toy"), "doesn't cover toy-target T=1"),
+        (("why",), "runs.jsonl"),
+        (("why", "--result=nothing"), "runs.jsonl"),
+        (("why", "--result=./none.jsonl"), "none.jsonl"),
+        (("why", "--out=none"), "none"),
+        (("tables", "--results=none"), "results 'none'"),
+        (("probe", "--backend=cuda"), "unknown backend 'cuda'"),
+        (("predict", "word"), "'word' is not a flag"),
+        (("plan", "word"), "'word' is not a flag"),
+        (("probe", "word"), "'word' is not a flag"),
+        (("why", "word"), "runs.jsonl"),  # it may be the name of a run,
+        (("tables", "word"), "results 'word'"),  # and here a folder
+        (("why", "one", "two"), "'two' is not a flag"),
+        (("tables", "one", "two"), "'two' is not a flag"),
+        *(((command, "--nonsense=1"), "unknown flag '--nonsense'") for command in COMMANDS),
+    ],
+)
+def test_refusals(
+    arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capfd, *arguments)
+
+
+@pytest.mark.parametrize("text", ["{}\n", "[]\n", "not json\n", "\n", '{"schema": 2}\n'])
+@pytest.mark.parametrize("command", ["why", "tables"])
+def test_rows_that_are_none(command: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """An empty line may pass in tables; a broken one is named."""
+    Path("out").mkdir()
+    Path("out/runs.jsonl").write_text(text)
+    code = main([command])
+    out, err = capfd.readouterr()
+    if command == "tables" and text == "\n":
+        assert code == 0 and err == ""
+    else:
+        assert code == 2 and out == "" and err.count("\n") == 1 and "runs.jsonl" in err
+
+
+def test_tables_without_rows_say_what_to_run(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["tables"]) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and "make run" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0 and command in "".join(capfd.readouterr())

@@ -1,0 +1,159 @@
+"""Every configuration derived from a run's runs all of its checks, however it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.cli.arguments import SPECS
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, parse_into
+from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.grid import read_grid
+from mpissd.lab.sweep.plan import make_plan
+
+COMMANDS = [spec.config for spec in SPECS.values()]
+KINDS = [kind for kind in COMMANDS if issubclass(kind, RunConfig) and kind is not RunConfig]
+NEEDED = {"SweepConfig": {"grid": "seed=0,1"}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"alpha": 0.5, "acceptance": "alpha:0.6"}, "alpha and acceptance say the same thing"),
+    ({"num_drafts": 9}, r"num_drafts=9: allowed: a whole number in \[0, 4\]"),
+    ({"batch_size": 5000}, r"batch_size=5000: allowed: a whole number in \[1, 4096\]"),
+    ({"mode": "both"}, "unknown mode 'both'"),
+    ({"mode": "ar", "num_drafts": 1}, "num_drafts=1 with mode=ar"),
+    ({"mode": "sd", "lookahead": 0}, "lookahead=0 with mode=sd"),
+    ({"num_drafts": 0}, "num_drafts=0 with mode=ssd"),
+    ({"pair": "toy", "draft": "1b"}, "pair and target/draft say the same thing"),
+    ({"draft": "1b", "mode": "ar"}, "target: needed beside draft"),
+    ({"target": "8b"}, "draft: needed beside the other"),
+    ({"fan_out_miss": "adaptive:8"}, "fan_out_miss=adaptive:8 with both"),
+    ({"backup": "auto", "mode": "sd"}, "backup=auto with mode=sd"),
+    ({"backup": "auto", "num_drafts": 2}, "backup=auto with num_drafts=2"),
+    ({"backup_lookahead": 5}, "backup_lookahead=5: allowed: 1..4"),
+    ({"backup_lookahead": 0}, "backup_lookahead=0 with mode=ssd"),
+    ({"temperature": 0.7}, "temperature=0.7 with workload=gemm"),
+    ({"workload": "markov", "acceptance_fast": "alpha:.9"}, "acceptance_fast=alpha:.9"),
+    ({"workload": "markov", "saguaro_c": 0.5}, "saguaro_c=0.5 with mode=ssd, temperature=0"),
+    ({"workload": "markov", "stop_token": 64}, "stop_token=64: allowed"),
+    ({"world_size": 3}, "world_size: only with dry_run"),
+]
+
+
+def made(kind: type[RunConfig], told: dict[str, Any]) -> list[Callable[[], RunConfig]]:
+    """The ways to a configuration: its constructor, flags as text, a change of another."""
+    told = {**NEEDED.get(kind.__name__, {}), **told}
+    text = {name: str(value) for name, value in told.items()}
+    plain = kind(**NEEDED.get(kind.__name__, {}))  # type: ignore[arg-type]
+    return [
+        lambda: kind(**told),
+        lambda: parse_into(kind, text),
+        lambda: dataclasses.replace(plain, **told),
+    ]
+
+
+@pytest.mark.parametrize("kind", [RunConfig, *KINDS])
+@pytest.mark.parametrize(("told", "message"), REFUSED)
+def test_every_derived_configuration_runs_the_checks_of_the_run(
+    kind: type[RunConfig], told: dict[str, Any], message: str
+) -> None:
+    for make in made(kind, told):
+        with pytest.raises(ConfigError, match=message):
+            make()
+
+
+def test_there_are_derived_configurations_and_each_can_be_made() -> None:
+    assert {"ProbeConfig", "DoctorConfig", "SweepConfig", "PredictConfig"} <= {
+        kind.__name__ for kind in KINDS
+    }
+    for kind in KINDS:
+        for make in made(kind, {"alpha": 0.5, "num_drafts": 1, "seed": 7}):
+            assert make().alpha == 0.5
+
+
+def test_no_subclass_can_leave_out_a_check() -> None:
+    with pytest.raises(TypeError, match=r"Lax\.__post_init__ would replace a check"):
+
+        class Lax(RunConfig):
+            def __post_init__(self) -> None:
+                """Would judge nothing."""
+
+    with pytest.raises(TypeError, match=r"Laxer\.check_lookahead would replace a check"):
+
+        class Laxer(RunConfig):
+            def check_lookahead(self) -> None:
+                """Would judge nothing."""
+
+    with pytest.raises(ConfigError, match="odd seed"):
+
+        @dataclasses.dataclass(frozen=True)
+        class Stricter(RunConfig):
+            def check_seed(self) -> None:
+                if self.seed % 2:
+                    raise ConfigError("odd seed")
+
+        assert Stricter(seed=2).seed == 2
+        Stricter(seed=1)
+
+
+def test_every_command_has_a_checked_configuration() -> None:
+    assert len(COMMANDS) > 10 and all(issubclass(kind, Checked) for kind in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "grid"),
+    [
+        ({"num_drafts": 0}, "mode=ar,sd; lookahead=2,4"),
+        ({"temperature": 0.7}, "workload=markov; order=1,2"),
+        ({"target": "8b"}, "draft=1b,medusa4:8b; mode=sd"),
+        ({"backup_lookahead": 6}, "lookahead=6,8"),
+        ({"alpha": 0.6}, "acceptance=alpha:.5; mode=ar"),
+    ],
+)
+def test_what_a_grid_says_otherwise_is_judged_where_they_meet(
+    flags: dict[str, Any], grid: str
+) -> None:
+    config = SweepConfig(grid=grid, **flags)
+    plan = make_plan(read_grid(grid), config, 1, (1, 1))
+    assert plan.points and all(point.config is not None for point in plan.points)
+
+
+def test_a_block_that_says_nothing_of_what_is_wrong_does_not_excuse_it(tmp_path: Path) -> None:
+    grid = tmp_path / "g"
+    grid.write_text("[a]\nmode = ar\n[b]\nlookahead = 2, 4\n")
+    with pytest.raises(ConfigError, match="num_drafts=0 with mode=ssd"):
+        SweepConfig(grid=str(grid), num_drafts=0)
+
+
+def test_a_lost_draft_is_not_for_a_grid_either() -> None:
+    with pytest.raises(ConfigError, match="on_draft_loss is one for all configurations"):
+        read_grid("on_draft_loss=abort,ar")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("sweep", "--grid=mode=ar", "--alpha=.5", "--acceptance=alpha:.5"),
+            "alpha and acceptance",
+        ),
+        (("sweep", "--grid=mode=ar", "--num_drafts=9"), "num_drafts=9: allowed"),
+        (("sweep", "--grid=mode=sd; num_drafts=1,2", "--num_drafts=9"), "num_drafts=9: allowed"),
+        (("plan", "--alpha=.5", "--acceptance=alpha:.5"), "alpha and acceptance"),
+        (("plan", "--batch_size=5000"), "batch_size=5000: allowed"),
+        (("predict", "--profile=h100", "--num_drafts=9"), "num_drafts=9: allowed"),
+        (("doctor", "--alpha=.5", "--acceptance=alpha:.5"), "alpha and acceptance"),
+        (("probe", "--num_drafts=9"), "num_drafts=9: allowed"),
+    ],
+)
+def test_a_command_refuses_in_one_line(
+    arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments]) == 2
+    shown, stderr = capfd.readouterr()
+    assert not shown and message in stderr and stderr.count("\n") == 1

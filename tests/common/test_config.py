@@ -1,0 +1,160 @@
+"""Flags as text: typed, bounded, and refused in one line that names the value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.errors import ConfigError
+
+FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
+CONTRACT = (
+    "num_drafts mode pair target draft backend device workload lookahead fan_out alpha p_hit "
+    "batch_size rounds seed out num_tokens temperature hit_a hit_r all_reduce fuse lm_head context "
+    "num_layers on_late backup backup_lookahead warmup_rounds deadline_s"
+).split()
+
+
+def test_the_flags_of_the_contract_exist() -> None:
+    assert set(CONTRACT) <= set(FIELDS)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_default_is_what_its_own_text_parses_to(name: str) -> None:
+    default = FIELDS[name].default
+    if default is not None:
+        assert getattr(parse_flags({name: str(default)}), name) == default
+        assert type(getattr(RunConfig(), name)) is type(default)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_flag_has_help_and_refuses_a_missing_value(name: str) -> None:
+    """fire says True for a flag without a value."""
+    assert FIELDS[name].metadata["help"]
+    if not isinstance(FIELDS[name].default, bool):
+        with pytest.raises(ConfigError, match=name):
+            parse_flags({name: "True"})
+    with pytest.raises(ConfigError, match=name):
+        parse_flags({name: ""})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mod": "ssd"}, r"unknown flag '--mod': did you mean '--mode'\?"),
+        ({"mode": "SSD"}, "unknown mode 'SSD'.*allowed: ar, sd, ssd"),
+        ({"mode": "sdd"}, "did you mean"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'.*auto, cupy, emulated, numpy"),
+        ({"lookahead": "-1"}, r"lookahead=-1: allowed: a whole number in \[0, 256\]"),
+        ({"lookahead": "2.0"}, "lookahead=2.0"),
+        ({"lookahead": "abc"}, "lookahead=abc"),
+        ({"lookahead": "0"}, "lookahead=0 with mode=ssd: allowed: a whole number >= 1"),
+        ({"mode": "sd", "lookahead": "0"}, "lookahead=0 with mode=sd"),
+        ({"batch_size": "0"}, r"batch_size=0: allowed: a whole number in \[1, 4096\]"),
+        ({"rounds": "0"}, "rounds=0"),
+        ({"num_tokens": "0"}, "num_tokens=0"),
+        ({"warmup_rounds": "0"}, "warmup_rounds=0"),
+        ({"seed": "-1"}, "seed=-1"),
+        ({"seed": str(2**64)}, rf"seed={2**64}: allowed: a whole number in \[0, {2**64 - 1}\]"),
+        ({"alpha": "1.1"}, r"alpha=1.1: allowed: a number in \[0, 1\]"),
+        ({"alpha": "nan"}, "alpha=nan"),
+        ({"alpha": "-0.1"}, "alpha=-0.1"),
+        ({"p_hit": "inf"}, "p_hit=inf"),
+        ({"hit_a": "inf"}, "hit_a=inf: allowed: a number >= 0"),
+        ({"hit_a": "-1"}, "hit_a=-1"),
+        ({"deadline_s": "0"}, "deadline_s=0: allowed: a number >= 0.1"),
+        ({"fuse": "maybe"}, "fuse=maybe: allowed: true, false"),
+        ({"alpha": "0.8", "acceptance": "rates:.9"}, "alpha and acceptance"),
+        ({"num_drafts": "0"}, "num_drafts=0 with mode=ssd"),
+        ({"num_drafts": "5"}, r"num_drafts=5: allowed: a whole number in \[0, 4\]"),
+        ({"num_drafts": "2", "backup": "auto"}, "backup=auto with num_drafts=2"),
+        ({"mode": "sd", "backup": "auto"}, "backup=auto with mode=sd: allowed: jit, fast"),
+        ({"fan_out_miss": "adaptive:8"}, "fan_out_miss=adaptive:8 with both"),
+        ({"fan_out": " adaptive:8", "fan_out_miss": "uniform:1"}, "fan_out= adaptive:8 with both"),
+        ({"workload": "markov", "alpha": ".8"}, "alpha=0.8 with workload=markov"),
+        ({"workload": "markov", "acceptance_fast": "alpha:.9"}, "acceptance_fast=alpha:.9"),
+        ({"workload": "markov", "saguaro_c": ".5"}, "saguaro_c=0.5 with mode=ssd, temperature=0"),
+        ({"workload": "markov", "saguaro_c": "1.5"}, "saguaro_c=1.5: allowed: a number in"),
+        ({"workload": "markov", "stop_token": "64"}, r"stop_token=64: allowed: 0\.\.63"),
+        ({"workload": "markov", "prompt_tokens": "9" * 12}, "prompt_tokens=9+: allowed"),
+        ({"vocab": "16"}, "vocab=16 with workload=gemm"),
+        ({"mode": "ar", "num_drafts": "1"}, "num_drafts=1 with mode=ar: allowed: 0"),
+        ({"pair": "toy", "target": "8b"}, "pair and target/draft"),
+        ({"pair": "toy", "draft": "1b"}, "pair and target/draft"),
+        ({"target": "8b"}, "draft: needed beside the other with mode=ssd"),
+        ({"draft": "8b", "mode": "sd"}, "target: needed beside the other with mode=sd"),
+        ({"temperature": "0.7"}, "temperature=0.7 with workload=gemm: allowed: workload=markov"),
+        ({"backup_lookahead": "5"}, "backup_lookahead=5: allowed: 1..4"),
+        ({"backup_lookahead": "0"}, "backup_lookahead=0"),
+        ({"world_size": "3"}, "world_size: only with dry_run"),
+        ({"world_size": "0", "dry_run": "1"}, "world_size=0"),
+    ],
+)
+def test_refusals_take_one_line(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_flags(flags)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["true", "True", "1", "on", "ON"])
+def test_a_switch_turns_on(text: str) -> None:
+    assert parse_flags({"fuse": text}).fuse is True
+
+
+@pytest.mark.parametrize("text", ["false", "False", "0", "off"])
+def test_a_switch_turns_off(text: str) -> None:
+    assert parse_flags({"graph": text}).graph is False
+
+
+@given(st.floats(0, 1))
+def test_an_alpha_is_not_rounded(alpha: float) -> None:
+    text = parse_flags({"alpha": repr(alpha)}).acceptance_text
+    assert float(text.removeprefix("alpha:")) == alpha
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_a_seed_is_taken_whole(seed: int) -> None:
+    assert parse_flags({"seed": str(seed)}).seed == seed
+
+
+def test_what_the_modes_imply() -> None:
+    assert [RunConfig(mode=mode).drafts for mode in ("ar", "sd", "ssd")] == [0, 1, 1]
+    assert RunConfig(mode="sd", num_drafts=0).drafts == 0
+    assert RunConfig(mode="ar", lookahead=0).lookahead == 0
+    assert RunConfig(mode="ar", target="8b").target == "8b"  # AR needs no draft
+
+
+def test_how_long_a_run_is() -> None:
+    assert RunConfig().max_rounds == 200
+    assert RunConfig(rounds=7).max_rounds == 7
+    assert RunConfig(num_tokens=5).max_rounds is None
+    assert RunConfig(num_tokens=5, rounds=9).max_rounds == 9
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().seed = 1  # type: ignore[misc]
+
+
+def test_the_digest_names_what_is_measured_and_nothing_else() -> None:
+    base = {"mode": "sd", "lookahead": "3", "seed": "5"}
+    digest = parse_flags(base).digest
+    assert parse_flags(dict(reversed(base.items()))).digest == digest
+    for ignored in ({"out": "elsewhere"}, {"progress": "off"}, {"dry_run": "true"}):
+        assert parse_flags({**base, **ignored}).digest == digest
+    for told in ({"seed": "6"}, {"fuse": "1"}, {"alpha": "0.5"}, {"rounds": "9"}):
+        assert parse_flags({**base, **told}).digest != digest
+
+
+def test_numbers_stay_finite() -> None:
+    for name, field in FIELDS.items():
+        if isinstance(field.default, float):
+            for text in ("nan", "inf", "-inf"):
+                with pytest.raises(ConfigError, match=name):
+                    parse_flags({name: text})
+            assert math.isfinite(field.default)

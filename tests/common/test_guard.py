@@ -1,0 +1,115 @@
+"""Ranks and their warden as processes: what they say, and what becomes of them; no MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from mpissd.common import guard, process
+from tests.needs import missing, needs, needs_linux
+
+pytestmark = needs_linux
+ROOT = Path(__file__).resolve().parents[2]
+RANK = """
+import os, sys, time
+from mpissd.common import guard
+from mpissd.common.stage import Stage
+rank = int(sys.argv[1])
+guard.join(rank, 2, deadline_s=1.0)
+guard.stage(Stage.ROUNDS)
+print("joined", flush=True)
+sys.stdin.readline()  # until all have
+{then}
+time.sleep(30)
+"""
+
+
+def two_ranks(then: str, inside: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
+    """Two ranks of one job that have joined, and then do `then`; inside: what starts each."""
+    env = {**os.environ, "PMI_JOBID": uuid4().hex, "MPI_LOCALNRANKS": "2", "PYTHONPATH": str(ROOT)}
+    env.pop("OMPI_COMM_WORLD_LOCAL_SIZE", None)
+    ranks = [
+        subprocess.Popen(
+            [*inside, sys.executable, "-c", RANK.format(then=then), str(rank)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for one in ranks:
+        assert one.stdout is not None and one.stdout.readline() == "joined\n"
+    for one in ranks:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    return ranks
+
+
+def ended(ranks: list[subprocess.Popen[str]], within_s: float = 10.0) -> str:
+    """What both said, when both have ended."""
+    try:
+        return "".join(one.communicate(timeout=within_s)[1] for one in ranks)
+    finally:
+        for one in ranks:
+            one.kill()
+
+
+def warden_of(ranks: list[subprocess.Popen[str]]) -> int:
+    """The process that one of them started."""
+    parents = {one.pid for one in ranks}
+    for path in Path("/proc").glob("[0-9]*"):
+        told = process.stat(int(path.name))
+        if told is not None and told[1] in parents and told[0] != "Z":
+            return int(path.name)
+    raise AssertionError("there is no warden")
+
+
+@pytest.mark.parametrize("text", ["'x' * 5000", "'\\U0001f600' * 5000", "'a\\udcff' * 9"])
+def test_what_a_rank_says_of_its_end_may_be_long_and_odd(text: str) -> None:
+    said = ended(two_ranks(f"if rank: raise ValueError({text})"))
+    lines = [line for line in said.splitlines() if line.startswith("mpissd")]
+    assert len(lines) == 1 and lines[0].startswith("mpissd: rank 1 (")
+    assert " failed in rounds: ValueError: " in lines[0] and "warden.py" not in said
+
+
+def test_another_warden_takes_over_where_it_is_killed() -> None:
+    ranks = two_ranks("")
+    first = warden_of(ranks)
+    os.kill(first, signal.SIGKILL)
+    end = time.monotonic() + 5
+    while process.stat(first) is not None and process.stat(first)[0] != "Z":  # type: ignore[index]
+        assert time.monotonic() < end
+    time.sleep(3 * guard._REJOIN_S)
+    ranks[1].kill()
+    said = ended(ranks)
+    assert "mpissd: rank 1 (" in said and "was killed by signal 9 (SIGKILL) in rounds" in said
+
+
+def test_nobody_is_watched_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, everybody would look dead."""
+    monkeypatch.setattr(guard, "_guard", None)
+    monkeypatch.setattr(process, "stat", lambda pid: None)
+    monkeypatch.setattr(guard, "_connect", lambda: pytest.fail("joined"))
+    guard.join(0, 2, deadline_s=1.0)
+    assert guard._guard is None
+
+
+ALONE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@needs("PID namespaces", not missing("unshare") and not subprocess.run([*ALONE, "true"]).returncode)
+def test_a_rank_in_a_container_of_its_own_is_not_taken_for_dead() -> None:
+    """The other's warden cannot see its process."""
+    then = "time.sleep(1.5); guard.leave(0); guard.stage(Stage.DONE); os._exit(0)"
+    assert ended(two_ranks(then, ALONE)) == ""

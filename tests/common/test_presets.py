@@ -1,0 +1,377 @@
+"""Model shapes: totals against published ones, and every way to name a model or a pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import (
+    ALIASES,
+    LOOKUP,
+    PAIRS,
+    PRESETS,
+    ModelShape,
+    resolve_model,
+    resolve_pair,
+)
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+Write = Callable[[dict[str, Any]], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a config.json into a directory named `some-model` and returns the directory."""
+
+    def write_config(config: dict[str, Any]) -> str:
+        directory = tmp_path / "some-model"
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(config), "utf-8")
+        return str(directory)
+
+    return write_config
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("70b", 136.9), ("8b", 13.96), ("1b", 1.95), ("noft", 2.43), ("noft-wide", 2.34)],
+)
+def test_gemm_bytes_are_the_known_totals(name: str, gigabytes: float) -> None:
+    assert 2 * resolve_model(name).gemm_params / 1e9 == pytest.approx(gigabytes, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "embeddings"),
+    [
+        ("llama-3.1-70b", 70.55, 2),
+        ("llama-3.1-8b", 8.03, 2),
+        ("llama-3.2-3b", 3.21, 1),
+        ("llama-3.2-1b", 1.24, 1),
+        ("llama-65b", 65.29, 2),
+        ("qwen3-32b", 32.76, 2),
+        ("qwen3-0.6b", 0.596, 1),
+        ("opt-66b", 65.7, 1),
+        ("opt-30b", 29.97, 1),
+        ("opt-13b", 12.85, 1),
+        ("opt-6.7b", 6.66, 1),
+        ("opt-2.7b", 2.65, 1),
+        ("opt-1.3b", 1.316, 1),
+        ("opt-125m", 0.125, 1),
+        ("noft-1.3b", 1.345, 2),
+        ("noft-wide-1.3b", 1.334, 2),
+    ],
+)
+def test_parameter_counts_match_the_published_models(
+    name: str, billions: float, embeddings: int
+) -> None:
+    shape = PRESETS[name]
+    total = shape.gemm_params + embeddings * shape.lm_head_params
+    assert total / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def test_kv_bytes_lm_heads_and_products() -> None:
+    assert resolve_model("70b").kv_bytes_per_token == 327_680
+    assert resolve_model("1b").kv_bytes_per_token == 32_768
+    wide, deep = resolve_model("noft-wide"), resolve_model("noft")
+    assert wide.kv_bytes_per_token / deep.kv_bytes_per_token == pytest.approx(0.63, abs=0.01)
+    assert 2 * resolve_model("1b").lm_head_params == pytest.approx(0.525e9, rel=1e-3)
+    assert resolve_model("8b").gemms_per_layer == 7
+    assert resolve_model("66b").gemms_per_layer == 6
+    assert resolve_model("qwen3-32b").q_width == 8192 != resolve_model("qwen3-32b").hidden
+
+
+def test_toys_divide_by_four_and_the_draft_is_much_smaller() -> None:
+    target, draft = resolve_pair("toy")
+    for shape in (target, draft):
+        for value in (shape.num_heads, shape.num_kv_heads, shape.ffn, shape.vocab_size):
+            assert value % 4 == 0
+    assert 20 < target.gemm_params / draft.gemm_params < 40
+    assert target.vocab_size == draft.vocab_size
+
+
+def test_every_alias_and_pair_leads_to_a_preset() -> None:
+    for alias, name in ALIASES.items():
+        assert resolve_model(alias) is PRESETS[name]
+    for text, names in PAIRS.items():
+        assert [shape.name for shape in resolve_pair(text)] == list(names)
+        assert PRESETS[names[0]].gemm_params > PRESETS[names[1]].gemm_params
+
+
+def test_a_shape_s_name_resolves_to_it() -> None:
+    generated = resolve_model("gen:layers=3,hidden=256,ffn=512,heads=8,kv_heads=2,gated=0")
+    for shape in (*PRESETS.values(), resolve_model("70b").scaled(8), generated):
+        assert resolve_model(shape.name) == shape
+    assert resolve_model("meta-llama/Llama-3.1-8B") is PRESETS["llama-3.1-8b"]
+    assert resolve_model(" Qwen/Qwen3-0.6B ") is PRESETS["qwen3-0.6b"]
+
+
+def test_scaled_keeps_the_layers_and_says_so() -> None:
+    shape = resolve_model("70b")
+    small = shape.scaled(8)
+    assert (small.name, small.num_layers) == ("llama-3.1-70b@8L", 8)
+    assert small.num_params_per_layer == shape.num_params_per_layer
+    assert small.scaled(4).name == "llama-3.1-70b@4L"
+    assert shape.scaled(80) is shape
+    with pytest.raises(ConfigError, match="num_layers=0"):
+        shape.scaled(0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", None])
+def test_a_shape_refuses_what_is_no_count(value: object) -> None:
+    fields: dict[str, Any] = {**vars(PRESETS["toy-draft"]), "hidden": value}
+    with pytest.raises(ConfigError, match="hidden="):
+        ModelShape(**fields)
+
+
+def test_a_shape_refuses_heads_that_cannot_be_grouped() -> None:
+    with pytest.raises(ConfigError, match=r"num_kv_heads=3.*num_heads=4"):
+        resolve_model("gen:layers=1,hidden=256,ffn=512,heads=4,kv_heads=3")
+
+
+def test_gen_defaults() -> None:
+    shape = resolve_model("gen:layers=2,hidden=256,ffn=512")
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 64)
+    assert (shape.vocab_size, shape.gated) == (32000, True)
+    assert resolve_model("gen:layers=2,hidden=256,ffn=512,heads=2").head_dim == 128
+    assert resolve_model("gen:layers=2,hidden=256,ffn=512,head_dim=32").num_heads == 8
+    odd = resolve_model("gen:layers=2,hidden=100,ffn=512,heads=3,head_dim=7")
+    assert odd.q_width == 21
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gen:layer=2,hidden=256,ffn=512", "'layer': did you mean 'layers'"),
+        ("gen:layers=2,hidden=256", "ffn is missing"),
+        ("gen:layers=2.5,hidden=256,ffn=512", "layers=2.5"),
+        ("gen:layers=2,layers=3,hidden=256,ffn=512", "once"),
+        ("gen:layers=2,hidden=0,ffn=512", "hidden=0"),
+        ("gen:layers=2,hidden=100,ffn=512", "head_dim=64: allowed: a divisor of hidden=100"),
+        ("gen:layers=2,hidden=256,ffn=512,heads=0", "heads=0"),
+        ("gen:layers=2,hidden=256,ffn=512,gated=2", "gated=2: allowed: 0, 1"),
+        ("gen:", "unknown key in gen"),
+        ("lama-3.1-8b", "did you mean 'llama-3.1-8b'"),
+        ("", "unknown model ''"),
+        ("./no-such-directory", "No such file"),
+        ("no-such.json", "no-such.json"),
+    ],
+)
+def test_model_errors_are_one_line_that_names_the_value(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_model(text)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_config_of_llama_is_the_preset(write: Write) -> None:
+    shape = resolve_model(write(LLAMA_8B))
+    assert shape.name == "some-model"
+    assert vars(shape) == {**vars(PRESETS["llama-3.1-8b"]), "name": "some-model"}
+    assert resolve_model(write(LLAMA_8B) + "/config.json") == shape
+
+
+def test_config_variants(write: Write) -> None:
+    no_groups = {**LLAMA_8B, "num_key_value_heads": None}
+    assert resolve_model(write(no_groups)).num_kv_heads == 32
+    assert resolve_model(write({**LLAMA_8B, "head_dim": 64})).q_width == 2048
+    nested = {"model_type": "llava", "text_config": LLAMA_8B, "vision_config": {"hidden_size": 1}}
+    assert resolve_model(write(nested)).gemm_params == PRESETS["llama-3.1-8b"].gemm_params
+    assert resolve_model(write({**LLAMA_8B, "model_type": "brand-new"})).gated
+    plain = {**LLAMA_8B, "model_type": "brand-new", "hidden_act": "relu"}
+    assert not resolve_model(write(plain)).gated
+    assert resolve_model(write({**LLAMA_8B, "num_experts": 0})).ffn == 14336
+    assert resolve_model(write({**LLAMA_8B, "layer_types": ["full_attention"] * 32})).gated
+
+
+def test_configs_of_older_families(write: Write) -> None:
+    opt = {
+        "model_type": "opt",
+        "activation_function": "relu",
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
+        "vocab_size": 50272,
+    }
+    assert vars(resolve_model(write(opt))) == {**vars(PRESETS["opt-125m"]), "name": "some-model"}
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None}
+    shape = resolve_model(write({**gpt2, "vocab_size": 50257}))
+    assert (shape.ffn, shape.gated, shape.num_layers) == (3072, False, 12)
+    neox = {**LLAMA_8B, "model_type": "gpt_neox", "hidden_act": "gelu"}
+    assert resolve_model(write(neox)).gemms_per_layer == 6
+
+
+def test_a_hub_cache_gives_the_repository_s_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(LLAMA_8B), "utf-8")
+    assert resolve_model(str(snapshot)).name == "Llama-3.1-8B"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size or n_embd is missing"),
+        ({"num_hidden_layers": 32.0}, "num_hidden_layers=32.0"),
+        ({"vocab_size": "128256"}, "vocab_size='128256'"),
+        ({"intermediate_size": [1, 2]}, "intermediate_size=[1, 2]"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ({"num_attention_heads": 24}, "head_dim is missing"),
+        ({"num_local_experts": 8}, "mixture-of-experts"),
+        ({"n_routed_experts": 256}, "mixture-of-experts"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
+        ({"model_type": "brand-new", "hidden_act": "gelu"}, "gated"),
+        ({"model_type": ["llama"], "hidden_act": {}}, "gated"),
+    ],
+)
+def test_config_errors_name_the_file_and_the_key(
+    write: Write, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_model(write({**LLAMA_8B, **change}))
+    assert message in str(error.value)
+    assert "config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_no_config_is_a_config_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        resolve_model(str(path))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        resolve_model(str(tmp_path))  # a directory without one
+
+
+def test_pairs_of_anything(write: Write) -> None:
+    path = write(LLAMA_8B)
+    target, draft = resolve_pair(f"{path}/1b")
+    assert (target.name, draft.name) == ("some-model", "llama-3.2-1b")
+    target, draft = resolve_pair(f"70b@4L/{path}/config.json")
+    assert (target.name, draft.name) == ("llama-3.1-70b@4L", "some-model")
+    hub = resolve_pair("meta-llama/Llama-3.1-8B/meta-llama/Llama-3.2-1B")
+    assert hub == resolve_pair("8B/1B")
+    generated, _ = resolve_pair("gen:layers=2,hidden=256,ffn=512/toy-draft")
+    assert generated.hidden == 256
+    assert resolve_pair("qwen3-32b/qwen3-0.6b") == resolve_pair("32b/0.6b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tyo", "did you mean 'toy'"),
+        ("8b/1c", "unknown model '1c'"),
+        ("9b/1b", "unknown model '9b'"),
+        ("8b/x/y", "unknown model 'x/y'"),
+        ("x/y/z", "no '/' parts it"),
+        ("", "unknown pair ''"),
+        ("/", "pair '/'"),
+    ],
+)
+def test_pair_errors_name_the_side_that_fails(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_pair(text)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# Weights without LM heads, by hand from the sources that heads.py names.
+H, LAYER_8B = 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+HEADS = {
+    "eagle:8b": ("eagle-llama-3.1-8b", 1, 2 * H * H + LAYER_8B, (H,), 1),
+    "mtp:8b": ("mtp-llama-3.1-8b", 1, 2 * H * H + LAYER_8B, (H,), 1),
+    "medusa:8b": ("medusa4-llama-3.1-8b", 0, 4 * H * H, (H,) * 4, 4),
+    "medusa7:8b": ("medusa7-llama-3.1-8b", 0, 7 * H * H, (H,) * 7, 7),
+    "mlp:8b": ("mlp4096-llama-3.1-8b", 0, H * H, (H,), 1),
+    "mlp3072:8b": ("mlp3072-llama-3.1-8b", 0, H * 3072, (3072,), 1),
+}
+
+
+@pytest.mark.parametrize("text", HEADS)
+def test_head_sized_drafts_scale_with_their_target(text: str) -> None:
+    name, layers, params, lm_heads, tokens = HEADS[text]
+    shape = resolve_model(text)
+    assert (shape.name, shape.num_layers, shape.gemm_params) == (name, layers, params)
+    assert shape.lm_head_inputs == lm_heads and shape.num_tokens == tokens
+    assert shape.lm_head_params == sum(lm_heads) * 128256
+    for other in (name, text.upper(), f"{text}@8L", text.replace("8b", "meta-llama/Llama-3.1-8B")):
+        assert resolve_model(other) == shape
+    assert resolve_pair(f"8b/{text}") == (resolve_model("8b"), shape)
+
+
+def test_heads_have_the_published_sizes() -> None:
+    """EAGLE's own list of checkpoints: 0.25B for Llama-3-8B, 0.99B for Llama-3-70B."""
+    for target, billions in (("8b", 0.25), ("70b", 0.99)):
+        assert resolve_model(f"eagle:{target}").gemm_params / 1e9 == pytest.approx(
+            billions, abs=5e-3
+        )
+
+
+def test_heads_of_generated_targets_and_of_files(write: Write) -> None:
+    small = resolve_model("mtp:gen:layers=3,hidden=256,ffn=512")
+    assert resolve_model(small.name) == small and small.num_layers == 1
+    assert small.gemm_params == 2 * 256**2 + 4 * 256**2 + 3 * 256 * 512
+    path = write(LLAMA_8B)
+    assert resolve_model(f"eagle:{path}").name == "eagle-some-model"
+    assert resolve_pair(f"{path}/eagle:{path}")[1].gemm_params == HEADS["eagle:8b"][2]
+
+
+def test_lookup_is_a_draft_without_products() -> None:
+    assert resolve_model("Lookup") is LOOKUP and resolve_pair("8b/lookup")[1] is LOOKUP
+    assert (LOOKUP.gemm_params, LOOKUP.lm_head_params, LOOKUP.kv_bytes_per_token) == (0, 0, 0)
+    assert LOOKUP.num_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eagle:9b", "unknown model '9b'"),
+        ("eagle:", "unknown model 'eagle:'"),
+        ("eagle", "unknown model 'eagle'.*eagle:, mtp:, medusa: or mlp:MODEL"),
+        ("eagle3:8b", "eagle3: allowed: eagle:TARGET, without a number"),
+        ("mtp1:8b", "mtp1: allowed"),
+        ("medusa0:8b", "medusa0: allowed: a number from 1"),
+        ("mlp0:8b", "mlp0: allowed"),
+        ("eagle:medusa:8b", "allowed: eagle on a whole model, not on medusa4-llama-3.1-8b"),
+        ("mlp:lookup", "not on lookup"),
+        ("eagle-8b", "unknown model 'eagle-8b'"),
+        ("medusa4-no-such", "unknown model"),
+    ],
+)
+def test_head_errors_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_model(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_may_begin_like_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "eagle-mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("eagle-mine").head is None
+
+
+def test_only_a_head_may_have_no_layer() -> None:
+    fields: dict[str, Any] = {**vars(PRESETS["toy-draft"]), "num_layers": 0}
+    with pytest.raises(ConfigError, match="num_layers=0: allowed: whole numbers from 1"):
+        ModelShape(**fields)
+    with pytest.raises(ConfigError, match="num_layers=-1: allowed: whole numbers from 0"):
+        ModelShape(**{**vars(LOOKUP), "num_layers": -1})

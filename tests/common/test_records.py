@@ -1,0 +1,157 @@
+"""Raw rows, digests and medians."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.common.records import (
+    RoundRecords,
+    is_stable,
+    median,
+    outcome_digest,
+    percentiles_us,
+    token_digest,
+)
+from mpissd.common.rounds import Outcome, Speculation
+
+K = 2
+Floats = NDArray[np.float64]
+
+
+def add(records: RoundRecords, round_: int, *rows: tuple[int, int, int, int, list[int]]) -> None:
+    """Rows of (id, k, t*, hit, drafts); the source is 1 for a hit and 2 for a miss."""
+    outcomes = [(id_, 0, 0, k, bonus) for id_, k, bonus, _, _ in rows]
+    heads = [(2 - hit, hit, len(d), *d, *[-1] * (K - len(d))) for *_, hit, d in rows]
+    records.add(
+        0.5,
+        Speculation(round_, np.array(heads, np.int32)),
+        Outcome(round_, np.array(outcomes, np.int32)),
+    )
+
+
+@pytest.fixture(params=[1, 2, 512], ids=lambda count: f"{count} in memory")
+def shrinking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RoundRecords:
+    """Two sequences, then one; the rounds of the run begin at 10. Of them some lie on disk."""
+    monkeypatch.setattr("mpissd.common.records.SPILL_ROUNDS", request.param)
+    records = RoundRecords(K)
+    add(records, 10, (7, 2, 90, 0, [1, 2]), (3, 0, 91, 0, [3, 4]))
+    add(records, 11, (7, 1, 92, 1, [5, 6]), (3, 1, 93, 0, [8]))
+    add(records, 12, (3, 0, 94, 1, []))
+    return records
+
+
+def test_rows_name_round_sequence_outcome_and_source(shrinking: RoundRecords) -> None:
+    assert shrinking.sequences().tolist() == [
+        # round, id, epoch, k, t*, source, hit, num_draft
+        [0, 7, 0, 2, 90, 2, 0, 2],
+        [0, 3, 0, 0, 91, 2, 0, 2],
+        [1, 7, 0, 1, 92, 1, 1, 2],
+        [1, 3, 0, 1, 93, 2, 0, 1],
+        [2, 3, 0, 0, 94, 1, 1, 0],
+    ]
+    assert len(shrinking) == 3
+    assert shrinking.num_rows().tolist() == [6, 5, 1]
+
+
+def test_tokens_are_the_accepted_drafts_and_the_bonus(shrinking: RoundRecords) -> None:
+    assert shrinking.tokens() == {7: [1, 2, 90, 5, 92], 3: [91, 8, 93, 94]}
+
+
+def test_nothing_measured_is_an_empty_table() -> None:
+    empty = RoundRecords(K)
+    assert empty.sequences().shape == (0, 8)
+    assert empty.tokens() == {} and len(empty.num_rows()) == 0
+
+
+def test_an_outcome_digest_sees_decisions_and_only_them(shrinking: RoundRecords) -> None:
+    rows = shrinking.sequences()
+    digest = outcome_digest(rows)
+    assert len(digest) == 16 and int(digest, 16) >= 0
+    decided = np.array([[0, 7, 2, 90], [0, 3, 0, 91], [1, 7, 1, 92], [1, 3, 1, 93], [2, 3, 0, 94]])
+    assert digest == hashlib.sha256(decided.astype("<i8").tobytes()).hexdigest()[:16]
+    for column, seen in ((0, True), (1, True), (3, True), (4, True), (5, False), (6, False)):
+        changed = rows.copy()
+        changed[2, column] += 1
+        assert (outcome_digest(changed) != digest) == seen
+    assert outcome_digest(rows[:-1]) != digest
+
+
+def test_a_token_digest_covers_the_first_tokens_of_every_sequence() -> None:
+    digest = token_digest({0: [1, 2, 3], 1: [4, 5]}, 2)
+    assert digest == token_digest({1: [4, 5, 6, 7], 0: [1, 2]}, 2)
+    assert digest != token_digest({0: [1, 2], 1: [4, 6]}, 2)
+    assert digest != token_digest({0: [1, 2], 2: [4, 5]}, 2)
+    assert digest != token_digest({0: [4, 5], 1: [1, 2]}, 2)
+    assert digest != token_digest({0: [1, 2]}, 2)
+
+
+def test_percentiles_are_in_microseconds() -> None:
+    found = percentiles_us([n * 1e-6 for n in range(1, 102)])
+    assert found == {"mean": 51.0, "p50": 51.0, "p90": 91.0, "p99": 100.0, "n": 101}
+    assert percentiles_us([2e-3]) == {"mean": 2e3, "p50": 2e3, "p90": 2e3, "p99": 2e3, "n": 1}
+    assert percentiles_us([]) == {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
+
+
+def test_a_median_is_of_the_numbers_that_are_there() -> None:
+    assert median([math.nan, 3.0, 1.0, math.inf, 2.0]) == 2.0
+    assert median([math.nan]) is None and median([]) is None
+
+
+def test_too_few_rounds_say_nothing_of_stability() -> None:
+    assert is_stable([1.0] * 49, 0.01) is None
+    assert is_stable([1.0] * 50, 0.01) is True
+    assert is_stable([0.0] * 50, 0.01) is True  # a null device
+
+
+def rounds(seed: int, count: int, level_s: float = 1.0, noise: float = 0.01) -> Floats:
+    """Seconds a round with independent noise."""
+    return np.asarray(level_s * (1 + noise * np.random.default_rng(seed).normal(size=count)))
+
+
+@pytest.mark.parametrize("count", [50, 60, 200, 1000])
+def test_what_the_blocks_share_is_stable(count: int) -> None:
+    """A drift of 30%, a step of 2%, a burst, rare outliers: in all blocks alike."""
+    line = np.linspace(1, 1.3, count)
+    late = np.where(np.arange(count) < 0.8 * count, 1.0, 1.02)
+    burst = np.where(np.arange(count) // 10 == 2, 9.0, 1.0)
+    for seconds in (late, burst, np.tile([1.0, 9.0, 1.0], count)[:count]):
+        assert is_stable(seconds.tolist(), 0.01) is True
+    assert is_stable(line.tolist(), 0.03) is True
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 6, 7, 10, 25])
+def test_a_slow_round_now_and_then_is_in_all_blocks(every: int) -> None:
+    """A fifth, say, or a tenth: dealt without the shift, one block would get them all."""
+    seconds = np.where(np.arange(400) % every == 0, 1.5, 1.0)
+    median = float(np.median(seconds))
+    assert median in (1.0, 1.25) and is_stable(seconds.tolist(), 0.01) is True
+
+
+def test_a_median_that_would_not_come_again_is_not_stable() -> None:
+    """Two levels by chance, evenly: a block's median is the one or the other (seeds 0 … 19)."""
+    found = []
+    for seed in range(20):
+        slow = np.random.default_rng(seed).random(200) < 0.5
+        found.append(is_stable(np.where(slow, 1.1, 1.0).tolist(), 0.01))
+    assert found.count(False) >= 18
+
+
+def test_wide_noise_needs_more_rounds() -> None:
+    """Five medians of n rounds spread by 2.3 · 1.25σ/√n: σ = 5% passes 1% from some 2000 rounds on,
+    σ = 1% from some 90, and 10% are enough for all of it."""
+    assert is_stable(rounds(1, 200, noise=0.05).tolist(), 0.01) is False
+    assert is_stable(rounds(1, 20_000, noise=0.05).tolist(), 0.01) is True
+    assert is_stable(rounds(1, 500, noise=0.01).tolist(), 0.01) is True
+    assert is_stable(rounds(1, 200, noise=0.05).tolist(), 0.10) is True
+
+
+def test_stability_is_relative() -> None:
+    seconds = rounds(3, 200, noise=0.05)
+    for scale in (1e-6, 1.0, 1e3):
+        assert is_stable((scale * seconds).tolist(), 0.01) is False
+        assert is_stable((scale * seconds).tolist(), 0.10) is True

@@ -1,0 +1,120 @@
+"""A tape gives back what was appended, from disk and from memory alike."""
+
+from __future__ import annotations
+
+import errno
+import os
+from array import array
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpissd.common import tape as module
+from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
+from mpissd.common.trace import LeadPhase, Ledger
+from tests.needs import needs_linux
+
+Steps = st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=60)
+
+
+@settings(deadline=None)
+@given(Steps, st.data())
+def test_any_part_is_read_as_it_was_written(steps: list[int | None], data: st.DataObject) -> None:
+    """None: what is in memory goes to the file."""
+    tape, whole = Tape("i"), []
+    for step in steps:
+        if step is None:
+            tape.spill()
+        else:
+            tape.append(step)
+            whole.append(step)
+    start = data.draw(st.integers(0, len(whole) + 2))
+    stop = data.draw(st.integers(0, len(whole) + 2))
+    assert tape.read(start, stop).tolist() == whole[start:stop]
+    assert np.asarray(tape).tolist() == tape.read().tolist() == whole and len(tape) == len(whole)
+    assert np.asarray(tape, np.float64).dtype == np.float64 and tape.read().dtype == np.int32
+
+
+def test_bytes_are_numbers_in_their_order() -> None:
+    tape = Tape("d")
+    tape.extend(np.array([1.5, -2.5]).tobytes())
+    tape.spill()
+    tape.append(3.5)
+    assert tape.read().tolist() == [1.5, -2.5, 3.5] and tape.read().dtype == np.float64
+
+
+def test_memory_holds_what_was_not_spilled_and_no_more() -> None:
+    tape = Tape("q")
+    for number in range(5000):
+        tape.append(number)
+        if number % 100 == 99:
+            tape.spill()
+            assert len(tape.tail) == 0 and tape.saved == number + 1
+    assert (tape.read() == np.arange(5000)).all()
+
+
+@needs_linux
+def test_the_file_has_no_name_and_goes_with_the_tape(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with mock.patch("tempfile.tempdir", str(tmp_path)):
+        tape = Tape("q")
+        tape.spill()
+        tape.append(1)
+        tape.spill()
+    assert not list(tmp_path.iterdir())
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 1
+    del tape
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("failing", ["open", "write"])
+def test_a_full_disk_costs_memory_and_nothing_else(failing: str) -> None:
+    tape = Tape("q")
+    for number in (1, 2):
+        tape.append(number)
+    if failing == "open":
+        full = OSError(errno.ENOSPC, "no space left")
+        with mock.patch.object(module, "TemporaryFile", side_effect=full):
+            tape.spill()
+    else:
+        tape.spill()
+        tape._file = mock.Mock(wraps=tape._file)
+        tape._file.write.side_effect = None
+        tape._file.write.return_value = 3  # of 8 bytes
+        tape.append(3)
+        tape.spill()
+    tape.append(4)
+    tape.spill()
+    assert tape.read().tolist() == ([1, 2, 4] if failing == "open" else [1, 2, 3, 4])
+
+
+def test_a_ledger_that_was_spilled_tells_what_one_in_memory_tells() -> None:
+    """Restarts between spills included: marks of no round vanish wherever they lie."""
+    clock = iter(range(1000, 10**9, 7))
+    with mock.patch("mpissd.common.trace.perf_counter_ns", lambda: next(clock)):
+        ledger = Ledger(LeadPhase)
+        want = []
+        for round_ in range(3 * SPILL_ROUNDS):
+            if round_ % 300 == 7:
+                ledger.mark(LeadPhase.SEND)
+                ledger.restart()
+            marks = [LeadPhase.SEND, LeadPhase.SAMPLE, LeadPhase.SEND][: 1 + round_ % 3]
+            for phase in marks:
+                ledger.mark(phase)
+            ledger.close_round(round_, LeadPhase.RECORD)
+            sums = [0] * len(LeadPhase)
+            for phase in (*marks, LeadPhase.RECORD):
+                sums[phase] += 7
+            want.append([round_, 7 * (len(marks) + 1), *sums])
+    assert ledger._tapes[0].saved > 0 and isinstance(ledger._ends, array)
+    assert ledger.table(0, 10**9).tolist() == want
+    middle = slice(SPILL_ROUNDS - 5, LAST + 9)  # over a border
+    assert ledger.table(SPILL_ROUNDS - 5, LAST + 9).tolist() == want[middle]
+    slices = ledger.slices(SPILL_ROUNDS - 5, LAST + 9)
+    assert (np.diff(slices[:, 2]) > 0).all() and (slices[:, 3] - slices[:, 2] == 7).all()
+    assert sorted(set(slices[:, 0].tolist())) == list(range(SPILL_ROUNDS - 5, LAST + 9))
+    assert ledger.table(9, 9).shape == (0, 2 + len(LeadPhase))

@@ -1,0 +1,124 @@
+"""Which all-reduce a set of ranks gets, and when device pointers are kept from MPI. No GPU."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.comm.device_group import Seat, choose, shared_gpu, unique_id
+from mpissd.engine.comm.device_mpi import claims_cuda, scrubbed, trial
+
+APART = [Seat("n1", "0000:01:00.0", True), Seat("n1", "0000:02:00.0", True)]
+OTHER_NODE = [Seat("n1", "0000:01:00.0", True), Seat("n2", "0000:01:00.0", True)]
+TOGETHER = [*APART, Seat("n1", "0000:01:00.0", True)]
+MANY = [Seat("n1", f"0000:0{n}:00.0", True) for n in range(9)]
+NO_NCCL = [APART[0], Seat("n1", "0000:02:00.0", False)]
+
+
+def test_a_seat_survives_the_wire() -> None:
+    seat = Seat("gpu001.cluster", "0000:8A:00.0", True)
+    assert Seat.parse(str(seat)) == seat
+
+
+def test_a_shared_gpu_is_named_with_its_ranks() -> None:
+    assert shared_gpu(TOGETHER) == "ranks 0 and 2 share GPU 0000:01:00.0 of n1"
+    assert shared_gpu(APART) is None
+    assert shared_gpu(OTHER_NODE) is None  # one bus id on two hosts is two GPUs
+
+
+@pytest.mark.parametrize(
+    "choice, seats, cuda_aware, expected",
+    [
+        ("auto", APART, False, "oneshot"),
+        ("auto", NO_NCCL, False, "oneshot"),
+        ("auto", OTHER_NODE, True, "nccl"),
+        ("auto", TOGETHER, False, "staged"),
+        ("oneshot", APART, False, "oneshot"),
+        ("nccl", APART, False, "nccl"),
+        ("staged", TOGETHER, False, "staged"),
+        ("mpi", APART, True, "device"),
+        ("device", NO_NCCL, True, "device"),
+    ],
+)
+def test_choices(choice: str, seats: list[Seat], cuda_aware: bool, expected: str) -> None:
+    assert choose(choice, seats, cuda_aware=cuda_aware) == expected
+
+
+@pytest.mark.parametrize(
+    "choice, seats, message",
+    [
+        ("ncl", APART, "did you mean 'nccl'"),
+        ("oneshot", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: nccl"),
+        ("oneshot", OTHER_NODE, "ranks on 2 hosts; allowed: nccl"),
+        ("oneshot", MANY, "9 ranks, at most 8; allowed: nccl"),
+        ("nccl", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged"),
+        ("nccl", NO_NCCL, "no NCCL on rank 1; allowed: staged"),
+        ("mpi", APART, "only with --cuda_aware_mpi; allowed: nccl, staged"),
+        ("device", APART, "only with --cuda_aware_mpi"),
+    ],
+)
+def test_refusals_take_one_line(choice: str, seats: list[Seat], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        choose(choice, seats, cuda_aware=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seats, expected", [(APART, "nccl"), (NO_NCCL, "staged")])
+def test_auto_does_without_oneshot_where_it_failed(seats: list[Seat], expected: str) -> None:
+    assert choose("auto", seats, cuda_aware=False, oneshot=False) == expected
+
+
+def test_an_nccl_id_suits_each_cupy() -> None:
+    chars = [-128, -1, 0, 1, 127]  # what CuPy 13 gives; CuPy 14 gives the same as bytes
+    identity = np.array([char & 0xFF for char in chars], np.uint8)
+    assert unique_id(identity, "13.6.0") == tuple(chars)
+    assert unique_id(identity, "14.2.0") == bytes([128, 255, 0, 1, 127])
+
+
+def test_the_trial_job_inherits_no_launcher() -> None:
+    kept = {
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "UCX_TLS": "cuda",
+        "OMPI_MCA_btl": "self,sm",
+        "OMPI_MCA_plm_rsh_agent": "",  # without ssh, Open MPI 4 starts nothing unless it is empty
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    launcher = ["OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess", "PMIX_RANK", "PMI_RANK", "PRTE_LAUNCHED"]
+    launcher += ["SLURM_JOB_ID", "HYDI_CONTROL_FD", "OMPI_MCA_orte_hnp_uri"]
+    assert scrubbed({**kept, **dict.fromkeys(launcher, "x")}) == kept
+
+
+def test_cray_says_it_in_the_environment() -> None:
+    assert claims_cuda({"MPICH_GPU_SUPPORT_ENABLED": "1"})
+
+
+def test_no_launcher_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert trial(1.0) == "there is no mpirun to try it with"
+
+
+@pytest.mark.parametrize("code, reason", [("sys.exit(0)", None), ("kill()", "ended 139")])
+def test_a_segfault_in_the_trial_job_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, reason: str | None
+) -> None:
+    fake = tmp_path / "mpirun"  # runs one rank and says how it ended, as launchers do
+    fake.write_text('#!/bin/sh\nshift 2\n"$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    kill = f"import os, sys; kill = lambda: os.kill(os.getpid(), {int(signal.SIGSEGV)})"
+    found = trial(30.0, ["-c", f"{kill}; {code}"])
+    assert found == (reason and f"an exchange between two ranks {reason}")
+
+
+def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert "took over 1 s" in str(trial(1.0, ["-c", "import time; time.sleep(60)"]))

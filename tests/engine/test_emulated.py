@@ -1,0 +1,123 @@
+"""The emulated backend: a forward lasts as modelled, on a queue, and nothing is computed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mpissd.common.presets import resolve_model
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Cost
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.profile import Profile, load_profile
+from mpissd.engine.backend.registry import open_backend
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
+
+WAITER = Waiter(60.0, spin=False)
+FORWARD_S = 0.03
+
+
+def cost(num_products: int) -> Cost:
+    return Cost(1, 0, 0, 0, num_products, 0, 0, 1)
+
+
+@pytest.fixture
+def backend() -> EmulatedBackend:
+    """Every product takes 30 ms."""
+    return EmulatedBackend(
+        Profile("slow", "A slow box", 1e12, 1e12, FORWARD_S, 0.0, None, {}, {}, {})
+    )
+
+
+def never() -> None:
+    raise AssertionError("a body ran")
+
+
+def test_a_forward_is_over_when_its_time_is(backend: EmulatedBackend) -> None:
+    program = backend.program(never, cost(1))
+    start = time.perf_counter()
+    program.launch()
+    assert not program.done() or time.perf_counter() - start >= FORWARD_S
+    program.wait(WAITER)
+    assert time.perf_counter() - start >= FORWARD_S
+    assert program.done() and program.elapsed_s() == FORWARD_S
+
+
+def test_launches_queue_as_on_a_stream(backend: EmulatedBackend) -> None:
+    one, two = backend.program(never, cost(1)), backend.program(never, cost(2))
+    start = time.perf_counter()
+    one.launch()
+    two.launch()  # behind the first
+    one.wait(WAITER)
+    assert time.perf_counter() - start >= FORWARD_S
+    two.wait(WAITER)
+    assert time.perf_counter() - start >= 3 * FORWARD_S
+    assert (one.elapsed_s(), two.elapsed_s()) == (FORWARD_S, 2 * FORWARD_S)
+
+
+def test_synchronize_waits_for_the_queue(backend: EmulatedBackend) -> None:
+    program = backend.program(never, cost(1))
+    start = time.perf_counter()
+    program.launch()
+    backend.synchronize()
+    assert time.perf_counter() - start >= FORWARD_S and program.done()
+
+
+def test_an_idle_queue_starts_at_the_launch(backend: EmulatedBackend) -> None:
+    program = backend.program(never, cost(1))
+    program.launch()
+    program.wait(WAITER)
+    time.sleep(FORWARD_S)
+    start = time.perf_counter()
+    program.launch()
+    program.wait(WAITER)
+    assert time.perf_counter() - start >= FORWARD_S
+
+
+def test_a_wait_sleeps(backend: EmulatedBackend) -> None:
+    program = backend.program(never, cost(10))
+    program.launch()
+    before = time.thread_time()
+    program.wait(WAITER)
+    assert time.thread_time() - before < 0.5 * 10 * FORWARD_S
+
+
+def test_rates_are_the_profile_s() -> None:
+    backend = EmulatedBackend(load_profile("h100"))
+    assert backend.peak_flops() == backend.profile.peak_flops_per_s
+    assert backend.read_bandwidth(1) == backend.profile.read_bytes_per_s
+
+
+def test_null_measures_the_framework_alone() -> None:
+    null = open_backend("emulated", device="null", local_rank=0)
+    program = null.program(never, cost(10**6))
+    program.launch()
+    assert program.done() and program.elapsed_s() == 0.0
+    assert null.read_bandwidth(10**9) is None and null.info.memory_bytes is None
+    assert null.peak_flops() is None
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_70b_steps_on_a_laptop(tp: int) -> None:
+    """Nothing is allocated, and a forward lasts what the profile says of the shard's cost."""
+    profile = load_profile("h100")
+    backend, options = EmulatedBackend(profile), ForwardOptions(lm_head=True, context=4096)
+    shard = Shard(resolve_model("70b"), tp)
+    stepper = Stepper(
+        backend, SoloGroup(tp), shard, options, buckets=[1, 8], num_sequences=1, seed=0
+    )
+    stepper.upload(5, stepper.result[:0])
+    stepper.launch()
+    assert stepper.elapsed_s() == profile.forward_s(shard.cost(8, 1, 2, options))
+    assert stepper.elapsed_s() > profile.forward_s(shard.cost(8, 1, 2, ForwardOptions()))
+    stepper.close()
+
+
+def test_it_says_that_it_is_emulated() -> None:
+    info = EmulatedBackend(load_profile("h200")).info
+    assert info.kind == "emulated" and "emulated" in info.name
+    with pytest.raises(NotImplementedError, match="no numbers"):
+        EmulatedBackend(load_profile("h200")).to_host(None)

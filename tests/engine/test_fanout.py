@@ -1,0 +1,173 @@
+"""Fan-outs: the optimum against exhaustive search, and every way to write one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.theory import accept_probabilities, geometric_miss, miss_probability
+from mpissd.engine.spec.fanout import MAX_BRANCHES, optimal_fan_out, resolve_fan_out
+
+Hazards = st.lists(st.floats(0, 1), min_size=0, max_size=9)
+
+
+def hit_rate(
+    fan_out: tuple[int, ...], hazards: list[float], a: list[float], r: float = 1.0
+) -> float:
+    return 1 - miss_probability(accept_probabilities(hazards), fan_out, a, r)
+
+
+def least_miss(
+    weights: tuple[float, ...], budget: int, a: list[float], r: float | list[float]
+) -> float:
+    """By trying every fan-out within the budget."""
+    choices = itertools.product(range(budget + 1), repeat=len(weights))
+    return min(miss_probability(weights, f, a, r) for f in choices if sum(f) <= budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected", "hits"),
+    [(24, (4, 3, 3, 3, 3, 2, 2, 4), 0.681), (12, (3, 2, 2, 2, 0, 0, 0, 3), 0.468)],
+)
+def test_worked_optima(budget: int, expected: tuple[int, ...], hits: float) -> None:
+    hazards = [0.8] * 7
+    fan_out = resolve_fan_out(f"geometric:{budget}", 7, hazards, 1.0, 1.0)
+    assert fan_out == expected
+    assert hit_rate(fan_out, hazards, [1.0] * 8) == pytest.approx(hits, abs=5e-4)
+
+
+def test_greedy_and_no_zeros_are_worse() -> None:
+    hazards, a = [0.8] * 7, [1.0] * 8
+    assert hit_rate((24, 0, 0, 0, 0, 0, 0, 0), hazards, a) == pytest.approx(0.19, abs=5e-3)
+    without_zeros = resolve_fan_out("geometric:12", 7, hazards, 1.0, 1.0, minimum=1)
+    assert min(without_zeros) == 1 and sum(without_zeros) == 12
+    assert hit_rate(without_zeros, hazards, a) == pytest.approx(0.349, abs=5e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0, 1), min_size=0, max_size=3),
+    st.integers(1, 8),
+    st.lists(st.floats(0.05, 2), min_size=4, max_size=4),
+    st.lists(st.floats(0.2, 3), min_size=4, max_size=4),
+)
+def test_the_optimum_is_what_exhaustive_search_finds(
+    hazards: list[float], budget: int, a: list[float], r: list[float]
+) -> None:
+    """With an A and an r of each k."""
+    weights = accept_probabilities(hazards)
+    a, r = a[: len(weights)], r[: len(weights)]
+    fan_out = optimal_fan_out(weights, budget, a, r)
+    assert sum(fan_out) <= budget and min(fan_out) >= 0
+    found = miss_probability(weights, fan_out, a, r)
+    assert found == pytest.approx(least_miss(weights, budget, a, r), abs=1e-10)
+
+
+@pytest.mark.parametrize("a", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("r", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("alpha", [0.2, 0.8, 0.97])
+def test_the_optimum_on_a_grid(alpha: float, r: float, a: float) -> None:
+    weights = accept_probabilities([alpha] * 3)
+    for budget in (1, 2, 5, 9):
+        fan_out = optimal_fan_out(weights, budget, [a] * 4, r)
+        found = miss_probability(weights, fan_out, [a] * 4, r)
+        assert found == pytest.approx(least_miss(weights, budget, [a] * 4, r), abs=1e-11)
+
+
+@settings(max_examples=60, deadline=None)
+@given(Hazards, st.integers(1, 64), st.floats(0.1, 1.5), st.floats(0.3, 2))
+def test_properties_of_the_optimum(hazards: list[float], budget: int, a: float, r: float) -> None:
+    weights = accept_probabilities(hazards)
+    many = [a] * len(weights)
+    fan_out = optimal_fan_out(weights, budget, many, r)
+    miss = miss_probability(weights, fan_out, many, r)
+    more = optimal_fan_out(weights, budget + 5, many, r)
+    assert miss_probability(weights, more, many, r) <= miss + 1e-10
+    share, extra = divmod(budget, len(weights))
+    even = [share + (k < extra) for k in range(len(weights))]
+    assert miss <= miss_probability(weights, even, many, r) + 1e-10
+    floored = optimal_fan_out(weights, budget, many, r, minimum=share)
+    assert min(floored) >= share and sum(floored) <= budget
+    assert miss_probability(weights, floored, many, r) >= miss - 1e-10
+    assert all(type(f) is int for f in fan_out)
+
+
+@given(st.floats(0.3, 0.95), st.integers(1, 8), st.floats(0.5, 2))
+@settings(max_examples=30, deadline=None)
+def test_rounding_costs_little_and_never_gains(alpha: float, lookahead: int, r: float) -> None:
+    """Theorem 12 bounds the whole numbers from below, and is met closely by a large budget."""
+    budget = 64 * (lookahead + 1)
+    fan_out = resolve_fan_out(f"geometric:{budget}", lookahead, [alpha] * lookahead, 0.5, r)
+    weights = accept_probabilities([alpha] * lookahead)
+    miss = miss_probability(weights, fan_out, [0.5] * (lookahead + 1), r)
+    bound = geometric_miss(alpha, lookahead, budget, r, 0.5)
+    assert bound * (1 - 1e-9) <= miss <= bound * 1.02
+
+
+def test_a_may_depend_on_k() -> None:
+    even = resolve_fan_out("geometric:16", 3, [0.7] * 3, 1.0, 1.0)
+    easy_end = resolve_fan_out("geometric:16", 3, [0.7] * 3, [1.0, 1.0, 1.0, 0.2], 1.0)
+    assert easy_end[3] < even[3]
+    assert sum(easy_end) == sum(even) == 16
+
+
+def test_outcomes_that_cannot_happen_get_nothing() -> None:
+    assert resolve_fan_out("geometric:5", 3, [1.0] * 3, 0.75, 1.0) == (0, 0, 0, 5)
+    assert resolve_fan_out("geometric:5", 3, [0.0] * 3, 0.75, 1.0) == (5, 0, 0, 0)
+    assert resolve_fan_out("geometric:9", 3, [0.5] * 3, 0.0, 1.0) == (1, 1, 1, 1)
+
+
+def test_uniform_and_list() -> None:
+    assert resolve_fan_out("uniform:3", 7, [0.8] * 7, 1.0, 1.0) == (3,) * 8
+    assert resolve_fan_out(" list:4, 0,2 ", 2, [0.8] * 2, 1.0, 1.0) == (4, 0, 2)
+    assert resolve_fan_out("uniform:2", 0, [], 1.0, 1.0) == (2,)
+    assert resolve_fan_out("geometric:6", 0, [], 1.0, 1.0) == (6,)
+
+
+def test_the_largest_plan_is_quick_and_close_to_real_valued() -> None:
+    start = time.perf_counter()
+    fan_out = resolve_fan_out(f"geometric:{MAX_BRANCHES}", 16, [0.8] * 16, 0.75, 1.0)
+    assert time.perf_counter() - start < 5
+    miss = miss_probability(accept_probabilities([0.8] * 16), fan_out, [0.75] * 17, 1.0)
+    assert miss == pytest.approx(geometric_miss(0.8, 16, MAX_BRANCHES, 1.0, 0.75), rel=1e-3)
+    assert math.fsum(fan_out) == MAX_BRANCHES
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("geom:24", "did you mean 'geometric'"),
+        ("3", "allowed: adaptive, geometric, list, tail, uniform"),
+        ("", "unknown fan_out ''"),
+        ("uniform:", "''"),
+        ("uniform:0", "allowed: 1 to"),
+        ("uniform:-3", "'-3'"),
+        ("uniform:2.5", "'2.5'"),
+        ("uniform:99999", "allowed: 1 to 1365"),
+        ("geometric:0", "allowed: 1 to 4096"),
+        ("geometric:4097", "allowed: 1 to 4096"),
+        ("geometric:1e3", "'1e3'"),
+        ("geometric:1", "no candidate hits"),
+        ("list:1,2", "2 values: allowed: lookahead + 1 = 3"),
+        ("list:1,2,3,4", "4 values: allowed: lookahead + 1 = 3"),
+        ("list:0,0,0", "allowed: a sum from 1"),
+        ("list:1,-1,2", "'-1'"),
+        ("list:1,,2", "''"),
+    ],
+)
+def test_errors_name_the_value_and_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_fan_out(text, 2, [0.8] * 2, 1.0, 1.0)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_budget_below_the_minimum_says_how_much_is_needed() -> None:
+    with pytest.raises(ConfigError, match="a budget of 3 or more"):
+        resolve_fan_out("geometric:2", 2, [0.8] * 2, 1.0, 1.0, minimum=1)

@@ -1,0 +1,238 @@
+"""Tables against the laws they tabulate, at any position, and what the laws add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpissd.common.rounds import Batch, Outcome, Request, Source
+from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law, resolve_hit_law
+from mpissd.engine.spec.fanout import lanes_of
+from mpissd.engine.workload.gemm_law import DraftStream, TokenStream, leading
+from tests.oracle import Law
+
+SHORT = 64  # positions of a window, so that some rounds cross several
+
+
+class Pair:
+    """Streams of both sides, their batch, and the law that they tabulate."""
+
+    def __init__(
+        self,
+        lookahead: int,
+        fan_out: Sequence[int],
+        *,
+        batch: int = 1,
+        vocab: int = 1000,
+        seed: int = 0,
+        rates: Sequence[float] = (),
+        fast: float = 0.3,
+        p_hit: float | None = None,
+        hit_a: float | None = None,
+        hit_r: float | None = None,
+        hit_law: str | None = None,
+    ) -> None:
+        self.lookahead, self.fan_out = lookahead, tuple(fan_out)
+        primary = tuple(rates) or (0.8,) * lookahead
+        laws = dict.fromkeys((Source.CACHE, Source.JIT), AcceptanceLaw(primary, ""))
+        laws[Source.FAST] = AcceptanceLaw((fast,) * lookahead, "")
+        hits = resolve_hit_law(p_hit, hit_a, hit_r, hit_law)
+        hazards = {source: law.hazards for source, law in laws.items()}
+        end = None if hits.end_a is None else (hits.end_a, hits.end_r or 0)
+        told = p_hit, hits.hit_a, hits.hit_r, end
+        self.law = Law(seed, vocab, hazards, self.fan_out, *told)
+        self.draft = DraftStream(seed, vocab, batch, laws, hits, max((1, *fan_out)))
+        self.target = TokenStream(seed, vocab, batch, lookahead, SHORT)
+        self.batch = Batch(batch)
+
+    def admit(self, *requests: Request) -> None:
+        self._begin(Outcome.admission(-1, requests))
+
+    def commit(self, ks: Sequence[int]) -> None:
+        """Every sequence goes on by k + 1 tokens."""
+        rows = self.batch.identity.copy()
+        rows[:, 3] = ks
+        self._begin(Outcome(0, rows))
+
+    def _begin(self, outcome: Outcome) -> None:
+        admissions = self.batch.apply(outcome)
+        self.draft.begin_round(self.batch, admissions)
+        self.target.begin_round(self.batch, admissions)
+
+    def places(self) -> list[tuple[int, int]]:
+        """(sequence, committed length) of the batch's rows."""
+        return list(zip(self.batch.ids.tolist(), self.batch.lengths.tolist(), strict=True))
+
+    def candidates(self, source: Source, num_draft: Sequence[int]) -> list[list[list[int]]]:
+        """By batch row and k: F_k ids, in lane order."""
+        served = np.array(num_draft, np.int32)
+        offsets = self.draft.offsets(self.fan_out)
+        ids = self.draft.candidates(np.full(len(served), source, np.int32), served, offsets)
+        ends = np.cumsum(self.fan_out)[:-1]
+        return [[part.tolist() for part in np.split(row, ends)] for row in ids]
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpissd.engine.workload.gemm_law.WINDOW", SHORT)
+
+
+def check_tables(pair: Pair) -> None:
+    """Every number that this round may ask for."""
+    ahead = np.arange(pair.lookahead + 1)
+    want = [[pair.law.true(s, n + j) for j in ahead] for s, n in pair.places()]
+    assert pair.draft.true(ahead).tolist() == pair.target.true(ahead).tolist() == want
+    for source in (Source.CACHE, Source.JIT, Source.FAST):
+        found = pair.draft.drafts(source, ahead)  # [b, K+1, K]
+        for row, (s, n) in zip(found.tolist(), pair.places(), strict=True):
+            for offset, tokens in enumerate(row):
+                assert tokens == pair.law.proposals(s, n + offset, pair.lookahead, source)
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, 9])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_refilled_window_holds_the_same_draws(lookahead: int, batch: int) -> None:
+    """Sequences at different paces, over ten windows, each round checked."""
+    rates = [0.9 - 0.08 * i for i in range(lookahead)]
+    pair = Pair(lookahead, (2,) * (lookahead + 1), batch=batch, rates=rates, seed=3)
+    pair.admit(*[Request(n) for n in range(batch)])
+    paces = np.arange(batch) % (lookahead + 1)
+    paces[-1] = lookahead  # the fastest that there is
+    while pair.batch.lengths.max() < 10 * SHORT:
+        check_tables(pair)
+        pair.commit(paces.tolist())
+
+
+def test_a_slot_taken_again_forgets_its_last_tenant() -> None:
+    pair = Pair(2, (1, 1, 1), batch=2)
+    pair.admit(Request(0), Request(1))
+    for _ in range(40):
+        pair.commit([2, 0])
+    rows = pair.batch.identity.copy()
+    rows[0, 2] = 2  # sequence 0 leaves its slot to sequence 7, which is at its beginning
+    new = Outcome.admission(0, [Request(7)]).rows
+    pair._begin(Outcome(40, np.concatenate([rows, new])))
+    assert pair.places() == [(1, 42), (7, 1)] and set(pair.batch.slots.tolist()) == {0, 1}
+    check_tables(pair)
+
+
+def test_the_same_position_is_the_same_token_for_any_window_and_batch() -> None:
+    tokens = []
+    for batch, window in ((1, 64), (3, 4096)):
+        stream, held = TokenStream(5, 50, batch, 4, window), Batch(batch)
+        requests = [Request(9)] if batch == 1 else [Request(4), Request(9), Request(6)]
+        stream.begin_round(held, held.apply(Outcome.admission(-1, requests)))
+        row = np.array([held.ids.tolist().index(9)])
+        tokens.append(stream.true(np.arange(12), row).tolist())
+    assert tokens[0] == tokens[1]
+
+
+def test_drafts_of_some_rows() -> None:
+    pair = Pair(3, (1,) * 4, batch=3)
+    pair.admit(*[Request(n) for n in range(3)])
+    pair.commit([0, 3, 1])
+    every = pair.draft.drafts(Source.JIT, np.zeros((), np.int64))
+    some = pair.draft.drafts(Source.JIT, np.zeros((), np.int64), np.array([2, 0]))
+    assert some.tolist() == every[[2, 0]].tolist()
+
+
+Fans = st.integers(1, 5).flatmap(
+    lambda k: st.lists(st.integers(0, 4), min_size=k + 1, max_size=k + 1)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(Fans.filter(any), st.integers(0, 5), st.integers(0, 2**32), st.data())
+def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObject) -> None:
+    """Distinct; the true bonus where its rank says and nowhere else; never what was proposed."""
+    lookahead, vocab = len(fan_out) - 1, max(fan_out) + 2 + spare
+    alpha = data.draw(st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+    hits = data.draw(st.sampled_from([None, "power:A=1.2/0.3,r=0.5/1.5"]))
+    rates = [alpha] * lookahead
+    pair = Pair(
+        lookahead, fan_out, batch=2, vocab=vocab, seed=seed, rates=rates, fast=0.5, hit_law=hits
+    )
+    pair.admit(Request(0), Request(5))
+    for _ in range(3):
+        source = data.draw(st.sampled_from([Source.CACHE, Source.JIT, Source.FAST]))
+        num_draft = data.draw(st.lists(st.integers(0, lookahead), min_size=2, max_size=2))
+        found, ks = pair.candidates(source, num_draft), []
+        for rows, (s, n), served in zip(found, pair.places(), num_draft, strict=True):
+            drafts = pair.law.proposals(s, n, served, source)
+            k, bonus = pair.law.judge(s, n, drafts)
+            ks.append(k)
+            for j, ids in enumerate(rows):
+                assert len(ids) == len(set(ids)) == fan_out[j]
+                assert all(0 <= token < vocab for token in ids)
+                assert j >= served or drafts[j] not in ids
+            rank = pair.law.rank(s, n + k, k == served)
+            where = rows[k].index(bonus) + 1 if bonus in rows[k] else math.inf
+            assert where == (rank if rank <= fan_out[k] else math.inf)
+        pair.commit(ks)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["p_hit:0", "p_hit:0.35", "p_hit:1", "power:A=.75,r=1", "power:A=1.2,r=0.5", "smollm2-own"],
+)
+def test_hits_follow_the_hit_law(text: str) -> None:
+    """Seed 11, 8 sequences, 500 rounds; 5 standard deviations: a false alarm in 1.7e6 a check."""
+    fan_out = (4, 1, 3)
+    pair = Pair(2, fan_out, batch=8, seed=11, hit_law=text)
+    pair.admit(*[Request(n) for n in range(8)])
+    tries, hits = np.zeros(3), np.zeros(3)
+    for _ in range(500):
+        found, ks = pair.candidates(Source.JIT, [2] * 8), []
+        for rows, (s, n) in zip(found, pair.places(), strict=True):
+            k, bonus = pair.law.judge(s, n, pair.law.proposals(s, n, 2, Source.JIT))
+            tries[k] += 1
+            hits[k] += bonus in rows[k]
+            ks.append(k)
+        pair.commit(ks)
+    law = named_hit_law(text)
+    for k, fan in enumerate(fan_out):
+        p = law.hit_probability(fan, k == 2)
+        assert abs(hits[k] - tries[k] * p) <= 5 * math.sqrt(tries[k] * p * (1 - p))
+        assert tries[k] > 400
+
+
+def test_acceptance_follows_its_hazards() -> None:
+    """Seed 2, 4,000 rounds of place-dependent rates; 5 standard deviations."""
+    hazards = (0.9, 0.6, 0.3)
+    pair = Pair(3, (1,) * 4, batch=8, rates=hazards, seed=2)
+    pair.admit(*[Request(n) for n in range(8)])
+    reached, accepted = np.zeros(3), np.zeros(3)
+    for _ in range(500):
+        drafts = pair.draft.drafts(Source.JIT, np.zeros((), np.int64))
+        ks = (drafts == pair.target.true(np.arange(3))).cumprod(axis=1).sum(axis=1)
+        for k in ks.tolist():
+            reached[: min(k + 1, 3)] += 1
+            accepted[:k] += 1
+        pair.commit(ks.tolist())
+    for tries, hits, rate in zip(reached, accepted, hazards, strict=True):
+        assert abs(hits - tries * rate) <= 5 * math.sqrt(tries * rate * (1 - rate))
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.data())
+def test_leading_runs_by_hand(lookahead: int, window: int, data: st.DataObject) -> None:
+    if window < lookahead:
+        window = lookahead
+    bits = data.draw(st.lists(st.booleans(), min_size=lookahead * window, max_size=99))
+    table = np.array(bits[: lookahead * window]).reshape(lookahead, window)
+    for p, found in enumerate(leading(table).tolist()):
+        run = 0
+        while run < lookahead and p + run < window and table[run, p + run]:
+            run += 1
+        assert found == run
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+def test_lanes_by_hand(fan_out: list[int]) -> None:
+    k_of, place = lanes_of(fan_out)
+    lanes = [(k, n) for k, count in enumerate(fan_out) for n in range(count)]
+    assert list(zip(k_of.tolist(), place.tolist(), strict=True)) == lanes

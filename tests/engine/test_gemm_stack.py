@@ -1,0 +1,384 @@
+"""The stack of products: T shards add up to one, by any way of issuing it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.common.presets import ModelShape, resolve_model
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import WeightPart
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.model.gemm_stack import GemmStack
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
+
+ROWS, MOST = 5, 8
+GATED = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)  # q is 48 wide, hidden is 24
+PLAIN = ModelShape("plain", 2, 24, 12, 12, 2, 48, False, 96)
+TOKENS = np.array([3, 1024, 128255, 0, 3], np.int32)
+
+
+class ThreadGroup(Group):
+    """T threads that add up by hand: all put their array down, and each takes the sum."""
+
+    name = "threads"
+
+    def __init__(self, size: int, rank: int, table: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(size, rank)
+        self._table, self._barrier = table, barrier
+        self.num_reduces = 0
+
+    def _everyone(self, array: Any) -> list[Any]:
+        self._table[self.rank] = array.copy()
+        self._barrier.wait(60)
+        every = list(self._table)
+        self._barrier.wait(60)
+        return every
+
+    def all_reduce(self, array: Any) -> None:
+        self.num_reduces += 1
+        array[...] = sum(self._everyone(array))
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        gathered[...] = np.concatenate(self._everyone(local))
+
+
+def build(
+    shape: ModelShape, options: ForwardOptions, group: Group, sequences: int = 1
+) -> GemmStack:
+    shard = Shard(shape, group.size, group.rank)
+    return GemmStack(
+        NumpyBackend(), group, shard, options, max_rows=MOST, max_sequences=sequences, seed=7
+    )
+
+
+def forward(stack: GemmStack, rows: int = ROWS) -> GemmStack:
+    stack.buffers.tokens[:rows] = np.resize(TOKENS, rows)
+    stack.body(rows)()
+    return stack
+
+
+def sharded(shape: ModelShape, options: ForwardOptions, tp: int) -> list[GemmStack]:
+    """The stacks of T ranks after one forward, in rank order."""
+    barrier, table = threading.Barrier(tp), [None] * tp
+    stacks = [build(shape, options, ThreadGroup(tp, rank, table, barrier)) for rank in range(tp)]
+    errors: list[BaseException] = []
+
+    def run(stack: GemmStack) -> None:
+        try:
+            forward(stack)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=run, args=(stack,)) for stack in stacks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    return stacks
+
+
+def hidden(stack: GemmStack) -> NDArray[np.float32]:
+    return np.array(stack.buffers.hidden[:ROWS])
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_the_shards_add_up_to_the_whole(tp: int, shape: ModelShape, fuse: bool) -> None:
+    options = ForwardOptions(fuse=fuse)
+    whole = forward(build(shape, options, SoloGroup()))
+    stacks = sharded(shape, options, tp)
+    for stack in stacks:
+        np.testing.assert_allclose(hidden(stack), hidden(whole), rtol=2e-4, atol=2e-5)
+        assert isinstance(stack.group, ThreadGroup)
+        assert stack.group.num_reduces == 2 * shape.num_layers
+        assert stack.buffers.result[:ROWS].tolist() == whole.buffers.result[:ROWS].tolist()
+    # q of all ranks side by side is q of the whole.
+    width = stacks[0].shard.q_width
+    q = np.concatenate([stack.buffers.qkv[:ROWS, :width] for stack in stacks], axis=1)
+    np.testing.assert_allclose(q, whole.buffers.qkv[:ROWS, : shape.q_width], rtol=2e-4, atol=2e-5)
+
+
+def weight(stack: GemmStack, layer: int, which: int, rows: int, columns: int, scale: float) -> Any:
+    """A whole weight: matrices of a layer are numbered q, k, v, o, gate, up, down."""
+    key = stack.weights.key(layer * 7 + which + 1)
+    return stack.backend.weight([WeightPart(key, 0, rows, 0, columns, scale)])
+
+
+@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
+def test_a_forward_by_hand(shape: ModelShape) -> None:
+    """q → o, gate → down, layer by layer; without a gate the FFN is two products."""
+    stack = forward(build(shape, ForwardOptions(), SoloGroup()))
+    x = stack.table[TOKENS % 1024]
+    h, q, ffn = shape.hidden, shape.q_width, shape.ffn
+    for layer in range(shape.num_layers):
+        for which, width in ((0, q), (4, ffn)):
+            x = x @ weight(stack, layer, which, h, width, h**-0.5)
+            x = x @ weight(stack, layer, {0: 3, 4: 6}[which], width, h, width**-0.5)
+    np.testing.assert_allclose(hidden(stack), x, rtol=2e-4, atol=2e-5)
+    products = [len(layer.qkv) + 1 + len(layer.gate_up) + 1 for layer in stack.layers]
+    assert products == [shape.gemms_per_layer] * shape.num_layers
+    assert stack.buffers.gate_up.shape[1] == (2 if shape.gated else 1) * ffn
+
+
+@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
+def test_fused_products_are_the_same_numbers(shape: ModelShape) -> None:
+    loose = forward(build(shape, ForwardOptions(), SoloGroup()))
+    fused = forward(build(shape, ForwardOptions(fuse=True), SoloGroup()))
+    assert all(len(layer.qkv) == len(layer.gate_up) == 1 for layer in fused.layers)
+    for name in ("hidden", "middle", "qkv", "gate_up"):  # k, v and up too, which nothing reads
+        got, want = getattr(fused.buffers, name), getattr(loose.buffers, name)
+        np.testing.assert_allclose(got[:ROWS], want[:ROWS], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
+def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse: bool) -> None:
+    options = ForwardOptions(fuse=fuse, lm_head=True, top_k=3)
+    stack = build(shape, options, SoloGroup())
+    names = ("hidden", "middle", "qkv", "gate_up", "logits", "top_values")
+    buffers = [getattr(stack.buffers, name) for name in names]
+    assert all(np.isnan(buffer).all() for buffer in buffers)
+    forward(stack)
+    for name, buffer in zip(names, buffers, strict=True):
+        assert np.isfinite(buffer[:ROWS]).all(), name
+        assert np.isnan(buffer[ROWS:]).all(), name
+    assert (stack.buffers.top_ids[:ROWS] >= 0).all() and (stack.buffers.top_ids[ROWS:] == -1).all()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> None:
+    """Each rank gathers every rank's k best, ids counted within the shard, rank by rank."""
+    options = ForwardOptions(lm_head=True, top_k=k)
+    whole = forward(build(GATED, options, SoloGroup()))
+    assert whole.buffers.logits is not None
+    logits = np.sort(whole.buffers.logits[:ROWS], axis=1)
+    assert (np.diff(logits[:, -k - 1 :], axis=1) > 1e-4).all(), "a tie: choose another seed"
+    stacks = sharded(GATED, options, tp) if tp > 1 else [whole]
+    want_ids, want_values = whole.buffers.top_ids[:ROWS], whole.buffers.top_values[:ROWS]
+    for stack in stacks:
+        buffers = stack.buffers
+        ids, values = buffers.top_ids[:ROWS], buffers.top_values[:ROWS]
+        if tp > 1:
+            shards = np.arange(tp).repeat(ROWS)[:, None] * stack.shard.vocab
+            ids = (buffers.all_ids[: tp * ROWS] + shards).reshape(tp, ROWS, k)
+            ids = ids.transpose(1, 0, 2).reshape(ROWS, -1)
+            values = buffers.all_values[: tp * ROWS].reshape(tp, ROWS, k)
+            values = values.transpose(1, 0, 2).reshape(ROWS, -1)
+        order = np.argsort(-values, axis=1, kind="stable")[:, :k]
+        assert np.array_equal(np.take_along_axis(ids, order, axis=1), want_ids)
+        got = np.take_along_axis(values, order, axis=1)
+        np.testing.assert_allclose(got, want_values, rtol=2e-4, atol=2e-5)
+        told = stack.buffers.result[: tp * ROWS * k]
+        assert np.array_equal(told, np.ravel(buffers.all_ids if tp > 1 else ids)[: len(told)])
+
+
+def test_deep_stacks_neither_vanish_nor_overflow() -> None:
+    deep = ModelShape("deep", 80, 64, 8, 4, 8, 128, True, 64)
+    stack = forward(build(deep, ForwardOptions(), SoloGroup()))
+    assert 1e-2 < float(np.abs(hidden(stack)).mean()) < 1e2
+
+
+def test_equal_tokens_are_equal_rows_and_others_are_not() -> None:
+    rows = hidden(forward(build(GATED, ForwardOptions(), SoloGroup())))
+    np.testing.assert_allclose(rows[0], rows[4], rtol=1e-5)
+    assert np.abs(rows[0] - rows[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("own_tokens", [1, 4])
+def test_what_is_read_of_a_context_is_what_is_counted(
+    own_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer: the prefix of every sequence, and every row's own tokens, within the buffer."""
+    reads: list[int] = []
+    sizes: list[int] = []
+
+    def read(self: NumpyBackend, num_bytes: int) -> Callable[[int], None]:
+        sizes.append(num_bytes)
+        return reads.append
+
+    monkeypatch.setattr(NumpyBackend, "read", read)
+    options = ForwardOptions(context=10, own_tokens=own_tokens)
+    stack = build(GATED, options, SoloGroup(), sequences=3)
+    forward(stack)
+    rows = len(TOKENS)
+    layer = (3 * 10 + rows * own_tokens) * 2 * GATED.kv_width * 2
+    assert reads == [layer] * GATED.num_layers and max(reads) <= min(sizes)
+    assert sum(reads) == stack.shard.cost(rows, 3, 4, options).kv_bytes
+    stack.body(1)()
+    assert reads[-1] == layer - (rows - 1) * own_tokens * 2 * GATED.kv_width * 2
+
+
+class TestStepper:
+    def make(self, *buckets: int) -> Stepper:
+        return Stepper(
+            NumpyBackend(),
+            SoloGroup(),
+            Shard(GATED),
+            ForwardOptions(),
+            buckets=buckets,
+            num_sequences=1,
+            seed=7,
+        )
+
+    def test_rows_take_the_smallest_program_that_holds_them(self) -> None:
+        stepper = self.make(8, 1, 4, 4)
+        assert stepper.buckets == [1, 4, 8]
+        assert [stepper.bucket(rows) for rows in range(9)] == [1, 1, 4, 4, 4, 8, 8, 8, 8]
+        with pytest.raises(AssertionError, match="9 rows, the largest bucket is 8"):
+            stepper.bucket(9)
+
+    @pytest.mark.parametrize("rows", [1, 3, 5, 8])
+    def test_a_padded_forward_is_the_same_forward(self, rows: int) -> None:
+        stepper, tokens = self.make(1, 4, 8), np.resize(TOKENS, rows)
+        stepper.upload(rows, tokens)
+        stepper.launch()
+        stepper.wait(Waiter(60.0, spin=False))
+        assert stepper.done() and stepper.elapsed_s() > 0
+        whole = forward(build(GATED, ForwardOptions(), SoloGroup()), rows)
+        assert stepper.result[:rows].tolist() == whole.buffers.result[:rows].tolist()
+        got, want = stepper.stack.buffers.hidden[:rows], whole.buffers.hidden[:rows]
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+    def test_a_seed_makes_a_model(self) -> None:
+        def table(seed: int) -> Any:
+            stepper = Stepper(
+                NumpyBackend(),
+                SoloGroup(),
+                Shard(GATED),
+                ForwardOptions(),
+                buckets=[1],
+                num_sequences=1,
+                seed=seed,
+            )
+            return stepper.stack.layers[0].o
+
+        assert np.array_equal(table(1), table(1)) and not np.array_equal(table(1), table(2))
+
+
+SMALL = "gen:layers=3,hidden=24,ffn=36,heads=12,head_dim=4,vocab=96"  # q is 48 wide, as of GATED
+KINDS = ("eagle", "mtp", "medusa3", "mlp16", "mlp")
+BUFFERS = ("entry", "hidden", "middle", "qkv", "gate_up", "states", "logits", "top_values")
+
+
+def headed(kind: str, options: ForwardOptions) -> GemmStack:
+    return build(resolve_model(f"{kind}:{SMALL}"), options, SoloGroup())
+
+
+class Recorded:
+    """The (in, out) of every product that a stack issues, and the weights it read."""
+
+    def __init__(self, stack: GemmStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[tuple[int, int]] = []
+        self.read: list[int] = []
+        multiply = stack.backend.matmul
+
+        def matmul(x: Any, weight: Any, out: Any) -> None:
+            assert x.shape[1] == weight.shape[0] and np.isfinite(x).all()
+            self.sizes.append(weight.shape)
+            self.read.append(id(weight))
+            multiply(x, weight, out)
+
+        monkeypatch.setattr(stack.backend, "matmul", matmul)
+
+
+def every_weight(stack: GemmStack) -> list[Any]:
+    layers = [w for n in stack.layers for w in (*n.qkv, n.o, *n.gate_up, n.down)]
+    return [*stack.fusion, *layers, *stack.heads, *stack.lm_heads]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_sized_draft_issues_the_products_that_it_is_charged_for(
+    kind: str, lm_head: bool, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ForwardOptions(fuse=fuse, lm_head=lm_head)
+    stack = headed(kind, options)
+    recorded = Recorded(stack, monkeypatch)
+    forward(stack)
+    assert sorted(recorded.sizes) == sorted(stack.shard.products(options))
+    assert len(recorded.sizes) == stack.shard.num_products(options)
+    assert sorted(recorded.read) == sorted(id(weight) for weight in every_weight(stack))
+    assert sum(w.size for w in every_weight(stack)) == stack.shard.num_params(options)
+
+
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_sized_draft_writes_all_that_it_should_and_no_more(kind: str, lm_head: bool) -> None:
+    stack = headed(kind, ForwardOptions(lm_head=lm_head, top_k=2))
+    stack.buffers.result[:] = -7
+    forward(stack)
+    layers = stack.shard.shape.num_layers
+    for name in BUFFERS:
+        buffer = getattr(stack.buffers, name)
+        written = name not in ("middle", "qkv", "gate_up") or layers
+        if buffer is not None:
+            assert np.isfinite(buffer[:ROWS]).all() == bool(written), name
+            assert np.isnan(buffer[ROWS:]).all(), name
+    outputs = max(1, len(stack.heads))
+    assert (stack.buffers.result[: outputs * ROWS * 2] >= 0).all()
+    assert (stack.buffers.result[outputs * ROWS * 2 :] == -7).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_a_head_sized_draft_decides(kind: str) -> None:
+    """k, v and up apart, which nothing reads: a weight that is zeroed changes what is read out."""
+    options = ForwardOptions(lm_head=True)
+    want = forward(headed(kind, options)).buffers.result.copy()
+    unread = {1, 2, 5} if resolve_model(f"{kind}:{SMALL}").num_layers else set()
+    fused = len(headed(kind, options).fusion)
+    for n in range(len(every_weight(headed(kind, options)))):
+        stack = headed(kind, options)
+        every_weight(stack)[n][...] = 0
+        same = np.array_equal(forward(stack).buffers.result, want)
+        assert same == (n - fused in unread), n
+
+
+def test_eagle_by_hand() -> None:
+    """A token's row is two vectors side by side, fused to one; then a layer, then the LM head."""
+    stack = forward(headed("eagle", ForwardOptions(lm_head=True)))
+    assert stack.table.shape[1] == 48
+    (fusion,), (layer,), (lm_head,) = stack.fusion, stack.layers, stack.lm_heads
+    x = stack.table[TOKENS % 1024] @ fusion
+    x = x @ layer.qkv[0] @ layer.o @ layer.gate_up[0] @ layer.down
+    np.testing.assert_allclose(hidden(stack), x, rtol=2e-4, atol=2e-5)
+    assert stack.buffers.result[:ROWS].tolist() == (x @ lm_head).argmax(axis=1).tolist()
+    assert 0.3 < float(np.std(x)) < 3  # scales keep the variance
+
+
+@pytest.mark.parametrize("kind", ["medusa3", "mlp16"])
+@pytest.mark.parametrize("lm_head", [False, True])
+def test_heads_side_by_side_by_hand(kind: str, lm_head: bool) -> None:
+    """Each head stands on the same hidden vector, and is read out on its own, one by one."""
+    stack = forward(headed(kind, ForwardOptions(lm_head=lm_head)))
+    x = stack.table[TOKENS % 1024]
+    states = [x @ weight for weight in stack.heads]
+    np.testing.assert_allclose(
+        stack.buffers.states[:ROWS], np.concatenate(states, axis=1), rtol=2e-4, atol=2e-5
+    )
+    scores = states
+    if lm_head:
+        scores = [s @ w for s, w in zip(states, stack.lm_heads, strict=True)]
+    want = [token for score in scores for token in score.argmax(axis=1).tolist()]
+    assert stack.buffers.result[: len(want)].tolist() == want
+    assert len({tuple(w.ravel()[:5]) for w in stack.heads}) == len(stack.heads)
+
+
+def test_a_lookup_has_no_weight_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = build(resolve_model("lookup"), ForwardOptions(lm_head=True), SoloGroup())
+    recorded = Recorded(stack, monkeypatch)
+    forward(stack)
+    assert recorded.sizes == [] and every_weight(stack) == []

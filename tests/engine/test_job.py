@@ -1,0 +1,179 @@
+"""A configuration, resolved for T ranks: shapes, laws, bytes and row counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
+from mpissd.engine.job import Job, buckets, resolve
+
+GB = 10**9
+TINY = "gen:layers=1,hidden=8,ffn=8,heads=2"
+
+
+def job(tp: int = 1, backend: str = "numpy", memory: int | None = None, **flags: Any) -> Job:
+    return resolve(RunConfig(**flags), tp, backend=backend, memory_bytes=memory)
+
+
+def test_the_default_pair_is_the_largest_that_fits() -> None:
+    def name(memory: int | None, tp: int = 1, **flags: Any) -> str:
+        return job(tp, "cupy", memory, **flags).target.name
+
+    assert name(None) == name(150 * GB) == "llama-3.1-70b"
+    assert name(80 * GB) == name(32 * GB) == "llama-3.1-8b"
+    assert name(80 * GB, tp=2) == "llama-3.1-70b"
+    assert name(10 * GB) == "toy-target"
+    assert name(30 * GB, num_layers=8) == "llama-3.1-70b@8L"
+    assert job(1, "numpy", 150 * GB).target.name == "toy-target"
+    with pytest.raises(ConfigError, match="tp=3"):
+        name(150 * GB, tp=3)
+
+
+def test_ar_has_no_draft_and_drafts_nothing() -> None:
+    ar = job(2, mode="ar", pair="toy", lookahead=7)
+    assert (ar.draft, ar.lookahead, ar.fan_out, ar.verify_rows) == (None, 0, (), 1)
+    assert (ar.world_size, ar.inline) == (2, False)
+    assert ar.rank_bytes(4)[1] == 0
+
+
+def test_sd_keeps_no_candidates_and_ssd_does() -> None:
+    assert job(mode="sd", fan_out="uniform:3").fan_out == ()
+    assert job(mode="ssd", lookahead=2).fan_out == (3, 3, 3)
+    assert job(mode="ssd", lookahead=2, fan_out="list:0,2,1").fan_out == (0, 2, 1)
+    inline = job(mode="sd", num_drafts=0)
+    assert inline.inline and inline.world_size == 1
+    assert not job(mode="sd").inline and job(mode="sd").world_size == 2
+
+
+def test_imposed_hits_leave_every_outcome_a_candidate() -> None:
+    flags: dict[str, Any] = {"lookahead": 7, "fan_out": "geometric:12"}
+    assert 0 in job(**flags, hit_a=1.0).fan_out
+    assert min(job(**flags, p_hit=0.9).fan_out) == 1
+    assert 0 in job(**flags, hit_a=1.0, hit_r=1.0).fan_out
+    assert job(lookahead=1, fan_out="list:0,2", p_hit=0.0).fan_out == (0, 2)
+    with pytest.raises(ConfigError, match="every F_k from 1"):
+        job(lookahead=1, fan_out="list:0,2", p_hit=0.1)
+
+
+def test_misses_and_hits_share_a_law_and_the_fast_backup_has_its_own() -> None:
+    laws = job(mode="sd", alpha=0.9, lookahead=2).acceptance
+    assert laws[Source.CACHE] == laws[Source.JIT]
+    assert laws[Source.JIT].hazards == (0.9, 0.9) and laws[Source.FAST].hazards == (0.3, 0.3)
+    rates = job(acceptance="rates:.9,.5", lookahead=2, acceptance_fast="0")
+    assert rates.acceptance[Source.CACHE].hazards == (0.9, 0.5)
+    assert rates.acceptance[Source.FAST].hazards == (0.0, 0.0)
+
+
+def test_the_backup_drafts_k_unless_told() -> None:
+    assert job(lookahead=6).backup_lookahead == 6
+    assert job(lookahead=6, backup_lookahead=2).backup_lookahead == 2
+
+
+@pytest.mark.parametrize(
+    ("tp", "flags", "message"),
+    [
+        (3, {"pair": "toy"}, "num_heads=8 is not divisible by tp=3; allowed for it: 1, 2, 4, 8"),
+        (8, {"pair": "toy"}, "num_kv_heads=4 is not divisible by tp=8"),
+        (8, {"pair": "8b/1b", "num_layers": 0}, "num_layers=0"),
+        (
+            2,
+            {"target": f"{TINY},vocab=9", "mode": "ar", "lm_head": True},
+            "vocab_size=9 % tp=2",
+        ),
+        (1, {"pair": "toy", "fan_out": "uniform:4096"}, "4096: allowed: 1 to"),
+        (1, {"pair": "toy", "lookahead": 1, "fan_out": "list:1,4096"}, "a sum from 1 to 4096"),
+        (
+            1,
+            {"target": f"{TINY},vocab=4", "draft": "toy-draft"},
+            "at most vocab_size - 2 = 2",
+        ),
+    ],
+)
+def test_refusals(tp: int, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        job(tp, **flags)
+
+
+def test_too_little_memory_names_what_is_needed_and_what_is_there() -> None:
+    for memory, fits in ((19 * GB, True), (16 * GB, True), (15 * GB, False), (14 * GB, False)):
+        if fits:
+            assert job(1, "cupy", memory, pair="8b/1b")
+        else:
+            with pytest.raises(ConfigError, match=r"needs 14.0 GB a rank .* has 1[45].0 GB"):
+                job(1, "cupy", memory, pair="8b/1b")
+
+
+def test_the_draft_has_a_device_of_its_own() -> None:
+    config = RunConfig(pair="8b/1b", mode="sd")
+    sizes = {"memory_bytes": 20 * GB, "draft_memory_bytes": 2 * GB}
+    with pytest.raises(ConfigError, match=r"llama-3.2-1b needs 1.9 GB"):
+        resolve(config, 1, backend="cupy", **sizes)
+    inline = RunConfig(pair="8b/1b", mode="sd", num_drafts=0)
+    assert resolve(inline, 1, backend="cupy", **sizes).rank_bytes(2)[1] == 0
+    target, draft = resolve(config, 1, backend="cupy", memory_bytes=None).rank_bytes(2)
+    together, none = resolve(inline, 1, backend="cupy", memory_bytes=None).rank_bytes(2)
+    assert (together, none) == (target + draft, 0)
+
+
+def test_a_context_takes_memory() -> None:
+    """KV: 131,072 B a token of the 8B, per sequence, and what the rows of the largest forward read
+    for themselves: 15 of them a token each, and 45 lanes 3 tokens of K = 4."""
+    bare = job(1, "cupy", pair="8b/1b").rank_bytes(2)
+    deep = job(1, "cupy", pair="8b/1b", context=1000, batch_size=3).rank_bytes(2)
+    assert deep[0] - bare[0] == (3 * 1000 + 15) * 131_072
+    assert deep[1] - bare[1] == (3 * 1000 + 45 * 3) * 32_768
+
+
+@given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 900))
+def test_buckets_hold_every_row_count(batch: int, verify: int, growth: int) -> None:
+    found = buckets(batch, verify, growth)
+    assert found == sorted(set(found)) and found[0] >= 1
+    assert {batch, verify, growth} <= set(found)
+    assert found[-1] == max(batch, verify, growth)
+    assert all(b <= 2 * a for a, b in pairwise(found))  # never twice the rows
+
+
+@pytest.mark.parametrize("flags", [{}, {"batch_size": 3, "lookahead": 1}, {"batch_size": 64}])
+def test_rows_that_occur_fit_the_largest_bucket(flags: dict[str, Any]) -> None:
+    ssd = job(pair="toy", fan_out="list:1,4" if flags.get("lookahead") else "uniform:5", **flags)
+    batch, width = ssd.config.batch_size, ssd.lookahead + 1
+    assert ssd.verify_rows == batch * width
+    assert ssd.target_buckets()[-1] == batch * width
+    assert ssd.draft_buckets()[-1] == max(batch * width, batch * sum(ssd.fan_out))
+
+
+def test_a_draft_with_a_head_reads_out_the_candidates_it_may_need() -> None:
+    assert job(pair="toy", lookahead=2, fan_out="list:1,7,2").draft_options.top_k == 1
+    deep = job(pair="toy", lookahead=2, fan_out="list:1,7,2", lm_head=True)
+    assert deep.draft_options.top_k == 8 and deep.options.top_k == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mode": "sd", "fan_out": "garbage"}, "unknown fan_out 'garbage'"),
+        ({"lm_head": True, "fan_out": "adaptive:100"}, "100 a row: allowed: at most 63"),
+        ({"fan_out": "adaptive:5000"}, "5000: allowed: 1 to 4096"),
+    ],
+)
+def test_lists_are_judged_whether_they_are_used_or_not(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(RunConfig(pair="8b/1b", **flags), 1, backend="emulated", memory_bytes=None)
+
+
+def test_rows_of_proposals_have_to_fit_a_message() -> None:
+    config = RunConfig(
+        pair="8b/1b", workload="markov", vocab=50000, batch_size=4096, lookahead=16, temperature=1.0
+    )
+    with pytest.raises(ConfigError, match="GB of sampled rows a round"):
+        resolve(config, 1, backend="emulated", memory_bytes=None)
+    greedy = replace(config, temperature=0.0)  # certain tokens have no rows
+    assert resolve(greedy, 1, backend="emulated", memory_bytes=None).laws is not None

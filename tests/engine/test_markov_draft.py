@@ -1,0 +1,120 @@
+"""The markov draft worker: which outcomes it grows for, and what its tokens are drawn from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpissd.common.rounds import Batch, Outcome, Source, Speculation
+from mpissd.engine.spec import sampling
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.markov_draft import MarkovDraftWorker
+from mpissd.engine.workload.markov_laws import MarkovLaws
+from mpissd.engine.workload.markov_model import MarkovModel
+from mpissd.engine.workload.sampled import SampledRollout
+from tests.loop.harness import CountingForwards
+
+K, V = 3, 30
+FANS = FanOuts(after_hit=(2, 1, 0, 4), after_miss=(3, 3, 1, 2))
+MODEL = MarkovModel(V, 2, 8, 0.4)
+LAWS = MarkovLaws(MarkovModel(V, 2, 8), MODEL, 0.8, seed=3, saguaro_c=0.25, prompt_tokens=2)
+SERVED = [[7, 1, 4], [22, 9, 9]]
+
+
+def begun(num_draft: int = K) -> tuple[MarkovDraftWorker, Batch, Speculation]:
+    """Two sequences that were served their first speculation: one a hit, one not."""
+    worker, batch = MarkovDraftWorker(CountingForwards(), LAWS, K, FANS), Batch(2)
+    admissions = batch.apply(Outcome.admission(-1, LAWS.requests(0, 2)))
+    worker.begin_round(batch, admissions)
+    speculation = Speculation.empty(0, 2, K, sampled=True)
+    speculation.rows[:, :3] = [[Source.CACHE, 1, num_draft], [Source.JIT, 0, num_draft]]
+    speculation.tokens[:] = SERVED
+    worker.served(batch, speculation)
+    return worker, batch, speculation
+
+
+def behind(row: int, k: int) -> list[int]:
+    return [*LAWS.prompt(row), *SERVED[row][:k]]
+
+
+@pytest.mark.parametrize("num_draft", range(K + 1))
+def test_candidates_are_the_draft_s_likeliest_but_what_was_served(num_draft: int) -> None:
+    """Behind the last served token nothing was proposed, so nothing is left out."""
+    worker, batch, speculation = begun(num_draft)
+    branches = worker.branches(batch, speculation, FANS)
+    want = []
+    for row, fans in enumerate((FANS.after_hit, FANS.after_miss)):
+        for k in range(num_draft + 1):
+            logits = MODEL.logits(MODEL.context(behind(row, k)))
+            order: list[int] = np.argsort(-logits, kind="stable").tolist()
+            if k < num_draft:
+                order.remove(SERVED[row][k])
+            want += [(row, k, place, token) for place, token in enumerate(order[: fans[k]])]
+    rollout = branches.rollout
+    columns = (branches.lanes.rows, branches.lanes.k, branches.lanes.place, rollout.first)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == want
+
+
+def grow(worker: MarkovDraftWorker, rollout: SampledRollout) -> None:
+    for _ in range(K):
+        worker.launch_step([rollout])
+        worker.collect_step([rollout])
+
+
+def check_rows(rollout: SampledRollout, starts: list[list[int]], fans: tuple[int, ...]) -> None:
+    """Each token is of σ_{F,C} of its context, F the candidates that its place will have."""
+    assert rollout.q is not None
+    for lane, start in enumerate(starts):
+        tokens = rollout.tokens[lane].tolist()
+        for place, row in enumerate(rollout.proposals(lane)):
+            logits = MODEL.logits(MODEL.context([*start, *tokens[:place]]))
+            damped = sampling.probabilities(logits, 0.8, fans[place], 0.25)
+            assert row.tobytes() == damped.astype(np.float32).tobytes()
+            assert rollout.q[lane, place] == sampling.recorded(row)[tokens[place]]
+        assert len(rollout.proposals(lane)) == K
+
+
+def test_branches_draw_from_what_a_hit_will_keep() -> None:
+    worker, batch, speculation = begun()
+    branches = worker.branches(batch, speculation, FANS)
+    rollout = branches.rollout
+    assert isinstance(rollout, SampledRollout)
+    grow(worker, rollout)
+    lanes = zip(
+        branches.lanes.rows.tolist(), branches.lanes.k.tolist(), rollout.first.tolist(), strict=True
+    )
+    starts = [[*behind(row, k), token] for row, k, token in lanes]
+    check_rows(rollout, starts, FANS.after_hit)
+    chosen = [len(starts) - 1, 0, 5]
+    kept = [(rollout.tokens[n].tolist(), rollout.proposals(n)) for n in chosen]
+    rollout.keep(chosen, [1, 0, 1])
+    for lane, (tokens, proposals) in enumerate(kept):
+        assert rollout.tokens[lane].tolist() == tokens and rollout.proposals(lane) == proposals
+    check_rows(rollout, [starts[n] for n in chosen], FANS.after_hit)
+
+
+def test_a_backup_draws_from_what_a_miss_will_keep() -> None:
+    worker, batch, _ = begun()
+    rows = np.array([[0, 0, 0, 2, 11], [1, 0, 0, 0, 5]], np.int32)
+    worker.begin_round(batch, batch.apply(Outcome(0, rows)))
+    rollout = worker.restart(batch, [1, 0], Source.JIT)
+    assert isinstance(rollout, SampledRollout)
+    assert (rollout.rows.tolist(), rollout.first.tolist()) == ([1, 0], [5, 11])
+    grow(worker, rollout)
+    check_rows(rollout, [[*behind(1, 0), 5], [*behind(0, 2), 11]], FANS.after_miss)
+
+
+def test_a_fast_backup_looks_its_tokens_up() -> None:
+    """In what the sequence holds, prompt included; what is missing is the likeliest of all."""
+    worker, batch, _ = begun()
+    first, second = LAWS.prompt(0)
+    for round_, tokens in enumerate([[first, second, 8], [6, 6, 6], [2, 3, first]]):
+        rows = np.array([[0, 0, 0, 2, tokens[2]], [1, 0, 0, 0, 20 + round_]], np.int32)
+        speculation = Speculation.empty(round_, 2, K, sampled=True)
+        speculation.rows[:, 2], speculation.tokens[0] = (3, 0), (*tokens[:2], 0)
+        worker.served(batch, speculation)
+        worker.begin_round(batch, batch.apply(Outcome(round_, rows)))
+    rollout = worker.restart(batch, [0, 1], Source.FAST)
+    assert rollout.tokens[0].tolist() == [second, 8, 6]
+    assert rollout.tokens[1].tolist() == [MODEL.likeliest] * K
+    assert rollout.q is not None and (rollout.q == 1).all() and rollout.proposals(0) == []

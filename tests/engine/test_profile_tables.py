@@ -1,0 +1,293 @@
+"""Measured tables of a profile: between and behind their points, whose forward, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import resolve_model
+from mpissd.engine.backend.base import ForwardKey
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.profile import Profile, load_profile
+from mpissd.engine.backend.profile_tables import Curve, Launch, Tables
+from mpissd.engine.job import resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
+
+SHARD, OPTIONS = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True)
+SECONDS = {"1": 1e-3, "8": 1.1e-3, "64": 1.5e-3}
+
+
+def forward(shard: Shard = SHARD, options: ForwardOptions = OPTIONS, **changes: Any) -> Any:
+    identity = vars(shard.key(1, options)) | {"params": shard.num_params(options)}
+    return {**identity, "from": "measured: here", "seconds": SECONDS, **changes}
+
+
+def host(mode: str = "ssd", num_drafts: int = 1, **changes: Any) -> Any:
+    where = {"mode": mode, "num_drafts": num_drafts, "tp": 1, "batch_size": 1, "lookahead": 4}
+    return {**where, "from": "measured: here", "seconds": HostCosts().to_dict(), **changes}
+
+
+GOOD: dict[str, Any] = {
+    "schema": 1,
+    "kind": "device",
+    "name": "box",
+    "device_name": "A box",
+    "numbers": {
+        "read_bytes_per_s": {"value": 1e12, "from": "measured"},
+        "peak_flops_per_s": {"value": 1e14, "from": "measured"},
+        "product_overhead_s": {"value": 5e-6, "from": "measured"},
+        "launch_s": {"value": 1e-6, "from": "measured"},
+        "memory_bytes": {"value": None, "from": "measured"},
+    },
+    "all_reduce": {"from": "not known", "latency_s": None, "bytes_per_s": None},
+    "tables": {
+        "bandwidths": [{"rank": 0, "bytes": 8, "from": "m", "read_bytes_per_s": 1e12}],
+        "forwards": [forward()],
+        "products": [{"k": 4, "n": 8, "from": "m", "seconds": {"1": 1e-6, "2": 2e-6}}],
+        "all_reduces": [
+            {"name": "nccl", "ranks": 2, "graph": True, "from": "m", "seconds": {"8": 5e-6}}
+        ],
+        "links": [{"name": "mpi", "idle_s": 0.005, "from": "m", "seconds": {"64": 4e-6}}],
+        "copies": [{"direction": "out", "from": "m", "seconds": {"64": 7e-6}}],
+        "launches": [{"what": "empty", "from": "m", "host_s": 2e-6, "device_s": 1e-6}],
+    },
+}
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Any:
+    """Loads GOOD with one value replaced: box("tables/forwards/0/params", 3)."""
+
+    def load(path: str = "", value: Any = None) -> Profile:
+        data = copy.deepcopy(GOOD)
+        at, keys = data, [int(k) if k.isdigit() else k for k in path.split("/")]
+        for key in keys[:-1]:
+            at = at[key]
+        if path:
+            at[keys[-1]] = value  # type: ignore[index]
+        file = tmp_path / "box.json"
+        file.write_text(json.dumps(data))
+        return load_profile(str(file))
+
+    return load
+
+
+def test_a_curve_is_exact_at_its_points_straight_between_and_goes_on_behind() -> None:
+    curve = Curve((2, 4, 8), (1.0, 2.0, 3.0))
+    found = [curve(n) for n in (1, 2, 3, 4, 6, 8, 10)]
+    assert found == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    assert [Curve((4,), (2.0,))(n) for n in (1, 4, 99)] == [2.0, 2.0, 2.0]
+    assert Curve((2, 4), (2.0, 1.0))(8) == 1.0  # noise doesn't become a negative time
+
+
+@given(
+    st.dictionaries(st.integers(1, 500), st.floats(0, 1), min_size=1, max_size=6),
+    st.integers(1, 2000),
+)
+def test_a_curve_is_what_the_predictor_makes_of_the_same_points(
+    points: dict[int, float], at: int
+) -> None:
+    told = {str(n): s for n, s in points.items()}
+    curve = Curve.parse({"from": "here", "seconds": told})
+    assert curve(at) == pytest.approx(float(RowTable.of(points)(at)), rel=1e-12, abs=1e-15)
+    assert all(curve(n) == s for n, s in points.items())
+
+
+def test_all_tables_are_read(box: Any) -> None:
+    tables = box().tables
+    key = ForwardKey("llama-3.1-8b", 2, True, False, 0)
+    (found,) = tables.forwards[key]
+    assert (found.kernel, found.most_rows, tables.few_rows) == (
+        "",
+        None,
+        0,
+    )  # an old profile
+    assert found.params == SHARD.num_params(OPTIONS)
+    assert tables.products[4, 8](2) == 2e-6
+    assert tables.all_reduces["nccl", 2, True](8) == 5e-6
+    assert tables.links["mpi", 0.005](64) == 4e-6
+    assert tables.copies["out",](64) == 7e-6
+    assert tables.launches == {"empty": Launch(2e-6, 1e-6)}
+    assert load_profile("h100").tables == Tables()
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 1e-3), (8, 1.1e-3), (36, 1.3e-3), (120, 1.9e-3)])
+def test_a_measured_forward_is_what_was_measured(box: Any, rows: int, seconds: float) -> None:
+    cost = SHARD.cost(rows, 1, 2, OPTIONS)
+    assert box().forward_s(cost) == pytest.approx(seconds, rel=1e-12)
+    again = box().forward_s(SHARD.cost(rows, 5, 2, OPTIONS))  # batch matters with a context only
+    assert again == box().forward_s(cost)
+
+
+def uncovered() -> dict[str, tuple[Shard, ForwardOptions, int]]:
+    model = resolve_model("8b")
+    return {
+        "tp": (Shard(model), OPTIONS, 1),
+        "options": (Shard(model), ForwardOptions(), 1),
+        "head": (Shard(model), ForwardOptions(fuse=True, lm_head=True), 1),
+        "context": (Shard(model), ForwardOptions(fuse=True, context=8), 1),
+        "depth": (Shard(model.scaled(31)), OPTIONS, 1),
+        "model": (Shard(resolve_model("3b")), OPTIONS, 1),
+    }
+
+
+@pytest.mark.parametrize("what", uncovered())
+def test_what_no_table_covers_is_modelled(box: Any, what: str) -> None:
+    shard, options, sequences = uncovered()[what]
+    cost = shard.cost(8, sequences, 2, options)
+    profile = box("tables/forwards", [forward(Shard(SHARD.shape, 4))])
+    rates = replace(profile, tables=Tables())
+    assert profile.forward_s(cost) == rates.forward_s(cost) != SECONDS["8"]
+
+
+def test_a_name_alone_makes_no_model(box: Any) -> None:
+    """Two config.json may have the same name."""
+    one = Shard(replace(SHARD.shape, name="config"))
+    other = Shard(replace(SHARD.shape, name="config", ffn=2 * SHARD.shape.ffn))
+    profile = box("tables/forwards", [forward(one)])
+    assert profile.forward_s(one.cost(1, 1, 2, OPTIONS)) == 1e-3
+    assert profile.forward_s(other.cost(1, 1, 2, OPTIONS)) > 10e-3
+
+
+def test_context_counts_over_all_sequences(box: Any) -> None:
+    options = replace(OPTIONS, context=512)
+    profile = box("tables/forwards", [forward(options=options, kv_tokens=1024)])
+    assert profile.forward_s(SHARD.cost(8, 2, 2, options)) == SECONDS["8"]
+    alone = replace(SHARD, tp=1), replace(options, context=1024)
+    profile = box("tables/forwards", [forward(*alone)])
+    assert profile.forward_s(alone[0].cost(8, 1, 2, alone[1])) == SECONDS["8"]
+
+
+def test_what_an_all_reduce_costs_is_said_to_be_unknown(box: Any) -> None:
+    profile = box()
+    assert profile.all_reduce_s(1, 8) == 0
+    with pytest.raises(ConfigError, match=r"'box' knows no all-reduce over 4 ranks.*tp=1"):
+        profile.forward_s(Shard(SHARD.shape, 4).cost(1, 1, 2, OPTIONS))
+
+
+def test_require_names_what_is_covered(box: Any) -> None:
+    profile = box()
+    profile.require("llama-3.1-8b", 2, OPTIONS)
+    profile.require("llama-3.1-8b", 2, OPTIONS, sequences=9)
+    for wrong in (("llama-3.1-8b", 1, OPTIONS), ("llama-3.1-8b", 2, ForwardOptions()),
+                  ("llama-3.2-1b", 2, OPTIONS)):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"measured forwards of: llama-3.1-8b T=2 fuse$"):
+            profile.require(*wrong)
+    with pytest.raises(ConfigError, match=r"cover llama-3.1-8b T=2 fuse kv_tokens=24: "):
+        profile.require("llama-3.1-8b", 2, replace(OPTIONS, context=8), sequences=3)
+    with pytest.raises(ConfigError, match=r"'h100' doesn't cover .*: none$"):
+        load_profile("h100").require("llama-3.1-8b", 2, OPTIONS)
+
+
+@pytest.mark.parametrize("fuse", [True, False])  # covered, and not
+def test_the_predictor_and_the_emulated_backend_agree_to_the_last_bit(box: Any, fuse: bool) -> None:
+    config = RunConfig(mode="ssd", pair="8b/1b", fuse=fuse, batch_size=3, lookahead=6)
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    assert job.draft is not None
+    options = replace(OPTIONS, fuse=True)
+    tables = [forward(Shard(job.target), options), forward(Shard(job.draft), options)]
+    profile = box("tables/forwards", tables)
+    backend, costs = EmulatedBackend(profile), DeviceCosts.from_profile(profile, job)
+    for rows in job.target_buckets():
+        cost = Shard(job.target).cost(rows, 3, 2, job.options)
+        assert float(costs.verify_s(rows)) == backend.program(print, cost).elapsed_s()
+    for rows in job.draft_buckets():
+        cost = Shard(job.draft).cost(rows, 3, 2, job.draft_options)
+        assert float(costs.draft_s(rows)) == backend.program(print, cost).elapsed_s()
+    assert (float(costs.verify_s(1)) == 1e-3) is fuse
+
+
+FEW = {"1": 0.8e-3, "32": 1.2e-3}
+KERNELS = [
+    forward(kernel="cublas", most_rows=None),
+    forward(kernel="chain", most_rows=32, seconds=FEW),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "seconds"),
+    [(1, None, 0.8e-3), (1, 32, 0.8e-3), (1, 33, 1e-3), (8, 64, 1.1e-3), (64, None, 1.5e-3)],
+)
+def test_the_largest_forward_of_a_job_chooses_the_kernel(
+    box: Any, rows: int, most: int | None, seconds: float
+) -> None:
+    profile = box("tables/forwards", KERNELS)
+    assert profile.forward_s(SHARD.cost(rows, 1, 2, OPTIONS, most)) == seconds
+    assert profile.few_rows == EmulatedBackend(profile).few_rows == 32
+    profile.require("llama-3.1-8b", 2, OPTIONS)
+
+
+def test_a_kernel_of_few_rows_says_nothing_of_more(box: Any) -> None:
+    profile = box("tables/forwards", [forward(Shard(SHARD.shape), kernel="chain", most_rows=32)])
+    cost = Shard(SHARD.shape).cost(1, 1, 2, OPTIONS, 33)
+    assert profile.tables.forward(cost) is None
+    assert profile.forward_s(cost) == replace(profile, tables=Tables()).forward_s(cost)
+
+
+def test_host_costs_are_read(box: Any) -> None:
+    assert box().hosts == ()
+    (found,) = box("host", [host()]).hosts
+    assert (found.mode, found.num_drafts, found.source) == ("ssd", 1, "measured: here")
+    assert found.seconds == HostCosts().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("kind", "job", r"kind 'job'; allowed: a device's"),
+        ("schema", 2, "schema 2, this version reads 1"),
+        ("tables", {"forward": []}, "table 'forward'"),
+        ("tables", [1], "malformed"),
+        ("tables/forwards", [{}], "missing or malformed"),
+        ("tables/forwards/0/fuse", "yes", "fuse='yes'"),
+        ("tables/forwards/0/tp", 2.0, "2.0: allowed: whole numbers"),
+        ("tables/forwards/0/params", None, "malformed"),
+        ("tables/forwards/0/seconds", {}, "0 points"),
+        ("tables/forwards/0/seconds", {"1": -1}, "at least 0"),
+        ("tables/forwards/0/seconds", {"1": float("nan")}, "at least 0"),
+        ("tables/forwards/0/seconds", {"1": float("inf")}, "at least 0"),
+        ("tables/forwards/0/seconds", {"0": 1}, "rising whole numbers from 1"),
+        ("tables/forwards/0/seconds", {"one": 1}, "malformed"),
+        ("tables/forwards/0/seconds", 3, "malformed"),
+        ("tables/forwards/0/most_rows", 0, "most_rows=0: allowed: a whole number >= 1, or null"),
+        ("tables/forwards/0/most_rows", "few", "malformed"),
+        ("host", [{}], "malformed 'seconds'"),
+        ("host", [host(seconds={"wake": -1})], "at least 0"),
+        ("host", [host(tp=1.5)], "1.5: allowed: whole numbers"),
+        ("tables/links/0", {"name": "mpi", "from": "m", "seconds": {"1": 1}}, "'idle_s'"),
+        ("tables/launches/0/host_s", -1, "at least 0"),
+        ("all_reduce/latency_s", {"2": 1e-6}, "malformed"),
+        ("numbers/launch_s/value", float("nan"), "at least 0"),
+        ("numbers/product_overhead_s/value", -1e-6, "at least 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    box: Any, path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        box(path, value)
+    assert "box.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", ["8b", "toy-target", "opt-125m", "qwen3-32b"])
+def test_a_layer_s_products_are_its_weights(name: str, fuse: bool, head: bool, tp: int) -> None:
+    shard, options = Shard(resolve_model(name), tp), ForwardOptions(fuse, head)
+    products = shard.products(options)
+    per_layer = sum(k * n for k, n in products[: len(products) - head])
+    assert per_layer == shard.layer_params()
+    assert sum(k * n for k, n in products) - per_layer == head * shard.shape.hidden * shard.vocab
+    layers = shard.shape.num_layers
+    assert (len(products) - head) * layers + head == shard.num_products(options)

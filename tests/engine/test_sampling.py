@@ -1,0 +1,274 @@
+"""Rejection sampling: distributions as they travel, what is accepted, what replaces a rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ProtocolError
+from mpissd.common.rng import Purpose
+from mpissd.engine.spec import sampling
+from tests.loop.choices import Choices
+
+LAST = 1 - 2.0**-53  # the largest uniform
+Uniforms = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, LAST])
+# From a few values, so that there are equals.
+Logits = st.integers(1, 12).flatmap(
+    lambda size: arrays.arrays(
+        np.float32,
+        size,
+        elements=st.sampled_from([0.0, 0.5, 1.0, 2.5, 9.0]) | st.floats(0, 20, width=32),
+    )
+)
+
+
+@st.composite
+def distributions(draw: st.DrawFn, size: int | None = None) -> NDArray[np.float64]:
+    """[V], zeros among them."""
+    count = size or draw(st.integers(1, 8))
+    weights = draw(arrays.arrays(np.float64, count, elements=st.integers(0, 5).map(float)))
+    weights[draw(st.integers(0, count - 1))] += draw(st.floats(0.01, 3))
+    return np.asarray(weights / weights.sum())
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    size = draw(st.integers(1, 6))
+    return draw(distributions(size)), draw(distributions(size))
+
+
+@settings(deadline=None)
+@given(Logits, st.floats(0.05, 50))
+def test_probabilities_are_a_softmax(logits: NDArray[np.float32], temperature: float) -> None:
+    probs = sampling.probabilities(logits, temperature)
+    best = max(logits.tolist())
+    weights = [np.exp((z - best) / temperature) for z in logits.tolist()]
+    assert probs == pytest.approx([w / sum(weights) for w in weights], abs=1e-12)
+    assert probs.dtype == np.float64
+
+
+@settings(deadline=None)
+@given(Logits)
+def test_temperature_0_is_greedy_and_takes_the_first_of_equals(
+    logits: NDArray[np.float32],
+) -> None:
+    for top, scale in ((0, 1.0), (3, 0.1), (3, 0.0)):
+        probs = sampling.probabilities(logits, 0.0, top, scale)
+        assert probs.tolist() == np.eye(len(logits))[logits.tolist().index(max(logits))].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-12, 1e300])
+def test_no_temperature_is_too_extreme(temperature: float) -> None:
+    logits = np.array([1.0, 7.5, 0.0, 7.0], np.float32)
+    probs = sampling.probabilities(logits, temperature)
+    want = [0.25] * 4 if temperature > 1 else [0.0, 1.0, 0.0, 0.0]
+    assert probs == pytest.approx(want, abs=1e-12)
+
+
+@settings(deadline=None)
+@given(Logits, st.floats(0.2, 5), st.integers(0, 14), st.sampled_from([1.0, 0.7, 0.1, 0.0]))
+def test_saguaro_sampling_damps_the_likeliest(
+    logits: NDArray[np.float32], temperature: float, top: int, scale: float
+) -> None:
+    plain = sampling.probabilities(logits, temperature)
+    found = sampling.probabilities(logits, temperature, top, scale)
+    order = sorted(range(len(logits)), key=lambda n: (-logits[n], n))
+    damped = [p * scale if n in order[:top] else p for n, p in enumerate(plain.tolist())]
+    if scale == 1 or top == 0 or (scale == 0 and top >= len(logits)):
+        assert found.tobytes() == plain.tobytes()  # bit for bit
+    else:
+        total = sum(damped)
+        assert found == pytest.approx([p / total for p in damped], rel=1e-9, abs=1e-15)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(2, 9), st.integers(1, 8))
+def test_the_less_the_likeliest_weigh_the_more_they_are_left(
+    data: st.DataObject, size: int, top: int
+) -> None:
+    """Given a rejection, the chance that its replacement is of the top F rises as C falls."""
+    finite = arrays.arrays(np.float32, size, elements=st.floats(0, 6, width=32))
+    draft, target = data.draw(finite), data.draw(finite)
+    p, kept = sampling.probabilities(target, 1.0), sampling.largest(draft, min(top, size - 1))
+    chances = []
+    for scale in (1.0, 0.7, 0.5, 0.3, 0.1, 0.0):
+        left = sampling.residual(p, sampling.probabilities(draft, 1.0, len(kept), scale))
+        if left is not None:
+            chances.append(left[kept].sum())
+    assert all(after >= before - 1e-9 for before, after in pairwise(chances))
+
+
+@settings(deadline=None)
+@given(Logits, st.integers(0, 14), st.data())
+def test_largest_are_the_largest(
+    logits: NDArray[np.float32], count: int, data: st.DataObject
+) -> None:
+    without = data.draw(st.none() | st.integers(0, len(logits) - 1))
+    ids = [n for n in range(len(logits)) if n != without]
+    want = sorted(ids, key=lambda n: (-logits[n], n))[:count]
+    assert sampling.largest(logits, count, without).tolist() == want
+
+
+@settings(deadline=None)
+@given(distributions())
+def test_what_is_recorded_is_a_distribution(probs: NDArray[np.float64]) -> None:
+    row = sampling.record(probs)
+    exact = sampling.recorded(row)
+    assert row.dtype == np.float32
+    assert exact.sum() == pytest.approx(1, abs=1e-15)
+    assert exact == pytest.approx(probs, rel=2e-7) and ((exact == 0) == (probs == 0)).all()
+    arrived = np.frombuffer(row.tobytes(), np.float32)
+    assert sampling.recorded(arrived).tobytes() == exact.tobytes()
+
+
+@settings(deadline=None)
+@given(distributions(), Uniforms)
+def test_a_proposal_is_of_the_row_that_travels(probs: NDArray[np.float64], u: float) -> None:
+    token, q, row = sampling.propose(probs, u)
+    exact = sampling.recorded(row)
+    assert q == exact[token] > 0
+    assert token == sampling.draw(exact, u)
+
+
+def test_what_single_precision_cannot_hold_is_never_proposed() -> None:
+    probs = np.array([1e-60, 1 - 2e-60, 1e-60])
+    assert [sampling.propose(probs, u)[:2] for u in (0.0, 0.5, LAST)] == [(1, 1.0)] * 3
+
+
+@settings(deadline=None)
+@given(distributions(), Uniforms)
+def test_draw_inverts_the_cumulative_distribution(probs: NDArray[np.float64], u: float) -> None:
+    token = sampling.draw(probs, u)
+    assert probs[token] > 0
+    assert probs[:token].sum() <= u + 1e-12 and u - 1e-12 <= probs[: token + 1].sum()
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_the_residual_is_what_p_has_and_q_has_not(
+    pair: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> None:
+    p, q = pair
+    missing = [max(a - b, 0) for a, b in zip(p.tolist(), q.tolist(), strict=True)]
+    left = sampling.residual(p, q)
+    if sum(missing) <= 1e-14:
+        assert left is None
+    else:
+        assert left == pytest.approx([x / sum(missing) for x in missing], abs=1e-12)
+
+
+@settings(deadline=None)
+@given(distributions(), st.data())
+def test_the_residual_of_a_certain_proposal(p: NDArray[np.float64], data: st.DataObject) -> None:
+    token = data.draw(st.integers(0, len(p) - 1))
+    found, certain = sampling.without(p, token), np.eye(len(p))[token]
+    want = sampling.residual(p, certain)
+    assert (found is None) == (want is None)
+    if found is not None and want is not None:
+        assert found == pytest.approx(want, abs=1e-12) and found[token] == 0
+
+
+def never(i: int) -> sampling.Row:
+    raise AssertionError(f"asked for row {i}")
+
+
+def verdicts(judge: Callable[[Choices], tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Every verdict and its probability."""
+    draws = SimpleNamespace(watched=(0,), rename=lambda name: name, fresh=True)
+    choices, law = Choices((), 0, draws), dict[tuple[int, int], float]()
+    for chance, _, verdict in choices.fork(lambda: judge(choices)):
+        law[verdict] = law.get(verdict, 0.0) + chance
+    return law
+
+
+@settings(deadline=None)
+@given(pairs(), st.booleans())
+def test_a_verified_token_has_the_law_of_the_target(
+    pair: tuple[NDArray[np.float64], NDArray[np.float64]], certain: bool
+) -> None:
+    """Summed over what is proposed: P(first token) = p, whatever q is."""
+    p, row = pair[0], sampling.record(pair[1])
+    exact, behind = sampling.recorded(row), np.roll(p, 1)
+    law = np.zeros(len(p))
+    proposals = [(0, 1.0)] if certain else list(enumerate(exact.tolist()))
+    for token, q in proposals:
+        if q == 0:
+            continue
+
+        def judge(choices: Choices, token: int = token, q: float = q) -> tuple[int, int]:
+            coins = choices.uniforms(0, Purpose.ACCEPT, 0, 0, 1)
+            u = choices.uniforms(0, Purpose.BONUS, 0, 0, 1)[0]
+            rows = never if certain else (lambda i: row)
+            told = 1.0 if certain else q
+            return sampling.judge((p, behind).__getitem__, [token], [told], rows, coins, u)
+
+        for (k, bonus), chance in verdicts(judge).items():
+            law[token if k else bonus] += q * chance
+    assert law == pytest.approx(p, abs=1e-12)
+
+
+def test_without_proposals_the_bonus_is_the_target_s() -> None:
+    p = np.array([0.25, 0.0, 0.75])
+    found = [sampling.judge(lambda i: p, [], [], never, [], u) for u in (0.0, 0.2, 0.25, LAST)]
+    assert found == [(0, 0), (0, 0), (0, 2), (0, 2)]
+
+
+def test_each_token_is_judged_behind_those_before_it() -> None:
+    """k counts the leading acceptances, p(i) and q_row(i) are of the same place."""
+    p = np.array([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8], [0.0, 0.1, 0.9], [1.0, 0.0, 0.0]])
+    q = np.array([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.5, 0.0]], np.float32)
+    asked: list[int] = []
+
+    def q_row(i: int) -> sampling.Row:
+        asked.append(i)
+        return np.asarray(q[i])
+
+    def judge(coins: list[float], u: float = 0.0) -> tuple[int, int]:
+        return sampling.judge(p.__getitem__, [1, 0, 1], [0.5] * 3, q_row, coins, u)
+
+    assert judge([0.99, 0.3, 0.1], 0.4) == (3, 0) and asked == []
+    assert judge([0.99, 0.39, 0.2]) == (2, 2) and asked == [2]  # .2·.5 < .1 is not so: strict
+    assert judge([0.99, 0.4, 0.0]) == (1, 2) and asked == [2, 1]
+
+
+def test_the_whole_row_is_asked_for_only_where_an_uncertain_token_is_rejected() -> None:
+    p = np.array([0.0, 1.0])
+    assert sampling.judge(lambda i: p, [1], [1.0], never, [LAST], 0.0) == (1, 1)
+    assert sampling.judge(lambda i: p, [1], [0.3], never, [LAST], 0.0) == (1, 1)
+    assert sampling.judge(lambda i: p, [0], [1.0], never, [0.0], 0.0) == (0, 1)
+    with pytest.raises(AssertionError, match="asked for row 0"):
+        sampling.judge(lambda i: p, [0], [0.5], never, [0.0], 0.0)
+
+
+@pytest.mark.parametrize("q", [0.0, -0.5, 1.5, float("nan")])
+def test_a_token_that_could_not_be_drawn_is_refused(q: float) -> None:
+    p = np.array([0.5, 0.5])
+    with pytest.raises(ProtocolError, match="token 1 was proposed with probability"):
+        sampling.judge(lambda i: p, [1], [q], never, [0.0], 0.0)
+
+
+@pytest.mark.parametrize("row", [[0.25, 0.75], [0.0, 0.0], [0.5, 0.50001], [1.0, 0.0]], ids=str)
+def test_a_row_that_gives_its_token_another_probability_is_refused(row: list[float]) -> None:
+    p = np.array([0.9, 0.1])
+    found = np.array(row, np.float32)
+    with pytest.raises(ProtocolError, match=r"token 1: its row says .*, its proposal said 0.5"):
+        sampling.judge(lambda i: p, [1], [0.5], lambda i: found, [0.9], 0.0)
+
+
+def test_models_that_agree_but_for_rounding_reject_nothing() -> None:
+    """Where nothing is left of p − q a coin has nothing to decide."""
+    p = np.full(7, 1 / 7)
+    q = p + np.array([3, -3, 0, 0, 0, 0, 0]) * 2.0**-54
+    assert sampling.residual(p, q) is None and sampling.residual(q, p) is None
+    row = sampling.record(p)
+    exact = sampling.recorded(row)
+    found = sampling.judge(lambda i: exact, [1], [float(exact[1])], lambda i: row, [LAST], 0.0)
+    assert found == (1, 0)

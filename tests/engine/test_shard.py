@@ -1,0 +1,133 @@
+"""A rank's share of a model: widths and costs add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import PRESETS, ModelShape, resolve_model
+from mpissd.engine.model.shard import ForwardOptions, Shard
+
+PLAIN = ForwardOptions()
+HEAD = ForwardOptions(lm_head=True)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_shards_of_a_model_are_the_model(name: str) -> None:
+    shape = PRESETS[name]
+    whole = Shard(shape)
+    assert whole.num_params(PLAIN) == shape.gemm_params
+    assert whole.num_params(HEAD) == shape.gemm_params + shape.lm_head_params
+    for tp in (1, 2, 4, 8):
+        if shape.num_heads % tp or shape.num_kv_heads % tp or shape.ffn % tp:
+            continue
+        shard = Shard(shape, tp)
+        assert tp * shard.num_params(PLAIN) == shape.gemm_params
+        assert tp * shard.kv_bytes(100, 3) == whole.kv_bytes(100, 3)
+        assert (tp * shard.q_width, tp * shard.kv_width) == (shape.q_width, shape.kv_width)
+
+
+def test_16_bit_bytes_of_known_models() -> None:
+    def gigabytes(name: str) -> float:
+        return Shard(resolve_model(name)).cost(1, 1, 2, PLAIN).weight_bytes / 1e9
+
+    assert gigabytes("70b") == pytest.approx(136.9, abs=0.05)
+    assert gigabytes("8b") == pytest.approx(13.96, abs=0.005)
+    assert gigabytes("1b") == pytest.approx(1.95, abs=0.005)
+    assert Shard(resolve_model("70b")).kv_bytes(1, 1) == 327_680
+    assert Shard(resolve_model("1b")).kv_bytes(1, 1) == 32_768
+
+
+def test_what_a_forward_costs() -> None:
+    shape = ModelShape("t", 3, 8, 4, 2, 2, 12, True, 10)
+    options = ForwardOptions(lm_head=True, context=50)
+    cost = Shard(shape, 2, 1).cost(rows=6, sequences=2, itemsize=2, options=options)
+    layer = 8 * (4 + 2 + 2 + 4) + 8 * 6 * 3
+    params = 3 * layer + 8 * 5
+    assert cost.weight_bytes == 2 * params and cost.flops == 2 * 6 * params
+    assert cost.kv_bytes == (2 * 50 + 6) * 3 * 2 * 2 * 2  # a prefix a sequence, a token a row
+    assert (cost.rows, cost.tp, cost.all_reduce_bytes) == (6, 2, 6 * 8 * 2)
+    assert cost.num_products == 3 * 7 + 1
+    assert cost.num_all_reduces >= 2 * 3
+    assert Shard(shape).cost(6, 2, 2, options).num_all_reduces == 0
+
+
+def test_lanes_share_their_prefix_and_read_their_own_suffix() -> None:
+    """A growth step of the 1B at 16k: 537 MB of prefix once, and 32 KiB a lane and grown token."""
+    shard, options = Shard(resolve_model("1b")), ForwardOptions(context=16384, own_tokens=3)
+    few, many = (shard.cost(lanes, 1, 2, options) for lanes in (5, 80))
+    assert few.kv_bytes == 16384 * 32_768 + 5 * 3 * 32_768
+    assert many.kv_bytes - few.kv_bytes == 75 * 3 * 32_768
+    assert few.key == many.key  # whose measured tables differ in their rows alone
+    assert shard.cost(80, 4, 2, options).kv_bytes == many.kv_bytes + 3 * 16384 * 32_768
+    assert shard.cost(80, 1, 2, ForwardOptions(own_tokens=3)).kv_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("gated", "fuse", "products"), [(1, 0, 7), (0, 0, 6), (1, 1, 4), (0, 1, 4)]
+)
+def test_products_a_layer(gated: int, fuse: int, products: int) -> None:
+    shape = ModelShape("t", 5, 8, 4, 2, 2, 12, bool(gated), 10)
+    assert Shard(shape).num_products(ForwardOptions(fuse=bool(fuse))) == 5 * products
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [
+        (3, "num_heads=4 is not divisible by tp=3; allowed for it: 1, 2, 4"),
+        (4, "num_kv_heads=2 is not divisible by tp=4; allowed for it: 1, 2"),
+    ],
+)
+def test_what_does_not_divide(tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Shard(ModelShape("t", 1, 8, 4, 2, 2, 12, True, 10), tp)
+
+
+def test_an_ffn_that_does_not_divide() -> None:
+    with pytest.raises(ConfigError, match="ffn=13 is not divisible by tp=2"):
+        Shard(ModelShape("t", 1, 8, 4, 2, 2, 13, True, 10), 2)
+
+
+HEADS = {  # (products, LM heads, all-in-one weights without LM heads) of 8-wide targets
+    "eagle": ([(16, 8)], [(8, 10)], 1),
+    "mtp": ([(16, 8)], [(8, 10)], 1),
+    "medusa3": ([(8, 8)] * 3, [(8, 10)] * 3, 0),
+    "mlp6": ([(8, 6)], [(6, 10)], 0),
+}
+TINY = "gen:layers=5,hidden=8,ffn=12,heads=4,kv_heads=2,vocab=10"
+LAYER = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 12
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_sized_draft_reads_its_own_products(kind: str, lm_head: bool, fuse: bool) -> None:
+    around, heads, layers = HEADS[kind]
+    shard, options = Shard(resolve_model(f"{kind}:{TINY}")), ForwardOptions(fuse, lm_head, 50)
+    params = sum(k * n for k, n in around + heads * lm_head) + layers * LAYER
+    products = len(around) + len(heads) * lm_head + layers * (4 if fuse else 7)
+    assert shard.num_params(options) == params == sum(k * n for k, n in shard.products(options))
+    assert shard.num_products(options) == products == len(shard.products(options))
+    cost = shard.cost(6, 3, 2, options)
+    assert (cost.weight_bytes, cost.flops) == (2 * params, 12 * params)
+    assert cost.kv_bytes == layers * (3 * 50 + 6) * 2 * 4 * 2 and cost.num_all_reduces == 0
+
+
+def test_what_is_read_first_comes_first() -> None:
+    eagle = Shard(resolve_model(f"eagle:{TINY}")).products(HEAD)
+    assert eagle[0] == (16, 8) and eagle[1] == (8, 8) and eagle[-1] == (8, 10)
+    assert Shard(resolve_model(f"mlp6:{TINY}")).products(HEAD) == [(8, 6), (6, 10)]
+
+
+def test_a_lookup_moves_and_computes_nothing() -> None:
+    shard = Shard(resolve_model("lookup"))
+    cost = shard.cost(8, 4, 2, ForwardOptions(lm_head=True, context=1000))
+    assert (cost.weight_bytes, cost.kv_bytes, cost.flops, cost.num_products) == (0, 0, 0, 0)
+    assert shard.products(HEAD) == []
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "lookup"])
+def test_a_head_sized_draft_is_held_whole(kind: str) -> None:
+    shape = resolve_model("lookup" if kind == "lookup" else f"{kind}:{TINY}")
+    with pytest.raises(ConfigError, match=f"{shape.name}: a head-sized draft at tp=2: allowed: 1"):
+        Shard(shape, 2)

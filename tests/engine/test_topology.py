@@ -1,0 +1,60 @@
+"""What the launcher says of a process, and worlds that are too small. No MPI is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.comm.topology import (
+    check_world,
+    label_hosts,
+    launcher_rank,
+    launcher_size,
+    usable_cores,
+)
+
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "rank"),
+    [
+        ({}, None, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}, 3, 2),
+        (MPICH, 4, 1),
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"}, 5, 4),
+        # mpirun inside an allocation: mpirun's word counts.
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", **MPICH}, 4, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "9", "PMI_RANK": "8"}, 2, 0),
+        ({"SLURM_NTASKS": "7"}, None, 0),  # of the allocation, in which nothing was launched yet
+        ({"PMI_SIZE": "many", "PMI_RANK": "1"}, None, 0),
+        ({"PMI_SIZE": "", "PMI_RANK": ""}, None, 0),
+    ],
+)
+def test_what_launchers_say(environ: dict[str, str], size: int | None, rank: int) -> None:
+    assert (launcher_size(environ), launcher_rank(environ)) == (size, rank)
+
+
+def test_a_world_is_t_and_d() -> None:
+    assert [check_world(size, 1) for size in (2, 3, 9)] == [1, 2, 8]
+    assert check_world(1, 0) == 1
+    for size, drafts in ((1, 1), (2, 2), (1, 3)):
+        with pytest.raises(ConfigError, match=f"of {size} rank.* at least {drafts + 1}"):
+            check_world(size, drafts)
+
+
+def test_this_process_has_a_core() -> None:
+    assert usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("told", "labels"),
+    [
+        ([("a", 0), ("a", 0), ("b", 2)], ("a", "a", "b")),
+        ([("a", 0), ("a", 1), ("a", 0), ("b", 3)], ("a#0", "a#1", "a#0", "b")),
+    ],
+)
+def test_machines_of_one_name_are_told_apart(
+    told: list[tuple[str, int]], labels: tuple[str, ...]
+) -> None:
+    assert label_hosts(told) == labels

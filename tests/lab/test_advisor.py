@@ -1,0 +1,270 @@
+"""The advisor: against exhaustive search, THEORY's break-even, and common sense about GPUs."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common import theory
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.job import resolve
+from mpissd.lab.predict.advisor import Advice, best_of, plan
+from mpissd.lab.predict.closed import Cells, expected
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.laws import Laws, cut_law
+from mpissd.lab.predict.places import device_costs, placements
+from mpissd.lab.predict.search import FULL, Choice, Placement, cells_of, fan_outs
+
+HOST = HostCosts(
+    lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
+    link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=4e-6, draft_assemble=21e-6,
+    draft_send=7e-6, draft_record=4e-6, glue=5e-5, keys=6e-5, keys_lane=2e-7, step=5e-5, wake=6e-5,
+)  # fmt: skip
+
+
+def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
+    config = RunConfig(**{"pair": "70b/1b", **flags})
+    return plan(config, HOST, placements(config, load_profile(device), gpus), gpus)
+
+
+def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placement], int]:
+    """A machine, a pair, laws, a batch and a number of GPUs on which the pair fits."""
+    flags: dict[str, Any] = {
+        "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
+        "batch_size": rnd.choice([1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32]),
+        "alpha": rnd.uniform(0.2, 0.98),
+        "acceptance_fast": f"alpha:{rnd.uniform(0, 0.6):.2f}",
+        "lm_head": rnd.random() < 0.3,
+        "context": rnd.choice([0, 0, 4096]),
+    }
+    if rnd.random() < 0.3:
+        flags["p_hit"] = rnd.uniform(0.1, 0.99)
+    else:
+        flags |= {"hit_a": rnd.uniform(0.3, 1), "hit_r": rnd.uniform(0.4, 1.8)}
+    config, gpus = RunConfig(**flags), rnd.randint(1, 8)
+    profile = load_profile(rnd.choice(["h100", "h200", "a100-80"]))
+    scale = rnd.uniform(0, 2)
+    host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})
+    try:
+        return config, host, placements(config, profile, gpus), gpus
+    except ConfigError:  # too little memory
+        return random_cell(rnd)
+
+
+def shortfall(seed: int) -> tuple[float, float]:
+    """(1 − advised / exhaustive, seconds that the advice took) in one random cell."""
+    config, host, places, gpus = random_cell(random.Random(seed))
+    start = time.process_time()
+    found = plan(config, host, places, gpus)
+    seconds = time.process_time() - start
+    return 1 - found.best.tok_per_s / best_of(config, host, places, gpus).tok_per_s, seconds
+
+
+def test_close_to_exhaustive_search_and_quick() -> None:
+    """Within 2%; FULL is every K ≤ 16, uniform:1 … 10, fourteen budgets, every K_b, both backups
+    and both ways of being late, on every T that divides and fits."""
+    losses, seconds = np.array([shortfall(seed) for seed in range(6)]).T
+    assert losses.max() < 0.02
+    assert np.median(seconds) < 1.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(10))
+def test_close_to_exhaustive_search_in_500_cells(block: int) -> None:
+    """Fifty at a time: half a minute each."""
+    seeds = range(1000 + 50 * block, 1050 + 50 * block)
+    losses, seconds = np.array([shortfall(seed) for seed in seeds]).T
+    assert (losses < 0.02).mean() >= 0.95
+    assert (seconds < 1.0).mean() >= 0.95  # a busy machine stretches a few
+
+
+def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
+    """The flags of every choice, run through a job of its own, give the same rate."""
+    config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
+    profile = load_profile("h100")
+    advice = plan(config, HOST, placements(config, profile, 5), 5)
+    assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1)}
+    for choice in advice.by_method:
+        laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}
+        job = resolve(
+            parse_flags({**laws, **choice.flags()}), choice.tp, backend="emulated",
+            memory_bytes=profile.memory_bytes,
+        )  # fmt: skip
+        device = DeviceCosts.from_profile(profile, job)
+        found = expected(job, device, HOST)
+        assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=1e-9)
+        assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=1e-9)
+
+
+def test_one_gpu_holds_no_draft_rank() -> None:
+    advice = advise(1, device="h200", pair="8b/1b")
+    assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0)}
+    assert advice.best.gpus == 1 and advice.extra_gpu is None
+    assert advice.break_even_p_hit is None
+
+
+def test_memory_and_heads_limit_t() -> None:
+    """70B is 137 GB: on 80 GB devices T = 1 doesn't fit, and no Llama divides by 3."""
+    config = RunConfig(pair="70b/1b")
+    assert [p.tp for p in placements(config, load_profile("h100"), 5)] == [2, 4]
+    assert [p.tp for p in placements(config, load_profile("h200"), 5)] == [1, 2, 4]
+    on_two = placements(config, load_profile("h100"), 2)
+    assert [(p.tp, p.num_drafts) for p in on_two] == [(2, (0,))]  # no third GPU for a draft
+    with pytest.raises(ConfigError, match="tp=1 needs"):
+        placements(config, load_profile("h100"), 1)
+    with pytest.raises(ConfigError, match="gpus=0"):
+        placements(config, load_profile("h100"), 0)
+    with pytest.raises(ConfigError, match="needs a pair"):
+        placements(RunConfig(), load_profile("h100"), 1)
+
+
+def test_a_good_draft_pays_and_a_bad_one_does_not() -> None:
+    good, bad = advise(5, alpha=0.9), advise(5, alpha=0.05, p_hit=0.05, acceptance_fast="alpha:0")
+    assert good.best.mode == "ssd" and good.gain is not None and good.gain > 1.2
+    assert bad.best.mode == "ar"
+    assert bad.gain is not None and bad.gain > 1
+
+
+def test_gains_of_the_extra_gpu_add_up() -> None:
+    advice = advise(5, alpha=0.8)
+    extra = advice.extra_gpu
+    assert extra is not None and extra.without is not None and extra.otherwise is not None
+    assert extra.ssd.gpus == 5 and extra.without.gpus == 4
+    assert extra.gain is not None and extra.gain_per_gpu == pytest.approx(extra.gain * 4 / 5)
+    assert extra.gain_at_equal_gpus is not None and extra.gain >= extra.gain_at_equal_gpus
+    # Five GPUs hold five copies of T = 1, two of T = 2, or one of T = 4.
+    assert extra.replicas_tok_per_s is not None
+    assert extra.replicas_tok_per_s >= extra.otherwise.tok_per_s
+    assert extra.gain_over_replicas == extra.ssd.tok_per_s / extra.replicas_tok_per_s
+
+
+def test_every_t_and_d_is_judged() -> None:
+    """More draft ranks than sequences would have nothing to draft."""
+    alone = {(mode, t, 0) for mode in ("ar", "sd") for t in (1, 2, 4)}
+    beside = {(mode, t, 1) for mode in ("sd", "ssd") for t in (1, 2)}
+    more = {("sd", 1, 2), ("sd", 1, 3), ("sd", 2, 2)}
+    for batch, found in ((1, alone | beside), (4, alone | beside | more)):
+        advice = advise(4, alpha=0.8, pair="8b/1b", batch_size=batch)
+        assert {(c.mode, c.tp, c.num_drafts) for c in advice.judged} == found
+
+
+def test_break_even_alpha_is_theory_s_for_sd() -> None:
+    """One GPU, K = 1 … 16 for both: SD's best K at the tie is 1 [theory.break_even_alpha]."""
+    device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
+    places = [Placement(1, device, (0,))]
+    for alpha in (0.25, 0.9):
+        found = plan(RunConfig(alpha=alpha), HostCosts(), places, 1)
+        drafting = next(c for c in found.by_method if c.mode == "sd")
+        ratio = float(device.verify_s(drafting.lookahead + 1))
+        wanted = theory.break_even_alpha(drafting.lookahead, ratio, drafting.lookahead * 0.3)
+        assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
+        assert found.best.mode == ("ar" if alpha < wanted else "sd")
+
+
+def test_break_even_p_hit_is_where_ssd_ties() -> None:
+    config = RunConfig(pair="8b/1b", alpha=0.8, p_hit=0.9)
+    places = placements(config, load_profile("h100"), 2)
+    advice = plan(config, HOST, places, 2)
+    assert advice.best.mode == "ssd" and advice.break_even_p_hit is not None
+    ssd, place = advice.best, next(p for p in places if p.tp == advice.best.tp)
+    flags = {"pair": "8b/1b", "alpha": "0.8", "p_hit": str(advice.break_even_p_hit)}
+    tie = resolve(parse_flags({**flags, **ssd.flags()}), ssd.tp, backend="emulated",
+                  memory_bytes=None)  # fmt: skip
+    assert advice.rival is not None
+    found = expected(tie, place.device, HOST).tok_per_s[0]
+    assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
+
+
+def test_a_list_of_rates_limits_k() -> None:
+    laws = Laws.of(RunConfig(acceptance="rates:.9,.8,.7"))
+    assert laws.hazards == (0.9, 0.8, 0.7) and len(laws.hazards_fast) == 3
+    config = RunConfig(pair="8b/1b", acceptance="rates:.9,.8,.7")
+    places = placements(config, load_profile("h100"), 2)
+    advice = plan(config, HOST, places, 2)
+    assert max(c.lookahead for c in advice.by_method) <= 3
+    marginal = Laws.of(RunConfig(acceptance="marginal:.9,.45"))
+    assert marginal.hazards == pytest.approx((0.9, 0.5))
+
+
+def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
+    """Theorem 17: the round waits for its slowest sequence, so b sequences pay for one miss."""
+    flags = {"pair": "8b/1b", "alpha": 0.8, "p_hit": 0.8, "acceptance_fast": "alpha:0"}
+    alone, crowd = advise(2, "h100", **flags), advise(2, "h100", **flags, batch_size=16)
+    assert (alone.best.mode, alone.best.backup) == ("ssd", "jit")
+    assert (crowd.best.mode, crowd.best.backup) == ("ssd", "fast")
+
+
+def test_forwards_of_a_search_are_those_of_a_job() -> None:
+    """Every row count that a job's buckets hold is a point of the search's table; a draft's KV is
+    that of K = 8 or 9."""
+    profile = load_profile("a100-80")
+    config = RunConfig(pair="8b/1b", batch_size=3, context=1024)
+    device = device_costs(config, profile, 2)
+    for fan_out, lookahead in product(fan_outs((1, 7), (24,)), (1, 9, 16)):
+        job = resolve(replace(config, lookahead=lookahead, fan_out=fan_out), 2, backend="emulated",
+                      memory_bytes=None)  # fmt: skip
+        exact = DeviceCosts.from_profile(profile, job)
+        assert device.verify_s(job.target_buckets()).tolist() == list(exact.verify.seconds)
+        assert exact.draft is not None
+        drafts = device.draft_s(job.draft_buckets())
+        assert drafts == pytest.approx(exact.draft.seconds, rel=0.02 if lookahead != 9 else 1e-15)
+
+
+def test_flags_name_what_was_chosen() -> None:
+    choice = Choice("ssd", 2, 1, 4, 6, "geometric:24", "fast", 3, "serve", 100.0, 9.0, 0.8)
+    assert choice.flags() == {
+        "mode": "ssd", "num_drafts": "1", "lookahead": "6", "fan_out": "geometric:24",
+        "backup": "fast", "backup_lookahead": "3", "on_late": "serve",
+    }  # fmt: skip
+    assert choice.gpus == 3 and choice.tok_per_s_per_gpu == pytest.approx(100 / 3)
+    alone = replace(choice, mode="ar", num_drafts=0, lookahead=0, fan_out=None)
+    assert alone.flags() == {"mode": "ar", "num_drafts": "0"}
+
+
+@pytest.mark.parametrize(
+    "law", [{"hit_a": 0.9, "hit_r": 0.7}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
+)
+@pytest.mark.parametrize("way", [("jit", 6), ("jit", 2), ("fast", 6), ("fast", 1)])
+@pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])
+def test_both_fan_outs_of_a_search_are_those_of_a_job(
+    fan_out: str, way: tuple[str, int], law: dict[str, Any]
+) -> None:
+    """Behind a hit and behind a backup that drafts K_b tokens of its own law."""
+    config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
+    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, "serve", 100.0, 9.0, 0.8)
+    flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
+    flags |= {name: str(value) for name, value in law.items()} | choice.flags()
+    job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
+    found, known = cells_of(choice, Laws.of(config)), Cells.of(job)
+    alike = fan_out == "uniform:4" or way == ("jit", 6)
+    assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
+    for field in fields(Cells):
+        assert np.array_equal(getattr(found, field.name), getattr(known, field.name)), field.name
+
+
+def test_a_law_is_cut_to_what_is_drafted() -> None:
+    assert cut_law("rates:.9,.8,.7", 2) == "rates:.9,.8"
+    assert cut_law("marginal:.9,.8,.7", 1) == "marginal:.9"
+    for text in ("alpha:0.8", "0.8", "histogram:a,b.json"):
+        assert cut_law(text, 1) == text
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 17, 64, 256])
+def test_an_advice_takes_less_than_a_second(batch: int) -> None:
+    start = time.process_time()
+    advise(8, pair="70b/1b", batch_size=batch)
+    assert time.process_time() - start < 1.0
+
+
+def test_needs_a_machine() -> None:
+    with pytest.raises(ConfigError, match="0 placements"):
+        plan(RunConfig(pair="8b/1b"), HOST, [], 4)
+    assert len(FULL.fan_outs) == 24

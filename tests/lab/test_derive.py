@@ -1,0 +1,163 @@
+"""Forwards at a T that was not measured: by hand, and against a machine measured at two."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.profile import Profile, load_profile
+from mpissd.engine.backend.profile_tables import Curve
+from mpissd.engine.job import resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.derive import derive, with_derived
+from mpissd.lab.predict.places import survey
+
+PROFILES = Path(__file__).resolve().parents[2] / "results/h200/profiles"
+FUSED = ForwardOptions(fuse=True)
+EIGHT = RunConfig(pair="8b/1b", fuse=True)
+
+
+def probed(name: str) -> Profile:
+    return load_profile(str(PROFILES / f"{name}.json"))
+
+
+def shard(pair: str, tp: int) -> Shard:
+    config = RunConfig(pair=pair, mode="ar")
+    return Shard(resolve(config, 1, backend="emulated", memory_bytes=None).target, tp)
+
+
+def seconds(profile: Profile, of: Shard, rows: int) -> float:
+    curve = profile.tables.forward(of.cost(rows, 1, 2, FUSED))
+    assert curve is not None
+    return curve(rows)
+
+
+def with_all_reduces(profile: Profile, *others: Profile) -> Profile:
+    latency, rate = {}, {}
+    for known in (profile, *others):
+        latency |= known.all_reduce_latency_s or {}
+        rate |= known.all_reduce_bytes_per_s or {}
+    return replace(profile, all_reduce_latency_s=latency, all_reduce_bytes_per_s=rate)
+
+
+@pytest.mark.parametrize("most_rows", [None, 32])
+def test_by_hand(most_rows: int | None) -> None:
+    """8B from T=1 to T=2: half the bytes and 64 all-reduces more; a product that is a launch of its
+    own loses what it lost, the chain half of it."""
+    one, two = shard("8b/1b", 1), shard("8b/1b", 2)
+    alone = by_one_kernel(
+        replace(
+            probed("h200-8b-1b-T1D1"),
+            launch_s=2e-6,
+            all_reduce_latency_s={2: 3e-6},
+            all_reduce_bytes_per_s={2: 8192 / 1e-6},
+        ),
+        one,
+        most_rows,
+    )
+    (found,) = derive(alone, one, two, 1, FUSED)
+    assert found.params == 6979321856 // 2 and found.most_rows == most_rows
+    assert alone.read_bytes_per_s is not None
+    lost = seconds(alone, one, 1) - 2 * 6979321856 / alone.read_bytes_per_s
+    for rows in (1, 16):
+        kept = 2e-6 if most_rows else lost
+        wanted = kept + (seconds(alone, one, rows) - kept) / 2 + 64 * (3e-6 + rows * 1e-6)
+        assert found.seconds(rows) == pytest.approx(wanted, rel=1e-12)
+    assert found.seconds.source.startswith("derived from T=1")
+    (back,) = derive(with_derived(alone, two, 1, FUSED), two, one, 1, FUSED)
+    assert back.seconds(5) == pytest.approx(seconds(alone, one, 5), rel=1e-12)
+
+
+def by_one_kernel(
+    profile: Profile, of: Shard, most_rows: int | None, one_row_s: float = 0.0
+) -> Profile:
+    """The profile with the measured forward said to be of another kernel, or another time."""
+    key, forwards = of.key(1, FUSED), dict(profile.tables.forwards)
+    (known,) = forwards[key]
+    curve = Curve((1,), (one_row_s,)) if one_row_s else known.seconds
+    forwards[key] = (replace(known, most_rows=most_rows, seconds=curve),)
+    return replace(profile, tables=replace(profile.tables, forwards=forwards))
+
+
+def measured(folder: str, target: str, tp: int) -> float:
+    """The median forward of one row in jobs of AR without a head: the chain's."""
+    files = sorted((PROFILES.parents[1] / folder).glob("runs*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return statistics.median(
+        row["t_target_s"]
+        for row in rows
+        if (row["mode"], row["target"], row["tp"]) == ("ar", target, tp)
+        and (row["batch_size"], row["lm_head"], row["context"]) == (1, False, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pair", "have", "want", "folder", "of", "beside"),
+    [
+        ("8b/1b", 1, 2, "h200-pairs", "h200-8b-1b-T1D1", "h200-70b-1b-T2D1"),
+        ("70b/1b", 2, 4, "h200", "h200-70b-1b-T2D1", "h200-70b-T4"),
+    ],
+)
+def test_the_chain_is_near_to_what_jobs_measured(
+    pair: str, have: int, want: int, folder: str, of: str, beside: str
+) -> None:
+    near, wide = shard(pair, have), shard(pair, want)
+    name = near.shape.name
+    profile = with_all_reduces(probed(of), probed(beside))
+    profile = by_one_kernel(profile, near, 32, measured(folder, name, have))
+    (found,) = derive(profile, near, wide, 1, FUSED)
+    assert found.seconds(1) == pytest.approx(measured(folder, name, want), rel=0.025)
+
+
+@pytest.mark.parametrize(("have", "want"), [(2, 4), (4, 2)])
+def test_near_to_what_was_measured_there(have: int, want: int) -> None:
+    """70B on H200, probed with T = 2 and with T = 4."""
+    profiles = {2: probed("h200-70b-1b-T2D1"), 4: probed("h200-70b-T4")}
+    known = with_all_reduces(profiles[have], profiles[want])
+    (found,) = derive(known, shard("70b/1b", have), shard("70b/1b", want), 1, FUSED)
+    for rows, most in {1: 0.016, 2: 0.016, 4: 0.016, 8: 0.016, 16: 0.05, 64: 0.016}.items():
+        measured = seconds(profiles[want], shard("70b/1b", want), rows)
+        assert found.seconds(rows) == pytest.approx(measured, rel=most)
+
+
+def test_what_is_known_stays_as_it_is() -> None:
+    measured, rates = probed("h200-8b-1b-T1D1"), load_profile("h200")
+    assert with_derived(measured, shard("8b/1b", 1), 1, FUSED) is measured
+    assert with_derived(rates, shard("8b/1b", 2), 1, FUSED) is rates
+    assert with_derived(measured, shard("70b/1b", 2), 1, FUSED) is measured  # at no T
+
+
+def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:
+    alone = probed("h200-8b-1b-T1D1")
+    found = with_derived(alone, shard("8b/1b", 2), 1, FUSED)
+    assert "all-reduces of profile h200" in str(found.tables.forwards)
+    other = replace(alone, device_name="Another device")
+    with pytest.raises(ConfigError, match="knows no all-reduce over 2 ranks"):
+        with_derived(other, shard("8b/1b", 2), 1, FUSED)
+
+
+def test_a_survey_drops_no_t_silently() -> None:
+    alone = probed("h200-8b-1b-T1D1")
+    here = survey(EIGHT, alone, 4)
+    assert [(p.tp, p.derived is None) for p in here.placements] == [
+        (1, True),
+        (2, False),
+        (4, False),
+    ]
+    assert not here.unjudged
+    there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
+    assert [p.tp for p in there.placements] == [1] and set(there.unjudged) == {2, 4}
+    assert "all-reduce over 4 ranks" in there.unjudged[4]
+    assert all(p.derived is None for p in survey(EIGHT, load_profile("h200"), 2).placements)
+
+
+def test_a_model_of_the_same_name_and_other_weights_is_not_derived_from() -> None:
+    alone = probed("h200-8b-1b-T1D1")
+    with pytest.raises(ConfigError, match="doesn't cover"):
+        survey(replace(EIGHT, fuse=False), alone, 2)

@@ -1,0 +1,331 @@
+"""Gates: a clean row passes, and every way to spoil one is caught by the gate that should."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import GateError
+from mpissd.common.trace import LeadPhase
+from mpissd.lab.gates import check, violations
+from tests.common.clean_row import K, Rounds, Row, device_means, make, make_row
+
+Spoil = Callable[[Row, Rounds], None]
+
+
+@pytest.fixture
+def clean() -> tuple[Row, Rounds]:
+    return make()
+
+
+def put(path: str, value: Any) -> Spoil:
+    """Replaces a number of the row."""
+
+    def spoil(row: Row, rounds: Rounds) -> None:
+        *above, last = path.split(".")
+        for key in above:
+            row = row[key]
+        row[last] = value
+
+    return spoil
+
+
+def put_in(name: str, where: Any, value: Any) -> Spoil:
+    """Replaces elements of an array."""
+
+    def spoil(row: Row, rounds: Rounds) -> None:
+        rounds[name][where] = value
+
+    return spoil
+
+
+def consistently(times: float) -> Spoil:
+    """A forward so many times faster, in the row and in all rounds."""
+
+    def spoil(row: Row, rounds: Rounds) -> None:
+        rounds["t_target_s"] *= times
+        row["t_target_s"] *= times
+        row["T_SD"] /= times
+        row["device_us"] = device_means(rounds)
+        row["floor_fraction"] = round(row["floor_us"] * 1e-6 / row["t_target_s"], 4)
+
+    return spoil
+
+
+def lose(share: float) -> Spoil:
+    """Rounds of which the ledger saw so much less than the wall did, in row and rounds."""
+
+    def spoil(row: Row, rounds: Rounds) -> None:
+        rounds["round_s"] /= 1 - share
+        row["wall_s"] = float(rounds["round_s"].sum())
+        row["tok_per_s"] = row["num_tokens"] / row["wall_s"]
+        row["tok_per_s_per_gpu"] = row["tok_per_s"] / 2
+        row["prediction_error"] = row["tok_per_s"] / row["predicted_tok_per_s"] - 1
+        closure = rounds["lead_ledger_ns"][:, 1] * 1e-9 / rounds["round_s"]
+        row["ledger_closure"] = float(np.percentile(np.minimum(closure, 2 - closure), 1))
+
+    return spoil
+
+
+def overlap(row: Row, rounds: Rounds) -> None:
+    """A phase that counts what another one counted, too."""
+    rounds["lead_ledger_ns"][:, 2 + LeadPhase.SAMPLE] += 10**5
+
+
+def drop_a_round(row: Row, rounds: Rounds) -> None:
+    rounds["lead_ledger_ns"] = np.delete(rounds["lead_ledger_ns"], 50, axis=0)
+
+
+SPOILED: dict[str, tuple[str, Spoil, str]] = {
+    # name: (the gate, what was done, what the message says)
+    "faster than its floor": ("floor", consistently(0.5), "of cache at 4500.0 GB/s take 1766.667"),
+    "faster than its products": (
+        "floor",
+        put("floor_flops", 2e12),
+        "2000.0 Gflop at 800000.0 Gflop/s take 2500.000 µs",
+    ),
+    "two ranks disagree": (
+        "ranks",
+        put("rank_digests", ["5f1c93a0", "11111111"]),
+        "rank 0 heard 5f1c93a0, rank 1 heard 11111111",
+    ),
+    "a rank nobody counted": ("ranks", put("world_size", 3), "world_size is 3, tp + num_drafts"),
+    "a clock goes backwards": ("clock", put_in("round_s", 17, -0.002), "round 17 took -0.002 s"),
+    "a clock stands": ("clock", put_in("lead_ledger_ns", (5, 1), 0), "round 5 took 0 ns"),
+    "a phase takes less than nothing": (
+        "clock",
+        put_in("lead_ledger_ns", (5, 4), -7),
+        "phase 2 of round 5 took -7 ns",
+    ),
+    "a forward takes less than nothing": ("clock", put_in("t_target_s", 3, -1.0), "of -1 s"),
+    "a round is gone": ("counts", drop_a_round, "num_rounds is 200, lead_ledger_ns has 199"),
+    "rounds out of order": (
+        "clock",
+        put_in("draft_ledger_ns", (9, 0), 11),
+        "round 11 follows round 18",
+    ),
+    "a result that is no number": ("finite", put("tok_per_s", math.nan), "tok_per_s is nan"),
+    "infinite deep inside": ("finite", put("phases_us.draft.grow", math.inf), "draft.grow is inf"),
+    "an array with NaN": ("finite", put_in("t_target_s", 3, math.nan), "holds nan, 1 of 200"),
+    "another schema": ("missing", put("schema", 2), "schema is 2, this version judges 1"),
+    "another budget": ("counts", put("branch_budget", 14), "branch_budget is 14, Σ fan_out: 15"),
+    "a fan-out of another K": ("counts", put("fan_out", [5, 5, 5]), "is 4, fan_out has 3"),
+    "another backup": ("decisions", put("backup_lookahead", 3), "round 0 has 4 such tokens"),
+    "null where a number belongs": ("missing", put("wall_s", None), "wall_s is not a number"),
+    "more tokens than were accepted": ("tokens", put("num_tokens", 1000), "num_tokens is 1000"),
+    "an acceptance length of its own": (
+        "tokens",
+        put("acceptance_length", 4.5),
+        "acceptance_length is 4.5, accept_histogram:",
+    ),
+    "another histogram": (
+        "decisions",
+        put("accept_histogram", [40, 40, 40, 40, 40]),
+        "[40, 40, 40, 40, 40], sequences give",
+    ),
+    "a histogram of another K": ("tokens", put("lookahead", 3), "lookahead is 3"),
+    "a hit rate that is no share": ("tokens", put("hit_rate", 1.2), "hit_rate is 1.2, allowed"),
+    "another hit rate": ("decisions", put("hit_rate", 0.9), "hit_rate is 0.9, sequences: 0."),
+    "more accepted than drafted": (
+        "decisions",
+        put_in("sequences", (4, 7), -1),
+        "round 4 accepted",
+    ),
+    "more drafted than K": ("decisions", put_in("sequences", (4, 7), 9), "of 9 drafted tokens"),
+    "a hit that no cache served": (
+        "decisions",
+        put_in("sequences", (0, 6), 1),
+        "round 0 has hit 1 and source 2",
+    ),
+    "another outcome": ("decisions", put_in("sequences", (8, 4), 123), "outcome_digest is"),
+    "another speed": ("speed", put("tok_per_s", 1200.0), "tok_per_s is 1200, num_tokens / wall_s"),
+    "another speed per GPU": ("speed", put("tok_per_s_per_gpu", 900.0), "tok_per_s / world_size"),
+    "another wall": ("speed", put("wall_s", 0.5), "wall_s is 0.5, Σ round_s: 0.59"),
+    "another median": ("walls", put("round_us.p50", 2000.0), "round_us.p50 is 2000"),
+    "percentiles that fall": ("walls", put("round_us.p99", 1.0), "p50, p90, p99 are"),
+    "a ledger that misses 2%": ("ledger", lose(0.02), "close to 0.9"),
+    "a ledger that counts twice": ("ledger", overlap, "round 0 took"),
+    "phases that add up to less": (
+        "ledger",
+        put("phases_us.lead.device_wait", 1000.0),
+        "adds up to 156",
+    ),
+    "a better closure than it was": ("ledger", put("ledger_closure", 1.05), "ledger_closure is"),
+    "a device slower than the wall": (
+        "device",
+        consistently(1.5),
+        "within a launch and wait of 2",
+    ),
+    "an idle device that takes less than nothing": (
+        "sub_phases",
+        put("device_us.idle", -50.0),
+        "device_us.idle is -50, a clock",
+    ),
+    "a device that idles longer than the round": (
+        "sub_phases",
+        put("device_us.idle", 2000.0),
+        "round_us.mean is 29",
+    ),
+    "all-reduces that were counted twice": (
+        "sub_phases",
+        put("device_us.all_reduce", 320.0),
+        "forward and all_reduce are 2400.1",
+    ),
+    "another forward": ("forwards", put("t_target_s", 0.002), "t_target_s is 0.002, median of"),
+    "another T_SD": ("forwards", put("T_SD", 0.5), "T_SD is 0.5, t_draft_s / t_target_s: 0.14"),
+    "another floor": ("forwards", put("floor_us", 1000.0), "floor_us is 1000, floor_bytes"),
+    "a floor of fewer flops": (
+        "forwards",
+        put("floor_flops", 1.6e12),
+        "or floor_flops / peak_flops_per_s: 2000",
+    ),
+    "a better prediction than it was": ("prediction", put("prediction_error", 0.0), "error is 0"),
+    "another batch": ("decisions", put("batch_size", 2), "batch_size is 2, round 0 has 1"),
+    "a depth that nobody scaled": ("forwards", put("num_layers", 8), "num_layers is 8 of 32"),
+    "no rank at all": ("speed", put("world_size", 0), "cannot be judged: ZeroDivisionError"),
+    "an array of another shape": (
+        "decisions",
+        lambda row, rounds: rounds.update(sequences=np.zeros((3, 2), int)),
+        "cannot be judged",
+    ),
+}
+
+
+def test_a_clean_row_passes(clean: tuple[Row, Rounds]) -> None:
+    assert violations(*clean) == []
+    check(*clean)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_row_is_caught_and_named(clean: tuple[Row, Rounds], name: str) -> None:
+    row, rounds = clean
+    gate, spoil, says = SPOILED[name]
+    spoil(row, rounds)
+    found = violations(row, rounds)
+    assert any(line.startswith(f"{gate}: ") and says in line for line in found), found
+    assert all("\n" not in line for line in found)
+    with pytest.raises(GateError) as caught:
+        check(row, rounds)
+    assert str(caught.value) == "; ".join(found) and caught.value.exit_code == 3
+
+
+def test_what_is_unknown_is_judged_by_no_gate(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    consistently(0.5)(row, rounds)  # below the floor, if there is one
+    for key in ("cache_bytes", "rank_digests", "hit_rate", "t_growth_s", "predicted_tok_per_s"):
+        row[key] = None
+    assert violations(row, rounds) == []
+    del row["token_limit"]
+    assert violations(row, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("cache_bytes", 8e9), ("floor_bytes", None), ("read_bytes_per_s", None)]
+)
+def test_the_floor_allows_for_the_cache(
+    clean: tuple[Row, Rounds], key: str, value: float | None
+) -> None:
+    row, rounds = clean
+    consistently(0.5)(row, rounds)
+    assert len(violations(row, rounds)) == 1
+    row[key] = value
+    assert violations(row, rounds) == []
+
+
+def test_the_cache_saves_no_product(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    row |= {"cache_bytes": 8e9, "floor_flops": 2e12, "floor_us": 2500.0}
+    row["floor_fraction"] = round(2.5e-3 / row["t_target_s"], 4)
+    assert [line[:20] for line in violations(row, rounds)] == ["floor: t_target_s is"]
+    row["backend"] = "numpy"  # 2.5 ms, and half of it may be noise
+    assert violations(row, rounds) == []
+    row |= {"floor_flops": 4e12, "floor_us": 5000.0, "floor_fraction": 5e-3 / row["t_target_s"]}
+    assert [line[:20] for line in violations(row, rounds)] == ["floor: t_target_s is"]
+
+
+def test_a_side_of_the_floor_that_is_unknown_is_not_judged(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    row |= {"peak_flops_per_s": None, "floor_us": None, "floor_fraction": None}
+    assert violations(row, rounds) == []
+    consistently_faster = row | {"floor_us": 1.0}
+    consistently(0.5)(consistently_faster, rounds)
+    assert len([v for v in violations(consistently_faster, rounds) if "GB/s" in v]) == 1
+
+
+def test_rows_older_than_the_flops_have_a_floor_of_bytes(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    del row["floor_flops"], row["peak_flops_per_s"]
+    assert violations(row, rounds) == []
+    row["floor_us"] *= 0.9
+    assert any("floor_bytes / read_bytes_per_s: " in line for line in violations(row, rounds))
+
+
+def test_a_cpu_has_a_noisy_floor(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    consistently(1.7 / 2.38)(row, rounds)  # 1.70 ms, the cache allows 1.767
+    assert len(violations(row, rounds)) == 1
+    row["backend"] = "numpy"
+    assert violations(row, rounds) == []
+
+
+@pytest.mark.parametrize(("limit", "counted"), [(None, 0), (10**6, 0), (500, -1), (3, -2)])
+def test_tokens_beyond_the_limit_do_not_count(
+    clean: tuple[Row, Rounds], limit: int | None, counted: int
+) -> None:
+    row, rounds = clean
+    total = row["num_tokens"]
+    row["token_limit"] = limit
+    row["num_tokens"] = {0: total, -1: 500, -2: 3}[counted]
+    assert not [line for line in violations(row, rounds) if line.startswith("tokens")]
+    row["num_tokens"] += 1
+    assert [line for line in violations(row, rounds) if line.startswith("tokens")]
+
+
+def test_without_the_limit_a_last_round_may_overshoot(clean: tuple[Row, Rounds]) -> None:
+    row, rounds = clean
+    total = row["num_tokens"]
+    del row["token_limit"]
+    for less, wrong in ((0, 0), (K, 0), (K + 1, 1), (-1, 1)):
+        row["num_tokens"] = total - less
+        assert len([v for v in violations(row, rounds) if v.startswith("tokens")]) == wrong
+
+
+def test_short_rounds_need_not_close(clean: tuple[Row, Rounds]) -> None:
+    """Two stamps and a store are 1% of 100 µs."""
+    row, rounds = clean
+    lose(0.02)(row, rounds)
+    assert len(violations(row, rounds)) == 1
+    for name in ("lead_ledger_ns", "draft_ledger_ns"):
+        rounds[name][:, 2:] //= 10
+        rounds[name][:, 1] = rounds[name][:, 2:].sum(axis=1)
+    for name in ("round_s", "t_target_s"):
+        rounds[name] /= 10
+    rounds["draft_rounds"][:, 1:3] /= 10
+    short = make_row(rounds) | {"cache_bytes": None}
+    assert short["ledger_closure"] < 0.99 and violations(short, rounds) == []
+
+
+def test_time_between_the_two_clocks_is_not_lost(clean: tuple[Row, Rounds]) -> None:
+    """A rank without its core for 1 ms, between the ledger's stamp and the wall's, twice."""
+    _, rounds = clean
+    for n in (50, 120):
+        rounds["round_s"][n : n + 2] += [1e-3, -1e-3]
+    row = make_row(rounds)
+    assert row["ledger_closure"] < 0.99 and violations(row, rounds) == []
+    for n in (50, 51, 52, 120):  # that no phase saw
+        rounds["round_s"][n] += 1e-3
+    found = violations(make_row(rounds), rounds)
+    assert len(found) == 1 and "close to 0." in found[0]
+
+
+def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Row, Rounds]) -> None:
+    """One round that the system took away is no percentile of 50."""
+    _, rounds = clean
+    few = {k: v if v.dtype.kind == "U" else v[:50].copy() for k, v in rounds.items()}
+    few["round_s"][7] *= 1.5
+    row = make_row(few)
+    assert row["ledger_closure"] < 0.9 and violations(row, few) == []

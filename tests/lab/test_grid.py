@@ -1,0 +1,309 @@
+"""A grid's text → configurations, folded, ordered, shared out; everything but the measuring."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import parse_into
+from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.forecast import duration_text, predicted_s
+from mpissd.lab.sweep.grid import Block, read_grid
+from mpissd.lab.sweep.plan import Plan, Task, make_plan
+
+FILE = """
+# what holds everywhere
+[DEFAULT]
+pair = 8b/1b
+rounds = 60
+
+[acceptance]
+mode = ar, sd, ssd      # three methods
+lookahead = 2..4
+alpha = .6, .8
+    , .9
+
+[lists]
+mode = ssd
+rounds = 100
+fan_out = uniform:3, "list:4,4,3", geometric:12
+lookahead = 2
+"""
+
+
+def axes(text: str) -> dict[str, tuple[str, ...]]:
+    (block,) = read_grid(text)
+    return dict(block.axes)
+
+
+def plan(grid: str, shard: tuple[int, int] = (1, 1), repeats: int = 1, **flags: object) -> Plan:
+    return make_plan(read_grid(grid), RunConfig(**flags), repeats, shard)  # type: ignore[arg-type]
+
+
+def flags(found: Plan) -> list[dict[str, str]]:
+    return [dict(point.flags) for point in found.points]
+
+
+def test_a_grid_that_no_sweep_could_measure_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="99980001 combinations: allowed: at most 100000"):
+        plan("rounds=1..9999; seed=1..9999")
+    with pytest.raises(ConfigError, match=r"rounds=1..99999: allowed: at most 10000 values"):
+        plan("rounds=1..99999")
+
+
+@pytest.mark.parametrize(
+    ("grid", "says"),
+    [
+        ("mode=ar,sdd", "unknown mode 'sdd': did you mean 'sd'?"),
+        ("mode=sd; alpha=.5,2", r"alpha=2: allowed: a number in \[0, 1\]"),
+        (f"lookahead=1..{'9' * 5000}", "allowed: a whole number"),  # as text, like any other
+    ],
+)
+def test_a_value_that_its_flag_never_takes_is_refused_at_once(grid: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(grid)
+
+
+def test_an_inline_grid() -> None:
+    assert axes("mode=ar,sd,ssd; lookahead=2..8; alpha=.6, .7 ;p_hit=none,0") == {
+        "mode": ("ar", "sd", "ssd"),
+        "lookahead": ("2", "3", "4", "5", "6", "7", "8"),
+        "alpha": (".6", ".7"),
+        "p_hit": ("none", "0"),
+    }
+    assert axes("lookahead=2..12..4,3") == {"lookahead": ("2", "6", "10", "3")}
+    assert axes("lookahead=3..3") == {"lookahead": ("3",)}
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_what_stands_in_quotes_is_one_value(quote: str) -> None:
+    text = f"fan_out=uniform:3,{quote}list:4,4,3{quote}; acceptance={quote}rates:.9,.8;{quote}"
+    assert axes(text) == {
+        "fan_out": ("uniform:3", "list:4,4,3"),
+        "acceptance": ("rates:.9,.8;",),
+    }
+
+
+def test_a_file_has_blocks_and_comments(tmp_path: Path) -> None:
+    path = tmp_path / "a=b.grid"  # a file's name may look like an inline grid
+    path.write_text(FILE)
+    first, second = read_grid(str(path))
+    assert (first.name, second.name) == ("acceptance", "lists")
+    assert dict(first.axes) == {
+        "mode": ("ar", "sd", "ssd"),
+        "lookahead": ("2", "3", "4"),
+        "alpha": (".6", ".8", ".9"),
+        "pair": ("8b/1b",),
+        "rounds": ("60",),
+    }
+    assert dict(second.axes)["rounds"] == ("100",)
+    assert dict(second.axes)["fan_out"] == ("uniform:3", "list:4,4,3", "geometric:12")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lookahed=3", r"unknown flag in the grid 'lookahed': did you mean 'lookahead'\?"),
+        ("backend=numpy", "grid: backend is one for all configurations: say --backend="),
+        ("out=x", "grid: out is one for all"),
+        ("mode=ar; mode=sd", "grid: mode twice"),
+        ("mode=ar; sd", r"grid: 'sd': allowed: flag=value,value"),
+        ("mode=", "grid: mode has no value"),
+        ("mode=,", "grid: mode has no value"),
+        ("fan_out='list:4,4", "a quotation does not end"),
+        ("lookahead=8..2", r"grid: lookahead=8\.\.2: allowed: FIRST\.\.LAST"),
+        ("lookahead=2..8..0", r"lookahead=2\.\.8\.\.0"),
+        ("seed=0..99999999", r"seed=0\.\.99999999"),
+        ("nowhere", r"grid='nowhere': No such file.*allowed: a file, or flag=value"),
+    ],
+)
+def test_refusals_take_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_grid(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mode = ar\n", r"allowed: blocks, each below its \[name\]"),
+        ("[a]\nmode = ar\nmode = sd\n", "already exists"),
+        ("[a]\n[a]\n", "already exists"),
+        ("[a]\nmode\n", "no '='|parsing errors|without"),
+        ("# nothing\n", r"no \[block\]"),
+        ("[a]\nmodes = ar\n", "did you mean 'mode'"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "x.grid"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_grid(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_method_does_not_see_is_folded() -> None:
+    found = plan("mode=ar,sd,ssd; lookahead=2..3; alpha=.6,.8; p_hit=0,1; batch_size=1,4")
+    by_mode = {mode: [p for p in flags(found) if p["mode"] == mode] for mode in ("ar", "sd", "ssd")}
+    assert [len(of) for of in by_mode.values()] == [2, 8, 16]
+    assert by_mode["ar"] == [{"mode": "ar", "batch_size": n} for n in ("1", "4")]
+    assert all(set(of) == {"mode", "lookahead", "alpha", "batch_size"} for of in by_mode["sd"])
+    assert len({point.digest for point in found.points}) == len(found.points)
+
+
+def test_seeds_are_of_the_grid_and_no_repeat_changes_them() -> None:
+    """AR has five as well; a repeat measures equal draws again."""
+    found = plan("mode=ar,ssd; seed=0..4; alpha=.5,.8", repeats=2)
+    seeds: dict[tuple[str, str | None], set[int]] = {}
+    for task in found.tasks():
+        config, said = task.point.config, dict(task.point.flags)
+        assert config is not None
+        seeds.setdefault((config.mode, said.get("alpha")), set()).add(config.seed)
+        assert config.seed == int(said["seed"])
+    assert seeds == {key: set(range(5)) for key in [("ar", None), ("ssd", ".5"), ("ssd", ".8")]}
+
+
+def test_a_point_is_what_run_makes_of_its_flags() -> None:
+    found = plan(
+        "mode=ssd; fan_out='list:4,3,2'; lookahead=2; p_hit=none,.5", backend="emulated", rounds=7
+    )
+    alone = RunConfig("ssd", lookahead=2, fan_out="list:4,3,2", backend="emulated", rounds=7)
+    digests = [replace(alone, p_hit=p).digest for p in (None, 0.5)]
+    assert [point.digest for point in found.points] == digests
+
+
+def test_a_schedule_says_which_mode_it_is() -> None:
+    found = plan("schedule=none,pearl,lookup; p_hit=.5; mode=none", alpha=0.7)
+    assert flags(found) == [
+        {"alpha": "0.7", "p_hit": ".5"},
+        {"alpha": "0.7", "schedule": "pearl", "p_hit": ".5"},
+        {"alpha": "0.7", "schedule": "lookup"},  # SD has no hit rate
+    ]
+
+
+def test_what_cannot_be_is_kept_with_its_reason() -> None:
+    found = plan("mode=ssd,sd; backup=auto,jit; num_drafts=0,1")
+    reasons = [point.error for point in found.points if point.config is None]
+    assert reasons == [
+        "num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)",
+        "num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)",
+        "backup=auto with mode=sd: allowed: jit, fast",
+        "backup=auto with mode=sd: allowed: jit, fast",
+    ]
+    assert len({point.digest for point in found.points}) == len(found.points) == 8
+
+
+def test_a_block_says_otherwise_than_the_command_line() -> None:
+    blocks = [Block("a", (("mode", ("ar",)),)), Block("b", (("mode", ("ar",)), ("rounds", ("9",))))]
+    found = make_plan(blocks, RunConfig(rounds=5), 1, (1, 1))
+    assert [point.config.rounds for point in found.points if point.config] == [5, 9]
+
+
+def test_the_job_has_as_many_drafts_as_a_configuration_at_most() -> None:
+    assert plan("mode=ar").num_drafts == 0
+    found = plan("mode=ar,sd; num_drafts=0,1")
+    assert found.num_drafts == 1 and found.drafts == [0, 1]
+    assert [p.config.drafts for p in found.points if p.config] == [0, 0, 1]
+    grid = "mode=ar,sd; lookahead=2,4"
+    base = SweepConfig(grid=grid, num_drafts=0)  # the job has no draft rank
+    inline = make_plan(read_grid(grid), base, 1, (1, 1))
+    assert inline.num_drafts == 0 and inline.drafts == [0] and len(inline.points) == 3
+    fixed = plan("mode=ar,sd,ssd", num_drafts=2)
+    assert fixed.num_drafts == 2 and fixed.drafts == [0, 2]
+    with pytest.raises(ConfigError, match="num_drafts=3 in the grid: allowed: at most 2"):
+        plan("mode=sd; num_drafts=3", num_drafts=2)
+
+
+def test_repeats_interleave_in_orders_of_their_own() -> None:
+    found = plan("mode=sd; lookahead=1..8", repeats=3)
+    tasks = list(found.tasks())
+    assert [task.repeat for task in tasks] == [0] * 8 + [1] * 8 + [2] * 8
+    orders = [[task.point.digest for task in tasks[n : n + 8]] for n in (0, 8, 16)]
+    assert all(set(order) == {point.digest for point in found.points} for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    assert [t.point for t in found.tasks()] == [t.point for t in tasks]  # the same every time
+    other = plan("mode=sd; lookahead=1..8", seed=1)
+    assert (
+        [task.point.config.lookahead for task in other.tasks()]
+        != [  # type: ignore[union-attr]
+            task.point.config.lookahead
+            for task in tasks[:8]  # type: ignore[union-attr]
+        ]
+    )
+
+
+@given(st.integers(1, 7), st.integers(1, 20))
+def test_shards_are_the_whole_and_overlap_nowhere(num_shards: int, count: int) -> None:
+    grid = f"mode=sd; lookahead=1..{count}"
+    whole = [point.digest for point in plan(grid).points]
+    parts = [
+        [point.digest for point in plan(grid, (i, num_shards)).points]
+        for i in range(1, min(num_shards, count) + 1)
+    ]
+    assert sorted(itertools.chain(*parts)) == sorted(whole)
+    if num_shards > count:
+        with pytest.raises(ConfigError, match="leave it none"):
+            plan(grid, (num_shards, num_shards))
+
+
+def test_the_digest_of_a_task_names_all_that_is_measured() -> None:
+    def digest(grid: str = "mode=sd", repeat: int = 0, tp: int = 1, device: str = "a") -> str:
+        return Task(plan(grid).points[0], repeat).digest(tp, "numpy", device)
+
+    assert digest() == digest()
+    others = [
+        digest("mode=sd; pair=toy"),
+        digest("mode=sd; alpha=.5"),
+        digest(repeat=1),
+        digest(tp=2),
+        digest(device="b"),
+    ]
+    assert len({digest(), *others}) == 6
+    assert Task(plan("mode=sd").points[0], 0).digest(1, "cupy", "a") != digest()
+    assert plan("mode=sd", out="elsewhere").points[0].digest == plan("mode=sd").points[0].digest
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/0", "-1/2", "1/2/3"])
+def test_a_shard_is_one_of_so_many(shard: str) -> None:
+    with pytest.raises(ConfigError, match=r"shard=.*allowed: I/N with 1 <= I <= N"):
+        parse_into(SweepConfig, {"grid": "mode=ar", "shard": shard})
+
+
+def test_a_sweep_needs_a_grid_and_takes_a_runs_flags() -> None:
+    config = parse_into(SweepConfig, {"grid": "mode=ar", "shard": "2/3", "mode": "sd"})
+    assert config.shard_of == (2, 3)
+    with pytest.raises(ConfigError, match="grid: needed"):
+        parse_into(SweepConfig, {})
+    for name in ("trace", "ledger_ab"):
+        with pytest.raises(ConfigError, match=f"{name} with sweep"):
+            parse_into(SweepConfig, {"grid": "mode=ar", name: "1"})
+
+
+def test_the_predicted_duration_follows_rounds_repeats_and_the_machine() -> None:
+    def seconds(grid: str = "mode=sd; lookahead=2..6", repeats: int = 1, **told: object) -> float:
+        known = {"pair": "8b/1b", "rounds": 1000, **told}
+        return predicted_s(plan(grid, repeats=repeats, **known), 1, "emulated")
+
+    once = seconds()
+    # Five configurations of 1010 rounds; an 8B forward takes 5 to 10 ms on an H100, a 1B step 1.
+    assert 5 * 1010 * 5e-3 < once < 5 * 1010 * 25e-3
+    assert 1.9 < (seconds(repeats=2) - seconds(rounds=1)) / (once - seconds(rounds=1)) < 2.2
+    assert seconds(device="v100-32", pair="toy") < once < seconds(pair="70b/1b")
+    assert seconds("mode=sd; lookahead=2..6; backup=auto") == pytest.approx(2.0)  # none can be
+    assert predicted_s(plan("mode=sd", pair="toy"), 1, "numpy") > 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5 s"), (119, "119 s"), (150, "2 min"), (7500, "2 h 5 min")]
+)
+def test_a_duration_is_readable(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text

@@ -1,0 +1,83 @@
+"""The table of the ten bars: medians of stable runs, honest where there are too few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.lab.limits.bars import add, bars, main, read, table
+
+Row = dict[str, Any]
+
+
+def forward(seconds: float, **more: Any) -> Row:
+    row = {"what": "forward", "way": "fast", "model": "llama-3.2-1b", "tp": 1, "rows": 24}
+    return row | {"seconds": seconds, "floor_fraction": 0.5, "stable": True} | more
+
+
+def line(rows: list[Row], start: str) -> str:
+    """The one line of the table that begins so, behind its number."""
+    found = [text for text in table(rows) if text[4:].startswith(start)]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_the_median_of_three_runs_decides_and_never_the_best() -> None:
+    rows = [forward(s) for s in (0.59e-3, 0.61e-3, 0.62e-3)]
+    assert "0.610 ms MISSED  (0.590 … 0.620, 3 of 3 runs stable)" in line(rows, "1B step, M=24")
+    rows = [forward(s) for s in (0.58e-3, 0.60e-3, 0.62e-3)]
+    assert "0.600 ms met " in line(rows, "1B step, M=24")
+
+
+def test_unstable_runs_do_not_count_and_two_are_too_few() -> None:
+    rows = [forward(0.5e-3), forward(0.5e-3), forward(0.9e-3, stable=False)]
+    text = line(rows, "1B step, M=24")
+    assert "too few (0.500 … 0.500, 2 of 3 runs stable)" in text and "met" not in text
+
+
+def test_what_was_not_measured_says_so() -> None:
+    assert all("not measured here" in text for text in table([]))
+    assert [bar.number for bar in bars()] == sorted(bar.number for bar in bars())
+    assert {bar.number for bar in bars()} == set(range(1, 11))
+
+
+def test_cublas_and_pytorch_stand_beside_a_forward() -> None:
+    rows = [forward(0.5e-3), forward(0.7e-3, way="cublas"), forward(0.72e-3, way="torch")]
+    assert line(rows, "1B step, M=24").endswith("  cuBLAS 0.700  PyTorch 0.720")
+
+
+def all_reduce(seconds: float, **more: Any) -> Row:
+    row = {"what": "all_reduce", "tp": 2, "bytes": 128 << 10, "seconds": seconds}
+    return row | {"group": "oneshot", "own": True} | more
+
+
+@pytest.mark.parametrize("seconds, verdict", [(4e-6, "met"), (8e-6, "MISSED")])
+def test_a_large_all_reduce_is_held_against_nccls(seconds: float, verdict: str) -> None:
+    rows = [all_reduce(seconds)] * 3 + [all_reduce(7e-6, group="nccl", own=False)]
+    text = line(rows, "all-reduce in a graph, 128 KB, T=2")
+    assert "<= 7.00" in text and f" {verdict} " in text
+
+
+def rounds(**more: Any) -> Row:
+    row = {"what": "rounds", "mode": "ssd", "model": "llama-3.1-8b", "tp": 1, "lookahead": 4}
+    row |= {"tok_per_s": 970.0, "acceptance_length": 4.0, "t_target_s": 3.9e-3, "stable": True}
+    return row | {"p99_over_p50": 1.02, "floor_fraction": 0.9} | more
+
+
+def test_ssd_is_held_against_replays_of_as_many_rows() -> None:
+    replay = {"model": "llama-3.1-8b", "rows": 5}
+    rows = [rounds()] * 3 + [forward(4e-3, **replay), forward(9e-3, **replay | {"rows": 1})]
+    assert "0.970    met" in line(rows, "SSD p_hit=1 8B/1B T=1, of replays")
+    assert "0.946    MISSED" in line(rows, "SSD p_hit=1 8B/1B T=1, of its own forwards")
+    assert "1.020    met" in line(rows, "p99/p50 of a round, SSD 8B T=1")
+    assert "not measured" in line([rounds()] * 3, "SSD p_hit=1 8B/1B T=1, of replays")
+
+
+def test_rows_go_to_the_file_of_their_t(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [forward(0.5e-3, device="GPU"), all_reduce(4e-6)]
+    add(tmp_path, rows)
+    assert read(tmp_path) == rows
+    assert (tmp_path / "T2.jsonl").read_text().count("\n") == 1
+    assert main([str(tmp_path)]) == 0 and capsys.readouterr().out.startswith("GPU; medians")

@@ -1,0 +1,313 @@
+"""The recurrence against the loops themselves, in virtual time.
+
+The real TargetLoop, drafter and workers run with clocks of their own that only move when a forward,
+a message or a named piece of host work takes time. What they do and when must be foretold exactly.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.config import RunConfig
+from mpissd.common.records import RoundRecords, outcome_digest
+from mpissd.common.rounds import Request, Source
+from mpissd.common.trace import DraftPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape
+from mpissd.engine.decode.controls import Controls
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.speculator import (
+    InlineSpeculator,
+    NoSpeculator,
+    RemoteSpeculator,
+    Speculator,
+)
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm_law import DraftStream, TokenStream
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
+from mpissd.lab.predict.recurrence import replay
+
+HOST = HostCosts(
+    lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_upload=5e-6, lead_launch=9e-6,
+    lead_sample=60e-6,
+    lead_record=7e-6, link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=21e-6,
+    draft_send=8e-6, draft_record=4e-6, glue=50e-6, keys=65e-6, step=45e-6, wake=55e-6,
+    nap=120e-6, patience=500e-6,
+)  # fmt: skip
+WARMUP, WARM_ID = 3, 1 << 20
+
+
+class Clock(Waiter):
+    """One rank's time, and the waiter that moves it on to what the rank waits for."""
+
+    def __init__(self) -> None:
+        super().__init__(deadline_s=60.0, spin=False)
+        self.now = self.next_event = 0.0
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+    def until(self, test: Callable[[], bool], what: str) -> None:
+        if not test():
+            waited = self.next_event - self.now
+            self.spend(waited + HOST.nap * (waited > HOST.patience))
+
+
+class VirtualCarrier(Carrier):
+    """Messages with their times. To ask whether one has arrived is to wait (really) for the peer's
+    next message, which never depends on the answer."""
+
+    def __init__(self, clock: Clock, buffers: Any, queues: Any, link: float, costs: Any) -> None:
+        self._clock, (self._out, self._in), self._link = clock, buffers, link
+        self._to_peer, self._from_peer = queues
+        self._send_s, self._read_s = costs
+        self._message: tuple[float, np.ndarray] | None = None
+
+    def ready(self) -> None:
+        """At once."""
+
+    def send(self) -> None:
+        self._clock.spend(self._send_s)
+        self._to_peer.put((self._clock.now + self._link, self._out.array.copy()))
+
+    def arrived(self) -> bool:
+        if self._message is None:
+            self._message = self._from_peer.get(timeout=60)
+            np.copyto(self._in.array, self._message[1])
+        self._clock.next_event = self._message[0]
+        return self._message[0] <= self._clock.now
+
+    def release(self) -> None:
+        self._clock.spend(self._read_s)
+        self._message = None
+
+    def close(self) -> None:
+        return None
+
+
+class VirtualForwards:
+    """Forwards that move their rank's clock: a forward takes what its bucket takes."""
+
+    def __init__(self, clock: Clock, seconds: RowTable) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._end = self._elapsed_s = 0.0
+
+    def upload(self, rows: int, tokens: Any) -> None:
+        self._elapsed_s = float(self._seconds(next(n for n in self._seconds.rows if n >= rows)))
+
+    def launch(self) -> None:
+        self._end = self._clock.now + self._elapsed_s
+
+    def done(self) -> bool:
+        return self._clock.now >= self._end
+
+    def wait(self, waiter: Waiter) -> None:
+        self._clock.now = max(self._clock.now, self._end)
+
+    def elapsed_s(self) -> float:
+        return self._elapsed_s
+
+    def close(self) -> None:
+        return None
+
+
+class TargetWorker(GemmTargetWorker):
+    """The target's worker; its host work takes the time that HOST says."""
+
+    clock: Clock
+
+    def begin_round(self, *args: Any) -> None:
+        self.clock.spend(HOST.lead_commit)
+        super().begin_round(*args)
+
+    def upload(self, *args: Any) -> None:
+        self.clock.spend(HOST.lead_broadcast + HOST.lead_upload)
+        super().upload(*args)
+
+    def launch(self) -> None:
+        self.clock.spend(HOST.lead_launch)
+        super().launch()
+
+    def wait(self, waiter: Waiter) -> None:
+        super().wait(waiter)
+        self.clock.spend(HOST.wake)
+
+    def judge(self, *args: Any) -> Any:
+        self.clock.spend(HOST.lead_sample)
+        return super().judge(*args)
+
+
+class DraftWorker(GemmDraftWorker):
+    """The draft's worker, likewise."""
+
+    clock: Clock
+
+    def begin_round(self, *args: Any) -> None:
+        self.clock.spend(HOST.draft_commit + HOST.draft_lookup)
+        super().begin_round(*args)
+
+    def branches(self, *args: Any) -> Any:
+        self.clock.spend(HOST.glue + HOST.keys)
+        return super().branches(*args)
+
+    def collect_step(self, *args: Any) -> None:
+        self.clock.spend(HOST.step)
+        super().collect_step(*args)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Plans for no followers."""
+
+
+class VirtualRun:
+    """One job, both sides in one process."""
+
+    def __init__(self, job: Job, rounds: int) -> None:
+        self.job, self.rounds = job, rounds
+        self.device = steep(DeviceCosts.from_profile(load_profile("h100"), job))
+        self.lead = Clock()
+        self.draft = self.lead if job.inline else Clock()
+
+    def __call__(self) -> tuple[RoundRecords, list[float]]:
+        job, batch = self.job, self.job.config.batch_size
+        speculator, thread = self._speculator()
+        nobody = SimpleNamespace(publish=nothing)
+        loop = TargetLoop(self._target(), speculator, nobody, batch, self.lead)
+        if thread is not None:
+            thread.start()
+        loop.admit([Request(WARM_ID + n) for n in range(batch)])
+        for _ in range(WARMUP):
+            loop.step()
+            self.lead.spend(HOST.lead_record)
+        loop.finish([WARM_ID + n for n in range(batch)])
+        loop.admit([Request(n) for n in range(batch)])
+        records, emitted = RoundRecords(job.lookahead), dict.fromkeys(range(batch), 0)
+        while emitted and len(records) < self.rounds:
+            start = self.lead.now
+            result = loop.step()
+            for seq, _, _, accepted, _ in result.outcome.rows.tolist():
+                emitted[seq] += accepted + 1
+            gone = [s for s, n in emitted.items() if n >= (job.config.num_tokens or 10**9)]
+            loop.finish(gone)
+            emitted = {s: n for s, n in emitted.items() if s not in gone}
+            records.add(result.t_target_s, result.speculation, result.outcome)
+            self.lead.spend(HOST.lead_record)
+            records.round_s.append(self.lead.now - start)
+        loop.stop()
+        if thread is not None:
+            thread.join(60)
+        return records, records.round_s
+
+    def _target(self) -> TargetWorker:
+        job, config = self.job, self.job.config
+        vocab, batch = job.target.vocab_size, config.batch_size
+        stream = TokenStream(config.seed, vocab, batch, job.lookahead)
+        worker = TargetWorker(VirtualForwards(self.lead, self.device.verify), stream)
+        worker.clock = self.lead
+        return worker
+
+    def _drafter(self) -> Drafter:
+        job, config = self.job, self.job.config
+        assert self.device.draft is not None
+        vocab, batch = job.target.vocab_size, config.batch_size
+        laws = job.acceptance, job.hit_law
+        stream = DraftStream(config.seed, vocab, batch, *laws, max(1, job.fan_outs.widest))
+        worker = DraftWorker(VirtualForwards(self.draft, self.device.draft), stream)
+        worker.clock = self.draft
+        policy = DraftPolicy(
+            job.lookahead,
+            job.fan_outs,
+            Source.FAST if config.backup == "fast" else Source.JIT,
+            job.backup_lookahead,
+            config.on_late,
+        )
+        drafter = Drafter(worker, policy, batch, self.draft, self._controls(policy))
+        close = drafter.ledger.close_round
+
+        def close_round(round_: int, phase: int) -> None:
+            assert phase == DraftPhase.RECORD
+            self.draft.spend(HOST.draft_record)
+            close(round_, phase)
+
+        drafter.ledger.close_round = close_round  # type: ignore[method-assign]
+        return drafter
+
+    def _controls(self, policy: DraftPolicy) -> Controls | None:
+        """What adapts; None: nothing."""
+        return None
+
+    def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
+        job = self.job
+        if job.lookahead == 0:
+            return asks(NoSpeculator(), self.lead), None
+        drafter = self._drafter()
+        if job.inline:
+            return asks(InlineSpeculator(drafter), self.lead), None
+        shape = LinkShape(0, job.config.batch_size, job.lookahead)
+        down: Any = queue.SimpleQueue()
+        up: Any = queue.SimpleQueue()
+        out, into = shape.outcome_buffer(), shape.speculation_buffer()
+        lead = VirtualCarrier(self.lead, (out, into), (down, up), HOST.link, (HOST.lead_send, 0))
+        lead_end = LeadEnd(lead, out, into, job.lookahead, self.lead)
+        out, into = shape.speculation_buffer(), shape.outcome_buffer()
+        costs = HOST.draft_send, HOST.draft_read
+        draft = VirtualCarrier(self.draft, (out, into), (up, down), HOST.link, costs)
+        draft_end = DraftEnd(draft, out, into, self.draft)
+        return RemoteSpeculator(lead_end), threading.Thread(
+            target=serve, args=(draft_end, drafter), daemon=True
+        )
+
+
+def asks(inner: Speculator, clock: Clock) -> Speculator:
+    """A speculator without a link: asking takes the lead's time all the same."""
+    ask = inner.ask
+
+    def spend_and_ask(outcome: Any) -> None:
+        clock.spend(HOST.lead_send)
+        ask(outcome)
+
+    inner.ask = spend_and_ask  # type: ignore[method-assign]
+    return inner
+
+
+def steep(device: DeviceCosts) -> DeviceCosts:
+    """The same with 2% more for each row, so that every bucket takes a time of its own."""
+    tables = (
+        table and {n: t * (1 + n / 50) for n, t in zip(table.rows, table.seconds, strict=True)}
+        for table in (device.verify, device.draft)
+    )
+    return DeviceCosts.from_points(*tables)  # type: ignore[arg-type]
+
+
+def make_job(**flags: Any) -> Job:
+    flags = {"pair": "8b/1b", "backend": "emulated", **flags}
+    return resolve(RunConfig(**flags), 1, backend="emulated", memory_bytes=None)
+
+
+def check(job: Job, rounds: int = 60) -> None:
+    """Loops and recurrence agree on every decision and on every round's duration."""
+    run = VirtualRun(job, rounds)
+    records, round_s = run()
+    found = replay(job, run.device, HOST, rounds)
+    np.testing.assert_array_equal(found.sequences(), records.sequences())
+    assert outcome_digest(found.sequences()) == outcome_digest(records.sequences())
+    # What the first round waits for began in warm-up rounds, which are only foretold as full ones.
+    np.testing.assert_allclose(found.round_s[1:, 0], np.asarray(round_s)[1:], rtol=0, atol=1e-9)
+
+
+def test_virtual_time_adds_up() -> None:
+    """The harness by hand: an AR round is its forward and the lead's host work."""
+    run = VirtualRun(make_job(mode="ar"), 5)
+    _, round_s = run()
+    forward = float(run.device.verify_s(1))
+    np.testing.assert_allclose(round_s, forward + HOST.ask_s + HOST.lead_s, rtol=1e-12)

@@ -1,0 +1,126 @@
+"""Forwards and all-reduces of a probe, on one rank: data checks, and what emulated devices give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpissd.common.presets import ModelShape, resolve_model
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.mpi_group import MpiGroup
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.probe.group import FORWARD_ROWS, LARGE_BYTES, Addends, GroupProbe, open_groups
+from mpissd.lab.probe.sample import Checks
+
+WAITER = Waiter(30.0, spin=False)
+TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, True, 128)
+
+
+def probe(backend: Any) -> tuple[GroupProbe, Checks]:
+    checks = Checks()
+    return GroupProbe(backend, MPI.COMM_SELF, WAITER, checks, "measured: here"), checks
+
+
+class Doubling(SoloGroup):
+    """An all-reduce that adds one rank too many."""
+
+    def all_reduce(self, array: Any) -> None:
+        array *= 2
+
+
+class Lazy(SoloGroup):
+    """An all-reduce that forgets the last element."""
+
+    def all_reduce(self, array: Any) -> None:
+        array[-1, -1] = 0
+
+
+class Poisonous(NumpyBackend):
+    """Products that end in NaN."""
+
+    def matmul(self, x: Any, weight: Any, out: Any) -> None:
+        out[...] = np.nan
+
+
+class Constant(NumpyBackend):
+    """Products that are all one."""
+
+    def matmul(self, x: Any, weight: Any, out: Any) -> None:
+        out[...] = 1
+
+
+def test_forwards_by_rows_and_their_launch() -> None:
+    group, checks = probe(NumpyBackend())
+    options = ForwardOptions(fuse=True, context=8)
+    told, launch = group.forwards(SoloGroup(), Shard(TINY), options, [3, *FORWARD_ROWS], 2)
+    assert list(told["seconds"]) == [str(n) for n in sorted([3, *FORWARD_ROWS])]
+    identity = {"model": "tiny", "tp": 1, "fuse": True, "lm_head": False, "kv_tokens": 16}
+    assert identity.items() <= told.items() and told["params"] == TINY.gemm_params
+    assert all(s > 0 for s in told["seconds"].values())
+    assert (told["kernel"], told["most_rows"]) == ("numpy", None)
+    assert launch["what"] == "forward of tiny T=1 fuse kv_tokens=16, numpy"
+    assert launch["host_s"] > 0
+    assert checks.error() is None
+
+
+@pytest.mark.parametrize(("backend", "said"), [(Poisonous, "not finite"), (Constant, "all equal")])
+def test_a_forward_that_is_wrong_is_found(backend: type[NumpyBackend], said: str) -> None:
+    group, checks = probe(backend())
+    group.forwards(SoloGroup(), Shard(TINY), ForwardOptions(), [1], 1)
+    assert said in str(checks.error())
+
+
+def test_an_emulated_forward_lasts_what_its_profile_says() -> None:
+    profile, shard = load_profile("h200"), Shard(resolve_model("8b"))
+    group, checks = probe(EmulatedBackend(profile))
+    told, _ = group.forwards(SoloGroup(), shard, ForwardOptions(), FORWARD_ROWS, 1)
+    for rows in FORWARD_ROWS:
+        cost = shard.cost(rows, 1, 2, ForwardOptions(), max(FORWARD_ROWS))
+        assert told["seconds"][str(rows)] == profile.forward_s(cost)
+    assert checks.findings == []
+
+
+def test_all_reduces_by_bytes() -> None:
+    group, checks = probe(NumpyBackend())
+    (told,) = group.all_reduces({"mpi": MpiGroup(MPI.COMM_SELF, WAITER)}, 64)
+    assert {"name": "mpi", "ranks": 1, "graph": False}.items() <= told.items()
+    sizes = [int(size) for size in told["seconds"]]
+    assert sizes == sorted({rows * 64 * 4 for rows in (1, 2, 4, 8, 16, 32, 64)} | {LARGE_BYTES})
+    assert checks.error() is None
+
+
+@pytest.mark.parametrize("wrong", [Doubling, Lazy])
+def test_a_wrong_sum_is_found(wrong: type[Group]) -> None:
+    group, checks = probe(NumpyBackend())
+    group.all_reduces({"wrong": wrong(1, 0)}, 64)
+    assert "all-reduce solo of 256 B" in str(checks.error())
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_addends_leave_room_for_rounding_and_for_nothing_else(ranks: int, itemsize: int) -> None:
+    addends = Addends(ranks, 3, 64, itemsize)
+    for number in (0, 5):
+        parts = [addends.of(rank, number) for rank in range(ranks)]
+        assert all(np.abs(part).max() < 0.11 and np.count_nonzero(part) > 180 for part in parts)
+        total = parts[0].copy()
+        for part in parts[1:]:
+            total += part  # in the device's own type
+        error = np.abs(total.astype(np.float32) - addends.sum(number)).max()
+        assert error <= addends.tolerance < np.abs(addends.sum(number)).max() / 10
+    assert not np.array_equal(addends.of(0, 0), addends.of(0, 1))
+
+
+def test_groups_that_can_be_opened() -> None:
+    own = SoloGroup()
+    null = EmulatedBackend(load_profile("null"))
+    for backend, name in ((NumpyBackend(), "solo"), (null, "modelled")):
+        found = open_groups(own, backend, MPI.COMM_SELF, WAITER, cuda_aware=True)
+        assert found == ({name: own}, [])

@@ -1,0 +1,225 @@
+"""From a probe's tables to a profile: rates that give the measured times again, saved whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.comm.seats import core_numa_nodes, gpu_links, numa_node
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.probe.device import DeviceProbe, product_shapes
+from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe
+from mpissd.lab.probe.printed import print_seats, print_tables
+from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
+from mpissd.lab.probe.sample import Checks
+
+WAITER = Waiter(30.0, spin=False)
+H200 = DeviceInfo("NVIDIA H200 (emulated)", "emulated")
+
+
+def job(tp: int = 1, **flags: Any) -> Job:
+    config = RunConfig(**{"mode": "ar", "pair": "8b/1b", "fuse": True, **flags})
+    return resolve(config, tp, backend="emulated", memory_bytes=None)
+
+
+def tables_of(device: str, found: Job) -> dict[str, Any]:
+    """What a probe of an emulated device finds."""
+    backend, checks = EmulatedBackend(load_profile(device)), Checks()
+    alone = DeviceProbe(backend, WAITER, checks, "modelled")
+    group = GroupProbe(backend, MPI.COMM_SELF, WAITER, checks, "modelled")
+    shard, own = Shard(found.target, found.tp), SoloGroup(found.tp)
+    forward, launch = group.forwards(own, shard, found.options, FORWARD_ROWS, 1)
+    tables: dict[str, Any] = {name: [] for name in TABLES}
+    tables["bandwidths"] = [{"rank": 0, **alone.bandwidths(1 << 30)}]
+    rate = tables["bandwidths"][0]["read_bytes_per_s"]
+    tables["products"] = alone.products(product_shapes(shard, found.options), rate)
+    return tables | {"forwards": [forward], "launches": [alone.launch(), launch]}
+
+
+def all_reduces(seconds: dict[str, float], ranks: int = 2) -> list[dict[str, Any]]:
+    spread = dict.fromkeys(seconds, 0.0)
+    identity = {"name": "nccl", "ranks": ranks, "graph": True, "from": "measured"}
+    return [{**identity, "seconds": seconds, "spread": spread}]
+
+
+def test_the_rates_of_an_emulated_device_come_out_again() -> None:
+    found, profile = job(), load_profile("h100")
+    numbers = fit(found, 2, tables_of("h100", found), ("none", None), [10, 7, 9], "modelled")
+    values = {key: told["value"] for key, told in numbers["numbers"].items()}
+    assert values["read_bytes_per_s"] == profile.read_bytes_per_s
+    assert values["launch_s"] == profile.launch_s
+    assert values["product_overhead_s"] == pytest.approx(profile.product_overhead_s, rel=1e-9)
+    assert values["memory_bytes"] == 7
+    assert all(told["from"].startswith("modelled") for told in numbers["numbers"].values())
+    assert numbers["all_reduce"]["latency_s"] is None
+
+
+def test_all_reduces_are_a_straight_line_through_the_smallest_and_the_largest() -> None:
+    found = job(2)
+    tables = tables_of("h100", found)
+    profile = load_profile("h100")
+    sizes = [8192, 1 << 19, 1 << 20]
+    told = {str(n): profile.all_reduce_s(2, n) for n in sizes}
+    tables["all_reduces"] = all_reduces(told)
+    fitted = fit(found, 2, tables, ("none", None), [None], "modelled")
+    reduce, numbers = fitted["all_reduce"], fitted["numbers"]
+    assert reduce["latency_s"]["2"] == pytest.approx(6.5e-6, rel=1e-6)
+    assert reduce["bytes_per_s"]["2"] == pytest.approx(145e9, rel=1e-6)
+    overhead = numbers["product_overhead_s"]["value"]
+    assert overhead == pytest.approx(profile.product_overhead_s, rel=1e-6)
+    assert numbers["memory_bytes"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "latency", "rate"),
+    [
+        ({"8192": 0.0, "1048576": 0.0}, {}, {}),  # a null device: defined as free
+        ({"8192": 4.0, "1048576": 2.0}, {"2": 4.0 - 8192 * 2 / 2**20}, {"2": 2**20 / 2}),
+    ],
+)
+def test_odd_all_reduces_make_no_odd_rates(
+    seconds: dict[str, float], latency: dict[str, float], rate: dict[str, float]
+) -> None:
+    found = job(2)
+    tables = tables_of("null", found)
+    tables["all_reduces"] = all_reduces(seconds)
+    reduce = fit(found, 2, tables, ("none", None), [None], "m")["all_reduce"]
+    assert (reduce["latency_s"], reduce["bytes_per_s"]) == (latency, rate)
+
+
+def test_the_peak_is_the_largest_measured_product() -> None:
+    found = job()
+    tables = tables_of("h100", found)
+    assert fit(found, 2, tables, ("square", 9e15), [1], "m")["numbers"]["peak_flops_per_s"] == {
+        "value": 9e15,
+        "from": "m: square",
+    }
+    peak = fit(found, 2, tables, ("square", 1.0), [1], "m")["numbers"]["peak_flops_per_s"]
+    assert peak["value"] > 1e12 and "64x" in peak["from"]
+    null = fit(found, 2, tables_of("null", found), ("square", None), [1], "m")["numbers"]
+    assert null["peak_flops_per_s"]["value"] is None and null["launch_s"]["value"] == 0
+
+
+def saved(folder: Path, name: str = "box") -> tuple[Path, dict[str, Any]]:
+    (folder / "profiles").mkdir(exist_ok=True)
+    found = job()
+    tables = tables_of("h100", found)
+    fitted = fit(found, 2, tables, ("none", None), [1], "modelled")
+    data = {"name": name, "device_name": "NVIDIA H200", **fitted, "tables": tables}
+    return save_profile(str(folder), name, data), data
+
+
+def test_a_saved_profile_replays_what_was_measured(tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    assert path == tmp_path / "profiles" / "box.json"
+    profile, truth = load_profile(str(path)), load_profile("h100")
+    shard = Shard(job().target)
+    profile.require("llama-3.1-8b", 1, job().options)
+    for rows in FORWARD_ROWS:
+        cost = shard.cost(rows, 1, 2, job().options)
+        assert profile.forward_s(cost) == truth.forward_s(cost)
+    uncovered = shard.cost(8, 1, 2, ForwardOptions(lm_head=True))
+    assert profile.forward_s(uncovered) == pytest.approx(truth.forward_s(uncovered), rel=1e-6)
+    assert json.loads(path.read_text())["kind"] == "device"
+    assert data["tables"]["bandwidths"]  # kept for the reader, not read
+
+
+def test_a_profile_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    before = path.read_text()
+    data["numbers"]["launch_s"]["value"] = float("nan")
+    with pytest.raises(ConfigError, match="at least 0"):
+        save_profile(str(tmp_path), "box", data)
+    assert path.read_text() == before and [*path.parent.iterdir()] == [path]
+    again, _ = saved(tmp_path)  # in the place of the old one
+    assert again == path and [*path.parent.iterdir()] == [path]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_profile(str(tmp_path / "nowhere"), "box", data)
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        (job(), "NVIDIA-H200-llama-3.1-8b-T1D0-fuse"),
+        (job(2, mode="sd", fuse=False), "NVIDIA-H200-llama-3.1-8b-llama-3.2-1b-T2D1"),
+        (
+            job(lm_head=True, context=512, batch_size=3, num_layers=4),
+            "NVIDIA-H200-llama-3.1-8b@4L-T1D0-fuse-head-ctx512x3",
+        ),
+    ],
+)
+def test_a_name_tells_what_a_profile_covers(found: Job, name: str) -> None:
+    assert profile_name(found, H200) == name
+    check_name(name)
+
+
+def test_a_generated_model_has_a_short_name_of_its_own() -> None:
+    models = [f"gen:layers=2,hidden=128,ffn={ffn}" for ffn in (256, 512)]
+    names = [profile_name(job(pair=None, target=model), H200) for model in models]
+    assert names[0] != names[1] and all(len(name) < 100 for name in names)
+    for name in names:
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "x" * 121, "é", "a\n"])
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name="):
+        check_name(name)
+
+
+def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = tables_of("h100", job())
+    told = {str(n): 1e-6 * n for n in (64, 4096)}
+    links = {"name": "mpi", "idle_s": 5e-3, "seconds": told, "spread": {"64": 0.5, "4096": None}}
+    print_tables(tables | {"links": [links], "all_reduces": all_reduces(told)}, ["nccl: no"])
+    seat = {"rank": 0, "role": "lead", "host": "node1", "device": "H200", "bus_id": "0000:17:00.0",
+            "numa_node": 1, "core_numa_nodes": [0], "cores": 4,
+            "gpu_links": "GPU0 X NV18\n\nLegend:\n X"}  # fmt: skip
+    print_seats([seat])
+    said = capsys.readouterr().out
+    for part in ("4096x6144", "r(M)", "mpi after 5 ms", "~64.0", "nccl, 2 ranks, graph",
+                 "nccl: no", "NUMA 1", "NV18", "3135.6 GB/s", "launch  empty"):  # fmt: skip
+        assert part in said
+    assert "Legend" not in said and all(len(line) < 130 for line in said.splitlines())
+
+
+def test_numa_nodes_are_read_off_the_system(tmp_path: Path) -> None:
+    device = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    assert numa_node("0000:1B:00.0", str(tmp_path)) == 1
+    (device / "numa_node").write_text("-1\n")
+    assert numa_node("0000:1B:00.0", str(tmp_path)) is None
+    assert numa_node("0000:ff:00.0", str(tmp_path)) is numa_node(None) is None
+    for node, cores in ((0, "0-3,8-11\n"), (1, "4-7,12\n"), (2, "\n")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
+    assert core_numa_nodes({2, 9}, str(tmp_path)) == [0]
+    assert core_numa_nodes({3, 12}, str(tmp_path)) == [0, 1]
+    assert core_numa_nodes({99}, str(tmp_path)) is None
+
+
+def test_gpu_links_are_bounded_and_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_links(str(tmp_path / "none")) is None
+    tool = tmp_path / "smi"
+    tool.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\033[0m\\tX\\n'\n")
+    tool.chmod(0o755)
+    assert gpu_links(str(tool)) == "GPU0\tX"
+    tool.write_text("#!/bin/sh\nexit 3\n")
+    assert gpu_links(str(tool)) is None
+    monkeypatch.setattr("mpissd.engine.comm.seats._SMI_S", 0.2)
+    tool.write_text("#!/bin/sh\nexec sleep 30\n")
+    assert gpu_links(str(tool)) is None

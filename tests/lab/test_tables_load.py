@@ -1,0 +1,118 @@
+"""Rows and profiles as files: what is found, and what each bad one is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.lab.tables import load_profiles, load_rows, render
+from tests.common.tables_model import ar, everything, sd
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "runs.jsonl") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_and_profiles_are_found_under_a_folder_and_count_once(tmp_path: Path) -> None:
+    rows, profiles = everything("8b/1b")
+    first = write(tmp_path / "a" / "b", rows[:3])
+    write(tmp_path / "c", rows[3:], "runs-more.jsonl")
+    write(tmp_path, [{"no": "row"}], "other.jsonl")
+    (tmp_path / "c" / "profiles").mkdir()
+    for run_id, values in profiles.items():
+        (tmp_path / "c" / "profiles" / f"{run_id}.json").write_text(json.dumps(values))
+    loaded = load_rows([tmp_path, str(first)])
+    assert loaded == rows
+    assert load_profiles([tmp_path, first], loaded) == profiles
+    assert load_profiles([first], loaded) == {}
+    assert load_rows([tmp_path / "c" / "profiles"]) == []
+    assert render(loaded, profiles) == render(rows, profiles)
+
+
+GOOD = json.dumps(ar("8b/1b"))
+
+
+@pytest.mark.parametrize(
+    ("content", "line_number", "reason"),
+    [
+        (f"{GOOD}\n{GOOD[:200]}", 2, "cut off"),
+        (f"{GOOD}\n\n{GOOD[:-1]}\n{GOOD}\n", 3, "cut off"),
+        (f"{GOOD}\n{json.dumps(ar('8b/1b', schema=2))}\n", 2, "schema 2: allowed: 1"),
+        (f"{GOOD}\n" + '{"run_id": "x"}\n', 2, "schema None"),
+        (f"{GOOD}\n[1, 2]\n", 2, "a list: allowed: a JSON object"),
+        (f"{GOOD}\n{json.dumps(ar('8b/1b', tok_per_s=1.0))}\n", 2, "another row"),
+        (GOOD.encode() + b"\n\n\xff\xfe{}\n", 3, "not UTF-8"),
+        ("[" * 100_000, 1, "cut off"),
+    ],
+)
+def test_a_bad_line_is_named(
+    tmp_path: Path, content: str | bytes, line_number: int, reason: str
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:{line_number}: ") + f".*{reason}"):
+        load_rows([path])
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: cannot be read: No such file"):
+        load_rows([tmp_path / "nowhere.jsonl"])
+    (tmp_path / "runs.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"runs\.jsonl: cannot be read: Is a directory"):
+        load_rows([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "cut off"),
+        ('{"schema": 3}', "schema 3: allowed: 1"),
+        ('{"schema": 1, "kind": "probe"}', "device.verify"),
+        ('{"schema": 1, "device": {"verify": {"one": 1}}}', "device.verify"),
+        ('{"schema": 1, "device": {"verify": {"1": -1}}}', "-1.0: allowed: seconds"),
+        ('{"schema": 1, "device": {"verify": {"1": NaN}}}', "nan: allowed: seconds"),
+    ],
+)
+def test_a_bad_profile_is_named(tmp_path: Path, content: str, reason: str) -> None:
+    path = write(tmp_path, [ar("8b/1b")])
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "ar-8b-1b.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"ar-8b-1b\.json.*{re.escape(reason)}"):
+        load_profiles([path], load_rows([path]))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tok_per_s": "fast"},
+        {"tok_per_s": float("nan")},
+        {"T_SD": -1.0},
+        {"t_target_s": float("inf")},
+        {"lookahead": 2.5},
+        {"tp": True},
+        {"device_name": ["A GPU"]},
+        {"fuse": None},
+        {"accept_histogram": None},
+        {"accept_histogram": [1, "2"]},
+        {"provenance": None},
+    ],
+)
+def test_a_value_that_no_run_writes_is_an_error(changed: dict[str, Any]) -> None:
+    (key,) = changed
+    with pytest.raises(ConfigError, match=rf"row 'sd-8b-1b-2-0\.9': {key}="):
+        render([ar("8b/1b"), sd("8b/1b", 2) | changed])
+
+
+def test_a_row_without_a_key_is_an_error() -> None:
+    row = sd("8b/1b", 2)
+    del row["fuse"]
+    with pytest.raises(ConfigError, match=r"sd-8b-1b-2-0\.9': no fuse: allowed: a row of `run`"):
+        render([row])

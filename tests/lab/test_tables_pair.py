@@ -1,0 +1,198 @@
+"""Two results side by side: what is refused, and what is said; a run's rounds, read strictly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.common.compare import How, compare_rows
+from mpissd.common.errors import ConfigError
+from mpissd.lab.tables import load_rounds
+from mpissd.lab.tables.pair import Pair, check_alike
+from tests.common.tables_model import ar, sd
+
+SHARED = {"workload": "gemm", "seed": 0, "token_digest": "f00d", "num_rounds": 60, "world_size": 1}
+
+
+def result(run_id: str, **changed: Any) -> dict[str, Any]:
+    return sd("8b/1b", 4, run_id=run_id, **{**SHARED, **changed})
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_rounds(folder: Path, run_id: str, seconds: Any, accepted: Any) -> None:
+    """One sequence; accepted: k of each round."""
+    count = len(seconds)
+    columns = [np.arange(count), np.zeros(count), np.zeros(count), accepted]
+    sequences = np.column_stack([*columns, *np.zeros((4, count))]).astype(np.int64)
+    (folder / "rounds").mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "rounds" / f"{run_id}.npz", round_s=seconds, sequences=sequences)
+
+
+def test_a_speedup_of_rounds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """B's rounds emit two tokens where A's emit one, and take as long."""
+    rng = np.random.default_rng(3)
+    write(tmp_path, result("slow", tok_per_s=100.0), result("fast", tok_per_s=200.0, fuse=True))
+    write_rounds(tmp_path, "slow", rng.normal(0.01, 1e-4, 60), np.zeros(60))
+    write_rounds(tmp_path, "fast", rng.normal(0.01, 1e-4, 60), np.ones(60))
+    assert main(["compare", "slow", "fast", f"--out={tmp_path}"]) == 0
+    out, err = capfd.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    assert err == "" and "b over a: 2.0" in out and "per GPU" not in out
+    assert (
+        found["speedup"] == pytest.approx(2, rel=0.003)
+        and 1.98 < found["low"] < 2 < found["high"] < 2.02
+    )
+    assert (found["verdict"], found["how"], found["headline"]) == ("faster", "blocks", False)
+    assert found["from_rounds"] and "blocks of the tokens that both emitted" in out
+    assert "few seeds" in out
+    assert found["differ"] == {"fuse": [False, True]}
+    assert main(["compare", "--b=slow", "fast", f"--out={tmp_path}"]) == 0
+    back = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert back["verdict"] == "slower" and back["speedup"] == pytest.approx(1 / found["speedup"])
+
+
+def test_no_difference_is_no_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Files count by their last row; a null in JSON, and no bare number in the text."""
+    few = {"accept_histogram": [30, 0, 30]}
+    write(tmp_path / "a", result("first"), result("one", tok_per_s=100.0, **few))
+    write(tmp_path / "b", result("two", tok_per_s=101.0, world_size=2, stable=False, **few))
+    files = [str(tmp_path / name / "runs.jsonl") for name in "ab"]
+    assert main(["compare", *files]) == 0
+    out, _ = capfd.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    assert (found["a"], found["b"]) == ("one", "two")
+    assert (found["verdict"], found["speedup"]) == ("no difference", None)
+    assert found["low"] < 1 < found["high"] and not found["from_rounds"]
+    assert "b over a: no difference (95% interval 0." in out and "1.01" not in out
+    assert "rounds not kept" in out and "b is not stable" in out
+    assert found["per_gpu"]["verdict"] == "slower" and "per GPU: 0.5" in out
+
+
+REFUSED = [
+    ({"token_digest": "beef"}, "token_digest='f00d' and 'beef'"),
+    ({"workload": "markov"}, "workload='gemm' and 'markov'"),
+    ({"target": "llama-3.1-8b@8L"}, "target='llama-3.1-8b' and 'llama-3.1-8b@8L'"),
+    ({"batch_size": 2}, "batch_size=1 and 2"),
+    ({"seed": 1}, "seed=0 and 1"),
+    ({"context": 4096}, "context=0 and 4096"),
+    ({"lm_head": True}, "lm_head=False and True"),
+    ({"temperature": 1.0}, "temperature=None and 1.0"),
+    ({"backend": "emulated"}, "two measured runs, or two emulated ones"),
+    ({"num_rounds": 19}, "19 rounds"),
+    ({"tok_per_s": None}, "no interval"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_what_means_nothing_is_one_line(
+    changed: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, result("one"), result("two", **changed))
+    assert main(["compare", "one", "two", f"--out={tmp_path}"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1 and message in err
+
+
+def test_drafts_on_other_devices_differ() -> None:
+    old = result("one", num_drafts=1, world_size=2)  # of before rows named the draft's device
+    own = {**old, "draft_device_name": old["device_name"]}
+    slow = {**old, "run_id": "two", "draft_device_name": "Old GPU"}
+    key = "draft_device_name"
+    assert Pair.of(own, slow, {}).differ == {key: (old["device_name"], "Old GPU")}
+    ranks = [{"device": old["device_name"]}, {"device": "Old GPU"}]
+    assert Pair.of({**old, "provenance": {"ranks": ranks}}, slow, {}).differ == {}
+
+
+def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
+    one = result("one")
+    check_alike(one, result("two", num_rounds=90, token_digest="beef"))
+    check_alike(one, ar("8b/1b", **SHARED))
+    warm = {"temperature": 1.0}
+    check_alike(one | warm, result("two", token_digest="beef", **warm))
+    long = {"token_limit": 100}
+    with pytest.raises(ConfigError, match="token_digest"):
+        check_alike(one | long, result("two", num_rounds=90, token_digest="beef", **long))
+
+
+def test_both_may_be_emulated_and_a_row_of_another_tool_is_named() -> None:
+    check_alike(result("one", backend="emulated"), result("two", backend="emulated"))
+    for key in ("world_size", "token_digest", "num_rounds"):
+        poor = {name: value for name, value in result("two").items() if name != key}
+        with pytest.raises(ConfigError, match=f"row 'two': no {key}"):
+            check_alike(result("one"), poor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "needs two results"),
+        (("one",), "needs two results"),
+        (("one", "other"), "result 'other': no such row"),
+        (("one", "none.jsonl"), "none.jsonl"),
+        (("one", "one", "one"), "'one' is not a flag"),
+        (("one", "one", "--outt=x"), "did you mean '--out'"),
+    ],
+)
+def test_what_is_not_there(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("out"), result("one"))
+    assert main(["compare", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
+def test_tokens_beyond_the_limit_do_not_count(tmp_path: Path) -> None:
+    write(tmp_path, result("one", num_rounds=4))
+    write_rounds(tmp_path, "one", [0.1, 0.2, 0.1, 0.1], [2, 3, 4, 0])
+    limited = result("one", num_rounds=4, token_limit=9)
+    for row, tokens in ((result("one", num_rounds=4), [3, 4, 5, 1]), (limited, [3, 4, 2, 0])):
+        found = load_rounds([tmp_path], [row])["one"]
+        assert found.tokens.tolist() == tokens and found.seconds.tolist() == [0.1, 0.2, 0.1, 0.1]
+
+
+def test_rounds_of_another_run_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, result("one"))
+    assert load_rounds([tmp_path], [result("one")]) == {}
+    write_rounds(tmp_path, "one", np.full(59, 0.1), np.zeros(59))
+    with pytest.raises(ConfigError, match=r"one\.npz: 59 rounds, the row has 60"):
+        load_rounds([tmp_path], [result("one")])
+    path = tmp_path / "rounds" / "one.npz"
+    np.savez(path, round_s=np.zeros(60))
+    with pytest.raises(ConfigError, match=r"one\.npz: no rounds of a run"):
+        load_rounds([tmp_path], [result("one")])
+    for junk in (b"", b"junk", b"PK\x03\x04"):
+        path.write_bytes(junk)
+        with pytest.raises(ConfigError, match=r"one\.npz: no rounds of a run"):
+            load_rounds([tmp_path], [result("one")])
+
+
+def test_the_committed_rows_compare() -> None:
+    """SSD over SD on the H200, by the rounds that were kept."""
+    folder = Path(__file__).resolve().parents[2] / "results" / "h200"
+    rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    sd_row = next(r for r in rows if r["mode"] == "sd" and r["num_drafts"] and r["tp"] == 1)
+    ssd_row = next(r for r in rows if r["mode"] == "ssd" and r["hit_law"] == "p_hit:1.0"
+                   and r["target"] == sd_row["target"])  # fmt: skip
+    pair = Pair.of(sd_row, ssd_row, load_rounds([folder], [sd_row, ssd_row]))
+    assert pair.found.how is How.BLOCKS and pair.found.low > 1.6
+    whole = ssd_row["tok_per_s"] / sd_row["tok_per_s"]
+    assert pair.found.speedup == pytest.approx(whole, rel=1e-3)
+    alone = compare_rows([sd_row], [ssd_row])
+    width, apart = ((math.log(c.high / c.low)) for c in (pair.found, alone))
+    assert width < apart / 5  # all of the luck is shared: K and outcomes are equal

@@ -1,0 +1,242 @@
+"""What a cluster would refuse is refused before it waits in a queue."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.ops.slurm import Request, minutes, read_header, shown
+from tests.needs import missing, needs
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("slurm", "array", "bridges2_shared", "bridges2_8gpu", "bridges2_h100")
+
+
+def header(name: str) -> dict[str, str]:
+    return read_header((ROOT / "launch" / f"{name}.sh").read_text())
+
+
+def request(name: str = "slurm", **given: Any) -> Request:
+    told: dict[str, Any] = {"ranks": 3, "partition": "GPU-shared", **given}
+    return Request(f"launch/{name}.sh", header=header(name), **told)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ranks": 5}, "5 GPUs for T + D = 5 ranks: GPU-shared gives 1 to 4: PARTITION=GPU"),
+        ({"gpus": 2}, "GPUS=2: T + D = 3 ranks need one each: GPUS=3"),
+        ({"gpus": 5}, "5 GPUs for T + D = 3 ranks: GPU-shared gives 1 to 4"),
+        ({"nodes": 3}, "NODES=3: GPU-shared gives part of one node: PARTITION=GPU"),
+        ({"time": "48:00:01"}, "TIME=48:00:01: Bridges-2 ends GPU jobs after 48 hours: allowed"),
+        ({"time": "2-1"}, "TIME=2-1: Bridges-2 ends GPU jobs after 48 hours"),
+        ({"time": "soon"}, "TIME=soon: allowed: minutes, H:MM:SS or D-HH:MM:SS"),
+        ({"time": "0"}, "TIME=0: allowed: more than nothing"),
+        ({"gpu_type": "v100"}, "unknown GPU_TYPE 'v100': did you mean 'v100-32'? allowed: h100-80"),
+        ({"cpus": 6}, "CPUS=6: 3 ranks of 6 cores, but 3 v100-32 come with 15: allowed: up to 5"),
+        ({"partition": "GPU", "gpus": 5}, "GPUS=5: GPU gives whole nodes: GPUS=8 with NODES=1"),
+        ({"partition": "GPU", "gpus": 24}, "GPUS=24: GPU gives whole nodes: GPUS=8"),
+        ({"partition": "GPU", "ranks": 9}, "GPUS=8: T + D = 9 ranks need one each: NODES=2"),
+        ({"partition": "GPU", "nodes": 4}, "NODES=4: allowed: up to T + D = 3"),
+        ({"array": "0..7"}, "ARRAY=0..7: allowed: 0-7, 0-7%2 (two at once), 3,5"),
+        ({"cluster": "bridges"}, "unknown CLUSTER 'bridges': did you mean 'bridges2'?"),
+    ],
+)
+def test_refused_with_a_line_that_says_how_to_mend_it(given: dict[str, Any], says: str) -> None:
+    given.setdefault("gpu_type", "v100-32")
+    with pytest.raises(ConfigError) as caught:
+        request(**given).command()
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, "--partition=GPU-shared --ntasks=3 --cpus-per-task=5 --gpus=v100-32:3"),
+        ({"ranks": 4, "gpu_type": "h100-80"}, "--partition=GPU-shared --ntasks=4 "
+         "--cpus-per-task=5 --gpus=h100-80:4"),
+        ({"partition": "GPU", "ranks": 5, "time": "2-0"}, "--time=2-0 --partition=GPU --ntasks=5 "
+         "--cpus-per-task=5 --gpus=v100-32:8"),
+        ({"partition": "GPU", "ranks": 16, "gpus": 16}, "--partition=GPU --ntasks=16 "
+         "--cpus-per-task=5 --gpus=v100-32:16"),
+        ({"partition": "GPU", "ranks": 10, "nodes": 2, "account": "abc123p"}, "--nodes=2 "
+         "--partition=GPU --account=abc123p --ntasks=10 --cpus-per-task=5 --gpus=v100-32:16"),
+        ({"partition": None}, "--ntasks=3 --gpus=3"),
+        ({"partition": None, "needs_gpus": False}, "--ntasks=3"),
+        ({"partition": None, "needs_gpus": False, "gpus": 1}, "--ntasks=3 --gpus=1"),
+        ({"needs_gpus": False}, "--partition=GPU-shared --ntasks=3 --cpus-per-task=5 "
+         "--gpus=v100-32:3"),
+        ({"partition": "a100", "gpu_type": "a100"}, "--partition=a100 --ntasks=3 --gpus=a100:3"),
+        ({"partition": "GPU-shared", "ranks": 6, "cluster": "other", "time": "5-0"},
+         "--time=5-0 --partition=GPU-shared --ntasks=6 --gpus=6"),
+        ({"array": "0-7%2", "exports": {"SHARDS": "8"}}, "--partition=GPU-shared --ntasks=3 "
+         "--cpus-per-task=5 --gpus=v100-32:3 --array=0-7%2 --export=ALL,SHARDS=8"),
+        ({"extra": ("--qos=a b",), "flags": ("--pair=8b/1b",)}, "--partition=GPU-shared "
+         "--ntasks=3 --cpus-per-task=5 --gpus=v100-32:3 '--qos=a b'"),
+    ],
+)  # fmt: skip
+def test_the_line(given: dict[str, Any], line: str) -> None:
+    asked = request(**given)
+    flags = "".join(f" {flag}" for flag in asked.flags)
+    assert shown(asked.command()) == f"sbatch {line} launch/slurm.sh{flags}"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        ("bridges2_8gpu", {"ranks": 2}, ""),
+        ("bridges2_h100", {"ranks": 2, "account": "x"}, "--account=x "),
+        ("bridges2_shared", {"ranks": 2}, ""),
+        ("bridges2_shared", {"ranks": 4}, "--gpus=v100-32:4 --ntasks=4 "),
+        ("bridges2_shared", {"gpu_type": "h100-80"}, "--gpus=h100-80:3 "),
+        ("bridges2_8gpu", {"ranks": 2, "gpu_type": "h100-80"}, "--gpus=h100-80:8 "),
+    ],
+)
+def test_what_a_script_says_itself_is_not_repeated(
+    name: str, given: dict[str, Any], line: str
+) -> None:
+    asked = request(name, partition=None, **given)
+    assert shown(asked.command()) == f"sbatch {line}launch/{name}.sh"
+
+
+def test_a_header_that_is_no_number_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"x.sh: #SBATCH --nodes=1-2: allowed: a whole number"):
+        Request("x.sh", 3, {"nodes": "1-2"}).resolve()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_is_a_request_that_is_taken(name: str) -> None:
+    told = header(name)
+    request(name, partition=None).command()
+    assert told["signal"] == "B:TERM@60" and "%" in told["output"]
+    assert re.search(r"%[jA]", told["output"]), "logs are named by job"
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("30", 30),
+        ("1:30", 1.5),
+        ("2:00:00", 120),
+        ("1-12", 2160),
+        ("0-1:30", 90),
+        ("1-0:0:30", 1440.5),
+    ],
+)
+def test_minutes(time: str, expected: float) -> None:
+    assert minutes(time) == expected
+
+
+def submit(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Where there is no Slurm."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "submit.py"), *words],
+        env={"PATH": "/nowhere", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+H100 = ("--ranks=5", "--partition=GPU", "--gpu_type=h100-80")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("--ranks=5", "--partition=GPU", "--", "--pair=70b/1b"),
+            "70b at tp=4 needs 34.2 GB a rank",
+        ),
+        (("--ranks=3", "--partition=GPU-shared", "--", "--mod=sd"), "unknown flag '--mod'"),
+        (
+            ("--ranks=1", "--partition=GPU-shared", "--", "--pair=8b/1b"),
+            "world of 1 rank is too small",
+        ),
+        (("--ranks=3", "--array=0-1", "--", "--grid=mode=sssd"), "unknown mode 'sssd'"),
+        (("--ranks=3", "--array=1-4", "--", "--grid=mode=sd"), "ARRAY=1-4: allowed: 0-N"),
+        (("--ranks=3", "--array=2,5", "--", "--grid=mode=sd"), "ARRAY=2,5: allowed: 0-N"),
+        (
+            ("--ranks=3", "--array=0-3%2", "--", "--grid=mode=sd; lookahead=2,4,6"),
+            "ARRAY=0-3%2: 4 shards of 3 configurations: allowed: at most as many: 0-2",
+        ),
+        (("--ranks=3", "--sbatch=--comment='x"), "SBATCH=--comment='x: No closing quotation"),
+        (("--ranks=3", "--script=/bin/true"), "SCRIPT=/bin/true: no text"),
+        (("--ranks=3", "--gpus=none"), "GPUS=none: allowed: a whole number from 1"),
+        (("--ranks=3", "--script=launch/none.sh"), "SCRIPT=launch/none.sh: No such file"),
+        (("--ranks=3", "--python=a,b"), "PYTHON=a,b: sbatch takes no comma there"),
+        ((*H100, "--", "--backend=emulated"), "no sbatch here: log in to the cluster, or DRY=1"),
+    ],
+)
+def test_what_would_fail_later_is_refused_now(words: tuple[str, ...], says: str) -> None:
+    done = submit(*words)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("submit: ") and says in line
+
+
+def test_an_interpreter_without_cupy_is_refused() -> None:
+    done = submit(*H100, "--dry", "--", "--pair=70b/1b")
+    has_cupy = not subprocess.run(
+        [sys.executable, "-c", "import cupy"], capture_output=True
+    ).returncode
+    assert done.returncode == (0 if has_cupy else 2)
+    assert has_cupy or "has no CuPy, and a login node" in done.stderr
+
+
+def test_dry_prints_the_line_alone() -> None:
+    done = submit(*H100, "--tp=4", "--dry=1", "--", "--backend=emulated")
+    line = "--partition=GPU --ntasks=5 --cpus-per-task=5 --gpus=h100-80:8 launch/slurm.sh"
+    assert done.returncode == 0
+    assert done.stderr == "submit: no sbatch here: when it would start is not known\n"
+    assert done.stdout == f"sbatch {line} --backend=emulated\n"
+
+
+@pytest.mark.parametrize("array", ["0-2", "0", "0-0"])
+def test_an_array_of_as_many_tasks_as_there_are_configurations_is_taken(array: str) -> None:
+    told = ("--grid=mode=sd; lookahead=2,4,6", "--backend", "emulated")
+    done = submit("--ranks=3", f"--array={array}", "--dry=1", "--", *told)
+    assert (done.returncode, "--gpus" in done.stdout) == (0, False), done.stderr
+
+
+def test_dry_0_submits() -> None:
+    done = submit(*H100, "--tp=4", "--dry=0", "--", "--backend=emulated")
+    assert done.returncode == 2 and "no sbatch here: log in to the cluster" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["auto", "cupy"])
+def test_an_emulated_device_on_gpus_is_refused(backend: str) -> None:
+    done = submit(*H100, "--", f"--backend={backend}", "--device=v100-32")
+    told = f"submit: device=v100-32 with backend={backend}: allowed: backend=emulated\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_some_shards_of_an_array_are_among_them() -> None:
+    told = ("--dry=1", "--", "--grid=mode=sd; lookahead=1..8", "--backend=emulated")
+    assert submit("--ranks=3", "--array=2,5", *told, SHARDS="6").returncode == 0
+    done = submit("--ranks=3", "--array=2,5", *told, SHARDS="5")
+    assert done.returncode == 2
+    assert done.stderr == "submit: ARRAY=2,5: SHARDS=5: allowed: 0 to 4\n"
+
+
+@needs("shellcheck", not missing("shellcheck"))
+def test_shellcheck_finds_nothing_wrong() -> None:
+    done = subprocess.run(
+        ["shellcheck", "--severity=warning", "-x", "-P", "SCRIPTDIR", *scripts()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def scripts() -> list[str]:
+    return sorted(
+        str(path) for place in ("launch", "results") for path in ROOT.glob(f"{place}/**/*.sh")
+    )

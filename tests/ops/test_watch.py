@@ -1,0 +1,234 @@
+"""Who is at fault, from what the warden sees of real processes; no MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpissd.common.stage import DOING, OWN, SIZE, STAGE, WAITING, Doing, Stage, words
+from mpissd.common.trace import _NEXT, DraftLedger, DraftPhase
+from mpissd.ops.warden.peer import Peer
+from mpissd.ops.warden.verdict import Host
+from mpissd.ops.warden.warden import Warden
+from tests.needs import needs_linux
+
+pytestmark = needs_linux
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+DEADLINE_S = 10.0
+
+
+class Job:
+    """Three sleeping ranks as a warden would hold them; `pages` are the ranks' own ends."""
+
+    def __init__(self) -> None:
+        self.host, self.pages, self.pipes = Host(), [], []
+        self.processes = [subprocess.Popen(SLEEP) for _ in range(3)]
+        told = {"size": 3, "local_size": 3, "host": "h", "deadline_s": DEADLINE_S}
+        for rank, process in enumerate(self.processes):
+            page = os.memfd_create("page")
+            os.ftruncate(page, SIZE)
+            self.pages.append(os.dup(page))
+            read, write = os.pipe()
+            os.set_blocking(read, False)
+            self.pipes.append(write)
+            link = socket.socket()
+            peer = Peer(link, process.pid, page, read, {**told, "rank": rank, "may_lose": [2]})
+            self.host.peers[rank] = peer
+            self.set(rank, STAGE, Stage.ROUNDS)
+
+    def set(self, rank: int, place: int, value: int) -> None:
+        os.pwrite(self.pages[rank], bytes([value]), place)
+
+    def end(self, rank: int, signum: int = signal.SIGKILL, *, at: float = 0.0) -> None:
+        if signum == signal.SIGTERM:  # as Python's handler does
+            os.write(self.pipes[rank], bytes([signum]))
+        self.processes[rank].send_signal(signum)
+        self.processes[rank].wait()
+        assert self.host.peers[rank].look()
+        self.host.peers[rank].gone_at = at
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    found = Job()
+    yield found
+    for process in found.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_page_says_the_phase_in_words() -> None:
+    assert words(Stage.START, Doing.GROWTH) == "start"
+    assert words(Stage.WARM_UP, Doing.NOTHING) == "warm-up"
+    assert words(Stage.WARM_UP, Doing.VERIFY) == "verify (warm-up)"
+    assert words(Stage.ROUNDS, Doing.OUTCOME_WAIT) == "outcome wait"
+    assert words(Stage.GATHER, Doing.VERIFY) == "gather"
+
+
+def test_a_draft_grows_from_its_answer_to_its_record() -> None:
+    ledger = DraftLedger()
+    told = {}
+    for phase in DraftPhase:
+        ledger.mark(phase)
+        told[phase.name] = Doing(OWN.bytes[DOING]).name
+    assert len(_NEXT) == len(DraftPhase)
+    assert told["SEND"] == told["GLUE"] == told["KEYS"] == told["GROW"] == "GROWTH"
+    assert told["WAIT"] == told["LOOKUP"] == "ANSWER" and told["RECORD"] == "OUTCOME_WAIT"
+
+
+def test_who_was_killed_is_at_fault_and_not_who_was_ended_for_it(job: Job) -> None:
+    job.set(2, DOING, Doing.GROWTH)
+    job.end(0, signal.SIGTERM, at=1.0)  # seen first
+    job.end(2, signal.SIGKILL, at=2.0)
+    found = job.host.dead()
+    assert found is not None and found.culprit is job.host.peers[2]
+    assert found.line.startswith("rank 2 (h, pid ") and found.line.endswith(" in growth")
+
+
+def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
+    for rank in range(3):
+        job.end(rank, signal.SIGTERM)
+    found = job.host.dead()
+    assert found is not None and found.culprit is None and "signal 15 to all ranks" in found.line
+
+
+def test_on_one_of_several_hosts_the_fault_may_be_elsewhere(job: Job) -> None:
+    for rank in range(3):
+        job.host.peers[rank].told["size"] = 5
+        job.end(rank, signal.SIGTERM)
+    found = job.host.dead()
+    assert found is not None and "to the ranks of this host" in found.line
+
+
+def test_who_stands_still_alone_on_its_host_is_named_and_not_judged(job: Job) -> None:
+    """Job control would look the same."""
+    for rank in range(3):
+        job.host.peers[rank].told["size"] = 4
+    for rank in (0, 2):
+        job.end(rank)
+        del job.host.peers[rank]
+    job.processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    for now, is_late in ((100.0, False), (101.0 + DEADLINE_S, True)):
+        assert job.host.stopped(now) is None
+        found = job.host.halted(now)
+        assert (found is not None and "stopped in" in found.line) == is_late
+
+
+def test_an_mpi_that_loses_another_host_does_not_make_a_culprit(job: Job) -> None:
+    job.end(1)
+    job.host.peers[1].status = 14 << 8
+    found = job.host.dead()
+    assert found is not None and found.line.endswith("exit code 14 in rounds")
+    job.host.peers[1].told["size"] = 4
+    job.host.peers[0].told["size"] = 4
+    found = job.host.dead()
+    assert found is not None and found.line.endswith("; a rank of another host may be why")
+
+
+def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:
+    leaver = job.host.peers[1]
+    job.end(1)
+    leaver.left, leaver.status = 3, 3 << 8
+    found = job.host.dead()
+    assert found is not None and "left early with exit code 3" in found.line  # MPI was not over
+    job.set(1, STAGE, Stage.DONE)
+    assert job.host.dead() is None
+
+
+def test_a_rank_that_stands_still_is_late_but_not_all_of_them(job: Job) -> None:
+    job.processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert job.host.stopped(100.0) is None
+    found = job.host.stopped(100.0 + DEADLINE_S + 1)
+    assert found is not None and "stopped in" in found.line and found.culprit is job.host.peers[1]
+    for process in job.processes:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert job.host.stopped(200.0) is None  # job control
+    for process in (job.processes[0], job.processes[2]):
+        process.send_signal(signal.SIGCONT)
+    time.sleep(0.1)
+    assert job.host.stopped(201.0) is None  # its time begins anew
+
+
+def test_who_waits_names_who_does_not(job: Job) -> None:
+    for rank in (0, 2):
+        job.set(rank, WAITING, 1)
+    found = job.host.waited(job.host.peers[0], "plan: nothing", 0.0)
+    assert found.culprit is job.host.peers[1] and "rank 0 waited: plan: nothing" in found.line
+    job.set(1, WAITING, 1)
+    found = job.host.waited(job.host.peers[0], "plan", 0.0)
+    assert found.culprit is job.host.peers[0] and found.line.endswith("in rounds: plan")
+    job.host.peers[0].told["size"] = 4
+    assert job.host.waited(job.host.peers[0], "plan", 0.0).line.endswith(
+        "plan; a rank of another host may be why"
+    )
+
+
+LEAVER = """
+import json, os, socket, sys
+from mpissd.common.stage import OWN, STAGE, Stage
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.connect(sys.argv[1])
+read, write = os.pipe()
+os.set_blocking(read, False)
+told = {"rank": 0, "size": 1, "local_size": 1, "host": "h", "launcher": 0, "deadline_s": 10.0}
+socket.send_fds(link, [json.dumps(told).encode()], [OWN.share(), read])
+sys.stdin.readline()
+code = int(sys.argv[2])
+if code > 128:
+    os.write(write, bytes([code - 128]))
+else:
+    link.send(json.dumps({"kind": "leave", "code": code}).encode())
+    OWN.bytes[STAGE] = Stage.DONE
+os._exit(code)
+"""
+TERMINATED = "mpissd: ended by signal 15 to all ranks (Ctrl-C, scancel or the launcher) in start\n"
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, ""), (3, ""), (128 + 15, TERMINATED)])
+def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The warden heard nothing, then looks, and the rank has ended in between; and however soon
+    after the look before it is."""
+    monkeypatch.setattr("mpissd.ops.warden.warden._WAKE_S", 60.0)
+    name = str(tmp_path / "warden")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen()
+        command = [sys.executable, "-c", LEAVER, name, str(code)]
+        rank = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+        class Late(Peer):
+            def look(self) -> bool:
+                assert rank.stdin is not None
+                if not rank.stdin.closed:
+                    rank.stdin.close()
+                    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+                return super().look()
+
+        monkeypatch.setattr("mpissd.ops.warden.warden.Peer", Late)
+        Warden(listener).run()
+    assert rank.wait() == code
+    assert capfd.readouterr().err == said
+
+
+def test_a_draft_may_be_lost_while_the_lead_measures(job: Job) -> None:
+    draft, follower = job.host.peers[2], job.host.peers[1]
+    assert job.host.can_do_without(draft) and not job.host.can_do_without(follower)
+    job.set(0, STAGE, Stage.GATHER)
+    assert not job.host.can_do_without(draft)

@@ -1,0 +1,121 @@
+"""Built-in profiles of real devices against the committed rows of their device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.common.config import RunConfig
+from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.job import resolve
+from mpissd.lab.predict.accuracy import (
+    BAR,
+    ENOUGH_SEEDS,
+    MEAN_BAR,
+    errors_of,
+    groups,
+    is_biased,
+    profile_of_another_job,
+)
+from mpissd.lab.predict.from_row import device_of
+from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.tables import load_rows
+
+RESULTS = Path(__file__).parents[2] / "results"
+H200 = sorted(RESULTS.glob("h200*/runs*.jsonl"))
+DERIVES = "its profile derives what a forward takes"
+
+
+def test_h200_predicts_its_rows_at_every_t_and_in_every_mode() -> None:
+    """The very numbers of `predict --rows=results/h200* --profile=h200`; derived entries and rows
+    of older kernels are exempt, and counted."""
+    rows = [r for r in load_rows(H200) if device_of(r["device_name"]) == "NVIDIA H200"]
+    found, left = errors_of(rows, profile_of_another_job("h200", None))
+    every = list(groups(found))
+    assert [g for g in every if is_biased(g)] == []
+    (alone,) = (g for g in every if (g["tp"], g["mode"]) == (1, "all"))
+    assert all(size <= most for size, most in zip(alone["other"], BAR, strict=True)), alone
+    assert {g["tp"] for g in every} == {1, 2, 4} and alone["seeds"] >= ENOUGH_SEEDS
+    old = sum(count for reason, count in left.items() if "other kernels" in reason)
+    assert old == 38 == len(load_rows([RESULTS / "h200-tables", RESULTS / "h200-predictions"]))
+    assert left[DERIVES] < 0.15 * len(rows) and len(found) > 0.75 * len(rows)
+
+
+@pytest.mark.parametrize("share", [0.94, 1.06])
+def test_a_profile_that_parts_from_the_rows_is_told(share: float, tmp_path: Path) -> None:
+    """Forwards that take 6% more or less than the rows' lie beyond the bar in every group."""
+    profile = json.loads(known_profiles()["h200"].read_text())
+    for entry in profile["tables"]["forwards"]:
+        entry["seconds"] = {rows: share * taken for rows, taken in entry["seconds"].items()}
+    (tmp_path / "off.json").write_text(json.dumps(profile))
+    rows = load_rows([RESULTS / "h200-pairs/runs_t1.jsonl"])
+    found, _ = errors_of(rows, profile_of_another_job(str(tmp_path / "off.json"), None))
+    every = list(groups(found))
+    assert all(is_biased(group) for group in every) and len(every) == 5
+    assert all((g["without_luck_signed"] > MEAN_BAR) == (share > 1) for g in every)
+
+
+def first(path: str, **wanted: Any) -> dict[str, Any]:
+    rows = load_rows([RESULTS / path])
+    return next(r for r in rows if all(r[name] == value for name, value in wanted.items()))
+
+
+@pytest.mark.parametrize(
+    ("row", "changed", "derived"),
+    [
+        (("h200-pairs/runs_t2.jsonl", {"mode": "sd", "lm_head": True}), {}, False),
+        (("h200-70b/runs_t4.jsonl", {"mode": "sd"}), {}, True),  # an LM head that was not probed
+        (("h200-70b/runs_t4.jsonl", {"mode": "sd"}), {"tp": 8, "lm_head": False}, True),
+        (("h200-sweep/runs_8b.jsonl", {"context": 4096}), {}, True),  # KV that was not probed
+        (("h200-ssd/runs.jsonl", {"batch_size": 64}), {}, True),  # more rows than were probed
+        (("h200-sweep/runs_8b.jsonl", {"mode": "ar"}), {"fuse": False}, True),
+    ],
+)
+def test_what_was_not_measured_is_predicted_and_labelled(
+    row: tuple[str, dict[str, Any]], changed: dict[str, Any], derived: bool
+) -> None:
+    found = profile_of_another_job("h200", None)({**first(row[0], **row[1]), **changed})
+    assert found.reason is None and found.tok_per_s and found.derived is derived
+
+
+def test_profiles_of_several_devices_are_each_of_their_own() -> None:
+    """The emulated rows ran under h200 as it was before kernels were told apart."""
+    before = RESULTS / "h200-probe/before.json"
+    rows = load_rows([RESULTS / "emulated-predictions"])
+    found, left = errors_of(rows, profile_of_another_job(f"{before},h100,a100-80,v100-32", None))
+    assert len(found) == len(rows) and not left
+
+
+def test_a_profile_that_nobody_measured_says_so() -> None:
+    """Every number of the other devices is from a datasheet or assumed."""
+    for name in ("h100", "a100-80", "v100-32"):
+        profile = json.loads(known_profiles()[name].read_text())
+        sources = [entry["from"] for entry in (*profile["numbers"].values(), profile["all_reduce"])]
+        assert all(source.startswith(("datasheet", "assumed")) for source in sources)
+
+
+def test_host_costs_go_along_a_line_over_the_batch() -> None:
+    """Between the batches that were probed, beyond them with the same slope, never falling."""
+    profile = load_profile("h200")
+
+    def at(batch: int, fan_out: str = "uniform:3") -> Any:
+        said = {"pair": "8b/1b", "mode": "ssd", "lookahead": 4, "acceptance": "alpha:0.8"}
+        config = RunConfig(**said, batch_size=batch, num_drafts=1, fan_out=fan_out, fuse=True)
+        return host_of(profile, resolve(config, 1, backend="emulated", memory_bytes=None))
+
+    one, eight, sixteen = at(1), at(8), at(16)
+    grown = eight.lead_sample - one.lead_sample
+    assert sixteen.lead_sample == pytest.approx(eight.lead_sample + 8 / 7 * grown) and grown > 0
+    assert at(4).lead_sample == pytest.approx(one.lead_sample + 3 / 7 * grown)
+    (entries,) = ({e.batch_size: e for e in profile.hosts if _is(e)},)
+    for batch, costs in ((1, one), (8, eight)):
+        keys = costs.keys + costs.keys_lane * entries[batch].lanes * batch
+        assert keys == pytest.approx(entries[batch].seconds["keys"])
+    assert at(1, "uniform:9").keys_lane == one.keys_lane > 0
+
+
+def _is(entry: Any) -> bool:
+    return (entry.mode, entry.tp, entry.num_drafts, entry.lookahead) == ("ssd", 1, 1, 4)

@@ -1,0 +1,202 @@
+"""README's table of claims: which speedups it makes, of which rows, and that it makes no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.common.errors import ConfigError
+from mpissd.lab.sweep.claims import Claim, claims, render, rewritten, unbacked
+from mpissd.lab.tables import Pair, load_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
+FLAT = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
+# (mode, T, D): tok/s at each K. SD inline over both GPUs is the strongest other use.
+USES = {
+    ("ar", 1, 0): {0: 300.0},
+    ("ar", 2, 0): {0: 520.0},
+    ("sd", 1, 0): {4: 400.0},
+    ("sd", 2, 0): {2: 690.0, 3: 700.0},
+    ("sd", 1, 1): {4: 600.0},
+    ("ssd", 1, 1): {3: 740.0, 4: 770.0},
+}
+
+
+def rows(
+    uses: dict[tuple[str, int, int], dict[int, float]] = USES, seeds: int = 5, **told: Any
+) -> list[dict[str, Any]]:
+    """Every use under every seed: a luck of 10% that all who draft share, of AR .1%."""
+    found = []
+    for (mode, tp, num_drafts), by_k in uses.items():
+        for lookahead, rate in by_k.items():
+            for seed in range(seeds):
+                lucky = LUCK[seed] * (1 + 0.001 * (seed % 2)) if mode != "ar" else 1 + seed / 1000
+                row = {
+                    "schema": 1, "run_id": f"{mode}{tp}{num_drafts}-{lookahead}-{seed}",
+                    "mode": mode, "tp": tp, "num_drafts": num_drafts, "world_size": tp + num_drafts,
+                    "workload": "gemm", "backend": "cupy", "device_name": "H200",
+                    "target": "llama-3.1-8b", "dtype": "float16", "batch_size": 1, "context": 0,
+                    "fuse": True, "lm_head": True, "num_rounds": 400, "lookahead": lookahead,
+                    "seed": seed, "tok_per_s": rate * lucky, "expected_tok_per_s": rate,
+                    "round_us": FLAT, "sampling_sd": 0.1, "token_digest": "f00d",
+                }  # fmt: skip
+                if mode != "ar":
+                    row |= {"draft": "llama-3.2-1b", "acceptance": "alpha:0.8"}
+                    row |= {"inline_draft": not num_drafts}
+                if mode == "ssd":
+                    row |= {"hit_law": "power:A=0.75,r=1.0", "on_late": "finish"}
+                found.append({**row, **told})
+    return found
+
+
+def one(found: list[dict[str, Any]]) -> Claim:
+    (claim,) = claims(found)
+    return claim
+
+
+def lines(found: list[dict[str, Any]]) -> list[str]:
+    return [line for line in render(claims(found)).splitlines() if line.startswith("| 0")]
+
+
+def test_ssd_stands_beside_the_best_other_use_of_its_gpus() -> None:
+    assert lines(rows()) == [
+        "| 0.8 | yes | T=1 D=1 K=4 | 770 | SD inline T=2 K=3 | 700 | 1.10× (1.10–1.10) | – |"
+    ]
+    head = render(claims(rows())).splitlines()[0]
+    assert "2 × H200 (float16, fused, context 0, batch 1)" in head
+    assert "hits imposed: power:A=0.75,r=1.0. 5 seeds × 400 rounds" in head
+
+
+def test_both_heads_and_every_alpha_are_lines() -> None:
+    found = rows()
+    for alpha, head in ((0.6, True), (0.6, False), (0.8, False)):
+        for row in rows(lm_head=head):
+            told = {"run_id": f"{row['run_id']}{alpha}{head}"}
+            if row["mode"] != "ar":
+                told["acceptance"] = f"alpha:{alpha}"
+            found.append({**row, **told})
+    starts = [line.split(" | ")[:2] for line in lines(found)]
+    assert starts == [["| 0.6", "yes"], ["| 0.8", "yes"], ["| 0.6", "no"], ["| 0.8", "no"]]
+
+
+def test_what_is_not_faster_is_not_claimed() -> None:
+    noisy = [
+        {**r, "tok_per_s": r["tok_per_s"] * (1 + 0.02 * (r["seed"] - 2) * (r["mode"] == "ssd"))}
+        for r in rows({**USES, ("ssd", 1, 1): {4: 707.0}})
+    ]
+    assert "no difference" in lines(noisy)[0]
+    slower = lines(rows({**USES, ("ssd", 1, 1): {4: 350.0}}))[0]
+    assert "| 0.50× (0.50–0.50) |" in slower
+
+
+@pytest.mark.parametrize("poor", [{"seeds": 4}, {"num_rounds": 399}], ids=str)
+def test_few_seeds_and_short_rows_claim_nothing(poor: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="from 5 seeds of 400 rounds on"):
+        claims(rows(**poor))
+
+
+def test_a_lucky_row_does_not_choose_its_lookahead() -> None:
+    """K = 3 has the better rows, K = 4 the better prediction."""
+    lucky = rows({**USES, ("ssd", 1, 1): {3: 790.0, 4: 770.0}})
+    for row in lucky:
+        if row["mode"] == "ssd":
+            row["expected_tok_per_s"] = 700.0 + row["lookahead"]
+    assert one(lucky).verdict.ssd.cell.lookahead == 4
+
+
+def test_a_wrong_prediction_does_not_choose_a_weak_rival() -> None:
+    """The predictor takes K = 2 of SD inline for its best; measured, K = 3 equals SSD."""
+    wrong = rows({**USES, ("sd", 2, 0): {2: 690.0, 3: 770.0}})
+    for row in wrong:
+        if (row["mode"], row["tp"]) == ("sd", 2):
+            row["expected_tok_per_s"] = 900.0 if row["lookahead"] == 2 else 600.0
+    found = one(wrong)
+    assert found.verdict.gain is not None and found.verdict.gain.low > 1.1  # by the named use
+    assert found.other.cell.lookahead == 3 and not found.gain.is_real
+
+
+def test_a_use_that_was_not_measured_is_named() -> None:
+    without = {key: of for key, of in USES.items() if key != ("sd", 2, 0)}
+    (line,) = lines(rows(without))
+    assert "fastest measured: SD T=1 D=1 K=4 (SD inline T=2 not measured)" in line
+
+
+def test_a_text_is_made_anew_and_a_changed_number_is_found() -> None:
+    text = "Before.\n\n<!-- claims a,b -->\nold\n<!-- /claims -->\n\nAfter 1.5×.\n"
+    asked = []
+
+    def read(name: str) -> list[dict[str, Any]]:
+        asked.append(name)
+        return rows()
+
+    fresh = rewritten(text, read)
+    assert asked == ["a,b"] and "old" not in fresh and "1.10× (1.10–1.10)" in fresh
+    assert rewritten(fresh, read) == fresh
+    forged = fresh.replace("1.10×", "1.20×")
+    assert rewritten(forged, read) != forged
+    assert unbacked(fresh) == ["After 1.5×."]
+    with pytest.raises(ConfigError, match="<!-- claims"):
+        rewritten("no table", read)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("SSD gives 1.3 times as much.", 1),
+        ("SSD gives 1.32× of SD, and .96× at b = 16.", 1),
+        ("SSD gives 1.32× (1.25–1.39) of SD.", 0),
+        ("SSD gives 1.3 times (1.2–1.4) as much; alone .66× of it.", 1),
+        ("By the formulas it gives 1.64× at most. The forecast is 1.2 times that.", 0),
+        ("4 times a day, 3 times.", 0),
+        ("| a | 1.3× |\n| b | 1.2× (1.1–1.3) |", 1),
+    ],
+)
+def test_a_ratio_without_its_interval_is_found(text: str, count: int) -> None:
+    assert len(unbacked(text)) == count
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = ROOT / "results" / "h200-pairs"
+    assert main(["claims", str(folder)]) == 0
+    printed = capfd.readouterr().out
+    assert "SSD over it" in printed
+    file = tmp_path / "page.md"
+    file.write_text(f"<!-- claims {folder} -->\n<!-- /claims -->\n")
+    assert main(["claims", f"--into={file}"]) == 0
+    assert file.read_text() == f"<!-- claims {folder} -->\n{printed}<!-- /claims -->\n"
+    for wrong in ([f"--into={tmp_path}/none"], [str(folder), f"--into={file}"]):
+        assert main(["claims", *wrong]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_the_committed_claims_are_those_of_compare() -> None:
+    """Each line over the H200 rows, by the command `compare` on one seed's two rows."""
+    every = load_rows([ROOT / "results" / "h200-pairs"])
+    found = claims(every)
+    assert len(found) >= 10 and {c.setting["lm_head"] for c in found} == {True, False}
+    for claim in found:
+        a, b = (side.cell.rows[0] for side in (claim.other, claim.verdict.ssd))
+        b = next(r for r in claim.verdict.ssd.cell.rows if r["seed"] == a["seed"])
+        told = Pair.of(a, b, {}, others=every).found
+        assert (told.low, told.high) == pytest.approx((claim.gain.low, claim.gain.high))
+        assert told.is_headline and told.is_real == ("×" in claim.gain.claim)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+def test_a_page_claims_what_its_rows_say_and_nothing_else(page: str) -> None:
+    """Every number of its tables is computed again; no other ratio stands without an interval."""
+    text = (ROOT / page).read_text()
+    again = rewritten(text, lambda told: load_rows([ROOT / name for name in told.split(",")]))
+    assert again == text, f"python -m mpissd claims --into={page}"
+    assert unbacked(text) == []
+
+
+def test_a_block_may_keep_the_rows_with_the_head_alone() -> None:
+    folder = ROOT / "results" / "h200-pairs"
+    text = "<!-- claims results lm_head -->\n<!-- /claims -->\n"
+    found = rewritten(text, lambda _: load_rows([folder]))
+    assert "| yes |" in found and "| no |" not in found
