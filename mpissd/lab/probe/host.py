@@ -1,8 +1,8 @@
 """What the host's work and the link take, by the ways to decode that the ranks of a probe allow.
 
 Measured as a run calibrates itself: passes of the decoding loops over paused forwards
-(lab/measure/calibrate). The same calibration times the job's own forwards; both go into the profile, so
-that a reader can hold the probed forwards against them.
+(lab/measure/calibrate). The same calibration times the job's own forwards; both go into the
+profile, so that a reader can hold the probed forwards against them.
 """
 
 from __future__ import annotations
