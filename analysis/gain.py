@@ -61,10 +61,10 @@ def claim(point: Mapping[str, Any] | pd.Series) -> str:
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Return rows as mpissd.common.compare takes them; None for what they do not say."""
     names, is_said = [str(name) for name in rows], rows.notna().to_numpy().tolist()
-    records = zip(*(rows[name].tolist() for name in rows), strict=True)
+    values = zip(*(rows[name].tolist() for name in rows), strict=True)
     return [
         {name: value if said else None for name, value, said in zip(names, row, known, strict=True)}
-        for row, known in zip(records, is_said, strict=True)
+        for row, known in zip(values, is_said, strict=True)
     ]
 
 

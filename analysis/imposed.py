@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import Data
+from analysis.probed import seconds
 from analysis.select import Case
 from analysis.times import Times
 from mpissd.common.real_pairs import ASSUMED
@@ -38,7 +39,7 @@ def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: in
 
     The step is the probed draft forward; None where no probed profile has it.
     """
-    times, step = Times.of(case), _step_s(data, case.draft, branches)
+    times, step = Times.of(case), _step_s(data, case, branches)
     if times is None or step is None:
         return None
     wide = replace(times, grow=max(times.grow, step))
@@ -46,12 +47,9 @@ def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: in
     return wide.ssd(*at) / times.ssd(*at)
 
 
-def _step_s(data: Data, draft: str, rows: int) -> float | None:
+def _step_s(data: Data, case: Case, rows: int) -> float | None:
     """A probed forward of the draft, by straight lines between its row counts."""
-    for profile in data.profiles:
-        for table in profile["tables"].get("forwards", ()):
-            if table["model"] == draft and table["tp"] == 1 and not table.get("kv_tokens"):
-                points = sorted((int(n), float(s)) for n, s in table["seconds"].items())
-                if points[-1][0] >= rows:
-                    return float(np.interp(rows, *zip(*points, strict=True)))
-    return None
+    found = seconds(data, case, case.draft, 1) or {}
+    if max(found, default=0) < rows:
+        return None
+    return float(np.interp(rows, *zip(*sorted(found.items()), strict=True)))

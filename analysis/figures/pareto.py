@@ -91,7 +91,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             label,
             x,
             y,
-            also={"b": found["batch_size"]},
+            also={"b": found["batch_size"], "low": y * (1 - half[1]), "high": y * (1 + half[0])},
             linewidth=1.4,
             linestyle=":" if wide else "--" if method == IMPOSED else "-",
             markerfacecolor="white" if wide or method == IMPOSED else style["color"],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.figures.common import need
 from analysis.load import Data, Row
+from analysis.probed import Forward, forwards, tables
 from analysis.select import plain, short
 from analysis.style import BLACK, BLUE, MARKERS, ORANGE, RED, SERIES, SKY, Poster
 
@@ -38,9 +37,9 @@ def roofline(data: Data) -> Poster:
         f"{', '.join(sorted({p['dtype'] for p in profiles}))} · GEMM-only forwards, no LM head, "
         "context 0, batch rows M = 1 … 64. Ceilings: read-only stream over each rank's weights, "
         "and an 8192-cubed product, in the same jobs. Bytes of a product: weights, input, output; "
-        "of a forward: its weights. In runs: t_target_s of "
-        f"{runs} rows, all-reduces included. Bars: interquartile range. Dotted: the message at "
-        "the best rate that any of them reached"
+        "of a forward: its weights; by the kernel that jobs of so many rows run. In runs: "
+        f"t_target_s of {runs} rows, all-reduces included. Bars: interquartile range. Dotted: the "
+        "message at the best rate that any of them reached"
     )
     for ax, loc, size, ncols in (
         (left, "lower right", 11.5, 1),
@@ -90,16 +89,17 @@ def _products(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
 
 
 def _forwards(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    seen: dict[str, Any] = {}
-    for profile in profiles:
-        for table in profile["tables"].get("forwards", []):
-            seen.setdefault(f"{short(table['model'])} forward, T={table['tp']}", table)
+    found = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
+    seen: dict[str, Forward] = {}
+    for key, table in found:
+        if not key.lm_head and not key.kv_tokens:
+            seen.setdefault(f"{short(key.model)} forward, T={key.tp}", table)
     looks = zip((BLUE, RED, *SERIES[2:]), MARKERS, strict=False)
     for (label, table), (color, marker) in zip(sorted(seen.items()), looks, strict=False):
-        rows = np.array(sorted(int(m) for m in table["seconds"]))
-        seconds = np.array([table["seconds"][str(m)] for m in rows])
-        y = 2.0 * rows * table["params"] / seconds / 1e12
-        spread = np.array([table.get("spread", {}).get(str(m), 0.0) for m in rows]) / 2
+        rows = np.array(sorted(table.seconds))
+        seconds = np.array([table.seconds[m] for m in rows])
+        y = 2.0 * rows * table.params / seconds / 1e12
+        spread = np.array([table.spread[m] for m in rows]) / 2
         poster.line(
             ax,
             label,
@@ -142,10 +142,8 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
 def _collectives(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
     rate = 0.0
     styles = {"oneshot": RED, "nccl": BLUE}
-    for table in sorted(
-        (t for p in profiles for t in p["tables"].get("all_reduces", [])),
-        key=lambda t: (t["name"], t["ranks"]),
-    ):
+    found = tables(profiles, "all_reduces", "name", "ranks", "graph")
+    for table in sorted(found, key=lambda t: (t["name"], t["ranks"])):
         if not table["graph"]:
             continue
         x = np.array(sorted(int(b) for b in table["seconds"]))
@@ -170,12 +168,9 @@ def _collectives(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
 
 
 def _links(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    rate, seen = 0.0, set()
-    for table in (t for p in profiles for t in p["tables"].get("links", [])):
+    rate = 0.0
+    for table in tables(profiles, "links", "name", "idle_s"):
         name = f"round trip {table['name']}" + (", after 5 ms" if table["idle_s"] else "")
-        if name in seen:
-            continue
-        seen.add(name)
         x = np.array(sorted(int(b) for b in table["seconds"]))
         y = np.array([table["seconds"][str(b)] for b in x])
         rate = max(rate, float((x / y).max()))

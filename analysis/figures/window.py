@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, need
-from analysis.load import Data, Row
+from analysis.load import Data
+from analysis.probed import seconds
 from analysis.select import Case, cases, plain, points
 from analysis.style import MARKERS, SERIES, Poster, parity
 
@@ -78,10 +79,7 @@ def _growth(poster: Poster, ax: Axes, case: Case, data: Data, place: int) -> Non
                 va="center",
                 zorder=5,
             )
-    draft, target = (
-        _forward(data.profiles, name, tp, case)
-        for name, tp in ((case.draft, 1), (case.target, case.tp))
-    )
+    draft, target = (seconds(data, case, *of) for of in ((case.draft, 1), (case.target, case.tp)))
     if draft is None or target is None:
         return
     widths = np.array(sorted(draft))
@@ -95,26 +93,16 @@ def _growth(poster: Poster, ax: Axes, case: Case, data: Data, place: int) -> Non
             if len(fits) and fits[-1] == widths[-1]
             else (f"ΣF = {fits[-1]}" if len(fits) else "none fits")
         )
+        is_lowest = lookahead == _LOOKAHEADS[0]
         ax.annotate(
             f"K={lookahead}: {text}",
             (widths[0], share[0]),
             fontsize=10.5,
             color=color,
-            xytext=(0, 4),
+            xytext=(0, -4 if is_lowest else 4),
+            va="top" if is_lowest else "bottom",
             textcoords="offset points",
         )
-
-
-def _forward(profiles: tuple[Row, ...], model: str, tp: int, case: Case) -> dict[int, float] | None:
-    """{rows: seconds} of a probed forward issued as the case's are."""
-    first = case.rows.iloc[0]
-    for profile in profiles:
-        for table in profile["tables"].get("forwards", []):
-            alike = (table.get("fuse"), table.get("lm_head"), table.get("kv_tokens"))
-            wanted = (first["fuse"], first["lm_head"], first["context"])
-            if (table.get("model"), table.get("tp")) == (model, tp) and alike == wanted:
-                return {int(rows): float(s) for rows, s in table["seconds"].items()}
-    return None
 
 
 def _xy(table: dict[int, float]) -> tuple[list[int], list[float]]:
