@@ -152,24 +152,30 @@ def pareto(numbers: pd.DataFrame) -> str:
         whole = dots[~dots["series"].isin(partial)]
         fast, much = whole.loc[whole["x"].idxmax()], whole.loc[whole["y"].idxmax()]
         parts.append(
-            f"{panel}: of the methods measured at all b, the fastest sequence is "
-            f"{fast['series']}'s ({fast['x']:.0f} tok/s, b={fast['b']:.0f}), the most tok/s a GPU "
-            f"{much['series']}'s ({much['y']:.0f}, b={much['b']:.0f})"
+            f"{panel}: of the methods measured at all b, the fastest sequence is that of "
+            f"{fast['series']}, {_span(fast, 'x')} tok/s at b={fast['b']:.0f}, the most tok/s a "
+            f"GPU that of {much['series']}, {_span(much)} at b={much['b']:.0f}"
         )
         parts += [_only(dots, whole, series) for series in partial]
     return ". ".join(parts) + "."
+
+
+def _span(dot: pd.Series, axis: str = "y") -> str:
+    """A dot's number with its 95% interval; low and high are of y."""
+    low, high = (dot[axis] * dot[end] / dot["y"] for end in ("low", "high"))
+    return f"{dot[axis]:.0f} ({low:.0f}–{high:.0f})"
 
 
 def _only(dots: pd.DataFrame, whole: pd.DataFrame, series: str) -> str:
     """A method that was measured at some b alone, beside the best of the others at the largest."""
     mine = dots[dots["series"] == series].sort_values("b")
     point, told = mine.iloc[-1], ", ".join(f"{b:.0f}" for b in mine["b"])
-    text = f"{series} only at b={told}: {point['y']:.0f} a GPU"
+    text = f"{series} only at b={told}: {_span(point)} a GPU"
     beside = whole[whole["b"] == point["b"]]
     if beside.empty:
         return text
     best = beside.loc[beside["y"].idxmax()]
-    return f"{text}, where {best['series']} gives {best['y']:.0f}"
+    return f"{text}, where {best['series']} gives {_span(best)}"
 
 
 def drafts(numbers: pd.DataFrame) -> str:

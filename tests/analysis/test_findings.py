@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from analysis.build import Drawn, draw
-from analysis.findings import throughput
+from analysis.findings import pareto, throughput
 from analysis.load import Data
 from analysis.uses import BESIDE
 from tests.analysis.test_figures import data, drawn, poster
@@ -74,3 +74,19 @@ def test_every_measured_gain_has_its_interval() -> None:
         assert "FEW SEEDS" in poster(name).caption
     dots = poster("break_even").table().query("series.str.startswith('measured')")
     assert dots["headline"].notna().all()
+
+
+def test_the_ends_of_the_frontier_have_intervals() -> None:
+    """low and high are those of y, tok/s a GPU; of a sequence they are as far off."""
+    said = pareto(
+        pd.DataFrame(
+            [
+                ("8B", "SSD", 200.0, 100.0, 90.0, 120.0, 1),
+                ("8B", "SSD", 150.0, 300.0, 290.0, 310.0, 4),
+                ("8B", "SD inline", 190.0, 190.0, 180.0, 200.0, 1),
+            ],
+            columns="panel series x y low high b".split(),
+        )
+    )
+    assert "that of SSD, 200 (180–240) tok/s at b=1" in said and "300 (290–310) at b=4" in said
+    assert "SD inline only at b=1: 190 (180–200) a GPU, where SSD gives 100 (90–120)" in said
