@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 
 from analysis.load import Data
-from analysis.probed import seconds
+from analysis.probed import forward
 from analysis.select import Case
 from analysis.times import Times
 from mpissd.common.real_pairs import ASSUMED
@@ -48,8 +47,6 @@ def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: in
 
 
 def _step_s(data: Data, case: Case, rows: int) -> float | None:
-    """A probed forward of the draft, by straight lines between its row counts."""
-    found = seconds(data, case, case.draft, 1) or {}
-    if max(found, default=0) < rows:
-        return None
-    return float(np.interp(rows, *zip(*sorted(found.items()), strict=True)))
+    """A probed forward of the draft with so many rows."""
+    found = forward(data, case, case.draft, 1)
+    return found.at(rows) if found is not None and max(found.seconds) >= rows else None

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from analysis.load import Data
 from analysis.select import Case
 
@@ -25,11 +27,21 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """Weights of a rank; seconds by rows, and the relative interquartile range of those."""
+    """Weights of a rank; seconds by rows, and the relative interquartile range of those.
+
+    kernels: (the most rows of a job that runs it, its seconds by rows), the fewest first.
+    """
 
     params: int
     seconds: dict[int, float]
     spread: dict[int, float]
+    kernels: list[tuple[float, dict[int, float]]]
+
+    def at(self, rows: int) -> float:
+        """Return the seconds of so many rows: straight lines between points of one kernel, flat
+        beyond its last."""
+        points = next(of for most, of in self.kernels if rows <= most)
+        return float(np.interp(rows, *zip(*sorted(points.items()), strict=True)))
 
 
 def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
@@ -47,12 +59,11 @@ def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
     return found
 
 
-def seconds(data: Data, case: Case, model: str, tp: int) -> dict[int, float] | None:
-    """Return {rows: seconds} of a model's forward, issued as the case's are; None: not probed."""
+def forward(data: Data, case: Case, model: str, tp: int) -> Forward | None:
+    """Return a model's forward, issued as the case's are; None: not probed."""
     first = case.rows.iloc[0]
     issued = bool(first["fuse"]), bool(first["lm_head"]), int(first["context"])
-    found = forwards(data.profiles).get(Key(model, tp, *issued))
-    return None if found is None else found.seconds
+    return forwards(data.profiles).get(Key(model, tp, *issued))
 
 
 def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[dict[str, Any]]:
@@ -76,9 +87,9 @@ def _started(profile: Profile) -> str:
 
 def _add(found: dict[Key, Forward], entry: dict[str, Any]) -> None:
     key = Key(*(entry.get(name) for name in Key._fields))
-    one = found.setdefault(key, Forward(int(entry["params"]), {}, {}))
+    one = found.setdefault(key, Forward(int(entry["params"]), {}, {}, []))
     most = entry.get("most_rows") or math.inf
-    for rows, seconds in entry["seconds"].items():
-        if int(rows) <= most:
-            one.seconds[int(rows)] = float(seconds)
-            one.spread[int(rows)] = float((entry.get("spread") or {}).get(rows, 0.0))
+    points = {int(rows): float(s) for rows, s in entry["seconds"].items() if int(rows) <= most}
+    one.kernels.insert(0, (most, points))
+    one.seconds.update(points)
+    one.spread.update({m: float((entry.get("spread") or {}).get(str(m), 0.0)) for m in points})

@@ -66,7 +66,8 @@ def break_even(data: Data) -> Poster:
 def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) -> Any:
     gpus = f"{case.tp} GPU{'s' * (case.tp > 1)}"
     rivals = f"per GPU, over AR or SD on {gpus}" if per_gpu else _rivals(case, times)
-    ax.set_title(f"{case.label}+1: {rivals}")
+    ax.set_label(f"{case.label}+1: {rivals}")
+    ax.set_title(f"{case.label}+1\n{rivals}", fontsize=14)
     share = case.tp / (case.tp + 1) if per_gpu else 1.0
     rates = [max(1.0, times.best_sd(a)) if per_gpu else times.best_other(a) for a in _ALPHAS]
     values = np.array(
@@ -105,7 +106,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
 def _rivals(case: Case, times: Times) -> str:
     gpus = case.tp + 1
     if times.verify_wide is None and gpus in tps_of(case.target, gpus):
-        return f"raw, over SD (AR and SD inline over {gpus} GPUs are not known)"
+        return f"raw, over SD (AR, SD inline on {gpus} GPUs: not known)"
     return f"raw, over the best other use of {gpus} GPUs"
 
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, need
 from analysis.load import Data
-from analysis.probed import seconds
+from analysis.probed import forward
 from analysis.select import Case, cases, plain, points
 from analysis.style import MARKERS, SERIES, Poster, parity
 
@@ -79,13 +79,13 @@ def _growth(poster: Poster, ax: Axes, case: Case, data: Data, place: int) -> Non
                 va="center",
                 zorder=5,
             )
-    draft, target = (seconds(data, case, *of) for of in ((case.draft, 1), (case.target, case.tp)))
+    draft, target = (forward(data, case, *of) for of in ((case.draft, 1), (case.target, case.tp)))
     if draft is None or target is None:
         return
-    widths = np.array(sorted(draft))
+    widths = np.array(sorted(draft.seconds))
     for lookahead in _LOOKAHEADS:
-        glue, verify = (np.interp(lookahead + 1, *_xy(table)) for table in (draft, target))
-        share = np.array([(glue + lookahead * draft[w]) / verify for w in widths])
+        glue, verify = draft.at(lookahead + 1), target.at(lookahead + 1)
+        share = np.array([(glue + lookahead * draft.seconds[w]) / verify for w in widths])
         poster.line(ax, f"_{case.label}: K={lookahead}", widths, share, color=color, linewidth=1.4)
         fits = widths[share <= 1]
         text = (
@@ -103,8 +103,3 @@ def _growth(poster: Poster, ax: Axes, case: Case, data: Data, place: int) -> Non
             va="top" if is_lowest else "bottom",
             textcoords="offset points",
         )
-
-
-def _xy(table: dict[int, float]) -> tuple[list[int], list[float]]:
-    widths = sorted(table)
-    return widths, [table[w] for w in widths]

@@ -186,3 +186,12 @@ def test_a_picture_without_a_point_is_none() -> None:
     sd = rows["mode"] == "sd"
     (item,) = draw(Data(rows[~sd]), "cache_hits")
     assert isinstance(item, Skipped) and "compare" in item.why
+
+
+def test_titles_of_neighbours_stay_apart_where_rivals_are_not_known() -> None:
+    rows = data().rows
+    figure = without("break_even", (rows["mode"] == "ar") & (rows["gpus"] == 2)).poster
+    renderer = figure.canvas.get_renderer()
+    raw, per_gpu = (ax.title.get_window_extent(renderer) for ax in figure.axes[:2])
+    assert "not known" in figure.axes[0].get_title()
+    assert figure.bbox.x0 <= raw.x0 and raw.x1 < per_gpu.x0

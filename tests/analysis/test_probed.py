@@ -19,6 +19,7 @@ def test_each_row_count_has_the_kernel_that_its_jobs_run() -> None:
     for entries in ((chain, cublas), (cublas, chain)):
         (found,) = forwards([profile("2026", *entries)]).values()
         assert found.seconds == {1: 1.0, 8: 2.0, 64: 5.0} and found.params == 10
+        assert [found.at(m) for m in (1, 8, 36, 64, 99)] == [1.0, 2.0, 4.5, 5.0, 5.0]
 
 
 def test_the_newest_probe_counts_and_an_lm_head_is_another_forward() -> None:
