@@ -18,7 +18,7 @@ import pandas as pd
 from analysis.notes import Notes, NothingLeft
 from analysis.tidy import complete, tidy
 from mpissd.common.errors import ConfigError
-from mpissd.common.records import SCHEMA
+from mpissd.common.row import SCHEMA
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ A table stands between two comments, of which the first holds its command:
     <!-- python -m mpissd predict --rows=results/h200-tables -->
     <!-- end -->
 
-The command runs in the repository's root; its last line, JSON, is left out.
+The command runs in the repository's root; a last line of JSON is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-_BLOCK = re.compile(r"<!-- python (-m mpissd .+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- python (-m mpissd.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
@@ -43,7 +43,8 @@ def _block(command: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
     ).stdout.splitlines()
-    return "\n".join([f"<!-- python {command} -->", *printed[:-1], "<!-- end -->"])
+    told = printed[:-1] if printed[-1].startswith(("{", "[")) else printed
+    return "\n".join([f"<!-- python {command} -->", *told, "<!-- end -->"])
 
 
 def main() -> int:

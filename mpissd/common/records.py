@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints, Outcome, Speculation
 from mpissd.common.tape import SPILL_ROUNDS, Tape
 
-SCHEMA = 1
-
 
 class RoundRecords:
     """The measured rounds. A row is one sequence in one round, because the batch may shrink."""

@@ -13,6 +13,7 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.presets import resolve_model
 from mpissd.common.records import outcome_digest, token_digest
+from mpissd.common.row import KEYS
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from tests.loop.harness import Scenario, check_rows
@@ -20,14 +21,6 @@ from tests.mpi.harness import Job, Started, Together, launch, needs_mpi
 
 pytestmark = needs_mpi
 
-KEYS = """schema run_id mode workload backend device_name world_size tp num_drafts target draft
-dtype lookahead fan_out branch_budget acceptance hit_law batch_size num_rounds num_tokens seed
-wall_s tok_per_s tok_per_s_per_gpu round_us phases_us ledger_closure acceptance_length
-accept_histogram hit_rate t_target_s t_draft_s t_growth_s T_SD floor_us floor_fraction
-floor_bytes floor_flops peak_flops_per_s device_us
-predicted_tok_per_s prediction_error outcome_digest token_digest messages_per_round
-bytes_per_round stable
-provenance""".split()
 DRAFT_KEYS = """draft fan_out branch_budget acceptance hit_law hit_rate t_draft_s t_growth_s
 T_SD""".split()
 
@@ -108,7 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Together:
 def test_the_row_keeps_its_contract(runs: Together, name: str) -> None:
     done, (np_, _, scenario) = runs[name], JOBS[name]
     row = done.row
-    assert set(KEYS) <= set(row)
+    assert tuple(row) == KEYS
     assert (row["schema"], row["mode"], row["workload"]) == (1, scenario.mode, "gemm")
     assert row["world_size"] == np_ == row["tp"] + row["num_drafts"]
     assert (row["lookahead"], row["seed"], row["batch_size"]) == (scenario.K, 3, 2)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.records import SCHEMA, outcome_digest
+from mpissd.common.records import outcome_digest
 from mpissd.common.rounds import Source
+from mpissd.common.row import SCHEMA
 from mpissd.lab.gates.read import Rounds, Row, differs, number
 
 _ALWAYS = """tp num_drafts world_size batch_size lookahead num_rounds num_tokens wall_s tok_per_s

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
+from mpissd.common.row import Row
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
 from mpissd.lab.predict.imposed import under_default_law
@@ -122,47 +123,47 @@ def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = Fals
     )
 
 
-def print_summary(row: dict[str, Any]) -> None:
+def print_summary(row: Row) -> None:
     """The short table, then the JSON line, which is the last line on stdout."""
-    rounds = row["round_us"]
+    rounds = row.round_us
     lines = [
-        ("tok/s", f"{row['tok_per_s']:.1f}   per GPU {row['tok_per_s_per_gpu']:.1f}"),
+        ("tok/s", f"{row.tok_per_s:.1f}   per GPU {row.tok_per_s_per_gpu:.1f}"),
         ("round", "   ".join(f"{p} {_us(rounds[p])}" for p in ("p50", "p90", "p99"))),
         (
             "tokens",
-            f"{row['num_tokens']} in {row['num_rounds']} rounds, "
-            f"{row['acceptance_length']:.2f} a round and sequence",
+            f"{row.num_tokens} in {row.num_rounds} rounds, "
+            f"{row.acceptance_length:.2f} a round and sequence",
         ),
         ("target", _target(row)),
     ]
-    if row["t_draft_s"] is not None:
-        ratio = "" if row["T_SD"] is None else f"   T_SD {row['T_SD']:.3f}"
-        lines.append(("draft", f"{_us(row['t_draft_s'] * 1e6)} for K={row['lookahead']}{ratio}"))
-    if row["hit_rate"] is not None:
-        lines.append(("hits", f"{row['hit_rate']:.3f} of the lookups{_price(row)}"))
-    if row["stable"] is False:
+    if row.t_draft_s is not None:
+        ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
+        lines.append(("draft", f"{_us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
+    if row.hit_rate is not None:
+        lines.append(("hits", f"{row.hit_rate:.3f} of the lookups{_price(row)}"))
+    if row.stable is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
-    print(json.dumps(row), flush=True)
+    print(json.dumps(row.to_dict()), flush=True)
 
 
-def _price(row: dict[str, Any]) -> str:
+def _price(row: Row) -> str:
     """What the closed model predicts where the hits are not imposed, beside what it says here."""
-    price = row.get("imposed_hits")
+    price = row.imposed_hits
     if price is None or price["branch_budget"] is None:
         return ""
     return (
         f", imposed: with the {price['branch_budget']} branches that {price['hit_law']} needs, "
-        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {row['expected_tok_per_s']:.1f} as run"
+        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {row.expected_tok_per_s:.1f} as run"
     )
 
 
-def _target(row: dict[str, Any]) -> str:
-    if row["t_target_s"] is None:
+def _target(row: Row) -> str:
+    if row.t_target_s is None:
         return "no full round was measured"
-    text = f"{_us(row['t_target_s'] * 1e6)} a forward"
-    if row["floor_fraction"] is not None:
-        text += f", {row['floor_fraction']:.0%} of the floor ({_us(row['floor_us'])})"
+    text = f"{_us(row.t_target_s * 1e6)} a forward"
+    if row.floor_fraction is not None:
+        text += f", {row.floor_fraction:.0%} of the floor ({_us(row.floor_us)})"
     return text
 
 

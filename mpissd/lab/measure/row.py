@@ -14,20 +14,21 @@ from numpy.typing import NDArray
 
 from mpissd.common.output import append_row
 from mpissd.common.records import (
-    SCHEMA,
     RoundRecords,
     is_stable,
     outcome_digest,
     percentiles_us,
     token_digest,
 )
+from mpissd.common.row import SCHEMA, Row
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.measure.row_times import Measured, device_means, device_times, rates
+from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
+from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.measure.whole import whole_file
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.row import is_foretold, predict_row
@@ -35,54 +36,52 @@ from mpissd.lab.predict.row import is_foretold, predict_row
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
 
-def make_row(
-    session: Session, measured: Measured, sweep: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
     """The row of the contract, schema 1. sweep: which sweep it is of, if of one."""
-    job, config = session.job, session.job.config
-    sequences = measured.records.sequences()
-    return {
-        "schema": SCHEMA,
-        "run_id": f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
-        "mode": config.mode,
-        "schedule": config.schedule,
-        "workload": config.workload,
-        "backend": session.backend.name,
-        "device_name": session.backend.info.name,
-        "world_size": job.world_size,
-        "tp": job.tp,
-        "num_drafts": config.drafts,
-        "target": job.target.name,
-        "draft": None if job.draft is None else job.draft.name,
-        "dtype": session.backend.dtype_name,
-        "lookahead": job.lookahead,
-        "fan_out": list(job.fan_out) or None,
-        "branch_budget": sum(job.fan_out) or None,
-        "fan_out_miss": list(job.fan_out_miss) or None,
-        "acceptance": None if job.draft is None or job.laws else config.acceptance_text,
-        "hit_law": job.hit_law.label if job.fan_out and not job.laws else None,
-        "batch_size": config.batch_size,
-        "draft_device_name": session.infos[job.tp].name if config.drafts else None,
+    job, config, lead = session.job, session.job.config, measured.lead
+    sequences = lead.records.sequences()
+    return Row(
+        schema=SCHEMA,
+        run_id=f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
+        mode=config.mode,
+        schedule=config.schedule,
+        workload=config.workload,
+        backend=session.backend.name,
+        device_name=session.backend.info.name,
+        world_size=job.world_size,
+        tp=job.tp,
+        num_drafts=config.drafts,
+        target=job.target.name,
+        draft=None if job.draft is None else job.draft.name,
+        dtype=session.backend.dtype_name,
+        lookahead=job.lookahead,
+        fan_out=list(job.fan_out) or None,
+        branch_budget=sum(job.fan_out) or None,
+        fan_out_miss=list(job.fan_out_miss) or None,
+        acceptance=None if job.draft is None or job.laws else config.acceptance_text,
+        hit_law=job.hit_law.label if job.fan_out and not job.laws else None,
+        batch_size=config.batch_size,
+        draft_device_name=session.infos[job.tp].name if config.drafts else None,
         **_options(session),
         **_throughput(session, measured, sequences),
-        **_speculation(session, sequences, measured.draft_lost_round),
-        "draft_lost_round": measured.draft_lost_round,
-        "learned": measured.learned or None,
+        **_speculation(session, sequences, lead.draft_lost_round),
+        draft_lost_round=lead.draft_lost_round,
+        learned=None if measured.draft is None else measured.draft.learned or None,
         **device_times(session, measured),
         **_prediction(session, measured, sequences),
         **_digests(session, measured, sequences),
-        "messages_per_round": round(measured.messages_per_round, 2),
-        "bytes_per_round": round(measured.bytes_per_round, 1),
-        "rank_digests": measured.rank_digests,
-        "ledger_overhead": _overhead(measured.ledger_overhead),
-        "stable": is_stable(measured.records.round_s, _STABLE[session.backend.info.kind]),
-        "config_digest": config.digest,
-        "provenance": {
+        messages_per_round=round(lead.messages_per_round, 2),
+        bytes_per_round=round(lead.bytes_per_round, 1),
+        rank_digests=measured.rank_digests,
+        ledger_overhead=_overhead(measured.ledger_overhead),
+        stable=is_stable(lead.records.round_s, _STABLE[session.backend.info.kind]),
+        config_digest=config.digest,
+        provenance={
             **provenance(session.infos, session.topology.hosts, _mpi_library()),
             "calibrated_at": measured.profile.calibrated_at,
             "sweep": sweep,
         },
-    }
+    )
 
 
 def _options(session: Session) -> dict[str, Any]:
@@ -123,22 +122,21 @@ def _models(job: Job) -> dict[str, Any]:
 def _throughput(
     session: Session, measured: Measured, sequences: NDArray[np.int64]
 ) -> dict[str, Any]:
-    num_tokens = _num_tokens(measured.records, session.job.config.num_tokens)
-    rate = num_tokens / measured.wall_s
-    walls = measured.ledger[:, 1] * 1e-9
-    phases = measured.ledger[:, 2:]
-    closure = phases.sum(axis=1) * 1e-9 / np.asarray(measured.records.round_s)
+    lead, limit = measured.lead, session.job.config.num_tokens
+    num_tokens = _num_tokens(lead.records, limit)
+    rate = num_tokens / lead.wall_s
+    closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
     return {
-        "num_rounds": len(measured.records),
-        "token_limit": session.job.config.num_tokens,
+        "num_rounds": len(lead.records),
+        "token_limit": limit,
         "num_tokens": num_tokens,
-        "wall_s": round(measured.wall_s, 9),
+        "wall_s": round(lead.wall_s, 9),
         "tok_per_s": round(rate, 3),
         "tok_per_s_per_gpu": round(rate / session.job.world_size, 3),
-        "round_us": percentiles_us(walls),
+        "round_us": percentiles_us(lead.ledger[:, 1] * 1e-9),
         "phases_us": {
-            "lead": _phase_means(measured.ledger, measured.phases),
-            "draft": _phase_means(measured.draft_ledger, measured.draft_phases),
+            "lead": _phase_means(lead),
+            "draft": None if measured.draft is None else _phase_means(measured.draft),
         },
         "device_us": device_means(measured),
         "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
@@ -151,12 +149,12 @@ def _num_tokens(records: RoundRecords, enough: int | None) -> int:
     return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
 
 
-def _phase_means(ledger: NDArray[np.int64] | None, names: list[str]) -> dict[str, float] | None:
+def _phase_means(report: LeadReport | DraftReport) -> dict[str, float] | None:
     """Mean microseconds a round of each phase: they add up to the mean round."""
-    if ledger is None or not len(ledger):
+    if not len(report.ledger):
         return None
-    means = ledger[:, 2:].mean(axis=0) * 1e-3
-    return {name: round(float(mean), 3) for name, mean in zip(names, means, strict=True)}
+    means = report.ledger[:, 2:].mean(axis=0) * 1e-3
+    return {name: round(float(mean), 3) for name, mean in zip(report.phases, means, strict=True)}
 
 
 def _speculation(
@@ -191,15 +189,16 @@ def _prediction(
 ) -> dict[str, Any]:
     """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
     job, profile = session.job, measured.profile
-    if not is_foretold(job) or measured.draft_lost_round is not None:
+    if not is_foretold(job) or measured.lead.draft_lost_round is not None:
         return dict.fromkeys(_FORETOLD)
-    count = len(measured.records)
+    records = measured.lead.records
+    count = len(records)
     known = job.config.digest, count, profile.device, profile.host
     found = session.calibrations.once(  # repeats of a configuration have one prediction
         session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
     )
     rate = found["tok_per_s"]
-    measured_rate = _num_tokens(measured.records, session.job.config.num_tokens) / measured.wall_s
+    measured_rate = _num_tokens(records, job.config.num_tokens) / measured.lead.wall_s
     return {
         "predicted_tok_per_s": rate,
         "predicted_round_us": found["round_us"],
@@ -220,7 +219,7 @@ def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64])
         first = min(config.num_tokens, config.rounds)
     return {
         "outcome_digest": outcome_digest(sequences),
-        "token_digest": token_digest(measured.records.token_arrays(), first),
+        "token_digest": token_digest(measured.lead.records.token_arrays(), first),
     }
 
 
@@ -249,25 +248,26 @@ def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
 
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
     """The raw rounds, as they are saved."""
+    lead, draft = measured.lead, measured.draft
     arrays: dict[str, NDArray[Any]] = {
-        "round_s": np.asarray(measured.records.round_s),
-        "t_target_s": np.asarray(measured.records.t_target_s),
-        "sequences": measured.records.sequences(),
-        **_tokens(measured.records),
-        "lead_ledger_ns": measured.ledger,
-        "lead_phases": np.asarray(measured.phases),
+        "round_s": np.asarray(lead.records.round_s),
+        "t_target_s": np.asarray(lead.records.t_target_s),
+        "sequences": lead.records.sequences(),
+        **_tokens(lead.records),
+        "lead_ledger_ns": lead.ledger,
+        "lead_phases": np.asarray(lead.phases),
     }
-    if measured.draft_rounds is not None and measured.draft_ledger is not None:
-        arrays["draft_rounds"] = measured.draft_rounds
+    if draft is not None:
+        arrays["draft_rounds"] = draft.rounds
         arrays["draft_columns"] = np.asarray(Drafter.COLUMNS)
-        arrays["draft_ledger_ns"] = measured.draft_ledger
-        arrays["draft_phases"] = np.asarray(measured.draft_phases)
+        arrays["draft_ledger_ns"] = draft.ledger
+        arrays["draft_phases"] = np.asarray(draft.phases)
     return arrays
 
 
 def write_row(
     session: Session,
-    row: dict[str, Any],
+    row: Row,
     arrays: Mapping[str, NDArray[Any]],
     profile: JobProfile,
     violations: list[str],
@@ -275,14 +275,14 @@ def write_row(
     """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
     row to OUT/runs.jsonl (OUT/flagged.jsonl where a gate failed); none by halves."""
     out = Path(session.job.config.out)
-    with whole_file(out / "rounds" / f"{row['run_id']}.npz") as file:
+    with whole_file(out / "rounds" / f"{row.run_id}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    saved = json.dumps(_job_file(session, row["num_rounds"], profile), indent=1) + "\n"
-    with whole_file(out / "profiles" / f"{row['run_id']}.json") as file:
+    saved = json.dumps(_job_file(session, row.num_rounds, profile), indent=1) + "\n"
+    with whole_file(out / "profiles" / f"{row.run_id}.json") as file:
         file.write(saved.encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
-    kept = {**row, "gates": violations} if violations else row
-    append_row(out / name, kept)
+    gates = {"gates": violations} if violations else {}
+    append_row(out / name, {**row, **gates})
 
 
 def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpissd.common.records import RoundRecords, median
-from mpissd.engine.decode.draft import Drafter
+from mpissd.common.records import median
 from mpissd.engine.job import Job
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
-
-
-@dataclass
-class Measured:
-    """Raw results of one configuration, all ranks."""
-
-    records: RoundRecords
-    wall_s: float
-    ledger: NDArray[np.int64]  # lead: round, wall_ns, phase_ns…
-    phases: list[str]
-    draft_rounds: NDArray[Any] | None  # Drafter.COLUMNS
-    draft_ledger: NDArray[np.int64] | None
-    draft_phases: list[str]
-    learned: dict[str, Any]  # what the first draft's controls learned (Controls.learned)
-    profile: JobProfile
-    messages_per_round: float
-    bytes_per_round: float
-    all_reduce_s: float | None  # in all measured rounds, where the host runs the collectives
-    rank_digests: list[int | None]  # by world rank: of the outcomes it heard
-    draft_lost_round: int | None  # the first without a draft; None: there was one to the end
-    ledger_overhead: Overhead | None
+from mpissd.lab.measure.reports import Measured
 
 
 def device_times(session: Session, measured: Measured) -> dict[str, Any]:
     """t_target_s to t_target_full_depth_s: forwards, drafts and the floor."""
-    job, records = session.job, measured.records
+    job, records = session.job, measured.lead.records
     full = records.num_rows() == job.verify_rows
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = _t_draft(job, measured)
     t_growth = None
-    if measured.draft_rounds is not None and job.fan_out:
-        t_growth = median(measured.draft_rounds[:, Drafter.COLUMNS.index("t_growth_s")])
+    if measured.draft is not None and job.fan_out:
+        t_growth = median(measured.draft.column("t_growth_s"))
     floor, floor_s = _floor(session, measured.profile)
     timed = t_target is not None and t_target > 0
     return {
@@ -64,8 +40,8 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
 
 def _t_draft(job: Job, measured: Measured) -> float | None:
     """p50 of K sequential steps: of the measured full misses, else of the calibrated forward."""
-    if measured.draft_rounds is not None:
-        times = measured.draft_rounds[:, Drafter.COLUMNS.index("t_draft_s")]
+    if measured.draft is not None:
+        times = measured.draft.column("t_draft_s")
         if np.isfinite(times).sum() >= 10:
             return median(times)
     if job.draft is None or job.config.is_lookup:
@@ -105,13 +81,14 @@ def _full_depth(session: Session, t_target: float | None) -> float | None:
 def device_means(measured: Measured) -> dict[str, float | None]:
     """Mean microseconds a round of the lead's device: the target's forward without its collectives,
     those, and no target forward; together the mean round. None: not known."""
-    busy = float(np.mean(measured.records.t_target_s)) * 1e6
+    lead = measured.lead
+    busy = float(np.mean(lead.records.t_target_s)) * 1e6
     reduce_s = measured.profile.all_reduce_s  # of a verification of b(K+1) rows
-    if measured.all_reduce_s is not None:
-        reduce_s = measured.all_reduce_s / len(measured.records)
+    if lead.all_reduce_s is not None:
+        reduce_s = lead.all_reduce_s / len(lead.records)
     reduced = None if reduce_s is None else min(busy, reduce_s * 1e6)
     return {
         "forward": None if reduced is None else round(busy - reduced, 3),
         "all_reduce": None if reduced is None else round(reduced, 3),
-        "idle": round(float(measured.ledger[:, 1].mean()) * 1e-3 - busy, 3),
+        "idle": round(float(lead.ledger[:, 1].mean()) * 1e-3 - busy, 3),
     }

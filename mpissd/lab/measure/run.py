@@ -6,17 +6,14 @@ rows are gathered and rank 0 makes the result row of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import FaultError, GateError
 from mpissd.common.records import RoundRecords
+from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep, within
@@ -30,37 +27,12 @@ from mpissd.lab.gates import violations
 from mpissd.lab.measure.ab import Overhead, ledger_pass
 from mpissd.lab.measure.calibrate import WARM_ID, JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
-from mpissd.lab.measure.row_times import Measured
 from mpissd.lab.measure.tracing import Span, Tracing
 
 _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # to have two clocks read without losing the core in between
-
-
-@dataclass
-class LeadReport:
-    """What the lead measured in the pass that counts."""
-
-    records: RoundRecords
-    first_round: int
-    last_round: int
-    wall_s: float
-    ledger: NDArray[np.int64]
-    phases: list[str]
-    messages: tuple[float, float]  # and bytes, a round
-    all_reduce_s: float | None  # in all of them, where the host runs the collectives
-    draft_lost_round: int | None  # of the measured rounds: the first without a draft
-
-
-@dataclass
-class DraftReport:
-    """What a draft (on its rank, or inline) measured in the same pass."""
-
-    rounds: NDArray[Any]  # Drafter.COLUMNS
-    ledger: NDArray[np.int64]
-    phases: list[str]
-    learned: dict[str, Any]  # Controls.learned
 
 
 def execute(config: RunConfig) -> int:
@@ -87,7 +59,7 @@ def _run(session: Session) -> None:
         print_summary(row)
 
 
-def measure(session: Session, sweep: dict[str, Any] | None = None) -> dict[str, Any] | None:
+def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None:
     """One configuration, on all of its ranks; its row, on the lead, which has written it.
 
     sweep: what the row says of the sweep that it is of. Raises Refused on every rank: no room for
@@ -104,7 +76,7 @@ def measure(session: Session, sweep: dict[str, Any] | None = None) -> dict[str, 
     return row
 
 
-def _passes(rank: Rank, sweep: dict[str, Any] | None) -> dict[str, Any] | None:
+def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     """Those that calibrate, the one that counts, and what is made of it."""
     session = rank.session
     config = session.job.config
@@ -144,29 +116,14 @@ def _conclude(
     digests: list[int],
     overhead: Overhead | None,
     sweep: dict[str, Any] | None,
-) -> dict[str, Any]:
+) -> Row:
     """Rank 0, when all is measured: row, gates, files.
 
     Raises GateError: the row contradicts itself or physics; it goes to OUT/flagged.jsonl instead.
     Raises FaultError: the row could not be written.
     """
-    measured = Measured(
-        records=lead.records,
-        wall_s=lead.wall_s,
-        ledger=lead.ledger,
-        phases=lead.phases,
-        draft_rounds=None if draft is None else draft.rounds,
-        draft_ledger=None if draft is None else draft.ledger,
-        draft_phases=[] if draft is None else draft.phases,
-        learned={} if draft is None else draft.learned,
-        profile=profile,
-        messages_per_round=lead.messages[0],
-        bytes_per_round=lead.messages[1],
-        all_reduce_s=lead.all_reduce_s,
-        rank_digests=[*digests, *[None] * (session.job.world_size - len(digests))],
-        draft_lost_round=lead.draft_lost_round,
-        ledger_overhead=overhead,
-    )
+    silent = [None] * (session.job.world_size - len(digests))
+    measured = Measured(lead, draft, profile, [*digests, *silent], overhead)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     found = violations(row, arrays)
     try:
@@ -175,7 +132,7 @@ def _conclude(
         out = session.job.config.out
         raise FaultError(f"out={out!r}: the row was not written: {error.strerror}") from error
     if found:
-        raise GateError(f"row {row['run_id']} contradicts itself: {'; '.join(found)}")
+        raise GateError(f"row {row.run_id} contradicts itself: {'; '.join(found)}")
     return row
 
 
@@ -214,7 +171,8 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
         wall_s=wall_s,
         ledger=loop.ledger.table(first, loop.round),
         phases=loop.ledger.names,
-        messages=(messages / count, sent / count),
+        messages_per_round=messages / count,
+        bytes_per_round=sent / count,
         all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
         draft_lost_round=None if lost is None else max(0, lost - first),
     )

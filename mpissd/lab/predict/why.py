@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.records import SCHEMA
+from mpissd.common.row import SCHEMA
 
 Row = Mapping[str, Any]
 _NEEDED = ("mode", "round_us", "phases_us", "floor_us", "t_target_s", "inline_draft")

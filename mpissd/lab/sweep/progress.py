@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from types import TracebackType
-from typing import Any
 
 from tqdm import tqdm
 
+from mpissd.common.row import Row
 from mpissd.engine.session.session import Machine
 from mpissd.lab.measure.card import open_bar
 from mpissd.lab.sweep.best import compare_methods, render, to_dict
@@ -62,10 +62,10 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def row(self, task: Task, row: dict[str, Any]) -> None:
+    def row(self, task: Task, row: Row) -> None:
         """A row is written."""
-        rate, each = row["tok_per_s"], row["tok_per_s_per_gpu"]
-        self._say(f"{rate:>10.1f} tok/s {each:>9.1f} a GPU  {_name(task)}")
+        each = row.tok_per_s_per_gpu
+        self._say(f"{row.tok_per_s:>10.1f} tok/s {each:>9.1f} a GPU  {_name(task)}")
 
     def failure(self, task: Task, error: str) -> None:
         """A configuration has no row, and why."""
@@ -86,7 +86,7 @@ def _name(task: Task) -> str:
 
 def print_end(
     sweep: str,
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     codes: list[int],
     seconds: float,
     earlier: int,

@@ -16,6 +16,7 @@ from typing import Any
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, FaultError, GateError
 from mpissd.common.output import append_row, read_rows
+from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep, within
 from mpissd.engine.comm.topology import Refused
@@ -137,10 +138,12 @@ class Sweep:
 
     def _rows_of(self, name: str) -> list[str]:
         """Tasks that have a row in this file of OUT."""
-        labels = map(_label, read_rows(self._out / name))
-        return [label["task"] for label in labels if label]
+        return [row.sweep["task"] for row in self._rows_in(name) if row.sweep]
 
-    def _one(self, task: Task) -> dict[str, Any] | Failure | None:
+    def _rows_in(self, name: str) -> list[Row]:
+        return [Row.from_dict(line) for line in read_rows(self._out / name)]
+
+    def _one(self, task: Task) -> Row | Failure | None:
         """One measurement: its row on the lead, None on the other ranks, or why there is none."""
         job = self._jobs[task.point.digest]
         if isinstance(job, Failure):
@@ -164,7 +167,7 @@ class Sweep:
         session.resources.close()
         return row
 
-    def _tell(self, task: Task, found: dict[str, Any] | Failure | None, progress: Progress) -> None:
+    def _tell(self, task: Task, found: Row | Failure | None, progress: Progress) -> None:
         """The lead: records a failure, and says what came of a task."""
         if not isinstance(found, Failure):
             assert found is not None, "a lead without a row"
@@ -188,12 +191,5 @@ class Sweep:
     ) -> None:
         """The lead: which configurations were best, of all rows of this plan."""
         mine = {self._digest(task) for task in tasks}
-        rows = read_rows(self._out / "runs.jsonl")
-        rows = [row for row in rows if (label := _label(row)) and label["task"] in mine]
+        rows = [row for row in self._rows_in("runs.jsonl") if (row.sweep or {}).get("task") in mine]
         print_end(self._id, rows, codes, seconds, len(survey.earlier), survey.elsewhere)
-
-
-def _label(row: dict[str, Any]) -> dict[str, Any] | None:
-    """What a row says of its sweep."""
-    found = (row.get("provenance") or {}).get("sweep")
-    return found if isinstance(found, dict) else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
-from mpissd.common.records import SCHEMA
+from mpissd.common.row import SCHEMA
 
 Row = Mapping[str, Any]
 Paths = Iterable[str | Path]

@@ -1,0 +1,287 @@
+"""The result row, schema 1: every key once, with its type, its unit and its meaning.
+
+    row = Row.from_dict(json.loads(line))    reads a line of runs.jsonl, also an older version's
+    row.tok_per_s, row.get("tok_per_s")      a field, or the same as a mapping of the line's keys
+    json.dumps(row.to_dict())                the line again, its keys in the order of the fields
+
+Fields whose type has no None are in every row that `run` wrote. Nothing is checked here: where a
+line lacks such a key, None stands there, and the gates say so. docs/row.md is made from these
+fields by mpissd.lab.tables.row_page.
+"""
+# ruff: noqa: RUF009 (`key` makes a field)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+SCHEMA = 1
+Means = Mapping[str, float]
+
+
+def key(meaning: str, unit: str = "") -> Any:
+    """A key of the row: what it means, as docs/row.md says it, and its unit."""
+    return field(default=None, metadata={"meaning": meaning, "unit": unit})
+
+
+@dataclass(frozen=True, eq=False)
+class Row(Mapping[str, Any]):
+    """One measured run. As a mapping it has the keys of its line, and equals that line's dict."""
+
+    schema: int = key("1; another number is another set of keys")
+    run_id: str = key("names the run, and its files under OUT")
+    mode: str = key("ar, sd or ssd")
+    schedule: str | None = key(
+        "`--schedule`, which stands for flags ([schedules.md](schedules.md)); null without it"
+    )
+    workload: str = key("gemm (outcomes are imposed) or markov (tokens are sampled)")
+    backend: str = key("cupy, numpy or emulated")
+    device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
+    world_size: int = key("T + D, all ranks")
+    tp: int = key("T, ranks that share the target")
+    num_drafts: int = key("D, ranks that draft")
+    target: str = key("the target's shape; `@nL` marks a depth-scaled target")
+    draft: str | None = key(
+        'the draft\'s shape; "lookup" where nothing but prompt lookup drafts; null in AR'
+    )
+    dtype: str = key("of the weights and products")
+    lookahead: int = key("K, drafted tokens a round; 0 in AR")
+    fan_out: list[int] | None = key(
+        "F_0 … F_K behind a hit, as resolved (`adaptive`: what it began with); null unless SSD"
+    )
+    branch_budget: int | None = key("the sum of `fan_out`")
+    fan_out_miss: list[int] | None = key(
+        "F_0 … F_K behind a trunk that a backup drafted. A small `markov` vocabulary has fewer "
+        "candidates than a list asks for"
+    )
+    acceptance: str | None = key(
+        "the acceptance law that was imposed; null in AR and in a `markov` job"
+    )
+    hit_law: str | None = key(
+        "the hit law that was imposed (`--hit_law` takes this text again); null unless SSD"
+    )
+    batch_size: int = key("b, sequences that decode together")
+    draft_device_name: str | None = key(
+        "the first draft rank's device, which may be of another kind than the lead's "
+        "(`--draft_device` on the emulated backend); null without a draft rank"
+    )
+    inline_draft: bool = key("whether the draft shares the lead's device")
+    all_reduce: str = key(
+        "how the target ranks reduce: solo (T = 1), mpi, nccl, oneshot, device or staged"
+    )
+    graph: bool = key("whether forwards were captured and replayed as graphs")
+    fuse: bool = key("whether q, k, v were one product, and gate and up another")
+    lm_head: bool = key("whether the vocabulary product with top-k was part of a forward")
+    context: int = key("`--context`: of KV cache that attention reads in every forward", "tokens")
+    on_late: str | None = key(
+        "what is done where an outcome finds growth unfinished; null unless SSD"
+    )
+    backup: str | None = key("what drafts after a miss; SD drafts by its backup alone; null in AR")
+    backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
+    acceptance_fast: str | None = key(
+        "the acceptance law of a fast backup's tokens; null where none may draft"
+    )
+    num_layers: int = key("layers of the target that ran")
+    full_num_layers: int = key("layers of the target before it was scaled")
+    seed: int = key("of all draws")
+    temperature: float | None = key("at which a `markov` job samples; else null")
+    vocab: int | None = key("tokens of a `markov` job's vocabulary; else null")
+    order: int | None = key("tokens that a `markov` model's next one depends on; else null")
+    divergence: float | None = key("how far a `markov` job's draft is from its target; else null")
+    saguaro_c: float | None = key("Saguaro's C in a `markov` job; else null")
+    prompt_tokens: int | None = key("length of each prompt of a `markov` job; else null", "tokens")
+    stop_token: int | None = key("the token that ends a sequence of a `markov` job; else null")
+    num_rounds: int = key("measured rounds")
+    token_limit: int | None = key("`--num_tokens`; null: no limit", "tokens")
+    num_tokens: int = key("of all sequences in the measured rounds", "tokens")
+    wall_s: float = key("of the measured rounds", "s")
+    tok_per_s: float = key("num_tokens / wall_s", "tok/s")
+    tok_per_s_per_gpu: float = key("tok_per_s / world_size", "tok/s")
+    round_us: Means = key("{mean, p50, p90, p99, n} of the lead's rounds", "µs")
+    phases_us: Mapping[str, Means | None] = key(
+        "{lead, draft}: mean a round of each exclusive host phase (docs/architecture.md lists "
+        "them); they add up to the round. Rows without `upload` count it in `launch`",
+        "µs",
+    )
+    device_us: Mapping[str, float | None] | None = key(
+        "mean a round on the lead's device, beside the host's phases: `forward` (the target's, "
+        "without its collectives), `all_reduce` (those, waiting for peers included), `idle` (no "
+        "target forward); together the mean round. `all_reduce` is 0 at T = 1; on GPUs as many "
+        "all-reduces as a verification has, of b(K+1) rows, timed alone by events at the start of "
+        "the job, captured where the forward is (inside its graph they cannot be told apart); on "
+        "CPUs timed where they run; emulated: the profile's. Null where that is not known",
+        "µs",
+    )
+    ledger_closure: float = key(
+        "p1 over rounds of the sum of phases over the wall of the round, which has its own clock"
+    )
+    acceptance_length: float = key("mean tokens a round and sequence, bonus included", "tokens")
+    accept_histogram: list[int] = key("outcomes with k = 0 … K")
+    hit_rate: float | None = key(
+        "share of sequences whose outcome was a key, first rounds (forced misses) left out; null "
+        "unless SSD"
+    )
+    draft_lost_round: int | None = key(
+        "`--on_draft_loss=ar`: the first measured round without the draft, which was gone; from "
+        "there on K = 0, nothing is drafted, and no round counts in `hit_rate`; predictions and "
+        "the draft's phases are null then. Null: there was a draft to the end"
+    )
+    learned: Mapping[str, Any] | None = key(
+        "what the draft estimated from committed outcomes: their number, the last lists, hazards, "
+        "and the fitted (A, r) with 95% intervals, for a bonus that replaces a rejection and for "
+        "one behind k' accepted tokens; null where nothing adapts and outcomes are imposed"
+    )
+    t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
+    t_draft_s: float | None = key(
+        "p50 of K sequential draft steps: of the measured full misses (those that one draft "
+        "answered), else of the calibration; null for prompt lookup and in AR",
+        "s",
+    )
+    t_growth_s: float | None = key(
+        "p50 of glue + K steps over all branches, where they ran to their end; null unless SSD", "s"
+    )
+    T_SD: float | None = key("t_draft_s / t_target_s")
+    floor_us: float | None = key(
+        "the longer of floor_bytes / read_bytes_per_s and floor_flops / peak_flops_per_s, null "
+        "where either rate is unknown (rows without `floor_flops`: of the bytes alone)",
+        "µs",
+    )
+    floor_fraction: float | None = key(
+        "floor_us over t_target_s, which a noisy CPU may lift above 1"
+    )
+    floor_bytes: float | None = key(
+        "what a verification of b(K+1) rows reads on a target rank: weights and KV "
+        "([definitions.md](definitions.md#what---context-reads))",
+        "bytes",
+    )
+    floor_flops: float | None = key(
+        "what a verification of b(K+1) rows computes on a target rank: 2·M·weights", "flop"
+    )
+    read_bytes_per_s: float | None = key(
+        "read-only bandwidth of the lead's device over its weights' bytes, in this job "
+        "(emulated: the profile's)",
+        "bytes/s",
+    )
+    peak_flops_per_s: float | None = key(
+        "of the lead's device in this job: the fastest of some launches of a large square product, "
+        "or a calibrated forward where that was faster (emulated: the profile's)",
+        "flop/s",
+    )
+    cache_bytes: float | None = key(
+        "the last-level cache of the lead's device; null: unknown, or emulated", "bytes"
+    )
+    t_target_full_depth_s: float | None = key(
+        "a depth-scaled target's t_target_s for all of its layers; else null", "s"
+    )
+    predicted_tok_per_s: float | None = key(
+        "the replay: these very draws, with what this job measured of itself", "tok/s"
+    )
+    predicted_round_us: Means | None = key("the same of the replay as `round_us`", "µs")
+    prediction_error: float | None = key(
+        "tok_per_s / predicted_tok_per_s − 1: error (a) of docs/predictions.md. It is not what a "
+        "prediction without the run would err by: that is (c), which `predict --rows` prints"
+    )
+    expected_tok_per_s: float | None = key(
+        "the laws' mean in the long run, with what this job measured of itself (measured over it, "
+        "less one, is error (b))",
+        "tok/s",
+    )
+    sampling_error: float | None = key(
+        "what these draws are worth: predicted_tok_per_s / expected_tok_per_s − 1"
+    )
+    sampling_sd: float | None = key(
+        "standard deviation of `sampling_error` over runs of as many rounds"
+    )
+    imposed_hits: Mapping[str, Any] | None = key(
+        "of an imposed p_hit above 0, its price: the default `hit_law`, the `branch_budget` of the "
+        "least uniform fan-out that hits as often under it, and `expected_tok_per_s` of that run "
+        "by the closed model (forwards of more rows than were measured are extrapolated; compare "
+        "with the row's own `expected_tok_per_s`); the last two null where no fan-out reaches "
+        "p_hit. Null: hits follow a law; rows from before this key lack it"
+    )
+    outcome_digest: str = key("SHA-256 of (round, id, k, t*): equal decisions")
+    token_digest: str = key(
+        "SHA-256 of the first N tokens of every sequence, N = num_tokens or the number of rounds"
+    )
+    messages_per_round: float = key("what the lead sent and received a measured round", "messages")
+    bytes_per_round: float = key("the same in bytes", "bytes")
+    rank_digests: list[int | None] | None = key(
+        "by world rank, a digest of the outcomes that the rank heard; null: it does not say"
+    )
+    ledger_overhead: Means | None = key(
+        "`--ledger_ab`: median round with the ledger over without, less one, and its 95% interval; "
+        "else null"
+    )
+    stable: bool | None = key(
+        "whether the p50 round varies ≤ 1% (GPU; 10% CPU) over five interleaved blocks (rounds "
+        "dealt in turn: a drift is in all of them and widens the interval of `compare` instead); "
+        "null with under 50 rounds"
+    )
+    config_digest: str = key("names the configuration: equal flags, equal digest")
+    provenance: Mapping[str, Any] = key(
+        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: since when "
+        "what the prediction stands on is known; `sweep`: which sweep, task, repeat and flags "
+        "(docs/sweep.md), null in a row of `run`"
+    )
+    absent: frozenset[str] = frozenset()  # keys that its line lacks: an earlier version wrote it
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what else its line has
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> Row:
+        """A line's row: keys that it lacks are None, keys that no field has are in `extra`."""
+        known = {name: line[name] for name in KEYS if name in line}
+        extra = {name: value for name, value in line.items() if name not in FIELDS}
+        return cls(**known, absent=frozenset(KEYS).difference(known), extra=extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line's dict: keys in the order of the fields, then `extra`."""
+        return dict(self)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in FIELDS and name not in self.absent:
+            return getattr(self, name)
+        return self.extra[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name in KEYS if name not in self.absent)
+        yield from self.extra
+
+    def __len__(self) -> int:
+        return len(KEYS) - len(self.absent) + len(self.extra)
+
+    @property
+    def draft_device(self) -> str | None:
+        """The first draft rank's device; None without a draft rank, or where that is not known."""
+        if not self.num_drafts:
+            return None
+        if "draft_device_name" not in self.absent:
+            return self.draft_device_name
+        ranks, place = self._origin("ranks"), self.tp
+        if not isinstance(ranks, list) or type(place) is not int or not 0 <= place < len(ranks):
+            return None
+        return ranks[place].get("device") if isinstance(ranks[place], Mapping) else None
+
+    @property
+    def other_draft_device(self) -> str | None:
+        """The same where it is another than the lead's; None where it is not."""
+        name = self.draft_device
+        return None if name == self.device_name else name
+
+    @property
+    def sweep(self) -> dict[str, Any] | None:
+        """What it says of its sweep: id, task, repeat and flags; None in a row of `run`."""
+        found = self._origin("sweep")
+        return found if isinstance(found, dict) else None
+
+    @property
+    def command(self) -> list[str]:
+        """The words of its command line."""
+        return [str(word) for word in self._origin("command") or ()]
+
+    def _origin(self, name: str) -> Any:
+        return (self.provenance or {}).get(name)
+
+
+FIELDS: Mapping[str, Field[Any]] = {f.name: f for f in fields(Row) if "meaning" in f.metadata}
+KEYS = tuple(FIELDS)

@@ -1,0 +1,77 @@
+"""A row is read and written without loss, and says one thing of each of its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.common.row import FIELDS, KEYS, Row
+
+LINES = [
+    line
+    for path in sorted((Path(__file__).parents[2] / "results").rglob("*.jsonl"))
+    for line in path.read_text().splitlines()
+]
+NEWEST = max((line for line in LINES if "round_us" in line), key=lambda line: len(json.loads(line)))
+RANKS = [{"device": "A"}, {"device": "A"}, {"device": "B"}]
+OWN = {"device_name": "A", "num_drafts": 1, "tp": 2}
+
+
+def test_every_committed_line_is_written_as_it_was_read() -> None:
+    for line in LINES:
+        said = json.loads(line)
+        row = Row.from_dict(said)
+        assert row.to_dict() == said and dict(row) == said and row == said and len(row) == len(said)
+
+
+def test_a_row_of_today_is_written_byte_for_byte() -> None:
+    row = Row.from_dict(json.loads(NEWEST))
+    assert json.dumps(row.to_dict()) == NEWEST and not row.absent and not row.extra
+
+
+def test_the_committed_rows_have_the_type_of_each_field() -> None:
+    """Whole numbers count as numbers, lists and objects by their kind alone."""
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": list}
+    rows = [Row.from_dict(json.loads(line)) for line in LINES if '"config_digest"' in line]
+    for name, found in FIELDS.items():
+        plain, _, null = str(found.type).partition(" | ")
+        kind = kinds.get(plain.partition("[")[0], dict)
+        values = [row[name] for row in rows if name in row]
+        assert values and all(isinstance(v, kind) or (null and v is None) for v in values), name
+
+
+def test_a_key_that_a_line_lacks_is_none_and_not_in_it() -> None:
+    row = Row.from_dict({"mode": "ar", "seed": 0, "stable": None, "gates": ["clock"]})
+    assert row.tp is None and row.stable is None and row.extra == {"gates": ["clock"]}
+    assert list(row) == ["mode", "seed", "stable", "gates"] and "tp" not in row
+    assert row.get("tp", 3) == 3 and row["gates"] == ["clock"]
+    with pytest.raises(KeyError):
+        row["tp"]
+
+
+def test_a_row_that_is_made_has_every_key() -> None:
+    row = Row(mode="ar")
+    assert tuple(row) == KEYS and row["draft"] is None and row.mode == "ar"
+
+
+@pytest.mark.parametrize(
+    ("line", "device", "other"),
+    [
+        ({**OWN, "draft_device_name": "A"}, "A", None),
+        ({**OWN, "draft_device_name": "B"}, "B", "B"),
+        ({**OWN, "provenance": {"ranks": RANKS}}, "B", "B"),
+        ({**OWN, "draft_device_name": "A", "provenance": {"ranks": RANKS}}, "A", None),
+        ({**OWN, "provenance": {"ranks": RANKS[:2]}}, None, None),
+        ({**OWN, "provenance": {"ranks": [1, 2, 3]}}, None, None),
+        ({**OWN, "provenance": None}, None, None),
+        ({**OWN, "tp": "2", "provenance": {"ranks": RANKS}}, None, None),
+        ({**OWN, "num_drafts": 0, "draft_device_name": None}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_the_draft_s_device(line: dict[str, Any], device: str | None, other: str | None) -> None:
+    row = Row.from_dict(line)
+    assert (row.draft_device, row.other_draft_device) == (device, other)
