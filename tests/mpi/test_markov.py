@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy.special import chdtri
 
 from mpissd.engine.workload.markov_laws import MarkovLaws
 from mpissd.engine.workload.markov_model import MarkovModel
@@ -22,7 +23,7 @@ from tests.mpi.harness import needs_mpi, start
 pytestmark = needs_mpi
 
 COUNT, LENGTH, SEED = 4000, 4, 11
-Z = 4.7534  # a normal variable exceeds it once in a million
+ONE_IN_A_MILLION = 1e-6  # the chance that a lossless run exceeds its bound
 LEAST = 10  # expected in a cell; smaller ones are taken together
 
 NULL = "--backend=emulated --device=null --pair=toy --workload=markov".split()
@@ -77,10 +78,7 @@ def laws_of(flags: Sequence[str]) -> MarkovLaws:
 
 
 def chi_square(groups: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[float, float]:
-    """(Σ (seen − expected)²/expected, what it may be), over groups of (seen, expected) cells.
-
-    The bound is Wilson and Hilferty's: a cube root of χ² is nearly normal.
-    """
+    """(Σ (seen − expected)²/expected, what it may be), over groups of (seen, expected) cells."""
     value, free = 0.0, 0
     for seen, expected in groups:
         order = np.argsort(-expected)
@@ -94,8 +92,7 @@ def chi_square(groups: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[flo
             cells.append((last[0] + seen[rest].sum(), last[1] + expected[rest].sum()))
         value += sum((a - b) ** 2 / b for a, b in cells)
         free += max(0, len(cells) - 1)
-    scale = 2 / (9 * free)
-    return float(value), float(free * (1 - scale + Z * scale**0.5) ** 3)
+    return float(value), float(chdtri(free, ONE_IN_A_MILLION))
 
 
 def first_pairs(
