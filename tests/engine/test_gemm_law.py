@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpissd.common.rounds import Batch, Outcome, Request, Source
 from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law, resolve_hit_law
 from mpissd.engine.spec.fanout import lanes_of
-from mpissd.engine.workload.gemm_law import DraftStream, TokenStream, leading
+from mpissd.engine.workload.gemm.law import DraftStream, TokenStream, leading
 from tests.oracle import Law
 
 SHORT = 64  # positions of a window, so that some rounds cross several
@@ -79,7 +79,7 @@ class Pair:
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpissd.engine.workload.gemm_law.WINDOW", SHORT)
+    monkeypatch.setattr("mpissd.engine.workload.gemm.law.WINDOW", SHORT)
 
 
 def check_tables(pair: Pair) -> None:

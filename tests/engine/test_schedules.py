@@ -36,8 +36,8 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.gemm_law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from mpissd.engine.workload.tail import TailWorker
 from tests.loop.harness import (
     WAITER,

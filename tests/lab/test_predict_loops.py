@@ -32,8 +32,8 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.gemm_law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.recurrence import replay
 

@@ -33,8 +33,8 @@ from mpissd.engine.decode.speculator import (
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_hit_law
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.gemm_law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from tests.oracle import Law
 
 WAITER = Waiter(30.0, spin=False)

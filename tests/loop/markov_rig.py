@@ -31,10 +31,10 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.fanout import FanOuts, owners_of
-from mpissd.engine.workload.markov_draft import MarkovDraftWorker
-from mpissd.engine.workload.markov_laws import MarkovLaws
-from mpissd.engine.workload.markov_model import Logits, MarkovModel
-from mpissd.engine.workload.markov_target import MarkovTargetWorker
+from mpissd.engine.workload.markov.draft import MarkovDraftWorker
+from mpissd.engine.workload.markov.laws import MarkovLaws
+from mpissd.engine.workload.markov.model import Logits, MarkovModel
+from mpissd.engine.workload.markov.target import MarkovTargetWorker
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)

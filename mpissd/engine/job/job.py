@@ -12,8 +12,8 @@ from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
-from mpissd.engine.workload.markov_laws import MarkovLaws
-from mpissd.engine.workload.markov_model import MarkovModel
+from mpissd.engine.workload.markov.laws import MarkovLaws
+from mpissd.engine.workload.markov.model import MarkovModel
 
 
 @dataclass(frozen=True)

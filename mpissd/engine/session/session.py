@@ -33,10 +33,10 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.gemm_law import DraftStream, TokenStream
-from mpissd.engine.workload.markov_draft import MarkovDraftWorker
-from mpissd.engine.workload.markov_target import MarkovTargetWorker
+from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.markov.draft import MarkovDraftWorker
+from mpissd.engine.workload.markov.target import MarkovTargetWorker
 from mpissd.engine.workload.tail import TailWorker
 
 _REST_S = 1e-3  # between two looks of a rank that idles

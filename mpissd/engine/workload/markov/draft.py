@@ -12,9 +12,9 @@ from mpissd.engine.model.stepper import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
-from mpissd.engine.workload.history import Histories, looked_up, trunk
-from mpissd.engine.workload.markov_laws import MarkovLaws
-from mpissd.engine.workload.sampled import Lane, SampledRollout
+from mpissd.engine.workload.markov.history import Histories, looked_up, trunk
+from mpissd.engine.workload.markov.laws import MarkovLaws
+from mpissd.engine.workload.markov.sampled import Lane, SampledRollout
 
 
 class MarkovDraftWorker(DraftWorker):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Request
-from mpissd.engine.workload.markov_model import MarkovModel
+from mpissd.engine.workload.markov.model import MarkovModel
 
 
 @dataclass(frozen=True)

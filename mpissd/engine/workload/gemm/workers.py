@@ -1,4 +1,4 @@
-"""The `gemm` workload: real (or modelled) forwards, tokens and outcomes from the laws of gemm_law.
+"""The `gemm` workload: real (or modelled) forwards, tokens and outcomes from the law.
 
 The forwards compute on random numbers and decide nothing; k, t* and the draft tokens come from the
 laws, so acceptance and cache hits are imposed and every mode emits the same tokens.
@@ -23,7 +23,7 @@ from mpissd.engine.workload.base import (
     Rollout,
     TargetWorker,
 )
-from mpissd.engine.workload.gemm_law import DraftStream, Index, TokenStream
+from mpissd.engine.workload.gemm.law import DraftStream, Index, TokenStream
 
 _NOBODY: Index = np.zeros(0, np.int64)
 

@@ -19,9 +19,9 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.model.stepper import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.base import Admissions, Proposals, TargetWorker
-from mpissd.engine.workload.history import Histories, History, trunk
-from mpissd.engine.workload.markov_laws import MarkovLaws
-from mpissd.engine.workload.markov_model import Logits
+from mpissd.engine.workload.markov.history import Histories, History, trunk
+from mpissd.engine.workload.markov.laws import MarkovLaws
+from mpissd.engine.workload.markov.model import Logits
 
 
 class LogitsGather(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Request, Speculation
 from mpissd.engine.workload.base import Admissions
-from mpissd.engine.workload.markov_model import MarkovModel
+from mpissd.engine.workload.markov.model import MarkovModel
 
 _ROUND = 512  # draws that a round may use of a stream: a lookahead is at most 256
 _EPOCH = 1 << 32  # rounds that an epoch may have

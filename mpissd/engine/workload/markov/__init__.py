@@ -1,0 +1,1 @@
+"""The `markov` workload: tokens are sampled from two language models that are known exactly."""
