@@ -15,20 +15,11 @@ from dataclasses import dataclass
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, parse_into, switch, words
 from mpissd.common.schedules import SCHEDULES, is_tail
+from mpissd.common.workloads import parse_name, refused_flags
 
 MOST_DRAFTS = 4
 DEFAULT_VOCAB = 64
 DEFAULT_ACCEPTANCE_FAST = "alpha:0.3"
-_LAWS = ("alpha", "acceptance", "p_hit", "hit_a", "hit_r", "hit_law")  # of the gemm workload alone
-_MODELS = (  # of the markov workload alone
-    "temperature",
-    "vocab",
-    "order",
-    "divergence",
-    "saguaro_c",
-    "prompt_tokens",
-    "stop_token",
-)
 
 
 # What changes no measured round; a schedule is in the flags that it stands for.
@@ -61,7 +52,7 @@ class RunConfig(Checked):
         None, words, "emulated device of the draft ranks (default: as the targets')"
     )
     workload: str = flag(
-        "gemm", choice("gemm", "markov"), "imposed laws, or a language-model pair that is sampled"
+        "gemm", parse_name, "imposed laws, or a language-model pair that is sampled"
     )
     lookahead: int = flag(4, integer(0, 256), "K, draft tokens a round")
     fan_out: str = flag(
@@ -173,21 +164,15 @@ class RunConfig(Checked):
         if self.backup == "auto" and self.drafts > 1:  # each would time the others' misses, too
             raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
 
-    def check_laws(self) -> None:
-        """Refuses flags of one workload with the other: they would change nothing."""
-        markov = self.workload == "markov"
-        for name in _LAWS if markov else _MODELS:
+    def check_workload(self) -> None:
+        """Refuses flags that only other workloads read: they would change nothing."""
+        for name, readers in refused_flags(self.workload):
             value = getattr(self, name)
-            if value is not None and (name, value) != ("temperature", 0):
-                other = "gemm" if markov else "markov"
+            if value != RunConfig.__dataclass_fields__[name].default:
                 raise ConfigError(
-                    f"{name}={value} with workload={self.workload}: allowed: workload={other}"
+                    f"{name}={value} with workload={self.workload}: allowed: "
+                    f"workload={' or '.join(readers)}"
                 )
-        if markov and self.acceptance_fast != DEFAULT_ACCEPTANCE_FAST:
-            raise ConfigError(
-                f"acceptance_fast={self.acceptance_fast} with workload=markov: allowed: "
-                "workload=gemm"
-            )
 
     def check_saguaro(self) -> None:
         """Refuses Saguaro sampling where no cache is filled, or where tokens are not sampled."""

@@ -33,6 +33,7 @@ from mpissd.engine.decode.speculator import (
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_hit_law
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.base import TargetWorker
 from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from tests.oracle import Law
@@ -169,7 +170,7 @@ class Rig:
         self.draft_worker = GemmDraftWorker(self.draft_forwards, stream)
         self.drafter = Drafter(self.draft_worker, policy, s.batch, WAITER)
 
-    def target_worker(self, forwards: CountingForwards) -> GemmTargetWorker:
+    def target_worker(self, forwards: CountingForwards) -> TargetWorker:
         s = self.scenario
         return GemmTargetWorker(forwards, TokenStream(s.seed, s.vocab, s.batch, s.K))
 
@@ -254,9 +255,9 @@ class Guarded(threading.Thread):
         assert not self.is_alive(), "a thread does not end"
 
 
-def run(scenario: Scenario) -> Result:
+def run(scenario: Scenario, rig: Rig | None = None) -> Result:
     """The scenario over a queue link, draft and followers in threads of their own."""
-    rig = Rig(scenario)
+    rig = rig or Rig(scenario)
     plans = QueuePlans(rig.shape, scenario.num_followers)
     forwards = [CountingForwards() for _ in plans.queues]
     threads = [

@@ -1,4 +1,6 @@
-"""What a job refuses: a draft or branches that make no sense, messages and weights that don't fit.
+"""What a job refuses: a draft or branches that make no sense, weights that don't fit.
+
+What a workload refuses besides is its own (Workload.check).
 
 Everything raises ConfigError.
 """
@@ -12,7 +14,6 @@ from mpissd.common.schedules import is_tail
 from mpissd.engine.job.job import Job
 from mpissd.engine.model.shard import Shard
 
-_MOST_ROW_BYTES = 1 << 30
 _FLOAT32 = 4  # bytes of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # of device memory, for activations, graphs and libraries
 
@@ -52,8 +53,6 @@ def _check_tail(config: RunConfig) -> None:
 
 def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
     """Heads that draft K tokens in one forward can neither stop earlier nor see what they drew."""
-    if config.workload != "gemm":
-        raise ConfigError(f"draft={draft.name} with workload={config.workload}: allowed: gemm")
     if config.lookahead != draft.num_tokens:
         what = f"{draft.num_tokens}, one head a token (medusaN:MODEL has N)"
         raise ConfigError(f"lookahead={config.lookahead} with {draft.name}: allowed: {what}")
@@ -69,34 +68,12 @@ def check_shards(config: RunConfig, target: ModelShape, tp: int) -> None:
         raise ConfigError(f"{target.name}: vocab_size={target.vocab_size} % tp={tp} is not 0")
 
 
-def check_fan_out(
-    config: RunConfig, widest: int, target: ModelShape, draft: ModelShape | None
-) -> None:
-    """More candidates than a row can have."""
+def check_fan_out(config: RunConfig, widest: int, draft: ModelShape | None) -> None:
+    """More candidates than an LM head reads out for a row."""
     if config.lm_head and draft and widest + 1 > min(64, draft.vocab_size):
         most = min(64, draft.vocab_size) - 1
         raise ConfigError(
             f"fan_out {config.fan_out} with lm_head: {widest} a row: allowed: at most {most}"
-        )
-    if config.workload == "markov":  # a small vocabulary has fewer, and grows fewer
-        return
-    if widest + 2 > target.vocab_size:
-        raise ConfigError(
-            f"fan_out {config.fan_out}: {widest} a row: allowed: at most vocab_size - 2 = "
-            f"{target.vocab_size - 2}"
-        )
-
-
-def _check_rows(job: Job) -> None:
-    """Rows of a round's proposals that don't fit one message."""
-    laws, config = job.laws, job.config
-    if laws is None or laws.temperature == 0:
-        return
-    size = 4 * config.batch_size * job.lookahead * laws.vocab
-    if size > _MOST_ROW_BYTES:
-        raise ConfigError(
-            f"batch_size={config.batch_size}, lookahead={job.lookahead}, vocab={laws.vocab}: "
-            f"{size / 1e9:.1f} GB of sampled rows a round: allowed: {_MOST_ROW_BYTES / 1e9:.1f} GB"
         )
 
 
@@ -118,8 +95,7 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
 def check_memory(
     job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None
 ) -> None:
-    """More bytes a rank than its device has, or than one message may have; None: not known."""
-    _check_rows(job)
+    """More bytes a rank than its device has; None: not known."""
     target, draft = job.rank_bytes(itemsize)
     more = "" if itemsize == _FLOAT32 else "a larger TP, "  # ranks share a host's one memory
     for name, need, have, mend in (

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpissd.common.config import DEFAULT_VOCAB, RunConfig
+from mpissd.common.config import RunConfig
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
 from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
 
 
 @dataclass(frozen=True)
@@ -101,23 +99,6 @@ class Job:
     def widest(self) -> int:
         """The most candidates that a row may ever keep."""
         return max(1, self.adaptive_budget or self.fan_outs.widest)
-
-    @property
-    def laws(self) -> MarkovLaws | None:
-        """The language models of a markov job."""
-        config = self.config
-        if config.workload != "markov":
-            return None
-        vocab, order = config.vocab or DEFAULT_VOCAB, config.order or 2
-        divergence = 0.2 if config.divergence is None else config.divergence
-        return MarkovLaws(
-            target=MarkovModel(vocab, order, config.seed),
-            draft=MarkovModel(vocab, order, config.seed, divergence),
-            temperature=config.temperature,
-            seed=config.seed,
-            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
-            prompt_tokens=config.prompt_tokens or 1,
-        )
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Weight and KV bytes of a (target rank, draft rank); inline, the lead holds both."""

@@ -20,6 +20,7 @@ from mpissd.engine.job.checks import (
 from mpissd.engine.job.job import Job
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, resolve_acceptance, resolve_hit_law
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
+from mpissd.engine.workload.registry import workload_of
 
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
@@ -121,8 +122,8 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
     if config.mode == "ssd":
         for listed in (fan_outs.after_hit, fan_outs.after_miss, fan_outs.after_fast or (0,)):
             widest = max(adaptive_budget(config.fan_out) or 0, *listed)
-            check_fan_out(config, widest, target, draft)
-    return Job(
+            check_fan_out(config, widest, draft)
+    job = Job(
         config=config,
         tp=tp,
         target=target,
@@ -136,6 +137,8 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         hit_law=hit_law,
         backup_lookahead=backup_lookahead,
     )
+    workload_of(job).check()
+    return job
 
 
 def _fan_outs(

@@ -109,7 +109,8 @@ class Rank:
         fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
         config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
         late, chooses = config.on_late == "auto", config.backup == "auto"
-        watched = job.laws is not None or job.adaptive_budget is not None or late or chooses
+        reports = self.session.workload.reports_outcomes
+        watched = reports or job.adaptive_budget is not None or late or chooses
         if job.is_tail or not watched:  # what a tail keeps is in no list that could be learned
             return fixed
         fan_out = None

@@ -32,11 +32,8 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
-from mpissd.engine.workload.base import DraftWorker, TargetWorker
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
+from mpissd.engine.workload.base import DraftWorker, TargetWorker, Workload
+from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.tail import TailWorker
 
 _REST_S = 1e-3  # between two looks of a rank that idles
@@ -57,53 +54,42 @@ class Session:
     resources: ExitStack  # of this job alone
 
     @property
+    def workload(self) -> Workload:
+        """What this job decodes."""
+        return workload_of(self.job)
+
+    @property
     def link_shape(self) -> LinkShape:
         """Sizes of the messages of this job."""
-        laws, config = self.job.laws, self.job.config
-        sampled = laws is not None and self.job.lookahead > 0 and laws.temperature > 0
-        vocab = laws.vocab if laws is not None and sampled else 0  # greedy tokens are certain
+        job, workload = self.job, self.workload
+        sampled = workload.samples and job.lookahead > 0
         return LinkShape(
             0,
-            config.batch_size,
-            self.job.lookahead,
-            vocab=vocab,
-            num_drafts=config.drafts,
-            num_tokens=self.job.target.vocab_size if laws is None else laws.vocab,
+            job.config.batch_size,
+            job.lookahead,
+            vocab=workload.vocab if sampled else 0,  # greedy tokens are certain
+            num_drafts=job.config.drafts,
+            num_tokens=workload.vocab,
         )
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Verifies with this target rank's share of the target model."""
-        job = self.job
-        if job.laws is not None:
-            rank, gather = self.topology.group.rank, None
-            if job.tp > 1:
-                comm = self.topology.group.Dup()
-                self.resources.callback(comm.Free)
-                gather = MpiLogitsGather(comm)
-            return MarkovTargetWorker(stepper, job.laws, tp=job.tp, rank=rank, gather=gather)
-        batch, vocab = job.config.batch_size, job.target.vocab_size
-        stream = TokenStream(job.config.seed, vocab, batch, job.lookahead)
-        return GemmTargetWorker(stepper, stream)
+        rank = self.topology.group.rank
+        return self.workload.target_worker(stepper, rank, self._open_gather)
+
+    def _open_gather(self) -> MpiLogitsGather:
+        comm = self.topology.group.Dup()
+        self.resources.callback(comm.Free)
+        return MpiLogitsGather(comm)
 
     def draft_worker(self, stepper: Stepper) -> DraftWorker:
         """Drafts with the whole draft model, on a draft rank or inline on the lead."""
-        worker = self._draft_worker(stepper)
+        worker = self.workload.draft_worker(stepper)
         return TailWorker(worker) if self.job.is_tail else worker
-
-    def _draft_worker(self, stepper: Stepper) -> DraftWorker:
-        job = self.job
-        if job.laws is not None:
-            return MarkovDraftWorker(stepper, job.laws, job.lookahead, job.fan_outs)
-        batch, vocab = job.config.batch_size, job.target.vocab_size
-        stream = DraftStream(job.config.seed, vocab, batch, job.acceptance, job.hit_law, job.widest)
-        return GemmDraftWorker(stepper, stream, stepper.shard.shape.num_tokens)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """`count` sequences to decode, numbered from first_id."""
-        if self.job.laws is not None:
-            return self.job.laws.requests(first_id, count)
-        vocab = self.job.target.vocab_size
-        return [Request(first_id + n, first_token=n % vocab) for n in range(count)]
+        return self.workload.requests(first_id, count)
 
     def barrier(self, waiter: Waiter | None = None) -> None:
         """All ranks of the world arrive; the wait naps and has a deadline."""

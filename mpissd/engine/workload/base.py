@@ -1,4 +1,4 @@
-"""The two workers of a workload; the loops in `decode` know nothing else of a model.
+"""A workload and its two workers; the loops in `decode` know nothing else of a model.
 
 Workers start forwards and say when they are over; they never send, wait for a peer or look at a
 clock. Every rank's worker sees the same batch, kept by applying the same outcomes.
@@ -10,20 +10,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.stepper import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 
+if TYPE_CHECKING:
+    from mpissd.engine.job.job import Job
+
 W = TypeVar("W", bound="Worker")
 Admissions = Sequence[tuple[int, Request]]
 # (batch row, i) → float32 [V]: the distribution that drafted token i was drawn from.
 Proposals = Callable[[int, int], NDArray[np.float32]]
+
+
+class LogitsGather(Protocol):
+    """T ranks' shares of the logits → the lead."""
+
+    def start(self, local: NDArray[np.float32]) -> None:
+        """Starts to gather `local` [rows, V/T] (collective)."""
+
+    def done(self) -> bool:
+        """Returns whether the gather is over (never blocks)."""
+
+    def result(self) -> NDArray[np.float32]:
+        """Returns [T, rows, V/T], on the lead."""
+
+
+OpenGather = Callable[[], LogitsGather]
 
 
 class Worker(ABC):
@@ -175,3 +195,75 @@ class DraftWorker(Worker):
     @abstractmethod
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         """Takes the tokens of the finished step into the rollouts."""
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """The keys of a result row that a workload fills; None is null in the row."""
+
+    acceptance: str | None = None
+    acceptance_fast: str | None = None
+    hit_law: str | None = None
+    temperature: float | None = None
+    vocab: int | None = None
+    order: int | None = None
+    divergence: float | None = None
+    saguaro_c: float | None = None
+    prompt_tokens: int | None = None
+
+
+class Workload(ABC):
+    """What a job decodes: its sequences, and the workers that verify and draft their tokens.
+
+    A new workload is a subclass in a folder of its own and one call of common.workloads.register.
+    """
+
+    is_imposed: ClassVar[bool] = False  # outcomes follow job.acceptance and job.hit_law alone
+    drafts_in_parallel: ClassVar[bool] = False  # takes drafts of several tokens a forward (Medusa)
+    reports_outcomes: ClassVar[bool] = False  # rows report fitted laws though nothing adapts
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def check(self) -> None:
+        """Raises ConfigError where the job asks for what this workload cannot decode."""
+        draft = self.job.draft
+        if draft is not None and draft.num_tokens > 1 and not self.drafts_in_parallel:
+            name = self.job.config.workload
+            raise ConfigError(f"draft={draft.name} with workload={name}: allowed: gemm")
+
+    @property
+    @abstractmethod
+    def vocab(self) -> int:
+        """V: token ids are below it."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether drafted tokens are random, so that their distributions travel with them."""
+        return False
+
+    @property
+    @abstractmethod
+    def law(self) -> str:
+        """Describes what decides the outcomes, in one line for the card."""
+
+    @abstractmethod
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> TargetWorker:
+        """Returns the worker of target rank `rank`, over its share of the target model.
+
+        open_gather: makes the gather of T > 1 ranks' logits; collective over the target ranks.
+        """
+
+    @abstractmethod
+    def draft_worker(self, stepper: Forwards) -> DraftWorker:
+        """Returns the worker of one draft, over the whole draft model."""
+
+    @abstractmethod
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        """Returns `count` sequences to decode, numbered from first_id."""
+
+    def row_fields(self) -> RowFields:
+        """Returns what a result row says of this workload."""
+        return RowFields()

@@ -55,17 +55,7 @@ def _law(session: Session) -> str:
     job = session.job
     if job.draft is None:
         return "none: every round emits one token a sequence"
-    if job.laws is not None:
-        laws = job.laws
-        sampled = f"temperature {laws.temperature:g}, Saguaro C {laws.saguaro_c:g}"
-        return (
-            f"markov models of {laws.vocab} tokens, order {laws.target.order}, "
-            f"divergence {laws.draft.divergence:g}; {sampled}"
-        )
-    if job.config.is_lookup:
-        return f"acceptance {job.config.acceptance_fast} of looked-up tokens"
-    hits = f", hits {job.hit_law.label}{_imposed(job)}" if job.fan_out else ""
-    return f"acceptance {job.config.acceptance_text}{hits}"
+    return session.workload.law + (_imposed(job) if job.fan_out else "")
 
 
 def _imposed(job: Job) -> str:

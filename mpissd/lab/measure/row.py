@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from mpissd.common.records import (
 )
 from mpissd.common.row import SCHEMA, Row
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
@@ -58,11 +58,10 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         fan_out=list(job.fan_out) or None,
         branch_budget=sum(job.fan_out) or None,
         fan_out_miss=list(job.fan_out_miss) or None,
-        acceptance=None if job.draft is None or job.laws else config.acceptance_text,
-        hit_law=job.hit_law.label if job.fan_out and not job.laws else None,
         batch_size=config.batch_size,
         draft_device_name=session.infos[job.tp].name if config.drafts else None,
         **_options(session),
+        **asdict(session.workload.row_fields()),
         **_throughput(session, measured, sequences),
         **_speculation(session, sequences, lead.draft_lost_round),
         draft_lost_round=lead.draft_lost_round,
@@ -86,7 +85,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 def _options(session: Session) -> dict[str, Any]:
     config, job = session.job.config, session.job
-    drafts_fast = job.laws is None and config.backup in ("fast", "auto") and job.draft is not None
     return {
         "inline_draft": job.inline,
         "all_reduce": session.group.name,
@@ -97,25 +95,10 @@ def _options(session: Session) -> dict[str, Any]:
         "on_late": config.on_late if job.fan_out else None,
         "backup": config.backup if job.draft else None,  # SD drafts by its backup alone
         "backup_lookahead": job.backup_lookahead if job.draft else None,
-        "acceptance_fast": config.acceptance_fast if drafts_fast else None,
         "num_layers": job.target.num_layers,
         "full_num_layers": job.full_target.num_layers,
         "seed": config.seed,
-        **_models(job),
-    }
-
-
-def _models(job: Job) -> dict[str, Any]:
-    """Of a markov job; null where outcomes are imposed."""
-    laws = job.laws
-    return {
-        "temperature": None if laws is None else laws.temperature,
-        "vocab": None if laws is None else laws.vocab,
-        "order": None if laws is None else laws.target.order,
-        "divergence": None if laws is None else laws.draft.divergence,
-        "saguaro_c": None if laws is None else laws.saguaro_c,
-        "prompt_tokens": None if laws is None else laws.prompt_tokens,
-        "stop_token": job.config.stop_token,
+        "stop_token": config.stop_token,
     }
 
 

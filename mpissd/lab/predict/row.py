@@ -8,6 +8,7 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
 from mpissd.engine.job import Job
+from mpissd.engine.workload.registry import workload_of
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.imposed import imposed_hits
@@ -22,7 +23,7 @@ def is_foretold(job: Job) -> bool:
     takes K steps over lists that are the same in every round."""
     fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
     stepwise = job.draft is None or job.draft.num_tokens == 1
-    return job.laws is None and fixed and stepwise and not job.is_tail
+    return workload_of(job).is_imposed and fixed and stepwise and not job.is_tail
 
 
 def predict_row(

@@ -9,7 +9,6 @@ that lost its place changes the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -18,23 +17,10 @@ from mpissd.common.rounds import Batch, Ints, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.stepper import Forwards
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.base import Admissions, Proposals, TargetWorker
+from mpissd.engine.workload.base import Admissions, LogitsGather, Proposals, TargetWorker
 from mpissd.engine.workload.markov.history import Histories, History, trunk
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import Logits
-
-
-class LogitsGather(Protocol):
-    """T ranks' shares of the logits → the lead."""
-
-    def start(self, local: Logits) -> None:
-        """Starts to gather `local` [rows, V/T] (collective)."""
-
-    def done(self) -> bool:
-        """Whether the gather is over (never blocks)."""
-
-    def result(self) -> Logits:
-        """[T, rows, V/T], on the lead."""
 
 
 class OwnLogits:

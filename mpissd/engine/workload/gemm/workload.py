@@ -1,0 +1,65 @@
+"""What a `gemm` job decodes, as one object."""
+
+from __future__ import annotations
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Request
+from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.workload.base import OpenGather, RowFields, Workload
+from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+
+
+class GemmWorkload(Workload):
+    """Tokens, acceptance and cache hits follow the laws that the flags impose."""
+
+    is_imposed = True
+    drafts_in_parallel = True
+
+    @property
+    def vocab(self) -> int:
+        return self.job.target.vocab_size
+
+    @property
+    def law(self) -> str:
+        job = self.job
+        if job.config.is_lookup:
+            return f"acceptance {job.config.acceptance_fast} of looked-up tokens"
+        hits = f", hits {job.hit_law.label}" if job.fan_out else ""
+        return f"acceptance {job.config.acceptance_text}{hits}"
+
+    def check(self) -> None:
+        """Refuses more candidates a row than a vocabulary without Y and the served token has."""
+        super().check()
+        if self.job.fan_out and self.job.widest + 2 > self.vocab:
+            raise ConfigError(
+                f"fan_out {self.job.config.fan_out}: {self.job.widest} a row: allowed: at most "
+                f"vocab_size - 2 = {self.vocab - 2}"
+            )
+
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> GemmTargetWorker:
+        job = self.job
+        stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
+        return GemmTargetWorker(stepper, stream)
+
+    def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
+        job, capacity = self.job, self.job.config.batch_size
+        stream = DraftStream(
+            job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
+        )
+        return GemmDraftWorker(stepper, stream, 1 if job.draft is None else job.draft.num_tokens)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        return [Request(first_id + n, first_token=n % self.vocab) for n in range(count)]
+
+    def row_fields(self) -> RowFields:
+        job, config = self.job, self.job.config
+        if job.draft is None:
+            return RowFields()
+        return RowFields(
+            acceptance=config.acceptance_text,
+            acceptance_fast=config.acceptance_fast if config.backup in ("fast", "auto") else None,
+            hit_law=job.hit_law.label if job.fan_out else None,
+        )

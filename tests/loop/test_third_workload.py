@@ -1,0 +1,186 @@
+"""A third workload: this file and one call of `register` are all that it takes.
+
+Its target counts upward from token to token; its draft counts, too, and is wrong before every
+multiple of five.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.common import workloads
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.spec.acceptance import count_accepted
+from mpissd.engine.spec.fanout import FanOuts, lanes_of
+from mpissd.engine.workload.base import (
+    Admissions,
+    Branches,
+    DraftWorker,
+    Lanes,
+    OpenGather,
+    Proposals,
+    Rollout,
+    RowFields,
+    TargetWorker,
+    Workload,
+)
+from mpissd.engine.workload.registry import workload_of
+from mpissd.lab.predict.row import is_foretold
+from tests.loop.harness import WAITER, CountingForwards, Rig, Scenario, run
+
+V = 101
+
+
+class CountingTarget(TargetWorker):
+    """The token behind t is t + 1."""
+
+    def __init__(self, stepper: Forwards) -> None:
+        self.stepper = stepper
+
+    def twin(self, stepper: Forwards) -> CountingTarget:
+        return CountingTarget(stepper)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        return None
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        ahead = np.arange(1, speculation.tokens.shape[1] + 2, dtype=np.int32)
+        true = (batch.last_tokens[:, None] + ahead) % V
+        accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
+        return accepted, true[np.arange(len(batch)), accepted]
+
+
+class CountingDraft(DraftWorker):
+    """Drafts t + 1 behind t, and t + 2 where t + 1 is a multiple of five."""
+
+    def __init__(self, stepper: Forwards, lookahead: int) -> None:
+        self.stepper, self.lookahead = stepper, lookahead
+
+    def twin(self, stepper: Forwards) -> CountingDraft:
+        return CountingDraft(stepper, self.lookahead)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        return None
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        rows, ks, places, first = [], [], [], []
+        for row, source in enumerate(speculation.source.tolist()):
+            served = speculation.tokens[row, : speculation.num_draft[row]].tolist()
+            trunk = [int(batch.last_tokens[row]), *served]
+            for k, place in zip(*lanes_of(fan_outs.behind(source)), strict=True):
+                if k > len(served):
+                    continue
+                shift = int(k < len(served) and served[k] == (trunk[k] + 1) % V)
+                token = (trunk[k] + 1 + shift + place) % V
+                rows.append(row), ks.append(k), places.append(place), first.append(token)
+        lanes = Lanes(np.array(rows, np.int64), np.array(ks), np.array(places))
+        return Branches(lanes, self._rollout([], np.array(first, np.int32)))
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        return self._rollout(rows, batch.last_tokens[np.asarray(rows, np.int64)])
+
+    def _rollout(self, rows: Sequence[int], first: Ints) -> Rollout:
+        tokens = np.zeros((len(first), self.lookahead), np.int32)
+        return Rollout(np.asarray(rows, np.int64), first, tokens)
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            following = (rollout.inputs + 1) % V
+            rollout.tokens[:, rollout.steps] = (following + (following % 5 == 0)) % V
+            rollout.steps += 1
+
+
+class Counting(Workload):
+    vocab = V
+    law = "the target counts upward"
+
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> CountingTarget:
+        return CountingTarget(stepper)
+
+    def draft_worker(self, stepper: Forwards) -> CountingDraft:
+        return CountingDraft(stepper, self.job.lookahead)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        return [Request(first_id + n, first_token=n) for n in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "_KNOWN", dict(workloads._KNOWN))
+    workloads.register("counting", f"{__name__}:Counting", "vocab")
+
+
+class CountingRig(Rig):
+    """The rig of a scenario, with the workers that a job's workload makes."""
+
+    def __init__(self, scenario: Scenario, job: Job) -> None:
+        self.scenario, self.workload = scenario, workload_of(job)
+        self.target_forwards, self.draft_forwards = CountingForwards(), CountingForwards()
+        self.shape = LinkShape(3, scenario.batch, job.lookahead, num_tokens=self.workload.vocab)
+        policy = DraftPolicy(job.lookahead, job.fan_outs, Source.JIT, job.lookahead, "finish")
+        worker = self.workload.draft_worker(self.draft_forwards)
+        self.drafter = Drafter(worker, policy, scenario.batch, WAITER)
+
+    def target_worker(self, forwards: CountingForwards) -> TargetWorker:
+        return self.workload.target_worker(forwards)
+
+
+def job_of(scenario: Scenario) -> Job:
+    config = RunConfig(
+        workload="counting",
+        mode=scenario.mode,
+        pair="toy",
+        batch_size=scenario.batch,
+        lookahead=scenario.lookahead,
+        vocab=V,
+    )
+    return resolve(config, 1, backend="numpy", memory_bytes=None)
+
+
+@pytest.mark.parametrize("followers", [0, 1])
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_it_decodes_in_every_mode(mode: str, followers: int) -> None:
+    scenario = Scenario(mode=mode, batch=3, rounds=25, num_followers=followers)
+    result = run(scenario, CountingRig(scenario, job_of(scenario)))
+    for id_, tokens in result.records.tokens().items():
+        assert tokens == [(id_ + n) % V for n in range(1, len(tokens) + 1)]
+    rows: NDArray[np.int64] = result.rows
+    accepted, later = rows[:, 3], rows[:, 0] > 0
+    assert accepted.max() == (0 if mode == "ar" else scenario.K)
+    assert rows[later, 6].all() == (mode == "ssd")  # its draft foresees every bonus token
+
+
+def test_the_rest_of_the_program_takes_it_as_it_is() -> None:
+    job = job_of(Scenario())
+    workload = workload_of(job)
+    assert isinstance(workload, Counting) and not is_foretold(job)
+    assert workload.row_fields() == RowFields()
+    assert parse_flags({"workload": "counting", "vocab": "9"}).vocab == 9
+    with pytest.raises(ConfigError, match=r"alpha=0.5 .*counting: allowed: workload=gemm"):
+        parse_flags({"workload": "counting", "alpha": "0.5"})
+    with pytest.raises(ConfigError, match="allowed: workload=counting or markov"):
+        parse_flags({"vocab": "9"})
+    with pytest.raises(ConfigError, match=r"draft=medusa4.* with workload=counting"):
+        config = RunConfig(workload="counting", pair="8b/medusa:8b")
+        resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+def test_an_unknown_name_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"mean 'counting'\? allowed: counting, gemm, markov"):
+        parse_flags({"workload": "countings"})
+    with pytest.raises(ValueError, match="registered already"):
+        workloads.register("gemm", "nowhere:Nothing")
