@@ -17,7 +17,7 @@ from fire.decorators import SetParseFn
 from analysis.figures import FIGURES
 from analysis.style import FORMATS
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flags import documented, flag, integer, parse_into, words
+from mpissd.common.flags import Checked, documented, flag, integer, parse_into, words
 
 OTHERS = {
     "all": "Every figure of every machine for which there are rows.",
@@ -34,7 +34,7 @@ def formats(name: str, text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """The flags, the same of every figure."""
 
     results: str = flag("results", words, "folders (every runs*.jsonl below) and files, by commas")

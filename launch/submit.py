@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,6 @@ def parsed(given: argparse.Namespace, script: str) -> cli.Command:
 
 def request_of(given: argparse.Namespace, script: str, command: cli.Command) -> Request:
     """What is asked for."""
-    backend = getattr(command.config, "backend", "auto")
     try:
         header = read_header((ROOT / script).read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -92,7 +90,7 @@ def request_of(given: argparse.Namespace, script: str, command: cli.Command) -> 
         extra=extra,
         exports={name.upper(): value for name, value in told.items()},
         flags=tuple(given.flags),
-        needs_gpus=backend in ("auto", "cupy"),
+        needs_gpus=command.run.backend in ("auto", "cupy"),
         **{name: getattr(given, name) or None for name in WORDS},
         **sizes,
     )
@@ -120,10 +118,8 @@ def check_shards(array: str, configurations: int) -> None:
 
 def check_job(request: Request, command: cli.Command) -> None:
     """ConfigError for what the job would refuse when its turn comes: a grid, memory, no CuPy."""
-    config = command.config
     if request.script == _ARRAY:
-        sweep = replace(command.config, dry_run=True, world_size=request.ranks)
-        plan = check_sweep(sweep, command.given)
+        plan = check_sweep(command.config, command.given, request.ranks)
         if request.array:
             check_shards(request.array, len(plan.points))
     asked = request.resolve().get("gpus")
@@ -132,8 +128,8 @@ def check_job(request: Request, command: cli.Command) -> None:
     if request.script == _SLURM and command.name == "run":
         gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
         memory = gpu.memory_bytes if gpu else None
-        tp = check_world(request.ranks, config.drafts)
-        resolve(config, tp, backend="cupy", memory_bytes=memory)
+        tp = check_world(request.ranks, command.run.drafts)
+        resolve(command.run, tp, backend="cupy", memory_bytes=memory)
     if importlib.util.find_spec("cupy") is None:
         raise ConfigError(
             f"{sys.executable} has no CuPy, and a login node cannot tell which one the GPUs need: "

@@ -48,11 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
         if command.name not in ("run", "probe", "sweep"):
             return alone(command)
-        watch(command.config)
+        watch(command.run)
         if isinstance(command.config, SweepConfig):
             check_sweep(command.config, command.given)
         else:
-            check_before_mpi(command.config)
+            check_before_mpi(command.run)
     except ConfigError as error:
         guard.leave(error.exit_code)
         guard.stage(Stage.DONE)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:  # a launcher ends every rank when one has left: the one that speaks goes first
             time.sleep(HEAD_START_S)
         return error.exit_code
-    if not command.config.dry_run:
+    if not command.run.dry_run:
         return launch(command)
     if isinstance(command.config, SweepConfig) and launcher_rank() == 0:
         list_plan(command.config)
@@ -128,7 +128,7 @@ def launch(command: cli.Command) -> int:
     from mpissd.engine.comm.mpi_patient import PatientComm
 
     guard.stage(Stage.OPEN)
-    PatientComm.deadline_s = command.config.deadline_s
+    PatientComm.deadline_s = command.run.deadline_s
     try:
         code = carry_out(command)
     except Refused as refused:  # every rank is here: leave in good order
@@ -158,10 +158,10 @@ def carry_out(command: cli.Command) -> int:
     from mpissd.lab.sweep.run import execute_sweep
 
     if command.name == "probe":
-        return execute_probe(command.config, command.config.name)
+        return execute_probe(command.run, command.config.name)
     if command.name == "sweep":
         return execute_sweep(command.config)
-    return execute(command.config)
+    return execute(command.run)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,13 @@ class Command:
     config: Any
     given: frozenset[str] = frozenset()  # the flags that the user said
 
+    @property
+    def run(self) -> RunConfig:
+        """The run's configuration, or its defaults for a command that has none."""
+        if isinstance(self.config, RunConfig):
+            return self.config
+        return getattr(self.config, "run", None) or RunConfig()
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -114,8 +121,8 @@ def parse(arguments: list[str]) -> Command:
     found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
     assert isinstance(found, Command), found
     if found.name in _ON_A_BACKEND and "device" in found.given:
-        backend = found.config.backend
+        backend = found.run.backend
         if backend != "emulated":  # it would change nothing
-            told = f"device={found.config.device} with backend={backend}"
+            told = f"device={found.run.device} with backend={backend}"
             raise ConfigError(f"{told}: allowed: backend=emulated")
     return found

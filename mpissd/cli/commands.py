@@ -14,6 +14,7 @@ from typing import Any
 from mpissd.cli.configs import CompareConfig, PlanConfig, PredictConfig, TablesConfig, WhyConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.flags import flags_of, said
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict import advice as advice_text
@@ -77,7 +78,7 @@ def _costs(
     _check_there(name)
     found = jobfile.load(name)
     if found is None:
-        profile, drafts = role_profiles(name, config.draft_device)
+        profile, drafts = role_profiles(name, config.run.draft_device)
         run = _run_config(config, covered(profile), given)
         job = resolve(
             run,
@@ -112,17 +113,16 @@ def _run_config(
     config: PredictConfig, base: Mapping[str, Any], given: AbstractSet[str]
 ) -> RunConfig:
     """The job's own flags, overridden by those that the user gave."""
-    names = [f.name for f in dataclasses.fields(RunConfig)]
-    said = {name: getattr(config, name) for name in names if name in given}
+    told = {name: getattr(config.run, name) for name in flags_of(RunConfig) if name in given}
     known = dict(base)
     for alternatives in _ALTERNATIVES:
-        if set(alternatives) & set(said):  # one way to say it replaces the others
+        if set(alternatives) & set(told):  # one way to say it replaces the others
             known |= dict.fromkeys(alternatives)
-    if said.get("mode", "ssd") != "ssd":  # what only SSD has does not come along
+    if told.get("mode", "ssd") != "ssd":  # what only SSD has does not come along
         known |= {"backup": "jit", "backup_lookahead": None}
-    if said.get("mode") == "ar" or said.get("num_drafts") == 0:
+    if told.get("mode") == "ar" or told.get("num_drafts") == 0:
         known |= {"draft_device": None}
-    return RunConfig(**{**known, **said, "dry_run": True, "world_size": None})
+    return RunConfig(**{**known, **told, "dry_run": True, "world_size": None})
 
 
 def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -146,22 +146,20 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
 
 def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
     """The flags that a run shares with a plan; what is not said is as it was probed."""
-    names = {field.name for field in dataclasses.fields(RunConfig)}
-    flags = {k: v for k, v in dataclasses.asdict(config).items() if k in names}
     probed = {k: v for k, v in covered(profile).items() if k not in given}
-    return RunConfig(**{**flags, "pair": config.pair or "8b/1b", **probed})
+    return dataclasses.replace(config.run, **{"pair": config.run.pair or "8b/1b", **probed})
 
 
 def _command(run: RunConfig, choice: Choice) -> str:
     """The line that runs a choice under the laws and options that were planned for."""
     flags = {"pair": run.pair or "", **choice.flags()}
-    said = {f.name for f in dataclasses.fields(RunConfig) if getattr(run, f.name) != f.default}
+    told = said(run)
     if choice.mode != "ar":
         flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
-        if "acceptance_fast" in said:
+        if "acceptance_fast" in told:
             flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
-        flags |= {name: str(getattr(run, name)) for name in _HITS if name in said}
-    flags |= {name: str(getattr(run, name)) for name in _FORWARD if name in said}
+        flags |= {name: told[name] for name in _HITS if name in told}
+    flags |= {name: told[name] for name in _FORWARD if name in told}
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpissd.common.config import DEFAULT_ACCEPTANCE_FAST, RunConfig
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, flag, integer, number, switch, words
+from mpissd.common.flags import Checked, contained, flag, integer, words
 from mpissd.common.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
-class ProbeConfig(RunConfig):
+class ProbeConfig(Checked):
     """Of `probe`: a run's flags (mode=ar: no draft), and the name of the profile."""
 
+    run: RunConfig = contained(RunConfig)
     name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
 
 
 @dataclass(frozen=True)
-class PredictConfig(RunConfig):
+class PredictConfig(Checked):
     """Of `predict`: a run's flags, T, and the profile to predict from."""
 
+    run: RunConfig = contained(RunConfig)
     profile: str | None = flag(
         None,
         words,
@@ -42,9 +44,26 @@ class PredictConfig(RunConfig):
 
     def check_schedule(self) -> None:
         """Refuses a schedule: which flags were said decides what a profile's job keeps."""
-        if self.schedule is not None:
-            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[self.schedule].items())
-            raise ConfigError(f"schedule={self.schedule} with predict: allowed: its flags, {flags}")
+        if self.run.schedule is not None:
+            name = self.run.schedule
+            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())
+            raise ConfigError(f"schedule={name} with predict: allowed: its flags, {flags}")
+
+
+_PLANNED = (
+    "pair",
+    "alpha",
+    "acceptance",
+    "acceptance_fast",
+    "p_hit",
+    "hit_a",
+    "hit_r",
+    "hit_law",
+    "batch_size",
+    "fuse",
+    "lm_head",
+    "context",
+)
 
 
 @dataclass(frozen=True)
@@ -53,20 +72,7 @@ class PlanConfig(Checked):
 
     profile: str = flag("h100", words, "device profile: a name or a file")
     gpus: int = flag(2, integer(1), "GPUs at most")
-    pair: str | None = flag(None, words, "TARGET/DRAFT (default 8b/1b)")
-    alpha: float | None = flag(None, number(0, 1), "acceptance rate of every draft token")
-    acceptance: str | None = flag(None, words, "as in run")
-    acceptance_fast: str = flag(
-        DEFAULT_ACCEPTANCE_FAST, words, "acceptance of --backup=fast tokens"
-    )
-    p_hit: float | None = flag(None, number(0, 1), "imposed cache-hit rate a sequence")
-    hit_a: float | None = flag(None, number(0), "A of the hit law miss(F) = A·F^-r")
-    hit_r: float | None = flag(None, number(0), "r of the hit law")
-    hit_law: str | None = flag(None, words, "a hit law by its text or name, as in run")
-    batch_size: int = flag(1, integer(1), "sequences b")
-    fuse: bool = flag(False, switch, "q,k,v as one product, and gate,up as one")
-    lm_head: bool = flag(False, switch, "with the vocabulary product")
-    context: int = flag(0, integer(0), "tokens of KV cache read")
+    run: RunConfig = contained(RunConfig, only=_PLANNED)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Flags as text: each is a dataclass field that knows how its text is typed, bounded and explained.
 
 A configuration is a frozen dataclass of such fields, `Checked` whenever one is made; `parse_into`
-makes one of what was said.
+makes one of what was said. A command's configuration may contain another one (`contained`), whose
+flags are then the command's too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import field
+from functools import partial
 from typing import Any, TypeVar
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.schedules import with_schedule
 
 Parse = Callable[[str, str], Any]
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound="Checked")
+Excused = Callable[[AbstractSet[str]], bool]
+MODES = ("ar", "sd", "ssd")
+DRAFTING = ("sd", "ssd")  # those with a draft
+GROWING = ("ssd",)  # the one that fills a speculation cache
 
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
@@ -80,9 +86,53 @@ def words(name: str, text: str) -> str:
     return text
 
 
-def flag(default: Any, parse: Parse, text: str) -> Any:
-    """A dataclass field that is a flag."""
-    return field(default=default, metadata={"parse": parse, "help": text})
+def flag(
+    default: Any,
+    parse: Parse,
+    text: str,
+    *,
+    modes: Collection[str] = MODES,
+    in_digest: bool | str = True,
+) -> Any:
+    """Makes a dataclass field that is a flag.
+
+    text: its help. modes: those in which it has an effect; a sweep measures the others once,
+    whatever its values. in_digest: whether its value is a part of a configuration's digest; "said":
+    unless it is the default, so that rows from before the flag keep their digests (a new flag needs
+    this).
+    """
+    known = {"parse": parse, "help": text, "modes": modes}
+    return field(default=default, metadata={**known, "in_digest": in_digest})
+
+
+def contained(
+    kind: type[Config], only: Collection[str] | None = None, **instead: dataclasses.Field[Any]
+) -> Any:
+    """Makes a dataclass field that holds another configuration, whose flags its holder takes, too.
+
+    only: those of its flags that the holder takes (None: all). instead: flags of the holder that
+    stand for the contained one's of the same name, with a default and a help of their own.
+    """
+    flags = {**flags_of(kind), **instead}
+    flags = {name: known for name, known in flags.items() if only is None or name in only}
+    defaults = {name: known.default for name, known in instead.items()}
+    return field(
+        default_factory=lambda: kind(**defaults), metadata={"contains": kind, "flags": flags}
+    )
+
+
+def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    """Returns the flags that a configuration takes by name, those of what it contains included."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for known in dataclasses.fields(kind):
+        found |= known.metadata.get("flags") or {known.name: known}
+    return found
+
+
+def said(config: Checked) -> dict[str, str]:
+    """Returns a configuration's own flags that are not their defaults, as text."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    return {name: str(value) for name, (value, default) in values.items() if value != default}
 
 
 class Checked:
@@ -100,23 +150,30 @@ class Checked:
                 raise TypeError(f"{cls.__name__}.{name} would replace a check of its base class")
 
     def __post_init__(self) -> None:
+        self._judge(lambda flags: False)
+
+    def _judge(self, excused: Excused) -> None:
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            if value != f.default:
+            if "parse" in f.metadata and value != f.default:
                 f.metadata["parse"](f.name, str(value))
         for kind in reversed(type(self).__mro__):
             for name in filter(_is_check, vars(kind)):
-                self._run(getattr(kind, name))
+                self._run(getattr(kind, name), excused)
 
-    def _run(self, check: Check) -> None:
+    def _run(self, check: Check, excused: Excused) -> None:
         try:
             check(self)
         except ConfigError:
-            if not self.excuses(flags_read(check, self)):
+            if not excused(flags_read(check, self)):
                 raise
 
-    def excuses(self, flags: AbstractSet[str]) -> bool:
-        """Whether a failed check that read these flags is judged later, when they are known."""
+    @classmethod
+    def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
+        """Whether a failed check of the contained configuration is judged later.
+
+        own: the values that were said of the holder's own flags; flags: what the check read.
+        """
         return False
 
 
@@ -145,31 +202,56 @@ def flags_read(check: Check, config: Checked) -> set[str]:
 
 
 def documented(command: Any, about: str, kind: type) -> Any:
-    """A function (*words, **flags) with the signature and the help of a configuration's fields, as
+    """A function (*words, **flags) with the signature and the help of a configuration's flags, as
     fire shows them."""
-    fields = dataclasses.fields(kind)
+    flags = flags_of(kind)
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(
         [
             inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL),
-            *(inspect.Parameter(f.name, keyword, default=f.default) for f in fields),
+            *(inspect.Parameter(name, keyword, default=f.default) for name, f in flags.items()),
             inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD),
         ]
     )
-    lines = "\n".join(f"    {f.name}: {f.metadata['help']}" for f in fields)
+    lines = "\n".join(f"    {name}: {f.metadata['help']}" for name, f in flags.items())
     command.__doc__ = f"{about}\n\nArgs:\n{lines}\n"
     return command
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Flags as text → a validated configuration of this kind."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    """Flags as text → a validated configuration of this kind, and of the kinds it contains."""
+    known = flags_of(kind)
     told = {}
     for name, text in flags.items():
-        short = [f for f in fields if len(name) == 1 and f.startswith(name)]
+        short = [f for f in known if len(name) == 1 and f.startswith(name)]
         name = short[0] if len(short) == 1 else name  # -m=sd, as the help offers
-        if name not in fields:
-            raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
+        if name not in known:
+            raise unknown("flag", f"--{name}", (f"--{n}" for n in known))
         told[name] = str(text)
-    parse = {name: fields[name].metadata["parse"] for name in fields}
-    return kind(**{name: parse[name](name, text) for name, text in with_schedule(told).items()})
+    values = {
+        name: known[name].metadata["parse"](name, text)
+        for name, text in with_schedule(told).items()
+    }
+    return _filled(kind, values)
+
+
+def _filled(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """A configuration of typed values, each in the configuration that has it."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    own = {f.name: values[f.name] for f in fields if f.name in values}
+    held = {}
+    for f in fields:
+        if flags := f.metadata.get("flags"):
+            inner = {name: values.get(name, known.default) for name, known in flags.items()}
+            excused = partial(kind.excuses, own)
+            held[f.name] = _judged_but(f.metadata["contains"], inner, excused)
+    return kind(**own, **held)
+
+
+def _judged_but(kind: type[Config], values: Mapping[str, Any], excused: Excused) -> Config:
+    """A configuration of these values of which failed checks may be excused."""
+    made = kind.__new__(kind)
+    for f in dataclasses.fields(kind):  # type: ignore[arg-type]
+        object.__setattr__(made, f.name, values.get(f.name, f.default))
+    made._judge(excused)
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from mpissd.cli import arguments as cli
 from mpissd.cli.arguments import Command
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.flags import flags_of
 
 HERE = ("run", "--dry_run", "--world_size=2", "--backend=emulated", "--device=null")
 
@@ -99,7 +99,7 @@ def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str
             main([name, "--help"])
         shown, stderr = capfd.readouterr()
         assert left.value.code == 0 and not stderr
-        assert all(f"--{field.name}" in shown for field in dataclasses.fields(spec.config))
+        assert all(f"--{name}" in shown for name in flags_of(spec.config))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_arguments_are_judged_without_mpi_and_with_one_thread(tmp_path: Path) ->
         "[m for m in sys.modules if m in ('mpi4py.MPI', 'cupy')]]))"
     )
     environ = {k: v for k, v in os.environ.items() if "NUM_THREADS" not in k}
-    root = str(Path(cli.__file__).parents[1])
+    root = str(Path(cli.__file__).parents[2])
     for flags, code in ((HERE, 0), ((*HERE, "--mode=x"), 2)):
         done = subprocess.run(
             [sys.executable, "-c", program, *flags],

@@ -1,4 +1,4 @@
-"""Every configuration derived from a run's runs all of its checks, however it is made."""
+"""A run's configuration runs the checks of all its groups, wherever it is contained."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.cli.arguments import SPECS
-from mpissd.common.config import RunConfig
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, parse_into
+from mpissd.common.flags import Checked, flags_of, parse_into
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.lab.sweep.grid import read_grid
 from mpissd.lab.sweep.plan import make_plan
 
 COMMANDS = [spec.config for spec in SPECS.values()]
-KINDS = [kind for kind in COMMANDS if issubclass(kind, RunConfig) and kind is not RunConfig]
+HOLDERS = [kind for kind in COMMANDS if {"mode", "seed"} < flags_of(kind).keys()]
+GROUPS = RunConfig.__bases__
 NEEDED = {"SweepConfig": {"grid": "seed=0,1"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"alpha": 0.5, "acceptance": "alpha:0.6"}, "alpha and acceptance say the same thing"),
@@ -45,35 +46,47 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def made(kind: type[RunConfig], told: dict[str, Any]) -> list[Callable[[], RunConfig]]:
-    """The ways to a configuration: its constructor, flags as text, a change of another."""
-    told = {**NEEDED.get(kind.__name__, {}), **told}
-    text = {name: str(value) for name, value in told.items()}
-    plain = kind(**NEEDED.get(kind.__name__, {}))  # type: ignore[arg-type]
+def made(told: dict[str, Any]) -> list[Callable[[], RunConfig]]:
+    """The ways to a run's configuration: its constructor, flags as text, a change of another."""
     return [
-        lambda: kind(**told),
-        lambda: parse_into(kind, text),
-        lambda: dataclasses.replace(plain, **told),
+        lambda: RunConfig(**told),
+        lambda: parse_flags({name: str(value) for name, value in told.items()}),
+        lambda: dataclasses.replace(RunConfig(), **told),
     ]
 
 
-@pytest.mark.parametrize("kind", [RunConfig, *KINDS])
 @pytest.mark.parametrize(("told", "message"), REFUSED)
-def test_every_derived_configuration_runs_the_checks_of_the_run(
-    kind: type[RunConfig], told: dict[str, Any], message: str
-) -> None:
-    for make in made(kind, told):
+def test_a_run_is_judged_however_it_is_made(told: dict[str, Any], message: str) -> None:
+    for make in made(told):
         with pytest.raises(ConfigError, match=message):
             make()
 
 
-def test_there_are_derived_configurations_and_each_can_be_made() -> None:
-    assert {"ProbeConfig", "DoctorConfig", "SweepConfig", "PredictConfig"} <= {
-        kind.__name__ for kind in KINDS
+@pytest.mark.parametrize("kind", HOLDERS)
+@pytest.mark.parametrize(("told", "message"), REFUSED)
+def test_every_command_that_contains_a_run_judges_it(
+    kind: type[Checked], told: dict[str, Any], message: str
+) -> None:
+    text = {name: str(value) for name, value in told.items()}
+    with pytest.raises(ConfigError, match=message):
+        parse_into(kind, {**NEEDED.get(kind.__name__, {}), **text})
+
+
+def test_a_command_hands_its_flags_to_the_run_that_it_contains() -> None:
+    assert {"RunConfig", "ProbeConfig", "DoctorConfig", "SweepConfig", "PredictConfig"} == {
+        kind.__name__ for kind in HOLDERS
     }
-    for kind in KINDS:
-        for make in made(kind, {"alpha": 0.5, "num_drafts": 1, "seed": 7}):
-            assert make().alpha == 0.5
+    for kind in HOLDERS:
+        flags = {**NEEDED.get(kind.__name__, {}), "alpha": "0.5", "seed": "7"}
+        config: Any = parse_into(kind, flags)
+        run = config if kind is RunConfig else config.run
+        deadline = 60.0 if kind.__name__ == "DoctorConfig" else 120.0
+        assert run == RunConfig(alpha=0.5, seed=7, deadline_s=deadline)
+
+
+def test_no_two_groups_have_a_flag_or_a_check_of_the_same_name() -> None:
+    own = [{*flags_of(group), *(n for n in vars(group) if n[:6] == "check_")} for group in GROUPS]
+    assert sum(map(len, own)) == len(set().union(*own)) > 50
 
 
 def test_no_subclass_can_leave_out_a_check() -> None:
@@ -118,8 +131,9 @@ def test_every_command_has_a_checked_configuration() -> None:
 def test_what_a_grid_says_otherwise_is_judged_where_they_meet(
     flags: dict[str, Any], grid: str
 ) -> None:
-    config = SweepConfig(grid=grid, **flags)
-    plan = make_plan(read_grid(grid), config, 1, (1, 1))
+    text = {name: str(value) for name, value in flags.items()}
+    config = parse_into(SweepConfig, {"grid": grid, **text})
+    plan = make_plan(read_grid(grid), config.run, 1, (1, 1))
     assert plan.points and all(point.config is not None for point in plan.points)
 
 
@@ -127,7 +141,7 @@ def test_a_block_that_says_nothing_of_what_is_wrong_does_not_excuse_it(tmp_path:
     grid = tmp_path / "g"
     grid.write_text("[a]\nmode = ar\n[b]\nlookahead = 2, 4\n")
     with pytest.raises(ConfigError, match="num_drafts=0 with mode=ssd"):
-        SweepConfig(grid=str(grid), num_drafts=0)
+        parse_into(SweepConfig, {"grid": str(grid), "num_drafts": "0"})
 
 
 def test_a_lost_draft_is_not_for_a_grid_either() -> None:

@@ -214,7 +214,9 @@ def test_the_job_has_as_many_drafts_as_a_configuration_at_most() -> None:
     assert found.num_drafts == 1 and found.drafts == [0, 1]
     assert [p.config.drafts for p in found.points if p.config] == [0, 0, 1]
     grid = "mode=ar,sd; lookahead=2,4"
-    base = SweepConfig(grid=grid, num_drafts=0)  # the job has no draft rank
+    base = parse_into(
+        SweepConfig, {"grid": grid, "num_drafts": "0"}
+    ).run  # the job has no draft rank
     inline = make_plan(read_grid(grid), base, 1, (1, 1))
     assert inline.num_drafts == 0 and inline.drafts == [0] and len(inline.points) == 3
     fixed = plan("mode=ar,sd,ssd", num_drafts=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.common.config import parse_into
+from mpissd.common.flags import parse_into
 from mpissd.ops.doctor.child import Answer, ask
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.ops.doctor.facts import RankFacts, SessionFacts
@@ -185,6 +185,6 @@ def test_what_mpirun_complains_of(answer: Answer, complaint: str) -> None:
 def test_the_ranks_get_the_same_flags() -> None:
     given = {"mode": "sd", "num_drafts": "0", "pair": "8b/1b", "lm_head": "true", "tp": "2"}
     config = parse_into(DoctorConfig, given)
-    told = dict(flag.removeprefix("--").split("=", 1) for flag in flags(config))
+    told = dict(flag.removeprefix("--").split("=", 1) for flag in flags(config.run))
     assert parse_into(DoctorConfig, {**told, "tp": "2"}) == config
     assert "tp" not in told

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mpissd.common.config import MOST_DRAFTS, RunConfig
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.flag_groups import MOST_DRAFTS
 from mpissd.common.rivals import Family, Others, families, other_uses
 from mpissd.lab.predict.breakeven import break_even_alpha, break_even_p_hit
 from mpissd.lab.predict.costs import HostCosts

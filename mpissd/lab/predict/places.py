@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mpissd.common.config import MOST_DRAFTS, RunConfig
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.flag_groups import MOST_DRAFTS
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard

@@ -24,13 +24,14 @@ from mpissd.lab.tables import load_rows
 
 def planned(config: SweepConfig) -> Plan:
     """The plan that a sweep's flags make; the same on every rank. Raises ConfigError."""
-    return make_plan(read_grid(str(config.grid)), config, config.repeats, config.shard_of)
+    return make_plan(read_grid(str(config.grid)), config.run, config.repeats, config.shard_of)
 
 
-def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> Plan:
+def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None) -> Plan:
     """The plan; what is wrong with all of it is known before MPI starts and a device is opened.
 
-    given: the flags that the user said. Raises ConfigError: flags, grid, one in both, too few
+    given: the flags that the user said; num_ranks: of the job (None: as world_size or the launcher
+    says). Raises ConfigError: flags, grid, one in both, too few
     ranks, or no configuration that could be measured.
     """
     from mpissd.common.output import check_output
@@ -39,20 +40,21 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str]) -> Plan:
     if twice - {"num_drafts"}:  # which is then the job's
         name = min(twice - {"num_drafts"})
         raise ConfigError(f"{name}: in the grid and on the command line: say it once")
-    check_draft_device(config, config.backend)
+    run = config.run
+    check_draft_device(run, run.backend)
     plan = planned(config)
-    tp = _tp(config, plan)
-    if config.backend == "emulated":
-        role_profiles(config.device, config.draft_device)[0].all_reduce_s(tp, 1)
+    tp = _tp(config, plan, num_ranks)
+    if run.backend == "emulated":
+        role_profiles(run.device, run.draft_device)[0].all_reduce_s(tp, 1)
     reasons = [why_not(point, tp) for point in plan.points]
     if all(reasons):
         raise ConfigError(f"none of {len(reasons)} configurations can be measured: {reasons[0]}")
-    check_output(config.out)
+    check_output(run.out)
     return plan
 
 
-def _tp(config: SweepConfig, plan: Plan) -> int:
-    size = config.world_size or launcher_size()
+def _tp(config: SweepConfig, plan: Plan, num_ranks: int | None = None) -> int:
+    size = num_ranks or config.run.world_size or launcher_size()
     return 1 if size is None else check_world(size, plan.num_drafts)
 
 
@@ -74,7 +76,7 @@ def list_plan(config: SweepConfig) -> None:
     for number, point in enumerate(plan.points, 1):
         reason = why_not(point, tp)
         print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))
-    seconds = predicted_s(plan, tp, config.backend)
+    seconds = predicted_s(plan, tp, config.run.backend)
     print(
         f"{len(plan.points)} configurations x {plan.repeats} repeats = "
         f"{len(plan.points) * plan.repeats} measurements on T={tp}, D={plan.num_drafts}: "

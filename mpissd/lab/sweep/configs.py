@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, flag, integer, switch, words
+from mpissd.common.flags import Checked, contained, flag, integer, switch, words
 from mpissd.lab.sweep.grid import read_grid
 
 
 @dataclass(frozen=True)
-class SweepConfig(RunConfig):
+class SweepConfig(Checked):
     """Of `sweep`: a grid, and a run's flags, which hold in all of its configurations."""
 
+    run: RunConfig = contained(RunConfig)
     grid: str | None = flag(None, words, "a file, or flag=value,value; flag=FIRST..LAST; …")
     repeats: int = flag(3, integer(1, 1000), "of every configuration, each in another order")
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
@@ -25,17 +28,18 @@ class SweepConfig(RunConfig):
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
         for name in ("trace", "ledger_ab"):
-            if getattr(self, name):
+            if getattr(self.run, name):
                 raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
-        if self.on_draft_loss != "abort":
-            raise ConfigError(f"on_draft_loss={self.on_draft_loss} with sweep: allowed: abort")
+        if self.run.on_draft_loss != "abort":
+            raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (judged before MPI starts)
 
-    def excuses(self, flags: AbstractSet[str]) -> bool:
+    @classmethod
+    def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
         """Whether each block of the grid says one of these flags: judged where they meet."""
-        if self.grid is None:
+        if own.get("grid") is None:
             return False
-        return all(flags & dict(block.axes).keys() for block in read_grid(self.grid))
+        return all(flags & dict(block.axes).keys() for block in read_grid(own["grid"]))
 
     @property
     def shard_of(self) -> tuple[int, int]:

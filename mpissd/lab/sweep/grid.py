@@ -18,7 +18,6 @@ A value that holds a comma stands in quotes, single or double.
 from __future__ import annotations
 
 import configparser
-import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,25 +25,13 @@ from pathlib import Path
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.flag_groups import MachineFlags, OutputFlags
+from mpissd.common.flags import flags_of
 
 NONE = "none"
-ONE_A_JOB = (  # what the ranks are opened with, and what belongs to no single configuration
-    "backend",
-    "device",
-    "draft_device",
-    "all_reduce",
-    "cuda_aware_mpi",
-    "graph",
-    "deadline_s",
-    "on_draft_loss",
-    "out",
-    "trace",
-    "ledger_ab",
-    "progress",
-    "dry_run",
-    "world_size",
-)
-_PARSE = {field.name: field.metadata["parse"] for field in dataclasses.fields(RunConfig)}
+# What the ranks are opened with, and what belongs to no single configuration.
+ONE_A_JOB = (*flags_of(MachineFlags), *flags_of(OutputFlags))
+_PARSE = {name: field.metadata["parse"] for name, field in flags_of(RunConfig).items()}
 _NAMES = tuple(_PARSE)
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
 _MOST_VALUES = 10_000  # of one range

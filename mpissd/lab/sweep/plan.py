@@ -7,7 +7,6 @@ order of its own, so that a drift of the machine favours none.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,25 +19,12 @@ import numpy as np
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import parse_into
+from mpissd.common.flags import MODES, flags_of, parse_into, said
 from mpissd.common.schedules import with_schedule
 from mpissd.lab.sweep.grid import NONE, ONE_A_JOB, Block
 
-_GROWTH = ("fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law", "on_late", "saguaro_c")
-_DRAFTING = (
-    "num_drafts",
-    "draft_device",
-    "lookahead",
-    "alpha",
-    "acceptance",
-    "acceptance_fast",
-    "divergence",
-    "backup",
-    "backup_lookahead",
-)
-_OF_THE_SWEEP = ("dry_run", "world_size", "trace", "ledger_ab", "progress")
+_SWEEPS_OWN = ("dry_run", "world_size", "trace", "ledger_ab", "progress")
 _MOST_COMBINATIONS = 100_000
-_UNSEEN = {"ar": (*_DRAFTING, *_GROWTH), "sd": _GROWTH, "ssd": ()}
 
 
 @dataclass(frozen=True)
@@ -106,11 +92,11 @@ def make_plan(
     count = sum(math.prod(len(values) for _, values in block.axes) for block in blocks)
     if count > _MOST_COMBINATIONS:
         raise ConfigError(f"grid: {count} combinations: allowed: at most {_MOST_COMBINATIONS}")
-    said = _said(base)
-    job = {n: text for n, text in said.items() if n in ONE_A_JOB and n not in _OF_THE_SWEEP}
+    given = said(base)
+    job = {n: text for n, text in given.items() if n in ONE_A_JOB and n not in _SWEEPS_OWN}
     job["progress"] = "off"  # the sweep has one
-    most = said.pop("num_drafts", None)
-    shared = {name: text for name, text in said.items() if name not in ONE_A_JOB}
+    most = given.pop("num_drafts", None)
+    shared = {name: text for name, text in given.items() if name not in ONE_A_JOB}
     found: dict[str, Point] = {}
     for combination in _combinations(blocks):
         flags = shared | combination
@@ -125,13 +111,6 @@ def make_plan(
     if not points:
         raise ConfigError(f"shard={shard[0]}/{shard[1]}: {len(found)} configurations leave it none")
     return Plan(points, repeats, base.seed, used if most is None else int(most))
-
-
-def _said(base: RunConfig) -> dict[str, str]:
-    """The flags of a run that are not their defaults, as text."""
-    fields = dataclasses.fields(RunConfig)
-    told = {field.name: getattr(base, field.name) for field in fields}
-    return {f.name: str(told[f.name]) for f in fields if told[f.name] != f.default}
 
 
 def _combinations(blocks: Sequence[Block]) -> Iterator[dict[str, str]]:
@@ -155,7 +134,9 @@ def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
 
 def _unseen(flags: Mapping[str, str]) -> set[str]:
     """Flags that change nothing in this configuration."""
-    unseen = set(_UNSEEN.get(flags.get("mode", "ssd"), ()))
+    mode = flags.get("mode", RunConfig.mode)
+    known = flags_of(RunConfig) if mode in MODES else {}
+    unseen = {name for name, field in known.items() if mode not in field.metadata["modes"]}
     if flags.get("num_drafts", "1").strip("0") == "":  # as parsed: 0, 00
         unseen.add("draft_device")
     if flags.get("backup", "jit") == "jit":

@@ -11,7 +11,6 @@ from mpissd.common.row import Row
 from mpissd.engine.session.session import Machine
 from mpissd.lab.measure.card import open_bar
 from mpissd.lab.sweep.best import compare_methods, render, to_dict
-from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.lab.sweep.forecast import duration_text, predicted_s
 from mpissd.lab.sweep.plan import Plan, Task
 
@@ -45,9 +44,9 @@ def print_sweep_card(
 class Progress:
     """A bar over the measurements, and a line for each of them; the lead's alone."""
 
-    def __init__(self, config: SweepConfig, total: int, is_lead: bool) -> None:
-        shown = is_lead and config.progress != "off"
-        lines_s = 2.0 if config.progress == "on" else _LINES_S
+    def __init__(self, when: str, total: int, is_lead: bool) -> None:
+        shown = is_lead and when != "off"
+        lines_s = 2.0 if when == "on" else _LINES_S
         self._bar = open_bar(total, "run", lines_s=lines_s, leave=True) if shown else None
 
     def __enter__(self) -> Progress:

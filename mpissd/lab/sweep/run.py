@@ -51,7 +51,7 @@ def execute_sweep(config: SweepConfig) -> int:
     """Runs a sweep on all ranks; the exit code: 0, or that of the gravest failure (3 before 2)."""
     sharpen_sleep()
     plan = planned(config)
-    machine = open_machine(config, plan.num_drafts)
+    machine = open_machine(config.run, plan.num_drafts)
     try:
         return Sweep(machine, plan, config).run()
     except FaultError:
@@ -59,7 +59,7 @@ def execute_sweep(config: SweepConfig) -> int:
         raise
     finally:
         guard.stage(Stage.TEARDOWN)
-        with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
+        with within(config.run.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
             machine.close()
 
 
@@ -70,7 +70,7 @@ class Sweep:
         """Collective: divides the ranks, and has the models made for all configurations."""
         self._machine, self._plan, self._config = machine, plan, config
         self._is_lead = machine.topology.is_lead
-        self._out = Path(config.out)
+        self._out = Path(config.run.out)
         self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
         self._jobs = {
             point.digest: self._resolve(point.config, point.error) for point in plan.points
@@ -113,7 +113,7 @@ class Sweep:
             counts = len(todo), known, survey.elsewhere
             print_sweep_card(self._machine, self._plan, self._id, *counts)
         codes, began = [], time.monotonic()
-        with Progress(self._config, len(todo), self._is_lead) as progress:
+        with Progress(self._config.run.progress, len(todo), self._is_lead) as progress:
             for task in todo:
                 found = self._one(task)
                 codes.append(found.exit_code if isinstance(found, Failure) else 0)

@@ -32,19 +32,20 @@ def doctor(config: DoctorConfig, check: Check) -> int:
 
     check: raises ConfigError for what `run` refuses before MPI starts.
     """
-    size = config.world_size or (None if config.tp else launcher_size())
-    if config.json or (size is not None and not config.dry_run):
+    run = config.run
+    size = run.world_size or (None if config.tp else launcher_size())
+    if config.json or (size is not None and not run.dry_run):
         return _as_rank(config, size or 1, check)
-    num_ranks = size or (config.tp or 1) + config.drafts
-    launch = read_launch(config, num_ranks, False, check)
-    findings = judge(Facts(_asked(config, num_ranks), launch))
+    num_ranks = size or (config.tp or 1) + run.drafts
+    launch = read_launch(run, num_ranks, False, check)
+    findings = judge(Facts(_asked(run, num_ranks), launch))
     startable = all(finding.verdict != BAD for finding in findings)
-    if config.dry_run and startable:
+    if run.dry_run and startable:
         return 0
     if not startable:
-        return _say(config, launch, Seen())
+        return _say(run, launch, Seen())
     seen, problem = try_ranks(config, launch.mpirun, launch.mpirun_path, num_ranks)
-    return _say(config, replace(launch, trial_error=problem), seen, tried=True)
+    return _say(run, replace(launch, trial_error=problem), seen, tried=True)
 
 
 def _as_rank(config: DoctorConfig, size: int, check: Check) -> int:
@@ -56,30 +57,30 @@ def _as_rank(config: DoctorConfig, size: int, check: Check) -> int:
             sys.stdout.flush()
             return 0
 
-        return examine_rank(config, check, tell)
+        return examine_rank(config.run, check, tell)
 
     def say(seen: Seen) -> int:
-        return _say(config, read_launch(config, size, True, check), seen, tried=True)
+        return _say(config.run, read_launch(config.run, size, True, check), seen, tried=True)
 
-    return examine_rank(config, check, say)
+    return examine_rank(config.run, check, say)
 
 
-def _say(config: DoctorConfig, launch: LaunchFacts, seen: Seen, tried: bool = False) -> int:
-    asked = _asked(config, launch.num_ranks)
+def _say(run: RunConfig, launch: LaunchFacts, seen: Seen, tried: bool = False) -> int:
+    asked = _asked(run, launch.num_ranks)
     facts = Facts(asked, launch, seen.ranks, seen.hosts, seen.session, tried)
     findings = judge(facts)
-    stream = sys.stderr if config.dry_run else sys.stdout
+    stream = sys.stderr if run.dry_run else sys.stdout
     stream.write(render(findings))
     stream.flush()
     return 2 if any(finding.verdict == BAD for finding in findings) else 0
 
 
-def _asked(config: DoctorConfig, num_ranks: int) -> Asked:
+def _asked(run: RunConfig, num_ranks: int) -> Asked:
     return Asked(
-        mode=config.mode,
-        backend=config.backend,
-        pair=config.pair or config.target,
-        tp=num_ranks - config.drafts,
-        drafts=config.drafts,
-        all_reduce=config.all_reduce,
+        mode=run.mode,
+        backend=run.backend,
+        pair=run.pair or run.target,
+        tp=num_ranks - run.drafts,
+        drafts=run.drafts,
+        all_reduce=run.all_reduce,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import signal
 import sys
 
+from mpissd.common.config import RunConfig
+from mpissd.common.flags import said
 from mpissd.ops.doctor.child import Answer, ask
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.ops.doctor.launcher import user_environment
@@ -15,7 +16,7 @@ from mpissd.ops.doctor.ranks import Seen
 MARK = "mpissd-doctor "  # begins rank 0's line of facts on stdout
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
 _MORE_S = 20.0  # time beyond the deadline for mpirun to start and to end
-_NOT_PASSED = ("json", "tp", "schedule", "dry_run", "world_size", "progress")
+_NOT_PASSED = ("schedule", "dry_run", "world_size", "progress")
 
 
 def try_ranks(config: DoctorConfig, mpirun: str, path: str, num_ranks: int) -> tuple[Seen, str]:
@@ -24,8 +25,17 @@ def try_ranks(config: DoctorConfig, mpirun: str, path: str, num_ranks: int) -> t
     path: of the program in mpirun, which may hold options. Takes the deadline and 24 s at most.
     """
     words = [path, *mpirun.split()[1:], "-np", str(num_ranks)]
-    words += [sys.executable, "-m", "mpi4py", "-m", "mpissd", "doctor", "--json", *flags(config)]
-    answer = ask(words, config.deadline_s + _MORE_S, env=user_environment(), end=signal.SIGTERM)
+    words += [
+        sys.executable,
+        "-m",
+        "mpi4py",
+        "-m",
+        "mpissd",
+        "doctor",
+        "--json",
+        *flags(config.run),
+    ]
+    answer = ask(words, config.run.deadline_s + _MORE_S, env=user_environment(), end=signal.SIGTERM)
     return read(answer)
 
 
@@ -52,10 +62,6 @@ def complaint(answer: Answer) -> str:
     return (raised[-1] if raised else " ".join(said[:4]))[:300]
 
 
-def flags(config: DoctorConfig) -> list[str]:
+def flags(run: RunConfig) -> list[str]:
     """Returns the flags that make this configuration again in a rank."""
-    return [
-        f"--{field.name}={getattr(config, field.name)}"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default and field.name not in _NOT_PASSED
-    ]
+    return [f"--{name}={text}" for name, text in said(run).items() if name not in _NOT_PASSED]

@@ -1,0 +1,214 @@
+"""The flags of a run in groups: method, model, machine, measurement and output, and the workload's
+(mpissd.common.workload_flags).
+
+A group is a dataclass whose fields are flags, with the checks that need no other group. RunConfig
+(mpissd.common.config) joins them and holds the checks that compare two groups. A flag's group
+decides what a sweep makes of it: those of MachineFlags and OutputFlags are the same for a whole
+job. `flag` (mpissd.common.flags) takes the modes in which a flag has an effect and whether it is a
+part of the digest; mpissd.common.workloads names the flags that only some workloads read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import (
+    DRAFTING,
+    GROWING,
+    Checked,
+    choice,
+    flag,
+    integer,
+    number,
+    switch,
+    words,
+)
+from mpissd.common.schedules import SCHEDULES, is_tail
+
+MOST_DRAFTS = 4
+
+
+@dataclass(frozen=True)
+class MethodFlags(Checked):
+    """How tokens are drafted and served."""
+
+    mode: str = flag("ssd", choice("ar", "sd", "ssd"), "ar, sd or ssd")
+    schedule: str | None = flag(
+        None,
+        choice(*SCHEDULES),
+        f"sets what its name stands for: {', '.join(SCHEDULES)}",
+        in_digest=False,  # the flags that it sets are
+    )
+    num_drafts: int | None = flag(
+        None,
+        integer(0, MOST_DRAFTS),
+        "draft ranks D; T = world size - D (default 0 for ar, else 1)",
+        modes=DRAFTING,
+    )
+    lookahead: int = flag(4, integer(0, 256), "K, draft tokens a round", modes=DRAFTING)
+    fan_out: str = flag(
+        "uniform:3",
+        words,
+        "uniform:F, geometric:B, list:F0,…,FK, adaptive:B or tail:F (ssd)",
+        modes=GROWING,
+    )
+    fan_out_miss: str | None = flag(
+        None,
+        words,
+        "likewise, behind a trunk that a backup drafted (default: as fan_out)",
+        modes=GROWING,
+    )
+    on_late: str = flag(
+        "finish",
+        choice("finish", "serve", "auto"),
+        "a hit not fully grown yet (ssd)",
+        modes=GROWING,
+    )
+    backup: str = flag("jit", choice("jit", "fast", "auto"), "what drafts a miss", modes=DRAFTING)
+    backup_lookahead: int | None = flag(
+        None, integer(0), "K_b, tokens that a backup drafts", modes=DRAFTING
+    )
+
+    @property
+    def drafts(self) -> int:
+        """D, with its default: 0 for ar, 1 for sd and ssd."""
+        if self.num_drafts is not None:
+            return self.num_drafts
+        return 0 if self.mode == "ar" else 1
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether nothing but the backup that costs no draft step drafts: prompt lookup."""
+        return self.mode == "sd" and self.backup == "fast"
+
+    def check_lookahead(self) -> None:
+        """Refuses to draft no token."""
+        if self.mode != "ar" and self.lookahead < 1:
+            raise ConfigError(f"lookahead=0 with mode={self.mode}: allowed: a whole number >= 1")
+
+    def check_num_drafts(self) -> None:
+        """Refuses SSD without a draft rank, and AR with one."""
+        if self.mode == "ssd" and self.num_drafts == 0:
+            raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)")
+        if self.mode == "ar" and self.num_drafts:
+            raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
+
+    def check_fan_outs(self) -> None:
+        """Refuses fan_out_miss where either fan-out follows what was served or committed."""
+        if self.fan_out_miss is None:
+            return
+        for name, text in (("fan_out", self.fan_out), ("fan_out_miss", self.fan_out_miss)):
+            if is_tail(text) or text.strip().startswith("adaptive"):
+                raise ConfigError(
+                    f"{name}={text} with both fan_out and fan_out_miss: allowed: uniform, "
+                    "geometric, list"
+                )
+
+    def check_backup(self) -> None:
+        """Refuses backup=auto without a cache that can miss, and with several drafts."""
+        if self.backup == "auto" and self.mode != "ssd":
+            raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
+        if self.backup == "auto" and self.drafts > 1:  # each would time the others' misses, too
+            raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
+
+    def check_backup_lookahead(self) -> None:
+        """Refuses a backup longer than K, and one of no token where the fan-out needs a trunk."""
+        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
+            raise ConfigError(
+                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
+            )
+        if self.backup_lookahead == 0 and not (self.mode == "ssd" and is_tail(self.fan_out)):
+            raise ConfigError(
+                f"backup_lookahead=0 with mode={self.mode}, fan_out={self.fan_out}: allowed: "
+                f"1..{self.lookahead}, and 0 with mode=ssd and fan_out=tail:F"
+            )
+
+
+@dataclass(frozen=True)
+class ModelFlags(Checked):
+    """Which target and draft, and what their forwards compute."""
+
+    pair: str | None = flag(
+        None, words, "toy, 8b/1b, 70b/1b, TARGET/DRAFT (default: what the machine can hold)"
+    )
+    target: str | None = flag(None, words, "preset, config.json, or gen:layers=…,hidden=…,ffn=…")
+    draft: str | None = flag(None, words, "likewise")
+    fuse: bool = flag(False, switch, "issue q,k,v as one product, and gate,up as one")
+    lm_head: bool = flag(False, switch, "add the vocabulary product with top-k")
+    context: int = flag(0, integer(0), "tokens of KV cache that attention would read")
+    num_layers: int | None = flag(None, integer(1), "depth-scaled target (labelled)")
+
+    def check_pair(self) -> None:
+        """Refuses models that are said twice."""
+        if self.pair is not None and (self.target or self.draft):
+            raise ConfigError("pair and target/draft say the same thing: give one")
+
+
+@dataclass(frozen=True)
+class MachineFlags(Checked):
+    """What computes and communicates; one for a whole job."""
+
+    backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
+    device: str = flag("h100", words, "emulated device: a profile's name or file")
+    draft_device: str | None = flag(
+        None,
+        words,
+        "emulated device of the draft ranks (default: as the targets')",
+        modes=DRAFTING,
+        in_digest="said",
+    )
+    all_reduce: str = flag(
+        "auto", choice("auto", "oneshot", "nccl", "mpi", "staged"), "how target ranks add up"
+    )
+    cuda_aware_mpi: bool = flag(False, switch, "let MPI read GPU memory (tried in a child first)")
+    graph: bool = flag(True, switch, "replay forwards as CUDA graphs (cupy)")
+    deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")
+    on_draft_loss: str = flag(
+        "abort",
+        choice("abort", "ar"),
+        "when the draft rank is gone: end, or go on with K=0",
+        in_digest=False,
+    )
+
+
+@dataclass(frozen=True)
+class MeasurementFlags(Checked):
+    """How long is measured, and with which draws."""
+
+    rounds: int | None = flag(None, integer(1), "measured rounds (default 200 without num_tokens)")
+    num_tokens: int | None = flag(
+        None, integer(1), "tokens a sequence; with rounds, whichever is reached first"
+    )
+    seed: int = flag(0, integer(0, 2**64 - 1), "of every draw")
+    warmup_rounds: int = flag(10, integer(1), "rounds on throw-away sequences")
+
+    @property
+    def max_rounds(self) -> int | None:
+        """Measured rounds at most; None: until num_tokens are there."""
+        if self.rounds is None and self.num_tokens is None:
+            return 200
+        return self.rounds
+
+
+@dataclass(frozen=True)
+class OutputFlags(Checked):
+    """What is written and shown; these change no measured round."""
+
+    out: str = flag("out", words, "folder of runs.jsonl and rounds/", in_digest=False)
+    trace: str | None = flag(None, words, "Chrome trace of all ranks to this file", in_digest=False)
+    ledger_ab: bool = flag(
+        False, switch, "measure what the round ledger costs, on against off", in_digest=False
+    )
+    progress: str = flag(
+        "auto", choice("auto", "on", "off"), "progress bar on stderr", in_digest=False
+    )
+    dry_run: bool = flag(False, switch, "validate and stop, without MPI", in_digest=False)
+    world_size: int | None = flag(
+        None, integer(1), "ranks to validate for, with dry_run", in_digest=False
+    )
+
+    def check_world_size(self) -> None:
+        """Refuses a number of ranks where ranks are started: their launcher says it."""
+        if self.world_size is not None and not self.dry_run:
+            raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
