@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.errors import ConfigError, FaultError, MpissdError
 from mpissd.common.output import make_output
 from mpissd.common.rounds import Request
-from mpissd.common.wait import Waiter
+from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
@@ -179,6 +179,20 @@ def open_session(config: RunConfig) -> Session:
     session = session_of(machine, config)
     session.resources.callback(machine.close)
     return session
+
+
+@contextmanager
+def opened(config: RunConfig) -> Iterator[Session]:
+    """Yields a rank's part of one job, and closes it within the deadline, whatever happens."""
+    session = open_session(config)
+    try:
+        yield session
+    except FaultError:
+        session.group.abort()  # a collective that waits for a dead peer would hold the device
+        raise
+    finally:
+        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
+            session.resources.close()
 
 
 def session_of(machine: Machine, config: RunConfig) -> Session:

@@ -16,12 +16,12 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.trace import LeadPhase, Ledger
-from mpissd.common.wait import sharpen_sleep, within
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Session, open_session
+from mpissd.engine.session.session import Session, opened
 from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.ab import Overhead, ledger_pass
@@ -38,16 +38,9 @@ _ATTEMPTS = 100  # to have two clocks read without losing the core in between
 def execute(config: RunConfig) -> int:
     """Runs one configuration on all ranks; returns the exit code."""
     sharpen_sleep()
-    session = open_session(config)
-    try:
+    with opened(config) as session:
         _run(session)
         guard.stage(Stage.TEARDOWN)
-    except FaultError:
-        session.group.abort()  # a collective that waits for a dead peer would hold the device
-        raise
-    finally:
-        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
-            session.resources.close()
     return 0
 
 

@@ -22,14 +22,14 @@ from typing import Any
 from mpi4py import MPI
 
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, FaultError, MpissdError
-from mpissd.common.wait import sharpen_sleep, within
+from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.seats import seat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.session.session import Session, open_session
+from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.device import DeviceProbe, product_shapes
 from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe, open_groups
@@ -52,15 +52,8 @@ def execute_probe(config: RunConfig, name: str | None = None) -> int:
             check_name(name)
         except ConfigError as error:  # the same on every rank
             raise Refused(str(error), error.exit_code) from error
-    session = open_session(config)
-    try:
+    with opened(config) as session:
         _probe(session, name)
-    except FaultError:
-        session.group.abort()  # a collective that waits for a dead peer would hold the device
-        raise
-    finally:
-        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
-            session.resources.close()
     return 0
 
 
