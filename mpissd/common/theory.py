@@ -78,14 +78,6 @@ def speedup_ssd(
     return tokens / (all_hit * hit_s + (1 - all_hit) * miss_s)
 
 
-def speedup_bound(
-    tokens_hit: float, tokens_sd: float, verify_ratio: float, t_draft: float
-) -> float:
-    """SD → SSD when every round hits and growth hides: (r + T_SD)·E_hit / (r·E_SD) [S, cor. 9]."""
-    _at_least("t_draft", t_draft)
-    return (verify_ratio + t_draft) * tokens_hit / (verify_ratio * tokens_sd)
-
-
 def stationary_hit_rate(after_hit: float, after_miss: float) -> float:
     """h = h_m / (1 − h_h + h_m), of a chain that hits with h_h after a hit, h_m after a miss [D].
 
@@ -144,85 +136,6 @@ def power_fan_out(
     if total <= 0:
         raise ConfigError(f"hit_a={tuple(hit_a)}: allowed: one above 0 where k is ever accepted")
     return tuple(budget * share / total for share in shares)
-
-
-def geometric_fan_out(
-    alpha: float, lookahead: int, budget: float, hit_r: float
-) -> tuple[float, ...]:
-    """Theorem 12 [S]: F_k = F_0·a^{k/(1+r)} for k < K, F_K = F_0·(a^K / (1−a))^{1/(1+r)}."""
-    weights = accept_probabilities([alpha] * lookahead)
-    return power_fan_out(weights, budget, [1.0] * (lookahead + 1), hit_r)
-
-
-def geometric_miss(
-    alpha: float, lookahead: int, budget: float, hit_r: float, hit_a: float = 1.0
-) -> float:
-    """Miss probability of geometric_fan_out where no F_k is clipped: A·(1−a)·N^{1+r}·B^{−r} [D].
-
-    N = (1−β^K)/(1−β) + β^K·(1−a)^{−1/(1+r)}, β = a^{1/(1+r)}; alpha < 1.
-    """
-    if not 0 <= alpha < 1:
-        raise ConfigError(f"alpha={alpha}: allowed: at least 0, below 1")
-    _positive("budget", budget)
-    root = 1 / (1 + _positive("hit_r", hit_r))
-    beta = alpha**root
-    norm = math.fsum(beta**k for k in range(lookahead)) + beta**lookahead / (1 - alpha) ** root
-    return float(hit_a * (1 - alpha) * norm ** (1 + hit_r) * budget**-hit_r)
-
-
-def backup_crossover(
-    p_hit: float,
-    tokens_hit: float,
-    tokens_slow: float,
-    tokens_fast: float,
-    *,
-    t_slow: float,
-    t_fast: float,
-    verify_ratio: float = 1.0,
-    t_growth: float = 0.0,
-    interruptible: bool = True,
-) -> float:
-    """b*: up to this batch size the slow (drafting) backup is no worse, above it the fast one is
-    better [S, thm 17, for T_p ≤ r = 1]. inf: always; 0: never.
-
-    With M = max(r, T_p), N_i = h·E_hit + (1−h)·E_i, D = N_s − N_f and G = N_f·T_s − N_s·T_f, the
-    slow one's speedup_ssd is no less where h^b·(G + (M − r)·D) ≥ G − r·D [D]. Growth that a miss
-    can't abort (interruptible=False) has M for r. ConfigError: t_slow < t_fast, which may have no
-    single crossover.
-    """
-    _probability("p_hit", p_hit)
-    if not t_slow >= t_fast:
-        raise ConfigError(f"t_slow={t_slow}: allowed: at least t_fast={t_fast}")
-    slow = p_hit * tokens_hit + (1 - p_hit) * tokens_slow
-    fast = p_hit * tokens_hit + (1 - p_hit) * tokens_fast
-    gain, cost = slow - fast, fast * t_slow - slow * t_fast
-    longest = max(verify_ratio, t_growth)
-    least = verify_ratio if interruptible else longest
-    if p_hit == 1 or (gain >= 0 and cost <= least * gain):
-        return math.inf
-    if p_hit == 0 or gain < 0:
-        return 0.0
-    return math.log((cost - least * gain) / (cost + (longest - least) * gain)) / math.log(p_hit)
-
-
-def break_even_alpha(
-    lookahead: int, verify_ratio: float, t_draft: float, rival: float = 1.0
-) -> float | None:
-    """The alpha at which SD is `rival` times as fast as AR: E_SD(alpha) = rival·(r + T_draft) [D].
-
-    Bisection to 1e-12 (E_SD rises from 1 to K+1). 0.0 when any alpha does, None when none does.
-    """
-    wanted = rival * (verify_ratio + t_draft)
-    if wanted <= 1:
-        return 0.0
-    if not wanted <= expected_tokens(1.0, lookahead):
-        return None
-    low, high = 0.0, 1.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        enough = expected_tokens(middle, lookahead) >= wanted
-        low, high = (low, middle) if enough else (middle, high)
-    return high
 
 
 def _probability(what: str, value: float) -> None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common import theory
@@ -110,7 +109,7 @@ def test_ssd_meets_sd_and_its_bound_at_the_ends() -> None:
         )
 
     assert ssd(0.0, 0.9) == pytest.approx(sd)
-    assert ssd(1.0, 0.9) / sd == pytest.approx(theory.speedup_bound(tokens, tokens, r, t_draft))
+    assert ssd(1.0, 0.9) / sd == pytest.approx((r + t_draft) / r)  # [S, cor. 9]
     assert ssd(0.5, 0.9) > sd
     assert ssd(0.1, 1.6, interruptible=False) < sd  # growth that can't stop can lose to SD
     # T_p >= T_SD and equal K: hiding latency is worth at most 2x, at T_SD = r.
@@ -130,30 +129,6 @@ def test_stationary_hit_rate_against_its_chain() -> None:
     assert theory.stationary_hit_rate(0.6, 0.6) == pytest.approx(0.6)
     assert theory.stationary_hit_rate(1.0, 0.0) == 0
     assert theory.stationary_hit_rate(1.0, 0.3) == 1
-
-
-def test_geometric_fan_out_example() -> None:
-    fan_out = theory.geometric_fan_out(0.8, 7, 24, 1.0)
-    assert [round(f, 2) for f in fan_out] == [3.90, 3.49, 3.12, 2.79, 2.49, 2.23, 2.00, 3.99]
-    weights = theory.accept_probabilities([0.8] * 7)
-    miss = theory.miss_probability(weights, fan_out, [1.0] * 8, 1.0)
-    assert miss == pytest.approx(0.316, abs=5e-4)
-    assert miss == pytest.approx(theory.geometric_miss(0.8, 7, 24, 1.0))
-    assert theory.miss_probability(weights, [3] * 8, [1.0] * 8, 1.0) == pytest.approx(1 / 3)
-
-
-@given(
-    st.floats(0, 0.99), st.integers(0, 12), st.floats(1, 500), st.floats(0.2, 3), st.floats(0.1, 2)
-)
-def test_geometric_miss_is_the_unclipped_sum(
-    alpha: float, lookahead: int, budget: float, r: float, a: float
-) -> None:
-    fan_out = theory.geometric_fan_out(alpha, lookahead, budget, r)
-    weights = theory.accept_probabilities([alpha] * lookahead)
-    pairs = [(w, f) for w, f in zip(weights, fan_out, strict=True) if f > 0]
-    assert math.fsum(fan_out) == pytest.approx(budget)
-    unclipped = math.fsum(w * a * f**-r for w, f in pairs)
-    assert theory.geometric_miss(alpha, lookahead, budget, r, a) == pytest.approx(unclipped)
 
 
 @given(
@@ -180,9 +155,19 @@ def test_no_shift_of_budget_beats_theorem_12(
     assert miss(shifted) >= miss(list(best)) * (1 - 1e-12)
 
 
+def test_fan_out_of_theorem_12() -> None:
+    weights = theory.accept_probabilities([0.8] * 7)
+    fan_out = theory.power_fan_out(weights, 24, [1.0] * 8, 1.0)
+    assert [round(f, 2) for f in fan_out] == [3.90, 3.49, 3.12, 2.79, 2.49, 2.23, 2.00, 3.99]
+    miss = theory.miss_probability(weights, fan_out, [1.0] * 8, 1.0)
+    assert miss == pytest.approx(0.316, abs=5e-4)
+    assert theory.miss_probability(weights, [3] * 8, [1.0] * 8, 1.0) == pytest.approx(1 / 3)
+
+
 def test_fan_out_at_certain_acceptance() -> None:
-    assert theory.geometric_fan_out(1.0, 3, 8, 1.0) == (0, 0, 0, 8)
-    assert theory.geometric_fan_out(0.0, 3, 8, 1.0) == (8, 0, 0, 0)
+    for alpha, found in ((1.0, (0, 0, 0, 8)), (0.0, (8, 0, 0, 0))):
+        weights = theory.accept_probabilities([alpha] * 3)
+        assert theory.power_fan_out(weights, 8, [1.0] * 4, 1.0) == found
     with pytest.raises(ConfigError, match="hit_a"):
         theory.power_fan_out([1.0, 0.0], 8, [0.0, 1.0], 1.0)
 
@@ -194,172 +179,6 @@ def test_power_law_miss() -> None:
     assert theory.power_law_miss(4, 0.8, 0.5) == pytest.approx(0.4)
 
 
-def ssd_with_backup(batch: float, h: float, hit: float, miss: float, r: float, t: float) -> float:
-    """Tokens a unit of time for a real-valued batch size, growth hidden."""
-    all_hit = h**batch
-    return (h * hit + (1 - h) * miss) / (all_hit * r + (1 - all_hit) * (r + t))
-
-
-@pytest.mark.parametrize("r", [1.0, 1.3])
-@pytest.mark.parametrize("h", [0.6, 0.9])
-@pytest.mark.parametrize("t_slow", [0.3, 0.8, 2.0])
-def test_backup_crossover_is_where_the_backups_tie(r: float, h: float, t_slow: float) -> None:
-    hit, slow, fast, t_fast = 4.2, 3.6, 1.4, 0.02
-    crossover = theory.backup_crossover(
-        h, hit, slow, fast, t_slow=t_slow, t_fast=t_fast, verify_ratio=r
-    )
-    for batch in (0.25, 1.0, 2.0, 4.0, 9.0, 30.0, 200.0):
-        slow_wins = ssd_with_backup(batch, h, hit, slow, r, t_slow) > ssd_with_backup(
-            batch, h, hit, fast, r, t_fast
-        )
-        assert slow_wins == (batch < crossover)
-    if math.isfinite(crossover):
-        tie = [
-            ssd_with_backup(crossover, h, hit, e, r, t) for e, t in ((slow, t_slow), (fast, t_fast))
-        ]
-        assert tie[0] == pytest.approx(tie[1])
-
-
-def test_backup_crossover_at_the_ends() -> None:
-    times = {"t_slow": 0.5, "t_fast": 0.1}
-    assert theory.backup_crossover(1.0, 4, 3, 1, **times) == math.inf  # nothing ever misses
-    assert theory.backup_crossover(0.5, 4, 1, 1, **times) == 0  # the slow one is no better
-    assert theory.backup_crossover(0.5, 4, 3, 1, t_slow=0.1, t_fast=0.1) == math.inf
-    assert theory.backup_crossover(0.0, 4, 3, 2.9, t_slow=3.0, t_fast=0.1) == 0
-    with pytest.raises(ConfigError, match=r"t_slow=0\.1: allowed: at least t_fast=0\.2"):
-        theory.backup_crossover(0.5, 4, 3, 1, t_slow=0.1, t_fast=0.2)
-
-
-def rate_of(batch: int, hit: float, tokens: tuple[float, float], times: tuple[float, ...]) -> float:
-    """Tokens a unit of time, written out; times: verify, growth, backup."""
-    verify, growth, backup = times
-    all_hit = hit**batch
-    time = all_hit * max(verify, growth) + (1 - all_hit) * (verify + backup)
-    return (hit * tokens[0] + (1 - hit) * tokens[1]) / time
-
-
-def slow_wins(
-    batch: int, hit: float, tokens: tuple[float, float, float], times: tuple[float, ...], **how: Any
-) -> bool:
-    """By speedup_ssd; tokens of a hit and of both backups, times of growth and of both backups."""
-    rates = [
-        theory.speedup_ssd(
-            hit, tokens[0], length, t_growth=times[0], t_backup=t, batch_size=batch, **how
-        )
-        for length, t in zip(tokens[1:], times[1:], strict=True)
-    ]
-    return rates[0] >= rates[1]
-
-
-def theorem_17(
-    hit: float, tokens: tuple[float, float, float], verify: float, t_slow: float, t_fast: float
-) -> float:
-    """Where growth hides (T_p ≤ r): 1 − h^b = r·(N_s − N_f) / (N_f·T_s − N_s·T_f); 0: nowhere."""
-    slow, fast = (hit * tokens[0] + (1 - hit) * length for length in tokens[1:])
-    gain = fast * t_slow - slow * t_fast
-    all_hit = 1 - verify * (slow - fast) / gain if slow > fast and gain > 0 else 0.0
-    return math.log(all_hit) / math.log(hit) if all_hit > 0 and 0 < hit < 1 else 0.0
-
-
-Times = st.floats(0, 4)
-Lengths = st.floats(1, 8)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.floats(0, 1), Lengths, Lengths, Lengths, Times, Times, Times, st.floats(0.5, 2))
-@example(0.9, 4.0, 4.0, 1.5, 0.5, 1.0, 0.0, 1.0)
-@example(0.9, 4.0, 4.0, 1.5, 2.5, 1.0, 0.0, 1.0)
-def test_the_crossover_parts_the_batches_where_each_backup_wins(
-    hit: float,
-    length_hit: float,
-    slow: float,
-    fast: float,
-    growth: float,
-    t_slow: float,
-    t_fast: float,
-    verify: float,
-) -> None:
-    assume(t_slow >= t_fast)
-    tokens = (length_hit, slow, fast)
-    crossover = theory.backup_crossover(
-        hit, *tokens, t_slow=t_slow, t_fast=t_fast, verify_ratio=verify, t_growth=growth
-    )
-    for batch in range(1, 65):
-        rates = [
-            rate_of(batch, hit, (length_hit, length), (verify, growth, t))
-            for length, t in ((slow, t_slow), (fast, t_fast))
-        ]
-        if math.isclose(*rates, rel_tol=1e-9):
-            continue
-        winner = rates[0] > rates[1]
-        times = (growth, t_slow, t_fast)
-        assert slow_wins(batch, hit, tokens, times, verify_ratio=verify) == winner
-        assert winner == (batch <= crossover)
-    if growth <= verify and slow != fast:
-        theirs = theorem_17(hit, tokens, verify, t_slow, t_fast)
-        if 0 < theirs < 1e3:
-            assert crossover == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-
-
-def test_the_crossover_moves_when_growth_outlasts_the_verification() -> None:
-    """An all-hit round that lasts longer makes the backup matter less, tokens more."""
-    tokens = (4.0, 4.0, 1.5)
-    hidden, late = (
-        theory.backup_crossover(0.9, *tokens, t_slow=0.1, t_fast=0.0, t_growth=growth)
-        for growth in (1.0, 2.0)
-    )
-    assert 1 < hidden < late < 64
-    assert hidden == pytest.approx(theorem_17(0.9, tokens, 1.0, 0.1, 0.0))
-    uninterrupted = theory.backup_crossover(
-        0.9, *tokens, t_slow=0.2, t_fast=0.0, t_growth=2.0, interruptible=False
-    )
-    assert uninterrupted == pytest.approx(theorem_17(0.9, tokens, 2.0, 0.2, 0.0))
-    last = math.floor(uninterrupted)
-    for batch, wins in ((last, True), (last + 1, False)):
-        how = {"verify_ratio": 1.0, "interruptible": False}
-        assert slow_wins(batch, 0.9, tokens, (2.0, 0.2, 0.0), **how) == wins
-
-
-@pytest.mark.parametrize(
-    ("hit", "tokens", "t_slow", "t_fast", "crossover"),
-    [
-        (1.0, (4.0, 4.0, 1.0), 2.0, 0.0, math.inf),  # no miss ever
-        (0.0, (4.0, 4.0, 1.0), 0.1, 0.0, math.inf),
-        (0.0, (4.0, 1.2, 1.0), 2.0, 0.0, 0.0),
-        (0.5, (4.0, 1.0, 2.0), 2.0, 0.0, 0.0),  # slow and worse
-        (0.5, (4.0, 2.0, 2.0), 1.0, 1.0, math.inf),  # a tie is the slow one's
-    ],
-)
-def test_the_ends_of_the_crossover(
-    hit: float, tokens: tuple[float, float, float], t_slow: float, t_fast: float, crossover: float
-) -> None:
-    for growth in (0.0, 0.5):
-        assert crossover == theory.backup_crossover(
-            hit, *tokens, t_slow=t_slow, t_fast=t_fast, t_growth=growth
-        )
-
-
-@given(st.integers(1, 12), st.floats(1, 1.5), st.floats(0, 1), st.floats(1, 3))
-def test_break_even_alpha_solves_its_equation(
-    lookahead: int, r: float, t_draft: float, rival: float
-) -> None:
-    alpha = theory.break_even_alpha(lookahead, r, t_draft, rival)
-    wanted = rival * (r + t_draft)
-    if alpha is None:
-        assert wanted > lookahead + 1
-    else:
-        reached = theory.expected_tokens(alpha, lookahead)
-        assert reached >= wanted - 1e-9
-        assert alpha == 0 or reached == pytest.approx(wanted, abs=1e-8)
-
-
-def test_break_even_alpha_at_the_ends() -> None:
-    assert theory.break_even_alpha(1, 1.0, 0.5) == pytest.approx(0.5)
-    assert theory.break_even_alpha(4, 1.0, 0.0) == 0
-    assert theory.break_even_alpha(2, 1.0, 2.5) is None
-    assert theory.break_even_alpha(2, 1.0, math.nan) is None
-
-
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
 def test_what_is_no_probability_is_a_config_error(value: float) -> None:
     calls = (
@@ -367,8 +186,6 @@ def test_what_is_no_probability_is_a_config_error(value: float) -> None:
         lambda: theory.stationary_hit_rate(value, 0.5),
         lambda: theory.stationary_hit_rate(0.5, value),
         lambda: theory.speedup_ssd(value, 4, 3, verify_ratio=1, t_growth=1, t_backup=1),
-        lambda: theory.backup_crossover(value, 4, 3, 1, t_slow=1, t_fast=0),
-        lambda: theory.geometric_miss(value, 3, 8, 1.0),
     )
     for call in calls:
         with pytest.raises(ConfigError, match="allowed"):
@@ -385,7 +202,7 @@ def test_times_and_sizes_out_of_range() -> None:
     with pytest.raises(ConfigError, match="lookahead"):
         theory.expected_tokens(0.5, -1)
     with pytest.raises(ConfigError, match="hit_r"):
-        theory.geometric_fan_out(0.5, 3, 8, 0.0)
+        theory.power_fan_out([1.0], 8, [1.0], 0.0)
 
 
 @given(st.floats(0.01, 0.98), st.floats(0.05, 1.5), st.floats(0.25, 2))

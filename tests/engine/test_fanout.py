@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.theory import accept_probabilities, geometric_miss, miss_probability
+from mpissd.common.theory import accept_probabilities, miss_probability, power_fan_out
 from mpissd.engine.spec.fanout import MAX_BRANCHES, optimal_fan_out, resolve_fan_out
 
 Hazards = st.lists(st.floats(0, 1), min_size=0, max_size=9)
@@ -96,6 +96,13 @@ def test_properties_of_the_optimum(hazards: list[float], budget: int, a: float, 
     assert min(floored) >= share and sum(floored) <= budget
     assert miss_probability(weights, floored, many, r) >= miss - 1e-10
     assert all(type(f) is int for f in fan_out)
+
+
+def geometric_miss(alpha: float, lookahead: int, budget: float, r: float, a: float) -> float:
+    """The miss probability of theorem 12's real-valued fan-out, no term clipped at 1."""
+    weights = accept_probabilities([alpha] * lookahead)
+    fan_out = power_fan_out(weights, budget, [a] * (lookahead + 1), r)
+    return math.fsum(w * a * f**-r for w, f in zip(weights, fan_out, strict=True))
 
 
 @given(st.floats(0.3, 0.95), st.integers(1, 8), st.floats(0.5, 2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 from mpissd.common import theory
 from mpissd.common.config import RunConfig, parse_flags
@@ -157,14 +158,15 @@ def test_every_t_and_d_is_judged() -> None:
 
 
 def test_break_even_alpha_is_theory_s_for_sd() -> None:
-    """One GPU, K = 1 … 16 for both: SD's best K at the tie is 1 [theory.break_even_alpha]."""
+    """One GPU, K = 1 … 16 for both: SD's best K at the tie is 1."""
     device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
     places = [Placement(1, device, (0,))]
     for alpha in (0.25, 0.9):
         found = plan(RunConfig(alpha=alpha), HostCosts(), places, 1)
         drafting = next(c for c in found.by_method if c.mode == "sd")
-        ratio = float(device.verify_s(drafting.lookahead + 1))
-        wanted = theory.break_even_alpha(drafting.lookahead, ratio, drafting.lookahead * 0.3)
+        k = drafting.lookahead
+        cost = float(device.verify_s(k + 1)) + k * 0.3
+        wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
         assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
         assert found.best.mode == ("ar" if alpha < wanted else "sd")
 
@@ -207,7 +209,7 @@ def test_forwards_of_a_search_are_those_of_a_job() -> None:
     that of K = 8 or 9."""
     profile = load_profile("a100-80")
     config = RunConfig(pair="8b/1b", batch_size=3, context=1024)
-    device = device_costs(config, profile, 2)
+    device, _ = device_costs(config, profile, 2)
     for fan_out, lookahead in product(fan_outs((1, 7), (24,)), (1, 9, 16)):
         job = resolve(replace(config, lookahead=lookahead, fan_out=fan_out), 2, backend="emulated",
                       memory_bytes=None)  # fmt: skip

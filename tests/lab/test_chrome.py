@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mpissd.lab.measure.chrome import (
-    SAME_CLOCK,
     Arrow,
     Clock,
     ClockReading,
@@ -25,6 +24,7 @@ from mpissd.lab.measure.chrome import (
 )
 
 START = 7_000_000_123_456  # a perf_counter far from 0
+SAME_CLOCK = Clock((ClockReading(0, 0, 0),))
 
 
 def table(ends_us: list[list[float]], start: int = START) -> Int64s:

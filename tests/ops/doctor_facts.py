@@ -108,7 +108,6 @@ HOST = HostFacts(
     cores=48,
     memory_free=10**12,
     shm_free=10**11,
-    shm_total=10**11,
     clock_source="tsc",
     clock_ns=40.0,
     open_files=65536,

@@ -40,7 +40,6 @@ TWO_HOSTS = replace(
     ranks=[*RANKS[:2], replace(RANKS[2], host="gpu2", local_rank=0)],
 )
 USER = HOST.gpus[0].uuid
-FEW_CORES = list(range(2))
 
 SEEDED: list[tuple[str, Facts, str, str, str]] = [
     # what is wrong, the facts, the line that says so, how bad, a word of its mend

@@ -11,11 +11,6 @@ def identity() -> tuple[int, int, str]:
     return world.rank, world.size, str(MPI.Get_library_version())
 
 
-def leave() -> None:
-    """Ends MPI. Collective: every rank has to call it."""
-    MPI.Finalize()
-
-
 def abort(code: int) -> None:
     """Ends every rank of the job with exit code `code`."""
     MPI.COMM_WORLD.Abort(code)

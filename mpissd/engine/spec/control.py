@@ -3,7 +3,7 @@
 Nothing here reads what is proposed, only what was committed and how long it took: what serves a
 sequence, and how much of it, may depend on no more if SSD is to be lossless.
 
-    BackupController   theory.backup_crossover's choice, from what a run measures of itself
+    BackupController   theorem 17's choice [Kumar, Dao, May 2026], of what a run measures
     steps_to_serve     growth steps before a late hit is served
 """
 

@@ -53,9 +53,6 @@ class Clock:
         return times_ns - first.offset_ns - np.rint(drift).astype(np.int64)
 
 
-SAME_CLOCK = Clock((ClockReading(0, 0, 0),))
-
-
 @dataclass(frozen=True)
 class Track:
     """One thread row of the trace.

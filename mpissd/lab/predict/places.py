@@ -51,7 +51,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
             reason = error
             continue
         try:
-            device, derived = _device_costs(config, profile, tp)
+            device, derived = device_costs(config, profile, tp)
         except ConfigError as error:
             unjudged[tp] = error
             continue
@@ -63,16 +63,11 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     return Survey(tuple(found), {tp: str(error) for tp, error in unjudged.items()})
 
 
-def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
-    """The profile's forwards at every row count that a search may ask for.
+def device_costs(config: RunConfig, profile: Profile, tp: int) -> tuple[DeviceCosts, str | None]:
+    """Returns the profile's forwards at every row count that a search may ask for.
 
-    ConfigError: a probed profile doesn't cover them, or all-reduces over T ranks are not known.
-    """
-    return _device_costs(config, profile, tp)[0]
-
-
-def _device_costs(config: RunConfig, profile: Profile, tp: int) -> tuple[DeviceCosts, str | None]:
-    """device_costs, and from what the target's forwards were derived (None: they were not).
+    With them comes what the target's forwards were derived from (None: they were not). Raises
+    ConfigError: a probed profile does not cover them, or all-reduces over T ranks are not known.
 
     A lane reads its own KV, which K decides: here as of the middle K for all of them (off by less
     than 2% of a draft step of 8b/1b with 24 branches).

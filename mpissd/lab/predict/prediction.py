@@ -114,11 +114,6 @@ class Prediction:
         return float(np.std(tokens - self.tok_per_s * wall, ddof=1) / wall.mean())
 
     @property
-    def mean_round_s(self) -> float:
-        """Mean wall of a round."""
-        return float(self.round_s.mean())
-
-    @property
     def hit_rate(self) -> float | None:
         """Share of the outcomes that were keys, forced misses apart; None where none was asked."""
         asked = int(self.counted.sum())

@@ -77,7 +77,6 @@ class HostFacts:
     memory_free: int | None = None
     memory_limit: int | None = None  # bytes that the control group still allows
     shm_free: int | None = None
-    shm_total: int | None = None
     clock_source: str = ""
     clock_ns: float | None = None  # ns that one reading of the clock takes
     watch_error: str = ""  # why a dead rank may be seen late or not be named

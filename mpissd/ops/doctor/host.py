@@ -31,15 +31,13 @@ def read_host(cores: int | None) -> HostFacts:
     cores: the number of cores on which its ranks may run.
     """
     gpus, error = read_gpus()
-    shm = _space("/dev/shm")
     files, locked = _limits()
     return HostFacts(
         host=socket.gethostname(),
         cores=cores,
         memory_free=available_memory_bytes(),
         memory_limit=control_group_bytes(),
-        shm_free=shm and shm[0],
-        shm_total=shm and shm[1],
+        shm_free=_space("/dev/shm"),
         clock_source=_text(Path("/", _CLOCK)),
         clock_ns=_clock_ns(),
         watch_error=watch_error(),
@@ -123,15 +121,15 @@ def watch_error() -> str:
     return ""
 
 
-def _space(path: str) -> tuple[int, int] | None:
-    """Returns (free, total) bytes of a file system; None where the path is none."""
+def _space(path: str) -> int | None:
+    """Returns the free bytes of a file system; None where the path is none."""
     try:
         found = os.statvfs(path)
     except OSError:
         return None
     if not found.f_blocks:  # a file system without storage, such as /proc
         return None
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return found.f_bavail * found.f_frsize
 
 
 def free_space(path: str) -> int | None:
@@ -139,8 +137,7 @@ def free_space(path: str) -> int | None:
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    found = _space(str(folder))
-    return found and found[0]
+    return _space(str(folder))
 
 
 def _limits() -> tuple[int | None, int | None]:
