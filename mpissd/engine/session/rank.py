@@ -15,15 +15,14 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from mpissd.common import guard
-from mpissd.common.rounds import Ints, Request, Source
+from mpissd.common.rounds import Request
 from mpissd.common.trace import FollowPhase, Ledger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
-from mpissd.engine.decode.controls import AdaptiveControls, Controls
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
 from mpissd.engine.decode.outliving import OutlivingSpeculator
 from mpissd.engine.decode.serve import serve
-from mpissd.engine.decode.share import Share
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
@@ -31,16 +30,10 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.decode.target import TargetLoop, follow
-from mpissd.engine.job import PRIOR_ALPHA
 from mpissd.engine.session.session import Session
-from mpissd.engine.spec.acceptance import DEFAULT_HIT_A, DEFAULT_HIT_R
-from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
-from mpissd.engine.spec.control import BackupController
-from mpissd.engine.spec.fanout import FanOuts, owners_of
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
-_REALLOT_ROUNDS = 50
 _COLLECT_S = 5.0  # between two full garbage collections
 _collected_at = -_COLLECT_S
 
@@ -65,13 +58,13 @@ class Rank:
         if target is not None:
             self.target = session.target_worker(target)
         if draft is not None:
-            self.draft = session.draft_worker(draft)
+            self.draft = draft_worker(session.job, draft)
         self._open_messages()
 
     def _open_messages(self) -> None:
         """Communicators of their own for the plans and for the link; collective over the world."""
         session = self.session
-        topology, shape, waiter = session.topology, session.link_shape, session.waiter
+        topology, shape, waiter = session.topology, link_shape(session.job), session.waiter
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
         if topology.is_draft:
             self.draft_link = draft_end(world, 0, shape, waiter)
@@ -89,62 +82,10 @@ class Rank:
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
     def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
-        """A drafter over `worker`; ahead=False: nothing is grown (SD's half of an SSD job)."""
-        job = self.session.job
-        policy = DraftPolicy(
-            lookahead=job.lookahead,
-            fan_outs=job.fan_outs if ahead else FanOuts(),
-            backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
-            backup_lookahead=job.backup_lookahead,
-            on_late=job.config.on_late,
-            sampled=self.session.link_shape.sampled,
-            share=self._share(),
-        )
-        controls = self._controls(policy) if ahead else None
-        return Drafter(worker, policy, job.config.batch_size, self.session.waiter, controls)
-
-    def _controls(self, policy: DraftPolicy) -> Controls:
-        """What adapts in this job."""
-        job = self.session.job
-        fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
-        config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
-        late, chooses = config.on_late == "auto", config.backup == "auto"
-        reports = self.session.workload.reports_outcomes
-        watched = reports or job.adaptive_budget is not None or late or chooses
-        if job.is_tail or not watched:  # what a tail keeps is in no list that could be learned
-            return fixed
-        fan_out = None
-        if job.adaptive_budget is not None:
-            fan_out = AdaptiveFanOut(
-                job.adaptive_budget,
-                job.lookahead,
-                _REALLOT_ROUNDS,
-                prior_hazards=prior,
-                prior_a=DEFAULT_HIT_A,
-                prior_r=DEFAULT_HIT_R,
-                minimum=1 if job.hit_law.p_hit else 0,
-            )
-        return AdaptiveControls(
-            fixed,
-            OutcomeEstimator(job.lookahead, prior) if fan_out is None else fan_out.estimator,
-            lookahead=job.lookahead,
-            fan_out=fan_out,
-            backup=BackupController(job.lookahead, job.backup_lookahead) if chooses else None,
-            late=late,
-        )
-
-    def _share(self) -> Share:
-        """Which of the drafts this one is; inline it is the only one."""
-        topology, job = self.session.topology, self.session.job
-        if topology.num_drafts < 2:
-            return Share()
-        weights = job.acceptance[Source.CACHE].probabilities()
-        hit_a, hit_r = job.hit_law.powers(job.lookahead, job.lookahead)
-
-        def owners(fan_out: tuple[int, ...]) -> Ints:
-            return owners_of(fan_out, topology.num_drafts, weights, hit_a, hit_r)
-
-        return Share(topology.world.rank - topology.tp, topology.num_drafts, owners)
+        """Returns this rank's drafter over `worker` (decode.drafting)."""
+        session = self.session
+        index = max(0, session.topology.world.rank - session.topology.tp)
+        return make_drafter(session.job, worker, session.waiter, index=index, ahead=ahead)
 
     def run_pass(
         self,

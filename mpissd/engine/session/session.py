@@ -24,7 +24,6 @@ from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.mpi_gather import MpiLogitsGather
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
@@ -32,9 +31,8 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
-from mpissd.engine.workload.base import DraftWorker, TargetWorker, Workload
+from mpissd.engine.workload.base import TargetWorker, Workload
 from mpissd.engine.workload.registry import workload_of
-from mpissd.engine.workload.tail import TailWorker
 
 _REST_S = 1e-3  # between two looks of a rank that idles
 
@@ -58,20 +56,6 @@ class Session:
         """What this job decodes."""
         return workload_of(self.job)
 
-    @property
-    def link_shape(self) -> LinkShape:
-        """Sizes of the messages of this job."""
-        job, workload = self.job, self.workload
-        sampled = workload.samples and job.lookahead > 0
-        return LinkShape(
-            0,
-            job.config.batch_size,
-            job.lookahead,
-            vocab=workload.vocab if sampled else 0,  # greedy tokens are certain
-            num_drafts=job.config.drafts,
-            num_tokens=workload.vocab,
-        )
-
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Verifies with this target rank's share of the target model."""
         rank = self.topology.group.rank
@@ -81,11 +65,6 @@ class Session:
         comm = self.topology.group.Dup()
         self.resources.callback(comm.Free)
         return MpiLogitsGather(comm)
-
-    def draft_worker(self, stepper: Stepper) -> DraftWorker:
-        """Drafts with the whole draft model, on a draft rank or inline on the lead."""
-        worker = self.workload.draft_worker(stepper)
-        return TailWorker(worker) if self.job.is_tail else worker
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """`count` sequences to decode, numbered from first_id."""

@@ -1,0 +1,104 @@
+"""From a job to the parts of its draft side: the messages' sizes, the worker and the drafter."""
+
+from __future__ import annotations
+
+from mpissd.common.rounds import Ints, Source
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.decode.controls import AdaptiveControls, Controls
+from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.share import Share
+from mpissd.engine.job import PRIOR_ALPHA, Job
+from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.spec.acceptance import DEFAULT_HIT_A, DEFAULT_HIT_R
+from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
+from mpissd.engine.spec.control import BackupController
+from mpissd.engine.spec.fanout import FanOuts, owners_of
+from mpissd.engine.workload.base import DraftWorker
+from mpissd.engine.workload.registry import workload_of
+from mpissd.engine.workload.tail import TailWorker
+
+_REALLOT_ROUNDS = 50
+
+
+def link_shape(job: Job) -> LinkShape:
+    """Returns the sizes of the messages of this job."""
+    workload = workload_of(job)
+    sampled = workload.samples and job.lookahead > 0
+    return LinkShape(
+        0,
+        job.config.batch_size,
+        job.lookahead,
+        vocab=workload.vocab if sampled else 0,  # greedy tokens are certain
+        num_drafts=job.config.drafts,
+        num_tokens=workload.vocab,
+    )
+
+
+def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
+    """Returns the worker that drafts with the whole draft model."""
+    worker = workload_of(job).draft_worker(stepper)
+    return TailWorker(worker) if job.is_tail else worker
+
+
+def make_drafter(
+    job: Job, worker: DraftWorker, waiter: Waiter, *, index: int = 0, ahead: bool = True
+) -> Drafter:
+    """Returns draft `index` of D over `worker`.
+
+    ahead=False: nothing is grown while the target verifies (SD's half of an SSD job).
+    """
+    policy = DraftPolicy(
+        lookahead=job.lookahead,
+        fan_outs=job.fan_outs if ahead else FanOuts(),
+        backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
+        backup_lookahead=job.backup_lookahead,
+        on_late=job.config.on_late,
+        sampled=link_shape(job).sampled,
+        share=_share(job, index),
+    )
+    controls = _controls(job, policy) if ahead else None
+    return Drafter(worker, policy, job.config.batch_size, waiter, controls)
+
+
+def _controls(job: Job, policy: DraftPolicy) -> Controls:
+    """What adapts in this job."""
+    fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
+    config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
+    late, chooses = config.on_late == "auto", config.backup == "auto"
+    reports = workload_of(job).reports_outcomes
+    watched = reports or job.adaptive_budget is not None or late or chooses
+    if job.is_tail or not watched:  # what a tail keeps is in no list that could be learned
+        return fixed
+    fan_out = None
+    if job.adaptive_budget is not None:
+        fan_out = AdaptiveFanOut(
+            job.adaptive_budget,
+            job.lookahead,
+            _REALLOT_ROUNDS,
+            prior_hazards=prior,
+            prior_a=DEFAULT_HIT_A,
+            prior_r=DEFAULT_HIT_R,
+            minimum=1 if job.hit_law.p_hit else 0,
+        )
+    return AdaptiveControls(
+        fixed,
+        OutcomeEstimator(job.lookahead, prior) if fan_out is None else fan_out.estimator,
+        lookahead=job.lookahead,
+        fan_out=fan_out,
+        backup=BackupController(job.lookahead, job.backup_lookahead) if chooses else None,
+        late=late,
+    )
+
+
+def _share(job: Job, index: int) -> Share:
+    """Which of the drafts this one is; inline it is the only one."""
+    if job.config.drafts < 2:
+        return Share()
+    weights = job.acceptance[Source.CACHE].probabilities()
+    hit_a, hit_r = job.hit_law.powers(job.lookahead, job.lookahead)
+
+    def owners(fan_out: tuple[int, ...]) -> Ints:
+        return owners_of(fan_out, job.config.drafts, weights, hit_a, hit_r)
+
+    return Share(index, job.config.drafts, owners)
