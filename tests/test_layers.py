@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "mpissd": 0,
     "mpissd.common": 0,
-    "mpissd.engine": 1,
+    "mpissd.engine": 5,
     "mpissd.engine.spec": 1,
     "mpissd.engine.backend": 2,
     "mpissd.engine.comm": 2,

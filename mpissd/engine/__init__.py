@@ -1,1 +1,34 @@
-"""What decodes: the algorithm, the machine, the models, the workloads and the two loops."""
+"""What decodes: the algorithm, the machine, the models, the workloads and the two loops.
+
+The names below are the engine's public face (docs/engine.md). Each is imported when it is used, so
+that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpissd.common.config import RunConfig
+    from mpissd.common.workloads import register
+    from mpissd.engine.decode.in_process import Decoder
+    from mpissd.engine.workload.base import DraftWorker, TargetWorker, Workload
+
+__all__ = ["Decoder", "DraftWorker", "RunConfig", "TargetWorker", "Workload", "register"]
+
+_HOMES = {
+    "Decoder": "mpissd.engine.decode.in_process",
+    "DraftWorker": "mpissd.engine.workload.base",
+    "RunConfig": "mpissd.common.config",
+    "TargetWorker": "mpissd.engine.workload.base",
+    "Workload": "mpissd.engine.workload.base",
+    "register": "mpissd.common.workloads",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of the public face; raises AttributeError for any other."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

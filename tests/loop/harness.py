@@ -23,6 +23,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import LinkShape, queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.in_process import NoPlans
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
@@ -120,13 +121,6 @@ class CountingForwards:
 
     def close(self) -> None:
         self.closed = True
-
-
-class NoPlans:
-    """A target group of one."""
-
-    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        return None
 
 
 class QueuePlans:
@@ -255,9 +249,9 @@ class Guarded(threading.Thread):
         assert not self.is_alive(), "a thread does not end"
 
 
-def run(scenario: Scenario, rig: Rig | None = None) -> Result:
+def run(scenario: Scenario) -> Result:
     """The scenario over a queue link, draft and followers in threads of their own."""
-    rig = rig or Rig(scenario)
+    rig = Rig(scenario)
     plans = QueuePlans(rig.shape, scenario.num_followers)
     forwards = [CountingForwards() for _ in plans.queues]
     threads = [

@@ -7,18 +7,17 @@ multiple of five.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from mpissd.common import workloads
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.comm.link import LinkShape
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.job import Job, resolve
+from mpissd.engine import Decoder
+from mpissd.engine.job import resolve
 from mpissd.engine.model.stepper import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
@@ -36,7 +35,6 @@ from mpissd.engine.workload.base import (
 )
 from mpissd.engine.workload.registry import workload_of
 from mpissd.lab.predict.row import is_foretold
-from tests.loop.harness import WAITER, CountingForwards, Rig, Scenario, run
 
 V = 101
 
@@ -124,48 +122,28 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     workloads.register("counting", f"{__name__}:Counting", "vocab")
 
 
-class CountingRig(Rig):
-    """The rig of a scenario, with the workers that a job's workload makes."""
-
-    def __init__(self, scenario: Scenario, job: Job) -> None:
-        self.scenario, self.workload = scenario, workload_of(job)
-        self.target_forwards, self.draft_forwards = CountingForwards(), CountingForwards()
-        self.shape = LinkShape(3, scenario.batch, job.lookahead, num_tokens=self.workload.vocab)
-        policy = DraftPolicy(job.lookahead, job.fan_outs, Source.JIT, job.lookahead, "finish")
-        worker = self.workload.draft_worker(self.draft_forwards)
-        self.drafter = Drafter(worker, policy, scenario.batch, WAITER)
-
-    def target_worker(self, forwards: CountingForwards) -> TargetWorker:
-        return self.workload.target_worker(forwards)
+def config_of(mode: str, **flags: Any) -> RunConfig:
+    machine = {"pair": "toy", "backend": "emulated", "device": "null"}
+    return RunConfig(mode=mode, workload="counting", vocab=V, **machine, **flags)
 
 
-def job_of(scenario: Scenario) -> Job:
-    config = RunConfig(
-        workload="counting",
-        mode=scenario.mode,
-        pair="toy",
-        batch_size=scenario.batch,
-        lookahead=scenario.lookahead,
-        vocab=V,
-    )
-    return resolve(config, 1, backend="numpy", memory_bytes=None)
-
-
-@pytest.mark.parametrize("followers", [0, 1])
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-def test_it_decodes_in_every_mode(mode: str, followers: int) -> None:
-    scenario = Scenario(mode=mode, batch=3, rounds=25, num_followers=followers)
-    result = run(scenario, CountingRig(scenario, job_of(scenario)))
-    for id_, tokens in result.records.tokens().items():
+@pytest.mark.parametrize(
+    ("mode", "drafts"), [("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1), ("ssd", 2)]
+)
+def test_it_decodes_in_every_mode(mode: str, drafts: int) -> None:
+    with Decoder(config_of(mode, num_drafts=drafts, batch_size=3)) as decoder:
+        for _ in range(25):
+            decoder.step()
+    for id_, tokens in decoder.tokens.items():
         assert tokens == [(id_ + n) % V for n in range(1, len(tokens) + 1)]
-    rows: NDArray[np.int64] = result.rows
+    rows = decoder.records.sequences()
     accepted, later = rows[:, 3], rows[:, 0] > 0
-    assert accepted.max() == (0 if mode == "ar" else scenario.K)
+    assert accepted.max() == (0 if mode == "ar" else decoder.job.lookahead)
     assert rows[later, 6].all() == (mode == "ssd")  # its draft foresees every bonus token
 
 
 def test_the_rest_of_the_program_takes_it_as_it_is() -> None:
-    job = job_of(Scenario())
+    job = resolve(config_of("ssd"), 1, backend="emulated", memory_bytes=None)
     workload = workload_of(job)
     assert isinstance(workload, Counting) and not is_foretold(job)
     assert workload.row_fields() == RowFields()

@@ -276,13 +276,18 @@ class QueueCarrier(Carrier):
         return None
 
 
-def queue_link(shape: LinkShape, waiter: Waiter) -> tuple[LeadEnd, DraftEnd]:
-    """Returns both ends of a link between two threads of one process."""
+def queue_link(
+    shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
+) -> tuple[LeadEnd, DraftEnd]:
+    """Returns both ends of a link between two threads of one process.
+
+    draft_waiter: how the draft waits; None: as the lead does.
+    """
     lead, draft = _joined(shape.outcome_buffer, shape.speculation_buffer)
     sides = _joined(shape.trunk_buffer, shape.proposals_buffer) if shape.has_side else (None, None)
     return (
         LeadEnd(*lead, shape.lookahead, waiter, vocab=shape.vocab, side=sides[0]),
-        DraftEnd(*draft, waiter, side=sides[1]),
+        DraftEnd(*draft, draft_waiter or waiter, side=sides[1]),
     )
 
 

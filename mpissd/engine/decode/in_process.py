@@ -1,0 +1,157 @@
+"""A whole job in one process: the loops of `mpissd run`, with threads and queues for ranks and MPI.
+
+It is for tests, notebooks and first steps. The draft's thread shares Python's lock with the target,
+so that its times say little; tokens and outcomes are those of the same job under mpirun.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from threading import Thread
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.presets import ModelShape
+from mpissd.common.records import RoundRecords
+from mpissd.common.rounds import Outcome, Speculation
+from mpissd.common.trace import LeadPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.registry import choose, open_backend
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.speculator import (
+    InlineSpeculator,
+    NoSpeculator,
+    RemoteSpeculator,
+    Speculator,
+)
+from mpissd.engine.decode.target import RoundResult, TargetLoop
+from mpissd.engine.job import resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.registry import workload_of
+
+_BACKENDS = ("numpy", "emulated")
+_JOIN_S = 10.0  # longest wait for a draft's thread to end its last forward
+
+
+class NoPlans:
+    """The plans of a target group of one rank, which has no followers."""
+
+    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
+        """Does nothing."""
+
+
+class Decoder:
+    """Decodes a configuration round by round, with one target rank (T = 1) and D draft threads.
+
+    Its sequences are admitted at once. `records` holds every round so far. Use it in a `with`
+    block, or call close.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Opens the models; raises ConfigError for a job that makes no sense, and on a GPU."""
+        self._backend = choose(config.backend)
+        if self._backend not in _BACKENDS:
+            allowed = ", ".join(_BACKENDS)
+            raise ConfigError(f"backend={self._backend} in one process: allowed: {allowed}")
+        self.job = job = resolve(config, 1, backend=self._backend, memory_bytes=None)
+        self._workload = workload_of(job)
+        self._resources = ExitStack()
+        self._waiter = Waiter(config.deadline_s, spin=False)
+        self._waiter.alarm = self._check
+        self._threads: list[Thread] = []
+        self._faults: list[Exception] = []
+        batch = config.batch_size
+        target = self._stepper(job.target, job.options, job.target_buckets(), drafts=False)
+        worker, speculator = self._workload.target_worker(target), self._speculator()
+        self._loop = TargetLoop(worker, speculator, NoPlans(), batch, self._waiter)
+        self.records = RoundRecords(job.lookahead)
+        requests = self._workload.requests(0, batch)
+        worker.prepare(requests)
+        self._loop.admit(requests)
+        self._loop.ledger.restart()
+
+    def _stepper(
+        self, shape: ModelShape, options: ForwardOptions, buckets: list[int], *, drafts: bool
+    ) -> Stepper:
+        """Returns a whole model with the weights that `mpissd run` has, on its own backend."""
+        config = self.job.config
+        device = (drafts and config.draft_device) or config.device
+        backend = open_backend(self._backend, device=device, local_rank=0)
+        self._resources.callback(backend.close)
+        stepper = Stepper(
+            backend,
+            SoloGroup(),
+            Shard(shape),
+            options,
+            buckets=buckets,
+            num_sequences=config.batch_size,
+            seed=2 * config.seed + drafts,
+        )
+        self._resources.callback(stepper.close)
+        return stepper
+
+    def _drafter(self, index: int, waiter: Waiter) -> Drafter:
+        job = self.job
+        assert job.draft is not None, "a drafter without a draft model"
+        stepper = self._stepper(job.draft, job.draft_options, job.draft_buckets(), drafts=True)
+        worker = draft_worker(job, stepper)
+        worker.prepare(self._workload.requests(0, job.config.batch_size))
+        return make_drafter(job, worker, waiter, index=index)
+
+    def _speculator(self) -> Speculator:
+        if self.job.draft is None:
+            return NoSpeculator()
+        if self.job.inline:
+            return InlineSpeculator(self._drafter(0, self._waiter))
+        return RemoteSpeculator(*(self._start(n) for n in range(self.job.config.drafts)))
+
+    def _start(self, index: int) -> LeadEnd:
+        """Starts the thread of one draft; returns the lead's end of the link to it."""
+        patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
+        lead, draft = queue_link(link_shape(self.job), self._waiter, patient)
+        drafter = self._drafter(index, patient)
+        self._threads.append(Thread(target=self._serve, args=(draft, drafter), daemon=True))
+        self._threads[-1].start()
+        return lead
+
+    def _serve(self, link: DraftEnd, drafter: Drafter) -> None:
+        try:
+            serve(link, drafter)
+        except Exception as fault:  # noqa: BLE001  (the lead raises it)
+            self._faults.append(fault)
+
+    def _check(self) -> None:
+        if self._faults:
+            raise FaultError(f"the draft's thread ended: {self._faults[0]}") from self._faults[0]
+
+    def step(self) -> RoundResult:
+        """Decodes one round of every sequence; returns what was drafted and what was accepted."""
+        result = self._loop.step()
+        self.records.add(result.t_target_s, result.speculation, result.outcome)
+        self._loop.ledger.close_round(self._loop.round - 1, LeadPhase.RECORD)
+        return result
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        """The tokens that each sequence has emitted so far, by request id."""
+        return self.records.tokens()
+
+    def close(self) -> None:
+        """Ends the drafts' threads, then frees the models."""
+        if not self._faults:
+            self._loop.stop()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        self._resources.close()
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()

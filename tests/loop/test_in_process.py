@@ -1,0 +1,90 @@
+"""The engine in one process: the example of docs/engine.md, and what it shares with real ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpissd.engine
+from mpissd.common.errors import ConfigError, FaultError, ProtocolError
+from mpissd.common.rounds import Outcome, Speculation
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.decode.draft import Drafter
+from tests.oracle import Law
+
+PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+NULL = {"pair": "toy", "backend": "emulated", "device": "null", "batch_size": 2}
+METHODS: list[dict[str, Any]] = [
+    {"mode": "ar"},
+    {"mode": "sd", "num_drafts": 0},
+    {"mode": "sd"},
+    {"mode": "ssd"},
+    {"mode": "ssd", "num_drafts": 2},
+    {"mode": "ssd", "fan_out": "tail:2"},
+    {"mode": "ssd", "fan_out": "adaptive:12", "backup": "auto"},
+]
+
+
+def decode(rounds: int = 12, **flags: Any) -> Decoder:
+    with Decoder(RunConfig(**{**NULL, **flags})) as decoder:
+        for _ in range(rounds):
+            decoder.step()
+        return decoder
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(example.strip().splitlines()) <= 10
+    scope: dict[str, Any] = {}
+    exec(example, scope)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11
+    tokens = scope["decoder"].tokens
+    assert lines[-1] == str(tokens) and sorted(tokens) == [0, 1]
+
+
+@pytest.mark.parametrize("flags", METHODS, ids=str)
+def test_every_method_emits_the_tokens_of_the_law(flags: dict[str, Any]) -> None:
+    decoder = decode(**flags)
+    law = Law(0, decoder.job.target.vocab_size, {}, (), None)
+    for id_, tokens in decoder.tokens.items():
+        assert len(tokens) >= 12
+        assert tokens == [law.true(id_, n) for n in range(1, len(tokens) + 1)]
+    hits = decoder.records.sequences()[:, 6]
+    assert hits.any() == (flags["mode"] == "ssd")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sampled_workload_is_reproducible(temperature: float) -> None:
+    flags = {"mode": "sd", "workload": "markov", "vocab": 12, "temperature": temperature}
+    assert decode(**flags).tokens == decode(**flags).tokens
+    greedy = decode(mode="ar", workload="markov", vocab=12)
+    if temperature == 0:
+        for id_, tokens in greedy.tokens.items():
+            assert tokens == decode(**flags).tokens[id_][: len(tokens)]
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="backend=cupy in one process: allowed: numpy, emulated"):
+        Decoder(RunConfig(backend="cupy", pair="toy"))
+
+
+def test_a_draft_that_fails_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(drafter: Drafter, outcome: Outcome) -> Speculation:
+        raise ProtocolError("round 0: two epochs")
+
+    with Decoder(RunConfig(**NULL)) as decoder:
+        monkeypatch.setattr(Drafter, "answer", fail)
+        with pytest.raises(FaultError, match="the draft's thread ended: round 0: two epochs"):
+            decoder.step()
+
+
+def test_the_public_face_has_every_name_it_lists() -> None:
+    for name in mpissd.engine.__all__:
+        assert getattr(mpissd.engine, name).__name__ == name
+        assert f"`{name}`" in PAGE.read_text()
+    with pytest.raises(AttributeError, match="no attribute 'Encoder'"):
+        _ = mpissd.engine.Encoder
