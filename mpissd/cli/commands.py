@@ -134,12 +134,14 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     asked = run, HostCosts(), found.placements, config.gpus, found.unjudged
     advice, real = plan(*asked), real_hits.real_hits(*asked)
     heading = f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:"
-    print(advice_text.render(advice, heading, found.unjudged))
-    for line in real_hits.lines(real):
+    print(advice_text.render(advice, heading, found))
+    ssd = next((choice for choice in advice.by_method if choice.mode == "ssd"), None)
+    price = real_hits.price_line(run, ssd, found.placements)
+    for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
     what = "run the fastest of these" if advice.missing else "run it"
     print(f"   {what}: {_command(run, advice.best)}")
-    told = advice_text.to_dict(advice, found.unjudged)
+    told = advice_text.to_dict(advice, found)
     print(json.dumps({**told, "real_hits": [hits.to_dict() for hits in real]}))
     return 0
 

@@ -298,7 +298,7 @@ def test_a_t_that_was_not_probed_is_derived_and_says_so(capfd: pytest.CaptureFix
     out, _ = capfd.readouterr()
     lines = out.splitlines()
     assert any("SD inline T=2" in line and "(derived)" in line for line in lines)
-    assert any("T=2 is derived from T=1" in line for line in lines)
+    assert any("AR T=2: derived from T=1" in line for line in lines)
     assert json.loads(lines[-1])["gain"] < 1.2
 
 

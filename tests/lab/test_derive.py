@@ -11,10 +11,13 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.backend.profile_tables import Curve
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.advisor import plan
+from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.derive import derive, with_derived
 from mpissd.lab.predict.places import survey
 
@@ -145,16 +148,16 @@ def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:
 def test_a_survey_drops_no_t_silently() -> None:
     alone = probed("h200-8b-1b-T1D1")
     here = survey(EIGHT, alone, 4)
-    assert [(p.tp, p.derived is None) for p in here.placements] == [
+    judged = plan(EIGHT, HostCosts(), here.placements, 4).judged
+    assert {(c.tp, c.derived is None) for c in judged if c.mode != "ssd"} == {
         (1, True),
         (2, False),
         (4, False),
-    ]
+    }
     assert not here.unjudged
     there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
-    assert [p.tp for p in there.placements] == [1] and set(there.unjudged) == {2, 4}
-    assert "all-reduce over 4 ranks" in there.unjudged[4]
-    assert all(p.derived is None for p in survey(EIGHT, load_profile("h200"), 2).placements)
+    assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 4}
+    assert "all-reduce over 4 ranks" in there.unjudged[Family("ar", 4, 0)]
 
 
 def test_a_model_of_the_same_name_and_other_weights_is_not_derived_from() -> None:

@@ -17,7 +17,7 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import entry_of, host_of, is_derived
+from mpissd.lab.predict.hosts import derived_from, entry_of, host_of
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Placement
@@ -51,8 +51,8 @@ def job(**flags: Any) -> Job:
 
 
 def measured(config: RunConfig, profile: Profile) -> list[Placement]:
-    """Where forwards were measured, and not derived."""
-    return [place for place in placements(config, profile, 2) if place.derived is None]
+    """Where forwards were measured: at T = 1."""
+    return [place for place in placements(config, profile, 2) if place.tp == 1]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_host_costs_are_those_of_the_nearest_way_to_decode(
     profile = replace(PROFILE, hosts=HOSTS)
     found = replace(job(**flags), tp=tp)
     assert host_of(profile, found).lead_sample == pytest.approx(sample)
-    assert is_derived(profile, found) is derived
+    assert (derived_from(profile, found) is not None) is derived
     assert host_of(PROFILE, found) == FREE and entry_of(PROFILE, found) is None
-    assert not is_derived(PROFILE, found)
+    assert not derived_from(PROFILE, found)
 
 
 def test_predict_and_plan_charge_the_profile_s_host_costs() -> None:

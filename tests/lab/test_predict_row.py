@@ -84,8 +84,9 @@ def test_a_card_says_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str
     assert "827.1 tok/s predicted, 906.0 as run" in text
     print_summary(shown)  # a row from before there was this key
     print_summary({**shown, "imposed_hits": None})
-    print_summary({**shown, "imposed_hits": {**price, "branch_budget": None}})
     assert "imposed:" not in capsys.readouterr().out
+    print_summary({**shown, "imposed_hits": {**price, "branch_budget": None}})
+    assert "imposed: no fan-out of power:A=0.75,r=1.0 hits as often" in capsys.readouterr().out
 
 
 def test_sampling_is_told_apart() -> None:

@@ -14,7 +14,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
-from mpissd.lab.predict.imposed import under_default_law
+from mpissd.lab.predict.imposed import price_of, under_default_law
 
 
 def print_card(session: Session) -> None:
@@ -130,22 +130,13 @@ def print_summary(row: Row) -> None:
         ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
         lines.append(("draft", f"{_us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
     if row.hit_rate is not None:
-        lines.append(("hits", f"{row.hit_rate:.3f} of the lookups{_price(row)}"))
+        price = price_of(row.imposed_hits, row.expected_tok_per_s or 0.0)
+        told = [f"{row.hit_rate:.3f} of the lookups", price]
+        lines.append(("hits", ", ".join(filter(None, told))))
     if row.stable is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
     print(json.dumps(row.to_dict()), flush=True)
-
-
-def _price(row: Row) -> str:
-    """What the closed model predicts where the hits are not imposed, beside what it says here."""
-    price = row.imposed_hits
-    if price is None or price["branch_budget"] is None:
-        return ""
-    return (
-        f", imposed: with the {price['branch_budget']} branches that {price['hit_law']} needs, "
-        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {row.expected_tok_per_s:.1f} as run"
-    )
 
 
 def _target(row: Row) -> str:

@@ -11,12 +11,13 @@ the exhaustive search that it is held against. Everything comes from costs and l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flag_groups import MOST_DRAFTS
-from mpissd.common.rivals import Family, Others, families, other_uses
+from mpissd.common.rivals import Family, Others, other_uses
 from mpissd.lab.predict.breakeven import break_even_alpha, break_even_p_hit
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
@@ -35,6 +36,7 @@ from mpissd.lab.predict.search import (
 
 _FEW = 16  # sequences, whose configurations are cheap to evaluate
 _REFINED = 3  # coarse SSD choices that are searched finely around
+_USES = ("ssd", "without", "otherwise")  # the choices of an ExtraGpu
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class ExtraGpu:
     without: Choice | None
     otherwise: Choice | None
     replicas_tok_per_s: float | None
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether any of its choices is."""
+        return any(use and use.derived for use in (self.ssd, self.without, self.otherwise))
 
     @property
     def gain(self) -> float | None:
@@ -77,14 +84,14 @@ class ExtraGpu:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run.
+    """What to run; each choice with its label.
 
     best: most tokens a second on at most the GPUs given, of what could be judged. judged: the
     fastest of each mode, T and D; missing: what would fit, too, but could not be judged (plan's
-    unjudged T). by_method: the best of AR, SD inline, SD and SSD. alternatives: the next two ways
-    to run best's mode, with another T or K. rival: the best other use of best's GPUs (rivals.py).
-    break_even_alpha: of the best choice that drafts, break_even_p_hit: of the best SSD, each
-    against the other uses of its GPUs (see breakeven).
+    unjudged). by_method: the best of AR, SD inline, SD and SSD. alternatives: the next two ways
+    to run best's mode, with another T or K. rival: the best other use of best's GPUs (rivals.py),
+    None where something is missing. break_even_alpha: of the best choice that drafts,
+    break_even_p_hit: of the best SSD, each against the other uses of its GPUs (see breakeven).
     """
 
     best: Choice
@@ -99,6 +106,11 @@ class Advice:
     num_evaluated: int
 
     @property
+    def is_derived(self) -> bool:
+        """Whether best or its rival is."""
+        return any(use and use.derived for use in (self.best, self.rival))
+
+    @property
     def gain(self) -> float | None:
         """best / rival in tokens a second."""
         return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
@@ -109,12 +121,12 @@ def plan(
     host: HostCosts,
     places: Sequence[Placement],
     gpus: int,
-    unjudged: Collection[int] = (),
+    unjudged: Collection[Family] = (),
 ) -> Advice:
     """The advice for one batch of config.batch_size on at most `gpus` GPUs.
 
     Of `config` the laws and the batch size count; mode, K, fan-out and backup are what is sought.
-    unjudged: T on which the pair would fit, too (places.survey).
+    unjudged: what would fit, too (places.survey).
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
@@ -125,8 +137,8 @@ def plan(
         leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
         for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
             choices += search.ssd(next(p for p in places if p.tp == tp), space)
-    missing = tuple(f for tp in sorted(unjudged) for f in families(tp, gpus, MOST_DRAFTS))
-    return _advice(_Ranked(_ranked(choices), missing), laws, host, places, search.num_evaluated)
+    ranked = _Ranked(_ranked(choices), tuple(sorted(unjudged)))
+    return _labelled(_advice(ranked, laws, host, places, search.num_evaluated), places)
 
 
 @dataclass(frozen=True)
@@ -172,12 +184,28 @@ def _advice(
         missing=ranked.missing,
         by_method=tuple(_firsts(ranked.choices, lambda c: (c.mode, c.num_drafts > 0))),
         alternatives=tuple(_firsts(same, lambda c: (c.tp, c.lookahead))[1:3]),
-        rival=ranked.others(best.mode, best.gpus).best,
+        rival=None if ranked.missing else ranked.others(best.mode, best.gpus).best,
         break_even_alpha=alpha,
         break_even_p_hit=p_hit,
         extra_gpu=None if ssd is None else _extra_gpu(ssd, ranked),
         num_evaluated=num_evaluated,
     )
+
+
+def _labelled(advice: Advice, places: Sequence[Placement]) -> Advice:
+    """The advice with the label of every choice that it holds."""
+    labels = {place.tp: cache(place.label) for place in places}
+
+    def told(value: Any) -> Any:
+        if isinstance(value, Choice):
+            return replace(value, derived=labels[value.tp](value))
+        if isinstance(value, tuple):
+            return tuple(map(told, value))
+        if isinstance(value, ExtraGpu):
+            return replace(value, **{name: told(getattr(value, name)) for name in _USES})
+        return value
+
+    return replace(advice, **{f.name: told(getattr(advice, f.name)) for f in fields(advice)})
 
 
 def best_of(
@@ -205,7 +233,8 @@ class _Search:
         for place in places:
             if place.tp > self.gpus:
                 continue
-            choices.append(ar_choice(place, self.batch, self.host))
+            if place.judges(("ar", 0)):
+                choices.append(ar_choice(place, self.batch, self.host))
             choices += self.sd(place)
             choices += self.ssd(place, space)
         return choices

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.base import Cost
@@ -129,6 +130,14 @@ def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
     same device."""
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile
-    others = (load_profile(name) for name in known_profiles())
-    alike = (other for other in others if other.device_name == profile.device_name)
-    return next((other for other in alike if other.all_reduce_latency_s), profile)
+    return next((o for o in same_device(profile) if o.all_reduce_latency_s), profile)
+
+
+def same_device(profile: Profile) -> tuple[Profile, ...]:
+    """The profiles that come along for the device of this one."""
+    return tuple(o for o in _built_in() if o.device_name == profile.device_name)
+
+
+@lru_cache(maxsize=1)
+def _built_in() -> tuple[Profile, ...]:
+    return tuple(map(load_profile, known_profiles()))

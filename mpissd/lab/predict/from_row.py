@@ -20,11 +20,12 @@ from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.lab.predict.closed import expected
-from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, check_job
-from mpissd.lab.predict.derive import DERIVED, with_derived
-from mpissd.lab.predict.hosts import host_of, is_derived
+from mpissd.lab.predict.derive import with_derived
+from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.jobfile import JobFile
+from mpissd.lab.predict.label import all_derived_from, derived_from
 from mpissd.lab.predict.row import is_foretold
 
 Row = Mapping[str, Any]
@@ -84,8 +85,8 @@ def forecast_row(
         rate = _mean(job, device, host or host_of(profile, job))
     except ConfigError as error:
         return Forecast(reason=str(error))
-    derived = host is None and is_derived(profile, job)
-    return Forecast(rate, derived=derived or _is_derived(profile, drafts, job))
+    label = all_derived_from if host is None else derived_from
+    return Forecast(rate, derived=label(profile, drafts, job) is not None)
 
 
 def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
@@ -180,19 +181,3 @@ def _check_kernels(row: Row, profile: Profile) -> None:
 def device_of(name: str | None) -> str:
     """A device's name as its profile has it."""
     return (name or "").removesuffix(" (emulated)")
-
-
-def _is_derived(profile: Profile, drafts: Profile, job: Job) -> bool:
-    """Whether a forward is derived: its table says so, ends before its rows, or is none although
-    the profile was measured; or, of a modelled device, the all-reduces say so."""
-    batch = job.config.batch_size
-    parts = [(profile, Shard(job.target, job.tp), job.options, job.target_buckets())]
-    if job.draft is not None:
-        parts.append((drafts, Shard(job.draft), job.draft_options, job.draft_buckets()))
-    for known, shard, options, rows in parts:
-        found = known.tables.forward(shard.cost(rows[-1], batch, EMULATED_ITEMSIZE, options))
-        source = known.sources["all_reduce"] if found is None else found.source
-        ends = rows[-1] > found.points[-1] if found else bool(known.tables.forwards)
-        if ends or source.startswith(DERIVED):
-            return True
-    return False

@@ -9,13 +9,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.backend.profile_tables import Curve, HostEntry
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.derive import DERIVED, same_device
 
 METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, D)
+
+
+def with_hosts(profile: Profile) -> Profile:
+    """The profile with the host costs of every method that it or, labelled "derived", the profile
+    that comes along for the same device was measured with.
+
+    One without any host costs stays as it is: there the host's work is free.
+    """
+    if not profile.hosts:
+        return profile
+    added = [
+        replace(entry, source=f"{DERIVED} from profile {other.name}: {entry.source}")
+        for mode, drafts in METHODS
+        if not any(_is_way(entry, mode, drafts) for entry in profile.hosts)
+        for other in same_device(profile)[:1]
+        for entry in other.hosts
+        if _is_way(entry, mode, drafts)
+    ]
+    return replace(profile, hosts=(*profile.hosts, *added)) if added else profile
+
+
+def _is_way(entry: HostEntry, mode: str, num_drafts: int) -> bool:
+    return (entry.mode, entry.num_drafts > 0) == (mode, num_drafts > 0)
 
 
 def host_entry(
@@ -23,7 +48,7 @@ def host_entry(
 ) -> HostEntry | None:
     """The entry of this mode, with the draft in the same place (D > 0 or not), whose T, then b,
     then K are nearest; None where the profile has none of that mode and place."""
-    alike = [e for e in profile.hosts if (e.mode, e.num_drafts > 0) == (mode, num_drafts > 0)]
+    alike = [entry for entry in profile.hosts if _is_way(entry, mode, num_drafts)]
 
     def distance(entry: HostEntry) -> tuple[int, float, int]:
         ratio = abs(math.log2(entry.batch_size / batch_size))
@@ -39,7 +64,8 @@ def entry_of(profile: Profile, job: Job) -> HostEntry | None:
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
-    """A job's host costs by the profile; no costs where it has none."""
+    """A job's host costs by the profile (with_hosts); no costs where none are known."""
+    profile = with_hosts(profile)
     return costs_at(profile, entry_of(profile, job), job.config.batch_size)
 
 
@@ -74,10 +100,14 @@ def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
     return {"keys": max(0.0, none), "keys_lane": slope}
 
 
-def is_derived(profile: Profile, job: Job) -> bool:
-    """Whether a profile's host costs of a job stand on another T or on a stated rule, and not on a
-    measurement; False where it has no host costs at all."""
-    entry = entry_of(profile, job)
+def derived_from(profile: Profile, job: Job) -> str | None:
+    """From what the host costs of a job are derived, beginning with "derived": another T, a stated
+    rule, or nothing at all; None: they were measured, or the profile has no host costs."""
+    entry = entry_of(with_hosts(profile), job)
+    if entry is None and profile.hosts:
+        return f"{DERIVED}: host costs of {job.config.mode} are not known"
     if entry is None:
-        return bool(profile.hosts)
-    return entry.tp != job.tp or entry.source.startswith("derived")
+        return None
+    if entry.source.startswith(DERIVED):
+        return entry.source
+    return f"{DERIVED}: host costs of T={entry.tp}" if entry.tp != job.tp else None

@@ -49,3 +49,15 @@ def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, An
     rate = float(expected(honest, device, host).tok_per_s[0])
     budget = sum(honest.fan_out)
     return {"hit_law": label, "branch_budget": budget, "expected_tok_per_s": rate}
+
+
+def price_of(price: dict[str, Any] | None, imposed_tok_per_s: float) -> str:
+    """What is said of imposed_hits beside the rate with imposed hits; "" where none are imposed."""
+    if price is None:
+        return ""
+    if price["branch_budget"] is None:
+        return f"imposed: no fan-out of {price['hit_law']} hits as often"
+    return (
+        f"imposed: with the {price['branch_budget']} branches that {price['hit_law']} needs, "
+        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {imposed_tok_per_s:.1f} as run"
+    )

@@ -8,25 +8,29 @@ from dataclasses import dataclass, replace
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flag_groups import MOST_DRAFTS
+from mpissd.common.rivals import Family, families
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
-from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, forwards_of_any_job
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards_of_any_job
 from mpissd.lab.predict.coverage import check_device
-from mpissd.lab.predict.derive import DERIVED, with_derived
-from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry
-from mpissd.lab.predict.laws import MOST_LOOKAHEAD
-from mpissd.lab.predict.search import Placement
+from mpissd.lab.predict.derive import with_derived
+from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry, with_hosts
+from mpissd.lab.predict.label import all_derived_from
+from mpissd.lab.predict.laws import MOST_LOOKAHEAD, cut_law
+from mpissd.lab.predict.search import Choice, Placement
 
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Where a pair can run. unjudged: why no forward is known, by each T that would fit, too."""
+    """Where a pair can run. unjudged: why a use that would fit has no forwards or host costs;
+    too_large: uses (D of 0 and 1) that the memory does not hold."""
 
     placements: tuple[Placement, ...]
-    unjudged: Mapping[int, str]
+    unjudged: Mapping[Family, str]
+    too_large: tuple[Family, ...] = ()
 
 
 def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
@@ -36,45 +40,87 @@ def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement
 
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Every T that divides and fits the profile's memory: as measured or modelled, else derived
-    (derive.py), else among the unjudged.
+    (derive.py), else among the unjudged; likewise host costs (hosts.with_hosts).
 
     ConfigError where nothing can be judged: what the profile covers, or what is wrong with the
     last T.
     """
     found: list[Placement] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
-    unjudged: dict[int, ConfigError] = {}
+    unjudged: dict[Family, str] = {}
+    large: list[Family] = []
+    profile = with_hosts(profile)
     for tp in range(1, gpus + 1):
+        large += _too_large(config, profile, tp, gpus)
         try:
             _resolved(config, "ar", tp, 0, profile)
         except ConfigError as error:
             reason = error
             continue
         try:
-            device, derived = device_costs(config, profile, tp)
+            place = _placement(config, profile, tp, gpus)
         except ConfigError as error:
-            unjudged[tp] = error
+            unjudged |= dict.fromkeys(families(tp, gpus, MOST_DRAFTS), str(error))
             continue
-        most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # more would have no sequence
-        drafts = tuple(d for d in range(1 + most) if _fits(config, tp, d, profile))
-        found.append(Placement(tp, device, drafts, derived, _hosts(config, profile, tp)))
-    if not found:
-        raise next(iter(unjudged.values()), reason)
-    return Survey(tuple(found), {tp: str(error) for tp, error in unjudged.items()})
+        found.append(place)
+        unjudged |= {
+            family: f"profile {profile.name} has no host costs of {family.mode.upper()}"
+            for family in families(tp, gpus, max(place.num_drafts, default=0))
+            if not place.judges((family.mode, family.num_drafts))
+        }
+    if not any(place.judges(method) for place in found for method in METHODS):
+        raise ConfigError(next(iter(unjudged.values()), str(reason)))
+    return Survey(tuple(found), unjudged, tuple(large))
 
 
-def device_costs(config: RunConfig, profile: Profile, tp: int) -> tuple[DeviceCosts, str | None]:
+def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+    """T target ranks. ConfigError: their forwards are not known."""
+    device = device_costs(config, profile, tp)
+    most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # more would have no sequence
+    drafts = tuple(d for d in range(1 + most) if _fits(config, Family("sd", tp, d), profile))
+    hosts = _hosts(config, profile, tp)
+
+    def label(choice: Choice) -> str | None:
+        job = job_of(config, choice)
+        known = with_derived(profile, Shard(job.target, tp), config.batch_size, job.options)
+        return all_derived_from(known, known, job)
+
+    return Placement(tp, device, drafts, label, hosts)
+
+
+def job_of(config: RunConfig, choice: Choice) -> Job:
+    """The job that a choice is under the laws and options of `config`."""
+    if choice.mode == "ar":
+        return _resolved(config, "ar", choice.tp, 0, None)
+    config = replace(
+        config,
+        mode=choice.mode,
+        num_drafts=choice.num_drafts,
+        lookahead=choice.lookahead,
+        alpha=None,
+        acceptance=cut_law(config.acceptance_text, choice.lookahead),
+        acceptance_fast=cut_law(config.acceptance_fast, choice.lookahead),
+    )
+    if choice.fan_out is not None:
+        config = replace(
+            config,
+            fan_out=choice.fan_out,
+            backup=choice.backup,
+            backup_lookahead=choice.backup_lookahead,
+            on_late=choice.on_late,
+        )
+    return resolve(config, choice.tp, backend="emulated", memory_bytes=None)
+
+
+def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     """Returns the profile's forwards at every row count that a search may ask for.
 
-    With them comes what the target's forwards were derived from (None: they were not). Raises
-    ConfigError: a probed profile does not cover them, or all-reduces over T ranks are not known.
-
     A lane reads its own KV, which K decides: here as of the middle K for all of them (off by less
-    than 2% of a draft step of 8b/1b with 24 branches).
+    than 2% of a draft step of 8b/1b with 24 branches). ConfigError: a probed profile doesn't cover
+    them, or all-reduces over T ranks are not known.
     """
     batch = config.batch_size
-    job = _resolved(config, "sd", tp, 1, replace(profile, memory_bytes=None))
-    job = replace(job, lookahead=MOST_LOOKAHEAD // 2)
+    job = replace(_resolved(config, "sd", tp, 1, None), lookahead=MOST_LOOKAHEAD // 2)
     assert job.draft is not None, "a pair without a draft"
     target, draft = Shard(job.target, tp), Shard(job.draft)
     profile = with_derived(profile, target, batch, job.options)
@@ -82,13 +128,12 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> tuple[DeviceCo
     widths, lanes = (_row_counts(batch, most) for most in (MOST_LOOKAHEAD + 1, _MOST_BRANCHES))
     verify = forwards_of_any_job(profile, target, widths, batch, job.options)
     drafts = forwards_of_any_job(profile, draft, lanes, batch, job.draft_options)
-    known = profile.tables.forward(target.cost(1, batch, EMULATED_ITEMSIZE, job.options))
-    source = "" if known is None else known.source
-    return DeviceCosts(verify, drafts), source if source.startswith(DERIVED) else None
+    return DeviceCosts(verify, drafts)
 
 
-def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int], HostCosts]:
-    """The host's costs of every method, where the profile has them."""
+def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int], HostCosts | None]:
+    """The host's costs of every method, None where they are not known; empty where the profile has
+    none at all."""
     if not profile.hosts:
         return {}
     batch = config.batch_size
@@ -96,7 +141,10 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
         (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead)
         for mode, drafts in METHODS
     }
-    return {way: costs_at(profile, entry, batch) for way, entry in entries.items()}
+    return {
+        way: None if entry is None else costs_at(profile, entry, batch)
+        for way, entry in entries.items()
+    }
 
 
 def _row_counts(batch: int, most: int) -> list[int]:
@@ -105,18 +153,26 @@ def _row_counts(batch: int, most: int) -> list[int]:
     return sorted(multiples | {1 << n for n in range((batch * most).bit_length())})
 
 
-def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile) -> Job:
-    """The pair of `config` under another mode; its laws don't matter here."""
+def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile | None) -> Job:
+    """The pair of `config` under another mode; its laws don't matter here. profile: whose memory
+    has to hold it (None: any)."""
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
     wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
     wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3")
-    return resolve(wanted, tp, backend="emulated", memory_bytes=profile.memory_bytes)
+    memory = None if profile is None else profile.memory_bytes
+    return resolve(wanted, tp, backend="emulated", memory_bytes=memory)
 
 
-def _fits(config: RunConfig, tp: int, drafts: int, profile: Profile) -> bool:
+def _fits(config: RunConfig, family: Family, profile: Profile | None) -> bool:
     try:
-        _resolved(config, "sd", tp, drafts, profile)
+        _resolved(config, family.mode, family.tp, family.num_drafts, profile)
     except ConfigError:
         return False
     return True
+
+
+def _too_large(config: RunConfig, profile: Profile, tp: int, gpus: int) -> list[Family]:
+    """The uses of T target ranks that its memory alone rules out."""
+    free = (family for family in families(tp, gpus) if _fits(config, family, None))
+    return [family for family in free if not _fits(config, family, profile)]

@@ -1,4 +1,5 @@
-"""The advice again, under the hits of a real pair: no claim rests on the assumed hit law alone."""
+"""What stands beside an advice whose hits are not measured: the same under the hits of a real pair,
+or, where hits are imposed, their price."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
+from mpissd.common.rivals import Family
 from mpissd.lab.predict.advisor import ExtraGpu, plan
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.search import Placement
+from mpissd.lab.predict.imposed import imposed_hits, price_of
+from mpissd.lab.predict.places import job_of
+from mpissd.lab.predict.search import Choice, Placement
 
 _HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
 
@@ -25,6 +29,7 @@ class RealHits:
     def __str__(self) -> str:
         ssd, gain = self.extra.ssd, self.extra.gain_at_equal_gpus
         over = "" if gain is None else f", {gain:.3f}× the best other use of as many GPUs"
+        over += " (derived)" * self.extra.is_derived
         what = f"{self.hit_law} ({REAL_PAIRS[self.hit_law].prompts})"
         return f"{what}: SSD {ssd.tok_per_s:.1f} tok/s, hit rate {ssd.hit_rate:.2f}{over}"
 
@@ -43,7 +48,7 @@ def real_hits(
     host: HostCosts,
     places: Sequence[Placement],
     gpus: int,
-    unjudged: Collection[int] = (),
+    unjudged: Collection[Family] = (),
 ) -> list[RealHits]:
     """The best SSD under every measured pair's hits; none where `config` says a hit law itself."""
     if any(getattr(config, name) is not None for name in _HITS):
@@ -57,3 +62,12 @@ def lines(found: Sequence[RealHits]) -> list[str]:
     """What `plan` prints of them."""
     title = f"predicted with hits as {SOURCE}:"
     return [title, *(f"  {hits}" for hits in found)] if found else []
+
+
+def price_line(config: RunConfig, ssd: Choice | None, places: Sequence[Placement]) -> str:
+    """The price of an imposed p_hit, of the best SSD; "" where none is imposed."""
+    if ssd is None or config.p_hit is None:
+        return ""
+    place = next(place for place in places if place.tp == ssd.tp)
+    host = place.host(ssd.method, HostCosts())
+    return price_of(imposed_hits(job_of(config, ssd), place.device, host), ssd.tok_per_s)

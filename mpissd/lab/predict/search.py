@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,19 +24,29 @@ from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
 
 @dataclass(frozen=True)
 class Placement:
-    """T target ranks and their forwards; hosts: the host's costs by (mode, D of 0 or 1), where they
-    are known."""
+    """T target ranks and their forwards.
+
+    label: from what a choice here is derived, None where its parts were measured. hosts: the host's
+    costs by (mode, D of 0 or 1), None where they are not known; {}: as the search is told.
+    """
 
     tp: int
     device: DeviceCosts
     num_drafts: tuple[int, ...] = (0, 1)  # the D that this machine has memory for
-    derived: str | None = None  # from what the target's forwards were; None: they were not
-    hosts: Mapping[tuple[str, int], HostCosts] = field(default_factory=dict)
+    label: Callable[[Choice], str | None] = lambda _: None
+    hosts: Mapping[tuple[str, int], HostCosts | None] = field(default_factory=dict)
 
     def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
-        """The host's costs of a method (mode, D)."""
+        """The host's costs of a method (mode, D) that it judges."""
         mode, drafts = method
-        return self.hosts.get((mode, min(drafts, 1)), otherwise)
+        found = self.hosts.get((mode, min(drafts, 1)), otherwise)
+        assert found is not None, method
+        return found
+
+    def judges(self, method: tuple[str, int]) -> bool:
+        """Whether the host's costs of a method are known."""
+        mode, drafts = method
+        return self.hosts.get((mode, min(drafts, 1)), HostCosts()) is not None
 
 
 _POLICIES = ((False, False), (False, True), (True, False), (True, True))
@@ -74,7 +84,8 @@ ROUGH = Space(  # of many sequences: a cell takes as long as the number of them 
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration and what is expected of it; derived: as of its placement."""
+    """One configuration and what is expected of it; derived: as its placement's label has it, in
+    what an advice holds."""
 
     mode: str
     tp: int
@@ -145,7 +156,6 @@ class Group:
             tok_per_s=float(found.tok_per_s[index]),
             round_us=float(found.round_s[index]) * 1e6,
             hit_rate=float(found.hit_rate[index]) if self.fan_out[index] is not None else None,
-            derived=self.place.derived,
         )
 
 
@@ -154,7 +164,7 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
     found = expect_ar(batch, place.device, place.host(("ar", 0), host))
     rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
     nothing = None, "jit", 0, "finish"
-    return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None, place.derived)
+    return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None)
 
 
 def sd_groups(
@@ -162,7 +172,7 @@ def sd_groups(
 ) -> Iterator[Group]:
     """SD, inline and on every D: drafting K tokens is all it can do."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
-        if lookahead <= len(laws.hazards):
+        if lookahead <= len(laws.hazards) and place.judges(("sd", drafts)):
             cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
             yield Group(("sd", drafts), place, cells, (None,))
 
@@ -172,6 +182,8 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
     texts = space.fan_outs if laws.hit.p_hit is None else ("uniform:1",)
     for lookahead in space.lookaheads:
         if 1 not in place.num_drafts or lookahead > len(laws.hazards):
+            continue
+        if not place.judges(("ssd", 1)):
             continue
         ways = itertools.product(texts, _backups(space, lookahead), space.policies)
         rows = [

@@ -1,0 +1,53 @@
+"""What of a prediction no probe measured, and from which rule it comes: one label for `plan` and
+`predict --rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.job import Job
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict import hosts
+from mpissd.lab.predict.costs import EMULATED_ITEMSIZE
+from mpissd.lab.predict.derive import DERIVED
+
+
+def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
+    """From what the job's forwards are derived, beginning with "derived"; None: they are not.
+
+    profile: with the target's forward (derive.with_derived). drafts: of the draft ranks' device. A
+    forward is derived where its table says so, ends before the job's rows, or is none although the
+    profile was measured; of a modelled device, where the all-reduces say so.
+    """
+    return "; ".join(dict.fromkeys(_forwards(profile, drafts, job))) or None
+
+
+def all_derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
+    """The same of the forwards and of the target profile's host costs."""
+    found = derived_from(profile, drafts, job), hosts.derived_from(profile, job)
+    return "; ".join(filter(None, found)) or None
+
+
+def _forwards(profile: Profile, drafts: Profile, job: Job) -> Iterator[str]:
+    target = Shard(job.target, job.tp)
+    yield from _forward(profile, target, job.options, job.target_buckets()[-1], job)
+    if job.draft is not None:
+        draft, rows = Shard(job.draft), job.draft_buckets()[-1]
+        yield from _forward(drafts, draft, job.draft_options, rows, job)
+
+
+def _forward(
+    known: Profile, shard: Shard, options: ForwardOptions, rows: int, job: Job
+) -> Iterator[str]:
+    """Nothing where it was measured, or the profile models it."""
+    batch = job.config.batch_size
+    found = known.tables.forward(shard.cost(rows, batch, EMULATED_ITEMSIZE, options))
+    source = known.sources["all_reduce"] if found is None else found.source
+    if source.startswith(DERIVED):
+        yield source
+    elif found is not None and rows > found.points[-1]:
+        told = f"{rows} rows of {shard.shape.name}, measured up to {found.points[-1]}"
+        yield f"{DERIVED}: {told}"
+    elif found is None and known.tables.forwards:
+        yield f"{DERIVED}: {shard.key(batch, options)} not measured, by the profile's numbers"
