@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mpissd.common.row import Row
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
@@ -79,13 +80,13 @@ def test_a_card_says_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str
     )
     price = {"hit_law": "power:A=0.75,r=1.0", "branch_budget": 40, "expected_tok_per_s": 827.1}
     shown = {**row, "hit_rate": 0.9, "expected_tok_per_s": 906.0}
-    print_summary({**shown, "imposed_hits": price})
+    print_summary(Row.from_dict({**shown, "imposed_hits": price}))
     assert "imposed: with the 40 branches" in (text := capsys.readouterr().out)
     assert "827.1 tok/s predicted, 906.0 as run" in text
-    print_summary(shown)  # a row from before there was this key
-    print_summary({**shown, "imposed_hits": None})
+    print_summary(Row.from_dict(shown))  # a row from before there was this key
+    print_summary(Row.from_dict({**shown, "imposed_hits": None}))
     assert "imposed:" not in capsys.readouterr().out
-    print_summary({**shown, "imposed_hits": {**price, "branch_budget": None}})
+    print_summary(Row.from_dict({**shown, "imposed_hits": {**price, "branch_budget": None}}))
     assert "imposed: no fan-out of power:A=0.75,r=1.0 hits as often" in capsys.readouterr().out
 
 

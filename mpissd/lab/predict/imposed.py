@@ -6,6 +6,7 @@ than any law would let it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +52,7 @@ def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, An
     return {"hit_law": label, "branch_budget": budget, "expected_tok_per_s": rate}
 
 
-def price_of(price: dict[str, Any] | None, imposed_tok_per_s: float) -> str:
+def price_of(price: Mapping[str, Any] | None, imposed_tok_per_s: float) -> str:
     """What is said of imposed_hits beside the rate with imposed hits; "" where none are imposed."""
     if price is None:
         return ""
