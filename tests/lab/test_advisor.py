@@ -209,7 +209,7 @@ def test_forwards_of_a_search_are_those_of_a_job() -> None:
     that of K = 8 or 9."""
     profile = load_profile("a100-80")
     config = RunConfig(pair="8b/1b", batch_size=3, context=1024)
-    device, _ = device_costs(config, profile, 2)
+    device = device_costs(config, profile, 2)
     for fan_out, lookahead in product(fan_outs((1, 7), (24,)), (1, 9, 16)):
         job = resolve(replace(config, lookahead=lookahead, fan_out=fan_out), 2, backend="emulated",
                       memory_bytes=None)  # fmt: skip

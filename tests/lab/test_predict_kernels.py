@@ -84,7 +84,7 @@ def test_a_plan_expects_of_a_configuration_what_predict_expects(
 ) -> None:
     flags = {"lookahead": lookahead, "batch_size": batch}
     found = job(mode="ssd", fan_out=fan_out, **flags)
-    any_job, _ = device_costs(found.config, PROFILE, 1)
+    any_job = device_costs(found.config, PROFILE, 1)
     for one in (found, job(mode="sd", num_drafts=0, **flags), job(mode="ar", batch_size=batch)):
         own = DeviceCosts.from_profile(PROFILE, one)
         rates = [float(expected(one, costs, FREE).tok_per_s[0]) for costs in (any_job, own)]
