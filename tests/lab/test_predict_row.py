@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.row import Row
 from mpissd.common.config import RunConfig
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.measure.card import print_summary
