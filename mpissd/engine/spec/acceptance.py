@@ -1,15 +1,15 @@
-"""What the laws of a synthetic workload say: how many drafted tokens are accepted, and what hits.
+"""The laws of a synthetic workload: how many drafted tokens are accepted, and which outcomes hit.
 
-acceptance  alpha:0.8          every token with 0.8 (0.8 alone says the same)
-            rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
-            marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also as vLLM
-                               and SGLang tell them (spec/histogram.py)
-hits        p_hit:.9             imposed: every outcome with .9, whatever the fan-out (from 1 on)
-            power:A=.75,r=1      miss(F) = min(1, A·F^{−r})
-            power:A=.64/.23,r=.4/.5    apart behind a rejection / where every served token was
-                                 accepted
-            smollm2-own, …       as measured on a real pair (mpissd/common/real_pairs.py)
+acceptance  alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
+            rates:.9,.8,…      K hazards P(x_i accepted
+
+x_1..x_{i−1} accepted)~            marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as
+vLLM logs them~            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted,
+also in the~                               formats of vLLM and SGLang (spec/histogram.py)~hits
+p_hit:.9             imposed: every outcome hits with probability .9 if F_k ≥ 1~
+power:A=.75,r=1      miss(F) = min(1, A·F^{−r})~            power:A=.64/.23,r=.4/.5    one law after
+a rejection / another where every served token~                                 was accepted~
+smollm2-own, …       measured on a real pair (mpissd/common/real_pairs.py)
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ from mpissd.engine.spec.histogram import read_histogram
 
 Ints = NDArray[np.int32]
 
-NEVER = 2**31 - 1  # the rank of a bonus token that no fan-out reaches
+NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
 DEFAULT_HIT_A, DEFAULT_HIT_R = ASSUMED.hit_a[0], ASSUMED.hit_r[0]
 
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """hazards a_1..a_K: P(x_i accepted | x_1..x_{i−1} accepted); ConfigError outside 0..1."""
+    """Acceptance hazards a_1..a_K: P(x_i accepted
+
+    x_1..x_{i−1} accepted).
+
+    Raises ConfigError for a hazard outside 0..1.
+    """
 
     hazards: tuple[float, ...]
     label: str
@@ -47,24 +52,25 @@ class AcceptanceLaw:
             _probability(f"acceptance {self.label!r}", rate)
 
     def probabilities(self) -> tuple[float, ...]:
-        """P(k accepted) for k = 0..K."""
+        """Returns P(k accepted) for k = 0..K."""
         return accept_probabilities(self.hazards)
 
     @property
     def mean_accepted(self) -> float:
-        """Mean k, 0..K."""
+        """The mean number of accepted tokens, 0..K."""
         return math.fsum(k * p for k, p in enumerate(self.probabilities()))
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a round, bonus included."""
+        """The mean number of tokens a round, including the bonus token."""
         return 1.0 + self.mean_accepted
 
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
-    """The law that `text` names, for K = lookahead; its label is the text in its long form.
+    """Returns the acceptance law that `text` names, for K = lookahead.
 
-    K = 0 drafts nothing and takes a list of any length. ConfigError names what is wrong.
+    The law's label is `text` in its long form. With K = 0 nothing is drafted, and a list of any
+    length is allowed. Raises ConfigError, naming the value and what is allowed.
     """
     kind, colon, values = text.strip().partition(":")
     if not colon:
@@ -85,9 +91,10 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
-    """a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k, i = 1..K; 0 beyond the counts' last k and after a 0.
+    """Converts counts c_k of rounds with k accepted tokens into K hazards.
 
-    Counts that reach beyond K are read as "at least K accepted": truncation loses nothing.
+    a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k for i = 1..K, and 0 beyond the last k counted and after a 0. A
+    round with more than K accepted tokens counts as one that accepted all K.
     """
     at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
     pairs = pairwise(at_least[: lookahead + 1])
@@ -95,12 +102,15 @@ def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
 
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
-    """k per sequence: leading i with drafts[:, i] = stream[:, i], at most num_draft.
+    """Counts the accepted tokens k of each sequence: the leading i where drafts[:, i] = stream[:,
+    i].
 
-    drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b]. Returns int32 [b].
+    drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b], an upper bound of k.
+    Returns int32 [b].
     """
     batch, lookahead = drafts.shape
-    ends = np.ones((batch, lookahead + 1), np.bool_)  # where the run of matches is over
+    # True where the run of matches ends; column K is always True.
+    ends = np.ones((batch, lookahead + 1), np.bool_)
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
     run: Ints = ends.argmax(axis=1).astype(np.int32)
     return np.minimum(run, num_draft)
@@ -108,10 +118,12 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class HitLaw:
-    """The rank, from 1, of the true bonus token among the draft's candidates, from a uniform u.
+    """Draws the true bonus token's rank among the draft's candidates (1 is the first) from a
+    uniform u.
 
-    Imposed: rank 1 with p_hit, else NEVER. Power law: P(rank ≤ F) = 1 − min(1, A·F^{−r}).
-    end_a, end_r: of a bonus behind tokens that were all accepted; None: as behind a rejection.
+    With p_hit set, the rank is 1 with that probability and NEVER otherwise. Else it follows a power
+    law, P(rank ≤ F) = 1 − min(1, A·F^{−r}). end_a and end_r apply where every served token was
+    accepted; None means the same law as after a rejection.
     """
 
     label: str
@@ -132,26 +144,28 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (all served tokens accepted) that this law tells apart."""
+        """The values of `end` (every served token accepted) for which this law differs."""
         return (False,) if self.end_a is None else (False, True)
 
     def _power(self, end: bool) -> tuple[float, float]:
-        """(A, r) behind a rejection, or at the end."""
+        """Returns (A, r) after a rejection (end=False), or where every served token was accepted
+        (True)."""
         if not end or self.end_a is None or self.end_r is None:
             return self.hit_a, self.hit_r
         return self.end_a, self.end_r
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """A_k and r_k for k = 0 … K accepted of `served` tokens, as the fan-out takes them."""
+        """Returns A_k and r_k for k = 0..K accepted of `served` tokens, in the form the fan-out
+        takes."""
         each = [self._power(k >= served) for k in range(lookahead + 1)]
         return tuple(a for a, _ in each), tuple(r for _, r in each)
 
     def rank(self, u: float, end: bool = False) -> int:
-        """Rank for one u in [0, 1)."""
+        """Returns the rank for one u in [0, 1)."""
         return int(self.ranks(np.array([u]), end)[0])
 
     def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Ranks, of the shape of u; from 1 to NEVER."""
+        """Returns the ranks for an array u, in the same shape; each is from 1 to NEVER."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
         a, r = self._power(end)
@@ -160,18 +174,19 @@ class HitLaw:
         return np.where(u > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
 
     def hit_probability(self, fan_out: float, end: bool = False) -> float:
-        """P(the bonus token is among the first F candidates)."""
+        """Returns P(the bonus token is among the first F candidates)."""
         if self.p_hit is None:
             return 1.0 - power_law_miss(fan_out, *self._power(end))
         return self.p_hit if fan_out >= 1 else 0.0
 
     def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
-        """hit_probability of F = 0 … widest behind a rejection and at the end, [2, widest + 1]."""
+        """Returns hit_probability for F = 0..widest after a rejection and at the end, [2, widest +
+        1]."""
         counts = range(widest + 1)
         return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
 
     def check_fan_out(self, fan_out: tuple[int, ...]) -> None:
-        """ConfigError where a hit is imposed on an outcome that keeps no candidate."""
+        """Raises ConfigError if hits are imposed (p_hit) on an outcome that keeps no candidate."""
         if self.p_hit and not all(fan_out):
             raise ConfigError(
                 f"p_hit={self.p_hit} with fan_out {fan_out}: allowed: every F_k from 1"
@@ -181,8 +196,11 @@ class HitLaw:
 def resolve_hit_law(
     p_hit: float | None, hit_a: float | None, hit_r: float | None, text: str | None = None
 ) -> HitLaw:
-    """Imposed hits, the power law with its defaults where A or r is None, or what `text` names;
-    not two of them."""
+    """Returns the hit law of the flags: imposed hits, a power law, or the law that `text` names.
+
+    A or r of the power law takes its default where it is None. Raises ConfigError if the flags name
+    more than one law.
+    """
     if text is not None:
         if not p_hit is hit_a is hit_r is None:
             flags = f"p_hit={p_hit}, hit_a={hit_a}, hit_r={hit_r}"
@@ -201,7 +219,10 @@ _POWER = re.compile(r"A=([^/,]+)(?:/([^/,]+))?,r=([^/,]+)(?:/([^/,]+))?")
 
 
 def named_hit_law(text: str) -> HitLaw:
-    """The law that a text names, which may be a row's hit_law; its label is the numbers."""
+    """Returns the hit law that `text` names; its label holds the numbers.
+
+    `text` may also be the hit_law of a result row.
+    """
     kind, _, values = text.strip().partition(":")
     if text.strip() in REAL_PAIRS:
         pair = REAL_PAIRS[text.strip()]
@@ -219,7 +240,10 @@ def named_hit_law(text: str) -> HitLaw:
 
 
 def _power_law(numbers: Sequence[float | None]) -> HitLaw:
-    """The law of A, A at the end, r, r at the end (None at the ends: as behind a rejection)."""
+    """Returns the power law of (A, A at the end, r, r at the end).
+
+    None in the two end values means the same law as after a rejection.
+    """
     a, end_a, r, end_r = numbers
     ends = ("", "") if end_a is None else (f"/{end_a}", f"/{end_r}")
     assert a is not None and r is not None, numbers
@@ -236,7 +260,7 @@ def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:
 
 
 def _conditional(label: str, marginal: tuple[float, ...]) -> tuple[float, ...]:
-    """Hazards a_i = m_i / m_{i−1}, m_0 = 1, and 0 after a 0."""
+    """Converts unconditional rates m_i into hazards a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a 0."""
     before = (1.0, *marginal[:-1]) if marginal else ()
     if any(rate > previous for previous, rate in zip(before, marginal, strict=True)):
         raise ConfigError(f"acceptance {label!r}: allowed: rates that never rise")
@@ -258,6 +282,6 @@ def _is_number(value: str) -> bool:
 
 
 def _probability(what: str, value: float) -> float:
-    if not 0 <= value <= 1:  # refuses NaN as well
+    if not 0 <= value <= 1:  # This comparison refuses NaN as well.
         raise ConfigError(f"{what}: {value}: allowed: 0 to 1")
     return value

@@ -1,13 +1,13 @@
-"""Estimates while decoding, and the fan-out that they ask for.
+"""Estimates hazards and hit laws while decoding, and allots the fan-out from them.
 
-All that is read is what was committed: how many tokens were accepted of how many, what drafted
-them, and the rank of the committed bonus token among the candidates kept [Kumar, Dao, May 2026,
-theorem 12 and its F_k, here by exact whole numbers]. That leaves SSD lossless: what is kept decides
-only what a hit is, never what is proposed.
+The inputs are committed outcomes alone: how many tokens were accepted of how many, what drafted
+them, and the rank of the committed bonus token among the candidates kept. So SSD stays lossless:
+the fan-out decides what hits, never what is proposed. The allotment solves theorem 12 of Kumar, Dao
+(May 2026) in whole numbers.
 
-Memory is a window of whole outcomes. Against exponential forgetting it costs less a round (a copy,
-no arithmetic), forgets a change of text entirely, and its counts are whole numbers, so that every
-draft rank that saw the same outcomes allots the same fan-out.
+Outcomes are kept in a window of fixed size. Compared with exponential forgetting, a window costs
+less each round (a copy, no arithmetic), forgets a change of text entirely, and has whole counts, so
+that all draft ranks, which see the same outcomes, allot the same fan-out.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ from mpissd.common.theory import accept_probabilities
 from mpissd.engine.spec.fanout import MAX_BRANCHES, FanOuts, optimal_fan_out
 from mpissd.engine.spec.fit import Group, PowerLawFit, fit_power_law, shrunk_power_laws
 
-WINDOW = 2048  # outcomes: a hazard of .8 that every one of them tells of is known to ±.009
-PRIOR_COUNT = 4.0  # outcomes that a prior hazard weighs as many as, at least
+WINDOW = 2048  # Outcomes. If all of them reach a position, a hazard of .8 is known to ±.009.
+PRIOR_COUNT = 4.0  # The least weight of a prior hazard, in outcomes.
 _MOST_PRIOR_COUNT = 500.0
-_ACCEPTED, _NUM_DRAFT, _SOURCE, _HIT, _RANK, _LIMIT = range(6)  # the fields of Seen
+# The fields of Seen, as row numbers.
+_ACCEPTED, _NUM_DRAFT, _SOURCE, _HIT, _RANK, _LIMIT = range(6)
 _DRAFTED_FAST = int(Source.FAST)
 Counts = NDArray[np.int64]
 Whole = NDArray[np.integer[Any]]
 
 
 class Seen(NamedTuple):
-    """One round's outcomes, each [b]: k accepted of num_draft tokens from `source` (hit: cached);
-    the rank of the bonus among the `limit` candidates that were kept at k, 0: not among them."""
+    """One round's outcomes, each field [b].
+
+    `accepted` of `num_draft` tokens that `source` drafted were accepted; `hit` is whether they came
+    from the cache. `rank` is the bonus token's rank among the `limit` candidates kept for k =
+    accepted, or 0 if it was not among them.
+    """
 
     accepted: Whole
     num_draft: Whole
@@ -46,9 +51,10 @@ class Seen(NamedTuple):
 
 
 class OutcomeEstimator:
-    """Hazards of acceptance and power laws of the bonus's rank, from the last `window` outcomes.
+    """Estimates acceptance hazards and the power laws of the bonus token's rank.
 
-    Tokens of the draft model (CACHE, JIT) and FAST tokens are told apart.
+    It uses the last `window` outcomes, and keeps the draft model's tokens (CACHE, JIT) apart from
+    FAST tokens.
     """
 
     def __init__(
@@ -58,13 +64,14 @@ class OutcomeEstimator:
         prior_fast: Sequence[float] | None = None,
         window: int = WINDOW,
     ) -> None:
-        """prior_hazards, prior_fast (default: the same): K hazards each, in 0..1.
+        """Takes K prior hazards in 0..1 for the draft model's tokens, and for FAST (default: the
+        same).
 
-        ConfigError: another number of them, or a window below 1.
+        Raises ConfigError for another number of hazards, or for a window below 1.
         """
         priors = (tuple(prior_hazards), tuple(prior_hazards if prior_fast is None else prior_fast))
         for prior in priors:
-            accept_probabilities(prior)  # refuses what is no probability
+            accept_probabilities(prior)  # Raises ConfigError for a hazard outside 0..1.
             if len(prior) != lookahead:
                 raise ConfigError(
                     f"prior hazards {prior}: allowed: lookahead = {lookahead} of them"
@@ -73,10 +80,10 @@ class OutcomeEstimator:
             raise ConfigError(f"window={window}: allowed: at least 1")
         self._priors, self._width = priors, lookahead + 1
         self._rows = np.zeros((6, window), np.int32)
-        self._seen = 0  # outcomes, ever
+        self._seen = 0  # Outcomes since the start.
 
     def observe(self, seen: Seen) -> None:
-        """Takes in a round."""
+        """Adds one round's outcomes to the window."""
         window, done, batch = self._rows.shape[1], 0, len(seen.accepted)
         while done < batch:
             at = self._seen % window
@@ -89,18 +96,22 @@ class OutcomeEstimator:
 
     @property
     def count(self) -> int:
-        """Outcomes in the window."""
+        """The number of outcomes in the window."""
         return min(self._seen, self._rows.shape[1])
 
     def hazards(self, *, fast: bool = False) -> tuple[float, ...]:
-        """P(x_i accepted | x_1..x_{i−1} accepted), i = 1..K.
+        """Returns P(x_i accepted
 
-        Positions are pulled to the prior with its rejections scaled to those of all positions
-        together, as if by c outcomes each: c from how far the positions' rates lie apart beyond
-        chance (their χ²), PRIOR_COUNT at least. No outcomes: the prior.
+        x_1..x_{i−1} accepted) for i = 1..K.
+
+        Each position's rate is drawn towards the prior, whose rejections are first scaled to the
+        overall rejection rate. The prior weighs c outcomes: c follows from how much the positions
+        differ beyond chance (χ²), and is at least PRIOR_COUNT. Without outcomes the result is the
+        prior.
         """
         table = self._tables()[:, int(fast)].sum(axis=0)  # [num_draft, accepted]
-        beyond = table[::-1, ::-1].cumsum(axis=0).cumsum(axis=1)[::-1, ::-1]  # at least so many
+        # [num_draft, accepted], outcomes with at least so many of both
+        beyond = table[::-1, ::-1].cumsum(axis=0).cumsum(axis=1)[::-1, ::-1]
         reached, passed = beyond[1:, :-1].diagonal(), beyond[1:, 1:].diagonal()
         rejects = 1.0 - np.array(self._priors[fast])
         few = PRIOR_COUNT * (rejects.mean() if rejects.any() else 1.0)
@@ -114,22 +125,30 @@ class OutcomeEstimator:
         return tuple(((passed + count * target) / (reached + count)).tolist())
 
     def trunks(self, hit: bool) -> Counts:
-        """Outcomes whose tokens were cached, or were not: [draft model or FAST, num_draft]."""
+        """Counts outcomes with cached tokens (hit) or others, [draft model or FAST, num_draft]."""
         return np.asarray(self._tables()[int(hit)].sum(axis=2))
 
     def fits(self, *, fast: bool = False) -> tuple[PowerLawFit | None, PowerLawFit | None]:
-        """The fitted laws of k < num_draft (the bonus replaces a rejection) and k = num_draft."""
+        """Fits the hit law of k < num_draft (the bonus token replaces a rejection) and of k =
+        num_draft.
+
+        Each is None where the outcomes do not determine it.
+        """
         within, end = self.groups()[2 * fast : 2 * fast + 2]
         return fit_power_law(*within), fit_power_law(*end)
 
     def groups(self) -> list[Group]:
-        """(ranks, limits) by law: draft model k < num_draft, = num_draft; FAST <, =."""
+        """Returns (ranks, limits) for each of the four hit laws.
+
+        Their order: draft model with k < num_draft, draft model with k = num_draft, then FAST
+        likewise.
+        """
         rows = self._rows[:, : self.count]
         law = 2 * (rows[_SOURCE] == _DRAFTED_FAST) + (rows[_ACCEPTED] == rows[_NUM_DRAFT])
         return [(rows[_RANK, law == n], rows[_LIMIT, law == n]) for n in range(4)]
 
     def _tables(self) -> Counts:
-        """Outcomes by [hit, FAST, num_draft, accepted]."""
+        """Counts outcomes by [hit, FAST, num_draft, accepted]."""
         rows, width = self._rows[:, : self.count], self._width
         index = 2 * rows[_HIT] + (rows[_SOURCE] == _DRAFTED_FAST)
         index = (index * width + rows[_NUM_DRAFT]) * width + rows[_ACCEPTED]
@@ -137,10 +156,11 @@ class OutcomeEstimator:
 
 
 class AdaptiveFanOut:
-    """Fan-outs of a budget, allotted anew every `every` rounds to what was seen of the outcomes.
+    """Allots a budget of branches anew every `every` rounds, from the outcomes seen so far.
 
-    Hits and misses differ in what drafted and how far (num_draft): a row of the trunk that is not
-    served has no outcome, and gets nothing. r is one for all; A is one for each law.
+    The fan-out after a hit and after a miss differ, because what drafted the trunk and its length
+    (num_draft) differ. A trunk row beyond num_draft has no outcome and gets no branch. All hit laws
+    share one r; each has its own A.
     """
 
     def __init__(
@@ -155,9 +175,10 @@ class AdaptiveFanOut:
         prior_fast: Sequence[float] | None = None,
         window: int = WINDOW,
     ) -> None:
-        """budget: most ΣF_k; minimum: least F_k of a row that is served; every: in rounds.
+        """Takes the largest ΣF_k (budget), the least F_k of a served row (minimum), and rounds
+        (every).
 
-        ConfigError: a budget that can't hold the minimum, or a number outside its range.
+        Raises ConfigError if the budget cannot hold the minimum, or a number is outside its range.
         """
         least = max(1, minimum * (lookahead + 1))
         if not least <= budget <= MAX_BRANCHES:
@@ -175,16 +196,17 @@ class AdaptiveFanOut:
         self._plan = self._allot()
 
     def observe(self, seen: Seen) -> None:
-        """Takes in a round."""
+        """Adds one round's outcomes to the estimator."""
         self.estimator.observe(seen)
         self._rounds += 1
 
     def plan(self) -> FanOuts:
-        """The fan-outs to use now.
+        """Returns the fan-outs to use now.
 
-        One call in `every` rounds allots: about 1 ms on one core with K = 7 and a full window at
-        B = 24, 2 ms at B = 64 (a fit .5, a dynamic program .5 and 1.3, twice where hits and misses
-        differ). every = 64 makes that some 20 to 50 µs a round.
+        One call in `every` rounds computes them anew, in about 1 ms on one core with K = 7 and a
+        full window at B = 24, and 2 ms at B = 64: .5 ms for the fit, and .5 or 1.3 ms for the
+        dynamic program, which runs twice if hits and misses differ. With every = 64 that is 20 to
+        50 µs a round.
         """
         if self._rounds >= self._every:
             self._rounds = 0
@@ -202,10 +224,10 @@ class AdaptiveFanOut:
     def _problem(
         self, hit: bool, hazards: Sequence[Sequence[float]], laws: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """P(k accepted) and A_k of the rows that are served, behind a hit or a miss.
+        """Returns P(k accepted) and A_k for the rows that are served after a hit, or after a miss.
 
-        One r makes miss_k of a mixture of lengths and sources a power law again, of the mean A
-        (but for the F at which one of them is still clipped to 1).
+        Because all laws share one r, a mixture of lengths and sources again has a power law, with
+        the mean A, except at those F where one part is clipped to 1.
         """
         trunks = self.estimator.trunks(hit)
         if not trunks.any():
@@ -222,6 +244,7 @@ class AdaptiveFanOut:
 
     def _solve(self, weights: list[float], hit_a: list[float], hit_r: float) -> tuple[int, ...]:
         fan_out = list(optimal_fan_out(weights, self._budget, hit_a, hit_r, self._minimum))
-        if not any(fan_out):  # no candidate is believed to hit; keeping none would never tell
+        # Keep at least one outcome's candidates: without any, no hit could ever be observed.
+        if not any(fan_out):
             fan_out[int(np.argmax(weights))] = self._budget
         return (*fan_out, *(0,) * (self._lookahead + 1 - len(fan_out)))

@@ -1,10 +1,10 @@
-"""What answers a miss, and how much of a late hit is served: by length and time alone.
+"""Controls that choose what drafts after a miss, and how long a late hit is grown.
 
-Nothing here reads what is proposed, only what was committed and how long it took: what serves a
-sequence, and how much of it, may depend on no more if SSD is to be lossless.
+To keep SSD lossless, they read only how many tokens were committed and how long that took, never
+the tokens that are being proposed.
 
-    BackupController   theorem 17's choice [Kumar, Dao, May 2026], of what a run measures
-    steps_to_serve     growth steps before a late hit is served
+BackupController   chooses between JIT and FAST by theorem 17 [Kumar, Dao, May 2026]
+steps_to_serve     growth steps to take before a late hit is served
 """
 
 from __future__ import annotations
@@ -24,38 +24,42 @@ from mpissd.common.theory import stationary_hit_rate
 from mpissd.engine.spec.adaptive import Whole
 
 BACKUPS = (Source.JIT, Source.FAST)
-EXPLORE = 0.005  # of the time, at most, goes to trying the backup that seems the worse
-_FIRST_JIT_ROUNDS = 2  # its length is known from cached tokens, only its time is not
+EXPLORE = 0.005  # The largest share of the time that may go to trying the backup that seems worse.
+# Two are enough to time JIT; its acceptance length is known from cached tokens.
+_FIRST_JIT_ROUNDS = 2
 _FIRST_FAST_ROUNDS, _FIRST_FAST_ROWS = 8, 32
-_LEAST_FAST, _ERRORS = 4, 2.0  # rounds and rows, after which so many standard errors count
-_MEMORY_ROWS = 2048.0  # outcomes of a source
+# After so many rounds and rows FAST may be dropped early, by this many standard errors.
+_LEAST_FAST, _ERRORS = 4, 2.0
+_MEMORY_ROWS = 2048.0  # Outcomes of one source that are remembered (exponential forgetting).
 _MEMORY_ROUNDS = 4096.0
-_TIMES = 32  # the latest of each kind
-_LIKE_CACHE = 16.0  # outcomes: what a backup's length weighs as long as cached tokens tell it
-_LIKE_OTHER = 64.0  # outcomes: what a backup's hit rate weighs as long as the other's tells it
-_LEAST_S = 1e-9  # a modelled device may take no time at all
-_ALONE = 4.0  # rounds: what "sequences hit independently" weighs
+_TIMES = 32  # How many of the latest durations of each kind are kept.
+_LIKE_CACHE = 16.0  # Weight, in outcomes, of the cached tokens' length as a prior for JIT's.
+_LIKE_OTHER = 64.0  # Weight, in outcomes, of both backups' common hit rate as a prior for each.
+_LEAST_S = 1e-9  # Lower bound of a duration: a modelled device may report 0 s.
+_ALONE = 4.0  # Weight, in rounds, of the prior that sequences hit independently.
 
 
 class BackupController:
-    """JIT or FAST for the next misses, whichever the run's own outcomes and times say is faster.
+    """Chooses JIT or FAST for the next misses: the one that the run's own times say is faster.
 
-    Rate of a backup at batch size b: [h·E_hit + (1−h)·E] / [H·t_hit + (1−H)·t_miss] a sequence. h
-    follows from the hit rates after a hit and after this backup. H = h^{b·x}, x from how often all
-    sequences did hit together. t_miss is what rounds with a miss take beside backup and
-    verification, plus this backup's own. Times are means of the middle half of the last few.
+    The rate of a backup at batch size b is [h·E_hit + (1−h)·E] / [H·t_hit + (1−H)·t_miss] tokens a
+    second and sequence. h follows from the hit rates after a hit and after this backup. H = h^{b·x}
+    is the chance that all sequences hit; x is fitted to how often that happened. t_miss is the time
+    of a round with a miss without backup and verification, plus this backup's own time. Times are
+    means of the middle half of the latest samples.
 
-    The backup that seems worse is tried as often as EXPLORE of the recent time pays for, by its
-    estimated loss: seldom if it is far worse, often if nearly as good, when knowing more matters.
-    First come two rounds of JIT and eight (and 32 outcomes) of FAST; after four FAST is left early
-    where it would lose even with tokens two standard errors above those seen. The same account has
-    to earn back what they lost: no run longer than 1/EXPLORE times that spends more than EXPLORE.
+    The backup that seems worse is tried again as often as the EXPLORE share of the time allows:
+    seldom if it is far worse, often if it is nearly as good. The first rounds are two of JIT and
+    eight (with 32 outcomes) of FAST. After four, FAST is dropped early if it would lose even with
+    an acceptance length two standard errors above the mean seen. The time these first rounds lost
+    counts against the same share, so runs longer than 1/EXPLORE times that loss spend no more than
+    EXPLORE.
     """
 
     def __init__(
         self, lookahead: int, backup_lookahead: int | None = None, explore: float = EXPLORE
     ) -> None:
-        """backup_lookahead: K_b of JIT (default K); explore: share of the time, 0..1."""
+        """Takes K_b of JIT as backup_lookahead (default K) and the share of time to explore, 0..1."""
         backup_lookahead = lookahead if backup_lookahead is None else backup_lookahead
         if not 0 <= backup_lookahead <= lookahead:
             raise ConfigError(f"backup_lookahead={backup_lookahead}: allowed: 0..{lookahead}")
@@ -68,8 +72,8 @@ class BackupController:
         self._miss_rounds = dict.fromkeys(BACKUPS, 0)
         self._hits = self._rows = self._rounds = self._all_hit = self._if_alone = 0.0
         self._elapsed_s = self._lost_s = 0.0
-        self._best = Source.NONE  # until both backups were tried
-        self._loss_s = 0.0  # of a round with a miss that the other one answers
+        self._best = Source.NONE  # Stays NONE until both backups were tried.
+        self._loss_s = 0.0  # Seconds lost in a round with a miss if the other backup answers it.
 
     def observe(
         self,
@@ -81,11 +85,12 @@ class BackupController:
         backup_s: float,
         verify_s: float,
     ) -> None:
-        """One round of b ≥ 1 sequences, [b] each: tokens accepted, what drafted them, and whether
-        the outcome was a key of the cache.
+        """Takes in one round of b ≥ 1 sequences.
 
-        round_s: from one outcome to the next; of that, backup_s went into drafting for misses (0
-        without any) and verify_s into the verification (0 where it isn't known apart).
+        accepted, source, found: [b] each, the tokens accepted, what drafted them, and whether the
+        outcome was a key of the cache. round_s: seconds from one outcome to the next. backup_s: the
+        part spent drafting for misses (0 without a miss). verify_s: the part spent verifying (0 if
+        not known separately).
         """
         tallies = self._count(accepted, source, found)
         hits, rows = tallies[Source.CACHE][0], len(source)
@@ -106,7 +111,8 @@ class BackupController:
             self._lost_s += self._loss_s
 
     def choose(self, batch: int) -> Source:
-        """What answers the misses of the next round, of `batch` sequences: JIT or FAST."""
+        """Returns JIT or FAST, the backup for the next round's misses at a batch of `batch`
+        sequences."""
         if self._miss_rounds[Source.JIT] < _FIRST_JIT_ROUNDS:
             return Source.JIT
         if self._wants_fast(batch):
@@ -121,7 +127,7 @@ class BackupController:
         return other if paid else self._best
 
     def _wants_fast(self, batch: int) -> bool:
-        """Whether FAST was tried too seldom to be judged."""
+        """Returns whether FAST was tried too seldom to be judged."""
         rounds, rows = self._miss_rounds[Source.FAST], self._outcomes[Source.FAST].ever
         if rounds >= _FIRST_FAST_ROUNDS and rows >= _FIRST_FAST_ROWS:
             return False
@@ -131,7 +137,10 @@ class BackupController:
         return at_best >= self._rate(Source.JIT, batch)[0]
 
     def _count(self, accepted: Whole, source: Whole, found: NDArray[np.bool_]) -> list[list[int]]:
-        """[rows, tokens, tokens of the first K_b, keys found] by source, remembered as well."""
+        """Tallies a round by source and remembers it.
+
+        Returns [rows, tokens, tokens among the first K_b, keys found] for each Source.
+        """
         tallies = [[0, 0, 0, 0] for _ in Source]
         for k, kind, key in zip(accepted.tolist(), source.tolist(), found.tolist(), strict=True):
             tally = tallies[kind]
@@ -145,9 +154,9 @@ class BackupController:
         return tallies
 
     def _rate(self, backup: Source, batch: int, errors: float = 0.0) -> tuple[float, float]:
-        """(tokens a second and sequence, seconds from one round with a miss to the next).
+        """Returns (tokens a second and sequence, seconds from one round with a miss to the next).
 
-        errors: standard errors by which the backup's length is taken to be above what was seen.
+        errors: standard errors to add to the backup's mean acceptance length.
         """
         cached, own = self._outcomes[Source.CACHE], self._outcomes[backup]
         h = stationary_hit_rate(cached.found_share(0.5, 2.0), self._found_after(own))
@@ -164,7 +173,10 @@ class BackupController:
         return tokens / max(round_s, _LEAST_S), round_s / (1 - all_hit)
 
     def _independence(self) -> float:
-        """x ≤ 1 with h^{b·x} as often as rounds did hit throughout: 1 where sequences hit alone."""
+        """Returns the exponent factor x ≤ 1 for which h^{b·x} is the share of rounds where all hit.
+
+        x = 1 means that sequences hit independently of each other.
+        """
         if not 0 < self._if_alone < self._rounds:
             return 1.0
         alone = self._if_alone / self._rounds
@@ -178,7 +190,8 @@ class BackupController:
 
 
 class _Outcomes:
-    """Of one source: rows, accepted tokens and keys found, the last _MEMORY_ROWS or so."""
+    """Forgetting tallies of one source: rows, accepted tokens and keys found of about _MEMORY_ROWS
+    rows."""
 
     def __init__(self) -> None:
         self.ever = 0
@@ -191,11 +204,12 @@ class _Outcomes:
         self.short, self.found = keep * self.short + short, keep * self.found + found
 
     def mean_tokens(self, prior: float = 0.0, weight: float = 0.0) -> float:
-        """Accepted, without the bonus."""
+        """Returns the mean number of accepted tokens, without the bonus token."""
         return (self.tokens + weight * prior) / (self.rows + weight)
 
     def error(self) -> float:
-        """Standard error of mean_tokens(), by the variance of a geometric law of that mean."""
+        """Returns the standard error of mean_tokens(), with the variance of a geometric law of that
+        mean."""
         mean = self.mean_tokens()
         return math.sqrt((mean * (1 + mean) + 0.5) / self.rows)
 
@@ -213,7 +227,7 @@ class _Times(deque[float]):
         super().__init__(maxlen=_TIMES)
 
     def typical(self) -> float:
-        """Mean of the middle half; of two, the lower."""
+        """Returns the mean of the middle half of the durations; of two, the smaller."""
         ordered = sorted(self)
         middle = ordered[len(ordered) // 4 :][: (len(ordered) + 1) // 2]
         return math.fsum(middle) / len(middle)
@@ -228,19 +242,22 @@ def steps_to_serve(
     rest_s: float = 0.0,
     rate: float | None = None,
 ) -> int:
-    """How many more growth steps to take before a late hit is served: 0 … K − steps_done.
+    """Returns how many more growth steps to take before a late hit is served: 0..K − steps_done.
 
-    The n that makes E(k') / (n·step_s + verify_s(k') + rest_s) largest, k' = steps_done + n, or
-    with `rate` E(k') − rate·(those seconds); of equals the least n. verify_s: seconds to verify k'
-    tokens, a function or K+1 of them; hazards: K; rest_s: whatever else a round takes. rate: tokens
-    a second and sequence in the long run: where rounds are not all alike, this is what counts.
+    It is the n that maximises E(k') / (n·step_s + verify_s(k') + rest_s) with k' = steps_done + n,
+    or, with `rate`, E(k') − rate·(those seconds); of equal values, the smallest n. verify_s:
+    seconds to verify k' tokens, as a function or as K+1 values. hazards: K. rest_s: all other
+    seconds of the round. rate: tokens a second and sequence in the long run, which is the right
+    measure if rounds differ.
+
+    Raises ConfigError if steps_done is not in 0..K, or hazards are not K.
     """
     if not 0 <= steps_done <= lookahead or len(hazards) != lookahead:
         raise ConfigError(
             f"steps_done={steps_done} with {len(hazards)} hazards: "
             f"allowed: 0..{lookahead} with lookahead = {lookahead} of them"
         )
-    tokens = tuple(accumulate(accumulate(hazards, mul), initial=1.0))  # E(k'), k' = 0..K
+    tokens = tuple(accumulate(accumulate(hazards, mul), initial=1.0))  # E(k') for k' = 0..K
     best, chosen = -math.inf, 0
     for served in range(steps_done, lookahead + 1):
         verification = verify_s(served) if callable(verify_s) else verify_s[served]

@@ -1,10 +1,11 @@
 """Fan-out: how many bonus candidates F_k the draft keeps for each outcome "k accepted", k = 0..K.
 
 uniform:F      F_k = F
-geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the power law; without
-               rounding it is the geometric series of SSD's theorem 12
-adaptive:B     likewise, but from what was committed so far, again every few rounds (spec.adaptive)
-list:a,b,…     as given, K+1 of them
+geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the power law (without
+               rounding: the geometric series of SSD's theorem 12)
+adaptive:B     as geometric:B, but fitted anew every few rounds to the outcomes so far
+               (spec.adaptive)
+list:a,b,…     K+1 given numbers
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 
 Ints = NDArray[np.int32]
 
-MAX_BRANCHES = 4096  # ΣF_k a sequence: far above any use, and still 0.1 s of planning
-_TIE = 1e-12  # costs closer than this are equal, so that rounding never picks the plan
+# The largest ΣF_k of a sequence: far above any use, and still planned in 0.1 s.
+MAX_BRANCHES = 4096
+# Costs that differ by less count as equal, so that rounding errors do not pick the plan.
+_TIE = 1e-12
 
 
 def resolve_fan_out(
@@ -36,11 +39,11 @@ def resolve_fan_out(
     *,
     minimum: int = 0,
 ) -> tuple[int, ...]:
-    """F_0..F_K, K+1 whole numbers, of `uniform:F`, `geometric:B` or `list:a,b,…`.
+    """Returns F_0..F_K, K+1 whole numbers, for `uniform:F`, `geometric:B` or `list:a,b,…`.
 
-    alpha_rates: K hazards of acceptance. hit_a, hit_r: miss_k(F) = min(1, A_k·F^{−r_k}), one of
-    each or K+1. minimum: what geometric gives every k at least (1 where F_k = 0 is not allowed).
-    ConfigError names the value and what is allowed.
+    alpha_rates: K hazards of acceptance. hit_a, hit_r: one value each, or K+1, of the law miss_k(F)
+    = min(1, A_k·F^{−r_k}). minimum: the least F_k that geometric gives (1 where F_k = 0 is not
+    allowed). Raises ConfigError, naming the value and what is allowed.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
@@ -49,7 +52,7 @@ def resolve_fan_out(
         return _listed(text, values, width)
     if kind == "uniform":
         return (_count(text, values, MAX_BRANCHES // width),) * width
-    if kind in ("geometric", "adaptive"):  # adaptive begins where geometric stays
+    if kind in ("geometric", "adaptive"):  # adaptive starts with the fan-out of geometric.
         budget = _count(text, values, MAX_BRANCHES)
         weights = accept_probabilities(alpha_rates)
         return _geometric(text, budget, weights, each_k(hit_a, width), hit_r, minimum)
@@ -58,7 +61,7 @@ def resolve_fan_out(
 
 
 def adaptive_budget(text: str) -> int | None:
-    """B of `adaptive:B`; None for lists that stay as they are."""
+    """Returns B of `adaptive:B`, or None for a fan-out that stays fixed."""
     kind, _, value = text.strip().partition(":")
     return _count(text, value, MAX_BRANCHES) if kind == "adaptive" else None
 
@@ -70,16 +73,18 @@ def optimal_fan_out(
     hit_r: float | Sequence[float],
     minimum: int = 0,
 ) -> tuple[int, ...]:
-    """argmin Σ_k w_k·miss_k(F_k) over whole F_k ≥ minimum with ΣF_k ≤ B; of equals, the least ΣF_k.
+    """Minimises Σ_k w_k·miss_k(F_k) over whole F_k ≥ minimum with ΣF_k ≤ B; of ties, the least
+    ΣF_k.
 
-    Dynamic programming over k, O(K·B²). A greedy search fails: with A = 1 the first candidate at k
-    gains nothing, so it never buys the second (B = 24: [24, 0, …], hit .19 against .68).
+    It is a dynamic program over k, O(K·B²). A greedy search fails: with A = 1 the first candidate
+    at k gains nothing, so it would never take the second (B = 24: [24, 0, …], hit rate .19 instead
+    of .68).
     """
     slopes = each_k(hit_r, len(weights))
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
     assert spare >= 0, (budget, minimum, len(weights))
-    best = np.zeros(spare + 1)  # [spare+1] least Σ over the k so far, by candidates spent
+    best = np.zeros(spare + 1)  # [spare+1], the least sum over the k so far, by candidates spent
     choices: list[NDArray[np.intp]] = []
     for weight, a, r in zip(weights, hit_a, slopes, strict=True):
         misses = [power_law_miss(minimum + extra, a, r) for extra in range(spare + 1)]
@@ -96,7 +101,10 @@ def optimal_fan_out(
 def _add_position(
     best: NDArray[np.float64], cost: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """One more k: total[s] = min_e best[s−e] + cost[e] for s spent, and the e that attains it."""
+    """Adds one k to the dynamic program.
+
+    Returns total[s] = min_e best[s−e] + cost[e] for s candidates spent, and the e that attains it.
+    """
     total = best + cost[0]
     chosen = np.zeros(len(best), np.intp)
     for extra in range(1, len(best)):
@@ -115,7 +123,10 @@ def _geometric(
     hit_r: float | Sequence[float],
     minimum: int,
 ) -> tuple[int, ...]:
-    """The optimum, or a ConfigError where it keeps no candidate or the budget can't hold it."""
+    """Returns the optimal fan-out for a budget.
+
+    Raises ConfigError if the optimum keeps no candidate, or the budget cannot hold the minimum.
+    """
     if budget < minimum * len(weights):
         least = minimum * len(weights)
         raise ConfigError(f"fan_out {text!r}: allowed with these hits: a budget of {least} or more")
@@ -137,7 +148,7 @@ def _listed(text: str, values: str, width: int) -> tuple[int, ...]:
 
 
 def _count(text: str, value: str, most: int) -> int:
-    """A whole number from 1 to `most`."""
+    """Parses a whole number from 1 to `most`; raises ConfigError otherwise."""
     count = _whole(text, value)
     if not 1 <= count <= most:
         raise ConfigError(f"fan_out {text!r}: {count}: allowed: 1 to {most}")
@@ -152,15 +163,18 @@ def _whole(text: str, value: str) -> int:
 
 @dataclass(frozen=True)
 class FanOuts:
-    """F_0 … F_K for a trunk that was pre-speculated, and for one that a backup drafted; both empty:
-    nothing is grown. after_fast: behind FAST tokens, where the backup may be either (auto)."""
+    """The fan-outs F_0..F_K after each source of a trunk; empty lists mean that nothing is grown.
+
+    after_hit: for a trunk from the cache. after_miss: for a trunk that a backup drafted.
+    after_fast: for a trunk of FAST tokens, where --backup=auto chooses between the two backups.
+    """
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()
     after_fast: tuple[int, ...] | None = None
 
     def behind(self, source: int) -> tuple[int, ...]:
-        """The list behind a trunk that this Source drafted."""
+        """Returns the list to use after a trunk that this Source drafted."""
         if source == Source.CACHE:
             return self.after_hit
         if source == Source.FAST and self.after_fast is not None:
@@ -169,7 +183,7 @@ class FanOuts:
 
     @property
     def lists(self) -> tuple[tuple[int, ...], ...]:
-        """Those that there are."""
+        """All lists that are set, after_hit first."""
         found = self.after_hit, self.after_miss
         return found if self.after_fast is None else (*found, self.after_fast)
 
@@ -180,17 +194,17 @@ class FanOuts:
 
     @property
     def widest(self) -> int:
-        """The largest F_k of all."""
+        """The largest F_k of all lists."""
         return max((0, *(f for fan_out in self.lists for f in fan_out)))
 
     @property
     def branches(self) -> int:
-        """ΣF_k, of the longest list."""
+        """ΣF_k of the longest list."""
         return max(sum(fan_out) for fan_out in self.lists)
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
-    """(k of each lane, its place within k's candidates) of F_0 … F_K, each [ΣF]."""
+    """Returns (k of each lane, its place among k's candidates) for F_0..F_K, both [ΣF]."""
     counts = np.asarray(fan_out, np.int64)
     starts = np.cumsum(counts) - counts
     k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
@@ -204,10 +218,11 @@ def owners_of(
     hit_a: Sequence[float],
     hit_r: float | Sequence[float],
 ) -> Ints:
-    """Which of D drafts grows each lane, [ΣF]: dealt in turn, the likeliest outcome first.
+    """Returns which of D drafts grows each lane, [ΣF].
 
-    A lane's value is the chance that its outcome comes true, w_k·(miss_k(F − 1) − miss_k(F)) for
-    the F-th candidate at k; so every draft holds its share of the hits.
+    Lanes are dealt to the drafts in turn, in order of their value, so that every draft gets its
+    share of the hits. The value of the F-th candidate at k is the chance that its outcome comes
+    true, w_k·(miss_k(F − 1) − miss_k(F)).
     """
     k_of, place = lanes_of(fan_out)
     miss, r = power_law_miss, each_k(hit_r, len(weights))
@@ -215,7 +230,8 @@ def owners_of(
         weights[k] * (miss(p, hit_a[k], r[k]) - miss(p + 1, hit_a[k], r[k]))
         for k, p in zip(k_of.tolist(), place.tolist(), strict=True)
     ]
-    # Places of one k are worth less and less, whatever the law says (A = 1: the first is worth 0).
+    # Sort by place first, because candidates of one k must keep their order even if A = 1 gives the
+    # first of them the value 0.
     order = np.lexsort((k_of, place, -np.array(value)))
     owners = np.empty(len(order), np.int32)
     owners[order] = np.arange(len(order)) % num_drafts

@@ -1,14 +1,15 @@
-"""The power law of a bonus token's rank, fitted to ranks that were seen only up to a fan-out.
+"""Fits the power law of a bonus token's rank to ranks that are observed only up to the fan-out.
 
-P(rank > F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with an A]. A rank f that was
-kept has probability miss(f−1) − miss(f), miss(0) = 1; one that was not has miss(F), F the number of
-candidates kept. F may depend on the past: such censoring leaves the likelihood as it is.
+P(rank > F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with a factor A]. A rank f that
+was kept has probability miss(f−1) − miss(f), with miss(0) = 1. A rank that was not kept has
+probability miss(F), F being the number of candidates kept. F may depend on earlier outcomes: such
+censoring does not change the likelihood.
 
-Everything rests on the smallest rank seen, m. A law that gives rank m a probability has
-z = P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks lie behind
-m, and how those are spread. Hence z is a share of counts (A itself, for m = 1, which is where A < 1
-ends up), log G is concave, and only z ≥ (1 − 1/m)^r ties them (z is less where ranks below m are
-likely, which were not seen).
+The fit works relative to the smallest rank seen, m. A law that gives rank m a probability has z =
+P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks are above m,
+and how those are spread. So the best z is a share of counts (for m = 1, z is A itself), and log G
+is concave. Only the bound z ≥ (1 − 1/m)^r couples the two; it matters if ranks below m are likely
+although none was seen.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ Floats = NDArray[np.float64]
 Ranks = NDArray[np.integer]
 Group = tuple[Ranks, Ranks]  # (ranks, limits), both [n]
 
-LEAST_COUNT = 10  # observations that a fit needs
-_DROP = 3.841458820694124 / 2  # of the log-likelihood, at the ends of a 95% interval (χ², 1 d.f.)
+LEAST_COUNT = 10  # The least number of observations for a fit.
+# Drop of the log-likelihood at the ends of a 95% interval: half of χ² with one degree of freedom.
+_DROP = 3.841458820694124 / 2
 _LOG_R = (math.log(1e-4), math.log(1e3))
 _GRID = 33
-# What a shrunken fit takes a law to be before it has seen ranks: standard deviations of log A and
-# log r round their priors, and of log A between kinds of outcome (.80 and .68 hit: log .2/.32).
+# Standard deviations of the priors of a shrunken fit: log A and log r about their prior means, and
+# log A between kinds of outcome (real pairs miss .20 and .32, and log .2/.32 is .47).
 _SPREAD_A = 1.0
 _SPREAD_R = 0.5
 _SPREAD_GROUP = 0.2
@@ -41,7 +43,10 @@ _LOG_R_SHRUNK = (math.log(0.02), math.log(20.0))
 
 @dataclass(frozen=True)
 class PowerLawFit:
-    """miss(F) = min(1, A·F^{−r}), with 95% profile-likelihood intervals, from `count` ranks."""
+    """The fitted law miss(F) = min(1, A·F^{−r}), with 95% profile-likelihood intervals.
+
+    `count` is the number of ranks it was fitted to.
+    """
 
     hit_a: float
     hit_r: float
@@ -53,12 +58,14 @@ class PowerLawFit:
 
 
 def fit_power_law(ranks: Ranks, limits: Ranks) -> PowerLawFit | None:
-    """The law of greatest likelihood; None where the ranks seen leave A or r open.
+    """Returns the maximum-likelihood law, or None if the observations do not determine A and r.
 
-    ranks: [n] from 1, 0 where the true token was not among the candidates. limits: [n] candidates
-    kept, F; 0 says nothing. A and r are open with fewer than LEAST_COUNT observations, unless some
-    rank lies behind the smallest seen (r > 0), and unless one lies further still or may (r < ∞).
-    ConfigError: a rank beyond its limit, or a number below 0.
+    ranks: [n], from 1; 0 if the true token was not among the candidates. limits: [n], the number of
+    candidates kept, F; entries with F = 0 are ignored. The result is None with fewer than
+    LEAST_COUNT observations, if no rank above the smallest was seen (r could be 0), or if none
+    could lie further above it (r could be infinite).
+
+    Raises ConfigError for a rank above its limit or below 0.
     """
     likelihood = _Likelihood(ranks, limits)
     if likelihood.count < LEAST_COUNT or not likelihood.identified:
@@ -68,7 +75,7 @@ def fit_power_law(ranks: Ranks, limits: Ranks) -> PowerLawFit | None:
     log_a = float(likelihood.best_log_a(np.array(r)))
     least = float(likelihood.value(np.array(log_a), np.array(r))) - _DROP
     r_low, r_high = _ends(likelihood.profile_of_log_r, log_r, least)
-    # Whatever A the interval holds, its best r lies within that of r.
+    # For every A inside its interval, the best r lies inside the interval of r.
     some_r = np.append(np.geomspace(r_low, r_high, 65), r)
     a_low, a_high = _ends(lambda x: likelihood.value(x, some_r).max(), log_a, least)
     return PowerLawFit(math.exp(log_a), r, a_low, a_high, r_low, r_high, likelihood.count)
@@ -77,11 +84,12 @@ def fit_power_law(ranks: Ranks, limits: Ranks) -> PowerLawFit | None:
 def shrunk_power_laws(
     groups: Sequence[Group], prior_a: float, prior_r: float
 ) -> tuple[tuple[float, ...], float]:
-    """(A of each group, the r that all share), pulled to a prior that n = 0 leaves as it is.
+    """Returns (A of each group, the common r), drawn towards a prior.
 
-    First all groups together, log A ~ N(log prior_a, 1) and log r ~ N(log prior_r, .5²); then
-    each group's own log A ~ N(that of all, .2²). The posterior's mode, so always a law; what lies
-    behind rank 1 tells r whatever A is, so groups of different A may share it. O(distinct ranks).
+    First all groups are fitted together, with log A ~ N(log prior_a, 1) and log r ~ N(log prior_r,
+    .5²); then each group gets its own log A ~ N(the common one, .2²). The result is the posterior's
+    mode, so it always exists; without observations it is the prior. Ranks above 1 determine r
+    whatever A is, so groups with different A can share it. Time: O(distinct ranks).
     """
     log_a, r = _pooled(groups, math.log(prior_a), math.log(prior_r))
     return tuple(math.exp(_group_log_a(group, log_a, r)) for group in groups), r
@@ -92,7 +100,7 @@ def _pooled(groups: Sequence[Group], prior_log_a: float, prior_log_r: float) -> 
     if not together.count:
         return prior_log_a, math.exp(prior_log_r)
     (low_z, high_z), (low_r, high_r) = _LOG_Z_SHRUNK, _LOG_R_SHRUNK
-    for _ in range(7):  # each grid is 5 times as fine as the last
+    for _ in range(7):  # Each grid is 5 times as fine as the one before.
         log_z, log_r = np.linspace(low_z, high_z, 21)[:, None], np.linspace(low_r, high_r, 21)
         r = np.exp(log_r)
         log_a = log_z + r * together.log_first
@@ -118,7 +126,10 @@ def _group_log_a(group: Group, log_a: float, r: float) -> float:
 
 
 class _Likelihood:
-    """log P(ranks | A, r), from how often each rank hit, and each limit held none."""
+    """The function log P(ranks
+
+    A, r), from the count of each rank and of the misses at each limit.
+    """
 
     def __init__(self, ranks: Ranks, limits: Ranks) -> None:
         if len(ranks) and (ranks.min() < 0 or (ranks > limits).any()):
@@ -134,21 +145,22 @@ class _Likelihood:
         behind = float(self._hits[seen > first].sum() + self._misses[kept >= first].sum())
         at = float(self._hits[0]) if len(seen) else 0.0
         self._share_behind = behind / (at + behind) if at + behind else 1.0
-        self.log_first = math.log(first)  # of m
+        self.log_first = math.log(first)  # log m, m being the smallest rank seen
         with np.errstate(divide="ignore"):
             self._log_before, self._log_rank = np.log(seen - 1.0), np.log(seen)
         self._log_limit = np.log(kept)
 
     @property
     def identified(self) -> bool:
-        """Whether the likelihood has its maximum at an A above 0 and an r above 0, both finite."""
+        """Whether the likelihood has a maximum at a finite A > 0 and a finite r > 0."""
         further = (self._rank > self._first + 1).any() or (self._limit > self._first).any()
         return bool(further and (self._rank > self._first).any())
 
     def value(self, log_a: Floats, r: Floats) -> Floats:
-        """The log-likelihood; log_a and r are broadcast against each other."""
+        """Returns the log-likelihood; log_a and r are broadcast against each other."""
         log_a, r = log_a[..., None], r[..., None]
-        before = np.minimum(0.0, log_a - r * self._log_before)  # miss(0): log 0 = −∞ gives log 1
+        # miss(0) = 1: log 0 = −∞ gives log 1 here
+        before = np.minimum(0.0, log_a - r * self._log_before)
         behind = np.minimum(0.0, log_a - r * self._log_rank)
         kept = np.minimum(0.0, log_a - r * self._log_limit)
         with np.errstate(divide="ignore"):
@@ -156,18 +168,18 @@ class _Likelihood:
         return np.asarray(hit @ self._hits + kept @ self._misses)
 
     def best_log_a(self, r: Floats) -> Floats:
-        """argmax over log A for given r."""
+        """Returns the log A that maximises the likelihood for each given r."""
         least = 0.0 if self._first == 1 else (1.0 - 1.0 / self._first) ** r
         return np.asarray(np.log(np.maximum(self._share_behind, least)) + r * self.log_first)
 
     def profile_of_log_r(self, log_r: Floats) -> Floats:
-        """max over A of the log-likelihood."""
+        """Returns the log-likelihood maximised over A."""
         r = np.exp(log_r)
         return self.value(self.best_log_a(r), r)
 
 
 def _tally(values: Ranks) -> tuple[Floats, Floats]:
-    """(distinct values above 0, ascending; how often each), as floats."""
+    """Returns (distinct values above 0 in ascending order, how often each occurs), as floats."""
     counts = np.bincount(values)
     counts[:1] = 0
     distinct = np.flatnonzero(counts)
@@ -177,7 +189,8 @@ def _tally(values: Ranks) -> tuple[Floats, Floats]:
 def _highest(
     function: Callable[[Floats], Floats], low: float, high: float, levels: int = 9
 ) -> float:
-    """argmax of a function with one top, by grids that are each 16 times as fine as the last."""
+    """Returns the argmax of a unimodal function, by grids that are each 16 times as fine as the
+    last."""
     for _ in range(levels):
         grid = np.linspace(low, high, _GRID)
         top = int(np.argmax(function(grid)))
@@ -188,7 +201,8 @@ def _highest(
 def _ends(
     function: Callable[[Floats], Floats], log_top: float, least: float
 ) -> tuple[float, float]:
-    """exp of where the function falls to `least`, left and right of its top."""
+    """Returns exp of the two points, left and right of the maximum, where the function equals
+    `least`."""
     low, high = (_crossing(function, log_top, step, least) for step in (-0.1, 0.1))
     return math.exp(low), math.exp(high)
 
@@ -196,7 +210,7 @@ def _ends(
 def _crossing(
     function: Callable[[Floats], Floats], inside: float, step: float, least: float
 ) -> float:
-    """Where the function falls to `least`, from `inside` in the direction of `step`."""
+    """Returns the point where the function falls to `least`, searching from `inside` by `step`."""
     outside = inside + step
     while function(np.array(outside)) > least:
         inside, step = outside, 2 * step

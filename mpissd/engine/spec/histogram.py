@@ -1,4 +1,4 @@
-"""How many drafted tokens were accepted, as engines tell it: counts of rounds with k = 0, 1, 2, ….
+"""Reads acceptance counts as engines report them: how many rounds accepted k = 0, 1, 2, … tokens.
 
 counts      a JSON list, {"counts": […]}, one whole number a line, or one line with commas
 mpissd      a result row, or a runs.jsonl: accept_histogram
@@ -7,8 +7,8 @@ vLLM        /metrics (spec_decode_num_drafts, …_num_accepted_tokens_per_pos), 
 SGLang      responses with meta_info.spec_accept_histogram or spec_correct_drafts_histogram
 TensorRT-LLM, AIPerf: acceptance_histogram, a list or {k: rounds}
 
-Several responses (a JSON list, or one a line) add up. Rates alone, as vLLM's log line prints them,
-are a law of their own: --acceptance=marginal:….
+The counts of several responses (a JSON list, or one a line) are added. Where only rates are known,
+as in vLLM's log lines, use --acceptance=marginal:… instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rejection sampling: what a draft proposes, what a target accepts, and what replaces a rejection.
+"""Rejection sampling: draws a draft's proposals, accepts or rejects them, and replaces a rejection.
 
-p is the target's distribution of the next token, q the distribution that a proposal was drawn from.
-q is fixed to float32 *before* it is sampled (record), so that both ends of a link compute with the
-very distribution that was sampled [Leviathan et al. 2023, Theorem 1; Kumar, Dao, May 2026,
+p is the target's distribution of the next token; q is the distribution that a proposal was drawn
+from. q is rounded to float32 *before* it is sampled (record), so that both ends of a link compute
+with exactly the same distribution [Leviathan et al. 2023, Theorem 1; Kumar, Dao, May 2026,
 Definition 14].
 """
 
@@ -16,26 +16,28 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 
 Floats = NDArray[np.float64]
-Row = NDArray[np.float32]  # [V] a distribution as it travels; it need not add up to 1
+Row = NDArray[np.float32]  # [V], a distribution as it is sent; its sum need not be exactly 1
 
-_EMPTY = 1e-14  # a residual of less than this is p = q but for rounding
+_EMPTY = 1e-14  # A residual below this counts as p = q up to rounding.
 
 
 def probabilities(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Floats:
-    """softmax(z / temperature), [V] → [V]; temperature 0: all on the first of the largest.
+    """Returns softmax(z / temperature), [V] → [V]; temperature 0 puts all weight on the first
+    maximum.
 
-    top, scale: Saguaro's σ_{F,C}: the F largest logits weigh C times as much (C in 0..1), which
-    leaves more of the residual to the tokens that the cache holds. C = 1, C = 0 over the whole
-    support and temperature 0 all mean plain softmax.
+    top, scale: Saguaro's σ_{F,C} multiplies the weights of the F largest logits by C (0..1), which
+    moves more of the residual to the tokens that the cache holds. C = 1, C = 0 over the whole
+    support, and temperature 0 all give plain softmax.
     """
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0
         return certain
     exact = np.asarray(logits, np.float64)
-    with np.errstate(over="ignore"):  # −inf: a temperature near 0 leaves the largest alone
+    # A temperature near 0 sends all but the largest to −inf, which is right.
+    with np.errstate(over="ignore"):
         weights = np.exp((exact - exact.max()) / temperature)
     if top > 0 and scale < 1:
         damped = weights.copy()
@@ -47,9 +49,10 @@ def probabilities(
 def largest(
     logits: NDArray[np.floating], count: int, without: int | None = None
 ) -> NDArray[np.int64]:
-    """Ids of the `count` largest logits, largest first, of equals the smaller id first.
+    """Returns the ids of the `count` largest logits, largest first; of equal logits the smaller id
+    first.
 
-    without: an id that is left out. Fewer ids where the vocabulary has no more.
+    without: an id to leave out. The result is shorter if the vocabulary has fewer ids.
     """
     wanted = min(count + (without is not None), len(logits))
     if wanted == 0:
@@ -63,25 +66,27 @@ def largest(
 
 
 def record(probs: Floats) -> Row:
-    """A proposal's distribution as it will travel; it is this one that is sampled."""
+    """Rounds a proposal's distribution [V] to float32, the form that is sampled and sent."""
     return probs.astype(np.float32)
 
 
 def recorded(row: Row) -> Floats:
-    """The distribution that a recorded row stands for, [V]; equal on every rank, to the bit."""
+    """Returns the normalised distribution [V] of a recorded row, bit-identical on every rank."""
     exact = row.astype(np.float64)
     return np.asarray(exact / exact.sum())
 
 
 def draw(probs: Floats, u: float) -> int:
-    """The token that u in [0, 1) chooses, by the inverse of the cumulative distribution."""
+    """Returns the token for u in [0, 1), by inverting the cumulative distribution [V]."""
     cumulated = np.cumsum(probs)
     return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
 
 
 def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
-    """What u proposes of a distribution [V]: the token, its probability q, and the recorded row
-    that both are of."""
+    """Draws a proposal from a distribution [V] with u in [0, 1).
+
+    Returns the token, its probability q, and the recorded row that both were computed from.
+    """
     row = record(probs)
     exact = recorded(row)
     token = draw(exact, u)
@@ -89,14 +94,15 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
-    """max(p − q, 0) / Σ, what a rejected proposal is replaced from; None where p = q."""
+    """Returns max(p − q, 0) / Σ, the distribution that replaces a rejected proposal; None if p = q."""
     left = np.maximum(p - q, 0.0)
     total = float(left.sum())
     return None if total <= _EMPTY else np.asarray(left / total)
 
 
 def without(p: Floats, token: int) -> Floats | None:
-    """The residual of a proposal that was certain (q = 1 on `token`); None where p is, too."""
+    """Returns the residual for a proposal with q = 1 on `token`; None if p is certain of it as
+    well."""
     left = p.copy()
     left[token] = 0.0
     total = float(left.sum())
@@ -111,15 +117,17 @@ def judge(
     coins: Sequence[float],
     u: float,
 ) -> tuple[int, int]:
-    """One sequence's verification: (tokens accepted k, bonus t*).
+    """Verifies one sequence and returns (number of tokens accepted k, bonus token t*).
 
-    p(i): the target's distribution [V] behind i accepted tokens, i = 0 … len(tokens). q[i]: the
-    probability that token i was drawn with; 1 means that it was certain. q_row(i): the recorded
-    distribution [V] it was drawn from, asked for only where it is rejected and was not certain.
-    coins[i], u: independent uniforms that accept token i, and draw the bonus.
-    Token i is accepted if coin < p/q; else t* comes from max(p − q, 0). Behind the last, from p.
+    p(i): the target's distribution [V] after i accepted tokens, i = 0..len(tokens). q[i]: the
+    probability with which token i was drawn; 1 if it was certain. q_row(i): the recorded
+    distribution [V] that token i was drawn from; called only if the token is rejected and was not
+    certain. coins[i], u: independent uniforms for accepting token i, and for drawing the bonus
+    token.
 
-    Raises ProtocolError: a proposal of probability 0, or a row that gives it another one.
+    Token i is accepted if coin < p/q. After a rejection t* is drawn from max(p − q, 0); after the
+    last token from p. Raises ProtocolError for a proposal of probability 0, or whose row gives
+    another probability.
     """
     for i, token in enumerate(tokens):
         if not 0 < q[i] <= 1:
