@@ -1,8 +1,8 @@
-"""What a backend is: arrays, products and *programs* (one forward, launched asynchronously).
+"""The interface of a backend: arrays, products, and programs (one forward, run asynchronously).
 
-A model enqueues its operations once, inside the body of a program; a backend decides how a program
-is launched again: NumPy calls the body, CuPy replays a captured CUDA graph of it, the emulated
-backend never calls it and lets the modelled duration pass instead.
+A model enqueues its operations once, inside the body of a program. The backend decides how to
+launch it again: NumPy calls the body, CuPy replays a captured CUDA graph, and the emulated backend
+lets the modelled duration pass without calling the body.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from mpissd.common.wait import Waiter
 
-Array = Any  # numpy.ndarray, cupy.ndarray, or the emulated backend's placeholder
-HostArray = Any  # numpy.ndarray, page-locked on a GPU
+Array = Any  # A numpy.ndarray, a cupy.ndarray, or the emulated backend's placeholder.
+HostArray = Any  # A numpy.ndarray; page-locked on a GPU.
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The device of one rank, as far as it can be known (None = unknown)."""
+    """The device of one rank; a field is None where it is unknown."""
 
     name: str
     kind: str  # "cpu", "gpu" or "emulated"
     uuid: str | None = None
     bus_id: str | None = None
-    memory_bytes: int | None = None  # free for weights, at start-up
-    cache_bytes: int | None = None  # last-level cache
+    memory_bytes: int | None = None  # Free for weights at start-up.
+    cache_bytes: int | None = None  # The last-level cache.
     compute_capability: str | None = None
 
 
@@ -35,8 +35,8 @@ class DeviceInfo:
 class WeightPart:
     """A slice of one global weight matrix; a fused weight is a list of parts side by side.
 
-    The global matrix is [in_features, out_features]; element (i, o) depends on (key, i, o) only, so
-    that a shard on T ranks holds the very numbers of the whole (see `weights.element`).
+    The global matrix is [in_features, out_features]. Element (i, o) depends only on (key, i, o), so
+    that a shard on T ranks holds exactly the values of the whole matrix (see `weights.element`).
     """
 
     key: int
@@ -44,18 +44,19 @@ class WeightPart:
     in_stop: int
     out_start: int
     out_stop: int
-    scale: float  # standard deviation
+    scale: float  # Standard deviation of the elements.
 
 
 @dataclass(frozen=True)
 class ForwardKey:
-    """Which forward a measured table is of: forwards with equal keys differ in their rows alone."""
+    """Identifies the forward of a measured table; forwards with equal keys differ only in their
+    rows."""
 
-    model: str  # the shape's name; a depth-scaled one has its own
+    model: str  # The shape's name; a depth-scaled shape has its own.
     tp: int
     fuse: bool
     lm_head: bool
-    kv_tokens: int  # of context read, over all sequences
+    kv_tokens: int  # Tokens of context read, summed over all sequences.
 
     def __str__(self) -> str:
         told = [self.model, f"T={self.tp}"]
@@ -65,7 +66,7 @@ class ForwardKey:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one forward on one rank must move and compute; a rank's share, not the group's."""
+    """The bytes that one forward moves and the work it does on one rank, not in the whole group."""
 
     rows: int
     weight_bytes: int
@@ -73,10 +74,11 @@ class Cost:
     flops: int
     num_products: int
     num_all_reduces: int
-    all_reduce_bytes: int  # of one all-reduce
+    all_reduce_bytes: int  # Of each single all-reduce.
     tp: int
-    key: ForwardKey | None = None  # whose forward it is; None: nobody's, a lone product, say
-    most_rows: int | None = None  # of all forwards of its job, which decide the kernel; None: rows
+    key: ForwardKey | None = None  # The forward's key in measured tables; None for a lone product.
+    # The most rows of any forward in the job, which decides the kernel; None: `rows`.
+    most_rows: int | None = None
 
 
 class Program(ABC):
@@ -84,88 +86,101 @@ class Program(ABC):
 
     @abstractmethod
     def launch(self) -> None:
-        """Starts it; may return before it is over."""
+        """Starts the forward; may return before it is over."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the last launch is over (never blocks)."""
+        """Returns whether the last launch is over; never blocks."""
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the last launch is over; FaultError at the waiter's deadline."""
+        """Returns when the last launch is over; raises FaultError at the waiter's deadline."""
         waiter.until(self.done, "forward")
 
     @abstractmethod
     def elapsed_s(self) -> float:
-        """Device time of the last finished launch, in seconds."""
+        """Returns the device time of the last finished launch, in seconds."""
 
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
-        """Frees what the device keeps of it (a graph); before the group's communicator."""
+        """Frees what the device keeps of the program (a graph).
+
+        Must be called before the group's communicator is closed.
+        """
 
 
 class Backend(ABC):
-    """Few methods; everything between `begin` and the end of a program body is enqueued."""
+    """The interface that every backend implements; operations in a program's body are enqueued."""
 
     name: str
     info: DeviceInfo
     itemsize: int  # bytes of a weight or activation
     dtype_name: str
-    few_rows: int = 0  # forwards of at most so many have weights in an order of their own
+    few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
-        """Rows that products with the weights made from now on have at most; None: not known."""
+        """Announces the most rows of products with the weights made from now on; None: not known."""
 
     def kernel(self, weight: Array) -> str:
-        """Name of what multiplies by this weight inside a program."""
+        """Returns the name of the kernel that multiplies by this weight inside a program."""
         return self.name
 
     @abstractmethod
     def weight(self, parts: Sequence[WeightPart]) -> Array:
-        """A weight [in, Σout] with deterministic random values, in this backend's own layout."""
+        """Returns a weight [in, Σout] with deterministic random values, in this backend's own
+        layout."""
 
     @abstractmethod
     def activation(self, rows: int, width: int) -> Array:
-        """A [rows, width] buffer, poisoned with NaN so that an unwritten element is seen."""
+        """Returns a [rows, width] buffer filled with NaN, so that an unwritten element is noticed."""
 
     @abstractmethod
     def view(self, array: Array, rows: int, start: int, stop: int) -> Array:
-        """The view array[:rows, start:stop]."""
+        """Returns the view array[:rows, start:stop]."""
 
     @abstractmethod
     def host_ints(self, count: int) -> HostArray:
-        """A host int32 buffer that `gather` can read and `read_out` can write asynchronously."""
+        """Returns a host int32 buffer that `gather` reads and `read_out` writes asynchronously."""
 
     @abstractmethod
     def table(self, entries: int, width: int, key: int) -> Array:
-        """An embedding-like table [entries, width] of unit-variance random rows."""
+        """Returns an embedding-like table [entries, width] of unit-variance random rows."""
 
     @abstractmethod
     def gather(self, table: Array, tokens: HostArray, out: Array) -> None:
-        """out[m] = table[tokens[m] mod entries]: the tokens travel host → device."""
+        """Sets out[m] = table[tokens[m] mod entries]; the tokens are copied from host to device."""
 
     @abstractmethod
     def matmul(self, x: Array, weight: Array, out: Array) -> None:
-        """out = x @ weight, accumulated in float32; x may be a column view."""
+        """Sets out = x @ weight, accumulated in float32; x may be a column view."""
 
     @abstractmethod
     def read(self, num_bytes: int) -> Callable[..., None]:
-        """An operation of an optional byte count that reads so much of a buffer of num_bytes, all
-        of it by default (the KV cache's traffic)."""
+        """Returns an operation that reads a buffer of num_bytes, as a forward reads its KV cache.
+
+        Its optional argument is the number of bytes to read; the default is all.
+        """
 
     @abstractmethod
     def top_k(self, values: Array, k: int, out_ids: Array, out_values: Array) -> None:
-        """The k largest of each row: ids int32 [rows, k], descending, ties to the smaller id."""
+        """Writes the k largest values of each row, descending, and their ids; ties to the smaller
+        id.
+
+        out_ids: int32 [rows, k]; out_values: [rows, k].
+        """
 
     @abstractmethod
     def top_buffers(self, rows: int, k: int) -> tuple[Array, Array]:
-        """Device buffers for `top_k`: (int32 ids, float32 values), both [rows, k]."""
+        """Returns the device buffers for `top_k`: (int32 ids, float32 values), both [rows, k]."""
 
     @abstractmethod
     def read_out(self, ids: Array, host: HostArray) -> None:
-        """Copies the int32 device array `ids` to the host buffer (device → host)."""
+        """Copies the int32 device array `ids` to the host buffer."""
 
     @abstractmethod
     def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
-        """Compiles a body. Collective over a group whose all-reduce is part of the body."""
+        """Compiles a body into a program.
+
+        If the body contains the group's all-reduce, all ranks of the group must call this.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -173,25 +188,25 @@ class Backend(ABC):
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:
-        """A NumPy copy (float32 for activations); synchronises. Not for the hot path."""
+        """Returns a NumPy copy (float32 for activations); synchronises, so not for the hot path."""
 
     @abstractmethod
     def from_host(self, values: Any, out: Array) -> None:
-        """Writes NumPy values into a device array; synchronises. Not for the hot path."""
+        """Writes NumPy values into a device array; synchronises, so not for the hot path."""
 
     @abstractmethod
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Bytes a second when a buffer of num_bytes is read again and again; None = unknown."""
+        """Measures bytes a second when a buffer of num_bytes is read repeatedly; None if unknown."""
 
     @abstractmethod
     def copy_bandwidth(self, num_bytes: int) -> float | None:
-        """Bytes a second, read and written ones, of a copy on the device; None = unknown."""
+        """Measures bytes a second, read plus written, of a copy on the device; None if unknown."""
 
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """Flop a second of a large square product, the fastest of some; None = unknown.
+        """Measures the flop a second of a large square product; None if unknown.
 
-        What bounds a forward of many rows. Takes ≤ 0.1 s.
+        This bounds a forward of many rows. It takes at most 0.1 s.
         """
 
     @property
@@ -201,4 +216,7 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees programs, then buffers. After the group's communicator it would hang."""
+        """Frees programs, then buffers.
+
+        Must be called before the group's communicator is closed; afterwards it would hang.
+        """

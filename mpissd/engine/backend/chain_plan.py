@@ -1,6 +1,6 @@
-"""What the chain kernel is told (kernels/chain.cu): its table of products, and how weights lie.
+"""The chain kernel's inputs (kernels/chain.cu): its table of products and the packing of weights.
 
-Nothing here knows of CuPy: operands are addresses, so that a machine without a GPU can check it.
+This module does not use CuPy: operands are addresses, so that it can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TILE, PAIR = 16, 32  # columns of a tile, rows of a pair of steps
+TILE, PAIR = 16, 32  # Columns of a tile, rows of a pair of steps.
 ROW_TILE, MAX_ROW_TILES = 8, 4
-MAX_ROWS = ROW_TILE * MAX_ROW_TILES  # of x in one product
+MAX_ROWS = ROW_TILE * MAX_ROW_TILES  # The most rows of x in one product.
 _WARPS = 8
-THREADS = 32 * (_WARPS + 1)  # of a block
+THREADS = 32 * (_WARPS + 1)  # Threads of a block.
 _SLOT_BYTES, _LANE_BYTES, _SUM_BYTES, _PEERS_BYTES = 16 << 10, 32, _WARPS * 4 * 130 * 4, 88
-PRODUCT = np.dtype(  # struct Product
+PRODUCT = np.dtype(  # The layout of struct Product in plan.cu.
     [(name, np.uint64) for name in ("weight", "x", "out")]
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
     + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
 )
-# The axes of a packed weight: tile, pair, step h, lane (r, c), half of the four rows, column below
-# or above 8, row of the half. A row of a pair is (c, h, half, row), a column (above, r).
+# The axes of a packed weight: tile, pair, step h, lane (r, c), half of the four rows, column block
+# (below 8, or from 8), row of the half. A row of a pair is (c, h, half, row); a column is (block,
+# r).
 _PACKED = (2, 8, 4, 2, 2, 2)
 _ROW_AXES, _COLUMN_AXES = (1, 4, 2, 5, 7), (0, 6, 3)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The macros of chain.cu for a number of row tiles."""
+    """The macros that chain.cu is compiled with for a number of row tiles."""
 
     row_tiles: int
     tiles: int
@@ -42,19 +43,19 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block (CHAIN_BYTES)."""
+        """Bytes of shared memory that a block needs (CHAIN_BYTES)."""
         columns = self.ahead * self.row_tiles * _LANE_BYTES * 32 * _WARPS
         barriers = 2 * self.slots * 8
         return self.slots * _SLOT_BYTES + columns + _SUM_BYTES + barriers + _PEERS_BYTES
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The compiler's."""
+        """The options for the compiler."""
         macros = {name.upper(): value for name, value in vars(self).items()}
         return ("--std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
 
 
-GEOMETRIES = {  # by row tiles
+GEOMETRIES = {  # By number of row tiles.
     1: Geometry(1, tiles=8, slots=11, ahead=4, flying=3),
     2: Geometry(2, tiles=8, slots=10, ahead=3, flying=4),
     3: Geometry(3, tiles=6, slots=8, ahead=3, flying=4),
@@ -64,7 +65,7 @@ GEOMETRIES = {  # by row tiles
 
 @dataclass(frozen=True)
 class Operand:
-    """A [rows, width] array of float16 at an address; `step` elements from row to row."""
+    """A [rows, width] float16 array at an address, with `step` elements from row to row."""
 
     address: int
     rows: int
@@ -72,24 +73,25 @@ class Operand:
     step: int
 
     def part(self, first: int, rows: int) -> Operand:
-        """Rows first, first + 1, …"""
+        """Returns the operand of `rows` rows starting with row `first`."""
         return replace(self, address=self.address + 2 * first * self.step, rows=rows)
 
     def meets(self, other: Operand) -> bool:
-        """Whether an element of one may be an element of the other."""
+        """Returns whether the two operands may share an element."""
         ends = [o.address + 2 * ((o.rows - 1) * o.step + o.width) for o in (self, other)]
         if self.address >= ends[1] or other.address >= ends[0]:
             return False
         if self.step != other.step:
             return True
-        # Columns of one buffer, side by side?
+        # Two column ranges of one buffer may lie side by side without sharing an element.
         apart = (other.address - self.address) // 2 % self.step
         return apart < self.width or apart + other.width > self.step
 
 
 @dataclass(frozen=True)
 class Multiplication:
-    """out = x @ the packed weight at an address; summed over the ranks afterwards, or not."""
+    """One product, out = x @ the packed weight at an address; if `summed`, also added up over the
+    ranks."""
 
     weight: int
     x: Operand
@@ -97,7 +99,7 @@ class Multiplication:
     summed: bool = False
 
     def row_groups(self) -> list[Multiplication]:
-        """The same in parts that the kernel's registers hold, of like size."""
+        """Splits the product into parts of nearly equal rows that fit the kernel's registers."""
         count = -(-self.x.rows // MAX_ROWS)
         edges = [self.x.rows * i // count for i in range(count + 1)]
         return [
@@ -107,26 +109,27 @@ class Multiplication:
 
 
 def suits(rows: int, columns: int) -> bool:
-    """Whether a weight [rows, columns] can be packed."""
+    """Returns whether a weight [rows, columns] can be packed."""
     return rows > 0 and rows % PAIR == 0 and columns > 0 and columns % TILE == 0
 
 
 def aligned(x: Operand, out: Operand) -> bool:
-    """Whether the kernel can read x 16 bytes, and write out 4 bytes at a time."""
+    """Returns whether the kernel can read x by 16 bytes and write out by 4 bytes at a time."""
     return not (x.address % 16 or x.step % 8 or out.address % 4 or out.step % 2)
 
 
 def row_tiles(table: NDArray[Any]) -> int:
-    """Row tiles that the kernel needs for the widest product of the table."""
+    """Returns the row tiles that the kernel needs for the table's product with the most rows."""
     return -(-int(table["rows"].max()) // ROW_TILE)
 
 
 def plan(chain: Sequence[Multiplication]) -> NDArray[Any]:
-    """The kernel's table, PRODUCT [n]: who waits for whom, and the numbers of the exchanges.
+    """Makes the kernel's table, PRODUCT [n]: dependencies between products, and exchange numbers.
 
     A product waits for the last one before it whose output it reads or overwrites, or whose input
-    it overwrites; and no exchange overtakes another, as both may use one slot of the inboxes.
-    Neighbours that read one x and wait for nothing between them are shared out as one product.
+    it overwrites. Exchanges keep their order, because two of them may use the same slot of the
+    inboxes. Neighbouring products with the same x and no wait between them are divided among the
+    blocks as one product.
     """
     parts = [part for product in chain for part in product.row_groups()]
     table = np.zeros(len(parts), PRODUCT)
@@ -155,7 +158,7 @@ def _depends(later: Multiplication, earlier: Multiplication) -> bool:
 
 
 def pack(values: Any) -> Any:
-    """[rows, columns] → the same elements in the order of chain.cu, in the same shape."""
+    """Reorders a weight [rows, columns] into the order of chain.cu; the shape stays."""
     rows, columns = values.shape
     axes = (rows // PAIR, 4, 2, 2, 2, columns // TILE, 2, 8)
     order = np.argsort(_ROW_AXES + _COLUMN_AXES)
@@ -163,7 +166,7 @@ def pack(values: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """The inverse of `pack`."""
+    """Reverses `pack`."""
     rows, columns = packed.shape
     axes = (columns // TILE, rows // PAIR, *_PACKED)
     order = _ROW_AXES + _COLUMN_AXES

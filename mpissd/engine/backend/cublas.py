@@ -1,7 +1,7 @@
 """Row-major float16 products by cuBLAS, in a form that a stream can capture.
 
 CuPy refuses cuBLAS while its stream is captured (cupy#6290); the bindings of nvmath-python take the
-same pointers and streams and capture well. Nothing here knows of CuPy: it sees addresses.
+same pointers and streams and allow capture. This module does not use CuPy: it sees only addresses.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 WORKSPACE_BYTES = 64 << 20
 _HALF, _COMPUTE_FLOAT, _DEFAULT_ALGORITHM = 2, 68, -1  # CUDA_R_16F, CUBLAS_COMPUTE_32F, …
 _NO_TRANSPOSE = 0
-# Without this cuBLAS may add the parts of a split product in float16. It costs at most 1% (H200, 1B
-# model, 24 rows: 0.733 ms a forward against 0.726).
+# Without this, cuBLAS may add the parts of a split product in float16. It costs at most 1% (H200,
+# 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
 
 class Gemm:
-    """A cuBLAS handle on one stream, with a workspace that its owner allocated (address, bytes)."""
+    """A cuBLAS handle on one stream, with a workspace that its owner allocated."""
 
     def __init__(self, bindings: Any, stream: int, workspace: int) -> None:
         self._cublas = bindings
@@ -33,9 +33,10 @@ class Gemm:
     def multiply(
         self, m: int, n: int, k: int, x: tuple[int, int], w: tuple[int, int], out: tuple[int, int]
     ) -> None:
-        """out[m, n] = x[m, k] @ w[k, n]; each operand is (address, elements from row to row).
+        """Enqueues out[m, n] = x[m, k] @ w[k, n]; each operand is (address, elements from row to
+        row).
 
-        cuBLAS counts by columns: it is told outᵀ = wᵀ xᵀ, so the operands swap places.
+        cuBLAS is column-major, so it computes outᵀ = wᵀ xᵀ with the operands swapped.
         """
         (x_at, x_step), (w_at, w_step), (out_at, out_step) = x, w, out
         self._cublas.gemm_ex(
@@ -45,17 +46,22 @@ class Gemm:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Destroys the handle; after the graphs that hold its products."""
+        """Destroys the handle; call it after the graphs that hold its products are destroyed."""
         if self._handle:
             self._cublas.destroy(self._handle)
             self._handle = 0
 
 
 def open_gemm(stream: int, workspace: int) -> tuple[Gemm | None, str | None]:
-    """A Gemm on `stream`, or (None, why there is none): no nvmath-python, or no cuBLAS for it."""
+    """Opens a Gemm on `stream`; returns (Gemm, None), or (None, the reason) if that is not
+    possible.
+
+    The reasons are a missing nvmath-python, or a cuBLAS that it cannot load.
+    """
     try:
         from nvmath.bindings import cublas
 
         return Gemm(cublas, stream, workspace), None
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a library it cannot load
+    # RuntimeError means a library that nvmath cannot load.
+    except (ImportError, RuntimeError) as error:
         return None, f"nvmath-python: {error}"

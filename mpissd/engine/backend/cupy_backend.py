@@ -1,15 +1,15 @@
-"""Float16 on one NVIDIA GPU: products, a few small kernels, forwards as CUDA graphs.
+"""The cupy backend: float16 on one NVIDIA GPU, with forwards as captured CUDA graphs.
 
-Products are cuBLAS's; from compute capability 9.0 on, those of up to 32 rows are chained into one
-persistent kernel (cupy_chain), for which weights lie in an order of its own.
+Products are cuBLAS's. From compute capability 9.0 on, those of up to 32 rows are chained into one
+persistent kernel (cupy_chain), whose weights are stored in a special order.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
-launches (token ids) lies in page-locked buffers that its kernels read, never in captured values.
+launches (token ids) is in page-locked buffers that its kernels read, never in captured values.
 Without nvmath-python the products are CuPy's own, which cannot be captured: programs then run
-eagerly, the same numbers at more host time. Use it from the thread that opened it.
+eagerly, with the same results and more host time. Use it only from the thread that opened it.
 
 Closing order: programs (their graphs) → the group's NCCL communicator → cuBLAS → memory; `close`
-destroys whatever graphs its owner has left before anything else.
+first destroys any graphs that its owner has left.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from mpissd.engine.backend.cupy_program import CupyProgram
 from mpissd.engine.backend.cupy_weight import HALF, Weight, fill, made
 
 MAX_TOP_K = 64
-_CHUNK_COLUMNS = 4096  # of top_k: 16 warps of 32 lanes, 8 columns each
-_FILL_COLUMNS = 4096  # row length of a buffer that is only read
+_CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.
+_FILL_COLUMNS = 4096  # The row length of a buffer that is only read.
 _READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
 
 
 class CupyBackend(Backend):
-    """One GPU, one stream. Raises ConfigError: no GPU, or fewer than local_rank + 1."""
+    """One GPU and one stream. Raises ConfigError with fewer than local_rank + 1 GPUs."""
 
     name = "cupy"
     itemsize = 2
     dtype_name = "float16"
 
     def __init__(self, local_rank: int, *, graph: bool = True, chain: bool = True) -> None:
-        """chain=False: all products by cuBLAS."""
+        """With chain=False all products use cuBLAS."""
         check_devices(local_rank)
         self.device_id = local_rank
         cupy.cuda.Device(local_rank).use()
@@ -69,7 +69,7 @@ class CupyBackend(Backend):
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
         self.info = device_info(local_rank, self._properties)
-        self.stop = self.host_ints(1)  # not 0: kernels that wait give up
+        self.stop = self.host_ints(1)  # Not 0 makes waiting kernels give up.
         self._chain: ChainRunner | None = None
         self._packs = False
         self.no_chain_reason = why_not(local_rank) if chain else "not wanted"
@@ -112,9 +112,9 @@ class CupyBackend(Backend):
         return values
 
     def gather(self, table: Any, tokens: Any, out: Any) -> None:
-        """The kernel reads the ids from page-locked host memory, at every launch anew.
+        """The kernel reads the ids from page-locked host memory, anew at every launch.
 
-        On an H200 2.4-3.9 us (1-64 rows); a copy to the device first makes it 4.3-5.3.
+        On an H200 it takes 2.4-3.9 us (1-64 rows), and 4.3-5.3 if a copy to the device comes first.
         """
         entries, width = table.shape
         host = np.uintp(tokens.ctypes.data)
@@ -161,7 +161,7 @@ class CupyBackend(Backend):
         return self._filled(shape, np.int32, -1), self._filled(shape, np.float32, np.nan)
 
     def read_out(self, ids: Any, host: Any) -> None:
-        """A kernel writes the ids to page-locked host memory; there when the program is done.
+        """A kernel writes the ids to page-locked host memory before the program is done.
 
         A device-to-host copy as a graph's last node ends up to 60 us later (H200: 74 us from launch
         to done, 15 with the kernel).
@@ -215,28 +215,28 @@ class CupyBackend(Backend):
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
 
     def flush(self) -> None:
-        """Launches the products that a program's body has only noted so far."""
+        """Launches the products that a program's body has recorded but not launched."""
         if self._chain is not None:
             self._chain.flush()
 
     def sum_last(self, out: Any, inboxes: Inboxes) -> bool:
-        """Has the chain sum `out` over the ranks where its last product writes it; else False."""
+        """Has the chain sum `out` over ranks if its last product writes it, else returns False."""
         return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
 
     def limit_waits(self, seconds: float) -> None:
-        """How long kernels wait for one another, and for other ranks, before they give up."""
+        """Sets how long kernels wait for one another, and for other ranks, before they give up."""
         if self._chain is not None:
             self._chain.limit_s = seconds
 
     def fence(self) -> Callable[[], bool]:
-        """A test that is true once everything enqueued so far is over."""
+        """Returns a function that tells whether everything enqueued so far is over."""
         self.flush()
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return lambda: reached(event)
 
     def destroy_graphs(self) -> None:
-        """Of all programs; a later launch would run its body eagerly."""
+        """Destroys the graphs of all programs; a later launch would run its body eagerly."""
         for program in list(self._programs):
             program.close()
 
@@ -257,7 +257,7 @@ class CupyBackend(Backend):
             packed_product(self._launch, x, weight, out)
 
     def _whole(self, body: Callable[[], None]) -> Callable[[], None]:
-        """A body whose products are chained."""
+        """Returns the body with its products chained."""
         chain = self._chain
         if chain is None:
             return body
@@ -269,13 +269,13 @@ class CupyBackend(Backend):
         return whole
 
     def _scratch(self, count: int) -> Any:
-        """Words between two kernels; made by the first call, kept as a graph may hold them."""
+        """Returns scratch words, kept because a captured graph may hold their address."""
         if count not in self._scratches:
             self._scratches[count] = device_empty((count,), np.uint32)
         return self._scratches[count]
 
     def random_words(self, num_bytes: int) -> Any:
-        """A buffer of at least num_bytes with nothing in it that could be read for free."""
+        """Returns a buffer of at least num_bytes of random data, so that no read is cheap."""
         return self.table(ceil_div(max(num_bytes, 16), 2 * _FILL_COLUMNS), _FILL_COLUMNS, 1)
 
     def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None:

@@ -1,9 +1,9 @@
-"""Products in a row as one persistent kernel (kernels/chain.cu), from compute capability 9.0 on.
+"""Runs consecutive products as one persistent kernel (kernels/chain.cu), on compute capability ≥
+9.0.
 
-While a program's body runs the products are only noted; whatever else the body does, and its end,
-launches those noted so far as one chain. Outside of a body each product is a chain of its own.
-
-Every shape is compared with a slow product (packed_product) before its first use in a chain.
+While a program's body runs, products are only recorded; the next other operation, or the end of the
+body, launches the recorded ones as one chain. Outside a body each product is its own chain. Every
+shape is compared with a slow kernel (packed_product) before its first use in a chain.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from mpissd.engine.backend.chain_plan import (
 from mpissd.engine.backend.cupy_device import device_empty, step
 
 FIRST_CAPABILITY = 90
-TOLERANCE = 2e-3  # relative, of a product against its slow twin
+TOLERANCE = 2e-3  # The largest relative error of a product, compared with the slow kernel.
 _CHECK_LIMIT_S = 5.0
 _MAX_SHARED_BYTES = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 Launch = Callable[..., None]
 
 
 class Inboxes(Protocol):
-    """What a chain needs of a group to add up over the ranks itself."""
+    """The group's shared state that a chain needs to sum over the ranks by itself."""
 
-    everybody: int  # address of struct Peers
-    capacity: int  # messages of two float16
-    done_counts: int  # how many counts of exchanges it keeps
+    everybody: int  # The address of struct Peers.
+    capacity: int  # In messages of two float16 values.
+    done_counts: int  # The number of counters of finished exchanges.
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A table on the device, and the counters of its launches."""
+    """A chain's table of products on the device, and the counters of its launches."""
 
     table: Any
     finished: Any
@@ -57,8 +57,8 @@ class Chain:
 
 
 def why_not(device_id: int) -> str | None:
-    """Why this GPU cannot run chains, or None."""
-    capability = cupy.cuda.Device(device_id).compute_capability  # "90"
+    """Returns why this GPU cannot run chains, or None if it can."""
+    capability = cupy.cuda.Device(device_id).compute_capability  # For example "90".
     if int(capability) < FIRST_CAPABILITY:
         return f"compute capability {capability[:-1]}.{capability[-1]}"
     room = runtime.deviceGetAttribute(_MAX_SHARED_BYTES, device_id)
@@ -67,10 +67,10 @@ def why_not(device_id: int) -> str | None:
 
 
 class ChainRunner:
-    """Notes products and launches them on one stream; `launch` runs the backend's own kernels.
+    """Records products and launches them on one stream; `launch` runs the backend's own kernels.
 
-    stop: a page-locked int32 that ends every wait inside the kernels; they set it when one lasted
-    `limit_s`.
+    stop: a page-locked int32. If it is set, every wait inside the kernels ends; the kernels set it
+    when a wait lasted `limit_s` seconds.
     """
 
     def __init__(self, stream: Any, num_sms: int, stop: NDArray[np.int32], launch: Launch) -> None:
@@ -84,13 +84,16 @@ class ChainRunner:
         self._checked: set[tuple[int, int, int]] = set()
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
-        """out = x @ the packed weight at an address; the widths say its shape."""
+        """Records out = x @ the packed weight at an address; the operands' widths give its shape."""
         self._noted.append((weight, *_flat(x), *_flat(out), 0))
         if not self._held:
             self.flush()
 
     def sum_last(self, out: Operand, inboxes: Inboxes) -> bool:
-        """Has the chain sum `out` over the ranks, if it is what the last noted product writes."""
+        """Makes the chain sum `out` over the ranks.
+
+        Returns False if `out` is not the last recorded product's output, or exceeds the inboxes.
+        """
         if not self._noted or self._noted[-1][5:9] != _flat(out) or self._noted[-1][9]:
             return False
         if min(out.rows, MAX_ROWS) * out.width > 2 * inboxes.capacity:
@@ -101,7 +104,7 @@ class ChainRunner:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, products wait for `flush`; the end flushes, but for an error."""
+        """Records products until the block ends, then launches them; after an error it drops them."""
         self._held = True
         try:
             yield
@@ -111,7 +114,7 @@ class ChainRunner:
             self._noted.clear()
 
     def flush(self) -> None:
-        """Launches what was noted."""
+        """Launches the recorded products."""
         if not self._noted:
             return
         key = tuple(self._noted)
@@ -121,7 +124,7 @@ class ChainRunner:
         self._start(self._chains[key])
 
     def close(self) -> None:
-        """Frees the tables; after the graphs that read them."""
+        """Frees the tables; call it after the graphs that read them are destroyed."""
         self._chains.clear()
 
     def _made(self, key: tuple[tuple[int, ...], ...]) -> Chain:
@@ -181,7 +184,7 @@ class ChainRunner:
         return self._kernels[row_tiles]
 
     def _check_shapes(self, chain: list[Multiplication]) -> None:
-        """Each product of a shape not seen before, of random rows, against its slow twin."""
+        """Compares each product of a new shape, with random rows, with the slow kernel."""
         for product in chain:
             rows = min(product.x.rows, MAX_ROWS)
             shape = (product.x.width, product.out.width, -(-rows // chain_plan.ROW_TILE))
@@ -215,7 +218,7 @@ class ChainRunner:
 
 
 def packed_product(launch: Launch, x: Operand, weight: int, out: Operand) -> None:
-    """out = x @ the packed weight by the slow kernel: of any alignment and number of rows."""
+    """Computes out = x @ the packed weight by the slow kernel, which takes any alignment and rows."""
     grid = (-(-out.width // 128), out.rows)
     source = (np.uintp(x.address), np.int64(x.step))
     packed = (np.uintp(weight), np.int32(x.width // PAIR))
@@ -224,7 +227,7 @@ def packed_product(launch: Launch, x: Operand, weight: int, out: Operand) -> Non
 
 
 def operand(array: Any) -> Operand:
-    """A two-dimensional array as its address and steps."""
+    """Returns a two-dimensional array as an address with its sizes and row step."""
     return Operand(int(array.data.ptr), int(array.shape[0]), int(array.shape[1]), step(array))
 
 

@@ -1,4 +1,4 @@
-"""One GPU as CuPy sees it: which one, what it is, its memory, its events."""
+"""One GPU as CuPy sees it: its identity, properties, memory and events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_READY = 600  # cudaErrorNotReady
 
 
 def check_devices(local_rank: int) -> None:
-    """ConfigError unless this process sees more than local_rank GPUs."""
+    """Raises ConfigError unless this process sees more than local_rank GPUs."""
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
@@ -30,8 +30,9 @@ def check_devices(local_rank: int) -> None:
 
 
 def device_info(device_id: int, properties: dict[str, Any]) -> DeviceInfo:
-    """What CUDA tells of a device; memory is what is free now."""
-    uuid = bytes(properties.get("uuid", b""))[:16]  # CuPy reads it as a C string: may be cut short
+    """Returns what CUDA reports of a device; memory_bytes is what is free now."""
+    # CuPy reads the UUID as a C string, so a zero byte cuts it short.
+    uuid = bytes(properties.get("uuid", b""))[:16]
     return DeviceInfo(
         name=properties["name"].decode(),
         kind="gpu",
@@ -44,9 +45,10 @@ def device_info(device_id: int, properties: dict[str, Any]) -> DeviceInfo:
 
 
 def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array in a block of its own: a pool would round up, and keep what was freed.
+    """Returns an uninitialised array in its own allocation.
 
-    Raises ConfigError where the device is full, with the bytes wanted and free.
+    CuPy's pool is not used, because it rounds sizes up and keeps freed blocks. Raises ConfigError
+    if the device is full, with the bytes wanted and free.
     """
     size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
     try:
@@ -58,12 +60,12 @@ def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def step(array: Any) -> int:
-    """Elements from one row to the next (the leading dimension)."""
+    """Returns the elements from one row to the next (the leading dimension)."""
     return max(int(array.strides[0]) // int(array.itemsize), int(array.shape[1]))
 
 
 def reached(event: Any) -> bool:
-    """Whether an event is over; FaultError where the device has failed meanwhile."""
+    """Returns whether an event is over; raises FaultError if the device has failed meanwhile."""
     status = runtime.eventQuery(event.ptr)
     if status not in (0, _NOT_READY):
         raise FaultError(f"GPU: {runtime.CUDARuntimeError(status)}")
@@ -71,11 +73,11 @@ def reached(event: Any) -> bool:
 
 
 def ceil_div(value: int, by: int) -> int:
-    """value / by, rounded up."""
+    """Returns value / by, rounded up."""
     return -(-value // by)
 
 
 def can_access_peers() -> list[list[bool]]:
-    """[i][j]: GPU i can map GPU j's memory (itself, always), by the numbers seen here."""
+    """Returns [i][j]: whether GPU i can map GPU j's memory, by the device numbers of this process."""
     every = range(int(runtime.getDeviceCount()))
     return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in every] for i in every]

@@ -1,5 +1,6 @@
-"""What CuPy sees in this environment, as one JSON line. To be asked in a child process that may be
-ended, since an import can crash and a driver can hang:
+"""Prints what CuPy sees in this environment, as one JSON line.
+
+Run it in a child process with a deadline, since the import can crash and a driver can hang:
 
     python -m mpissd.engine.backend.cupy_facts LOCAL_RANK
 """
@@ -17,7 +18,7 @@ from mpissd.engine.backend.cupy_device import can_access_peers, device_info
 
 
 def facts(local_rank: int) -> dict[str, Any]:
-    """The fields of doctor.facts.CudaView; `error` where there is no GPU for this local rank."""
+    """Returns the fields of ops.doctor.facts.CudaView; `error` says why this local rank has no GPU."""
     found: dict[str, Any] = {"cupy": cupy.__version__, **_nccl()}
     found["runtime"] = int(runtime.runtimeGetVersion())
     try:
@@ -53,7 +54,7 @@ def _nvmath() -> dict[str, Any]:
     try:
         from nvmath.bindings import cublas
 
-        cublas.destroy(cublas.create())  # loads the library
+        cublas.destroy(cublas.create())  # Loads the library.
     except (ImportError, AttributeError, RuntimeError) as error:
         return {"nvmath_error": str(error)}
     return {}

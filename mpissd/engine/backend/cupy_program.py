@@ -1,4 +1,4 @@
-"""A forward on a GPU: a captured CUDA graph, replayed; or its operations, enqueued every time."""
+"""A forward on a GPU: a captured CUDA graph that is replayed, or its operations enqueued each time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from mpissd.engine.backend.cupy_device import reached
 
 
 class CupyProgram(Program):
-    """A captured graph of its body, or the body itself where it cannot be captured.
+    """A captured graph of a body, or the body itself if it cannot be captured.
 
-    Holds the body, and so the buffers that the graph reads, for as long as it lives.
+    It keeps the body, and so the buffers that the graph reads, alive.
     """
 
     def __init__(
         self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
     ) -> None:
-        """stop[0]: not 0 once a kernel has given up a wait; a launch then ends in a FaultError."""
+        """Takes `stop`: a launch raises FaultError once a kernel has set stop[0], having given up a
+        wait."""
         self._stream, self._body, self._stop = stream, body, stop
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
-        body()  # loads kernels, connects peers, allocates: what a capture may not do
+        # The first run loads kernels, connects peers and allocates, which a capture must not do.
+        body()
         stream.synchronize()
         self._graph = captured(stream, body) if capture else None
 
@@ -57,12 +59,12 @@ class CupyProgram(Program):
 
 
 def captured(stream: Any, body: Callable[[], None]) -> Any:
-    """The graph of what `body` enqueues. The capture ends even where the body fails."""
+    """Captures what `body` enqueues and returns the graph; the capture ends even if the body fails."""
     with stream:
         stream.begin_capture()
         try:
             body()
-        finally:  # else the stream could never be used again
+        finally:  # A capture left open would make the stream unusable.
             graph = stream.end_capture()
     graph.upload(stream)
     return graph

@@ -1,4 +1,4 @@
-"""What a GPU's memory and its arithmetic give at most, measured by the backend's own kernels."""
+"""Measures a GPU's memory bandwidth and peak arithmetic with the backend's own kernels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from mpissd.engine.backend.cupy_device import ceil_div, device_empty
 from mpissd.engine.backend.cupy_program import CupyProgram
 from mpissd.engine.backend.cupy_weight import HALF, Weight
 
-_MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9  # of one timed sample; of its buffer
+# Bytes of one timed sample, and of its buffer at most.
+_MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
 _SAMPLES, _WARM_UP_S = 7, 0.05
 _SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03
 _MIB = 1 << 20
 
 
 class Rated(Protocol):
-    """What is measured of a backend."""
+    """The part of a backend that these measurements use."""
 
     stream: Any
 
@@ -33,11 +34,11 @@ class Rated(Protocol):
 
 
 def read_bandwidth(backend: Rated, num_bytes: int) -> float:
-    """Reads a buffer of num_bytes (at most 4 GB, or half of what is free) again and again.
+    """Measures reading a buffer of num_bytes (at most 4 GB, or half of the free memory) repeatedly.
 
-    Seven samples of at least 4 GiB each, timed by events; bytes over the median. Warmed up for
-    50 ms: after memory was allocated or freed an H200 read at 3.9 TB/s for some milliseconds,
-    and at 4.5 from then on.
+    Takes the median of seven samples of at least 4 GiB each, timed by events, after a warm-up of 50
+    ms: after memory was allocated or freed, an H200 read at 3.9 TB/s for some milliseconds, and at
+    4.5 TB/s from then on.
     """
     room = min(_MAX_READ_BYTES, runtime.memGetInfo()[0] // 2)
     size = max(16, min(num_bytes, room) // 16 * 16)
@@ -48,9 +49,9 @@ def read_bandwidth(backend: Rated, num_bytes: int) -> float:
 
 
 def copy_bandwidth(backend: Rated, num_bytes: int) -> float:
-    """As read_bandwidth, by copies of half a buffer (of at most 4 GB) onto its other half.
+    """Measures copying half a buffer (at most 4 GB) onto its other half, as read_bandwidth does.
 
-    Of whole MiB: an H200 copied 928 MiB at 4.26 TB/s, and 10^9 bytes at 2.76.
+    The half is a multiple of 1 MiB: an H200 copied 928 MiB at 4.26 TB/s, but 10^9 bytes at 2.76.
     """
     half = min(num_bytes, _MAX_READ_BYTES, runtime.memGetInfo()[0] // 2) // 2
     half = max(16, half // _MIB * _MIB or half // 16 * 16)
@@ -67,12 +68,13 @@ def copy_bandwidth(backend: Rated, num_bytes: int) -> float:
 
 
 def peak_flops(backend: Rated) -> float | None:
-    """A square product of float16, of 8192 if there is room; None where 1024 is too much.
+    """Measures a square float16 product, of side 8192 if memory allows; None if 1024 does not fit.
 
-    Launched for 30 ms (three times at least), timed by events; the fastest, as chips slow down
-    when they get hot.
+    It is launched for 30 ms (at least three times) and timed by events. The fastest launch counts,
+    because chips slow down when they get hot.
     """
-    room = runtime.memGetInfo()[0] // 2  # for x, weight and out
+    # Half of the free memory, for x, the weight and the output.
+    room = runtime.memGetInfo()[0] // 2
     side = next((n for n in _SQUARES if 3 * n * n * HALF.itemsize <= room), None)
     if side is None:
         return None
@@ -86,7 +88,7 @@ def peak_flops(backend: Rated) -> float | None:
 
 
 def _median_s(backend: Rated, program: CupyProgram) -> float:
-    """Of some launches, after a warm-up."""
+    """Returns the median seconds of _SAMPLES launches, after a warm-up."""
     warm_s = 0.0
     while warm_s < _WARM_UP_S:
         warm_s += _timed_s(backend, program)

@@ -1,4 +1,4 @@
-"""Weights on a GPU: filled in place, in the order in which their products take them."""
+"""Weights on a GPU, filled in place in the element order that their products read."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ Launch = Callable[..., None]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: row-major [in, out], or packed in the chain's order, in an array of that shape."""
+    """A weight: row-major [in, out], or packed in the chain's order in an array of that shape."""
 
     values: Any
     packed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(in, out), whatever the order."""
+        """(in, out), for either order."""
         rows, columns = self.values.shape
         return rows, columns
 
     def row_major(self, values: Any) -> Any:
-        """A copy of the weight on the host, row-major."""
+        """Converts this weight's host copy to row-major order."""
         return unpack(values) if self.packed else values
 
     def in_order(self, values: Any) -> Any:
-        """Row-major values on the host, in this weight's order."""
+        """Converts row-major host values to this weight's order."""
         return pack(values) if self.packed else values
 
 
 def made(parts: Sequence[WeightPart], packs: bool, launch: Launch) -> Weight:
-    """The weight of these parts side by side; packs: in the chain's order, if its shape suits."""
+    """Makes the weight of these parts side by side.
+
+    packs: store it in the chain's order if its shape allows.
+    """
     rows = parts[0].in_stop - parts[0].in_start
     widths = [part.out_stop - part.out_start for part in parts]
     values = device_empty((rows, sum(widths)), HALF)
@@ -55,7 +58,7 @@ def made(parts: Sequence[WeightPart], packs: bool, launch: Launch) -> Weight:
 
 
 def fill(launch: Launch, out: Any, part: WeightPart) -> None:
-    """Writes a part, row-major."""
+    """Fills a row-major array with the values of a part."""
     rows, columns = out.shape
     grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
     sizes = (np.int32(rows), np.int32(columns))

@@ -1,7 +1,8 @@
-"""Everything but the compute: a forward is one modelled duration from a device profile.
+"""The emulated backend: a forward takes a duration from a device profile and computes nothing.
 
-Nothing is allocated and no body ever runs; ranks sleep until the modelled end, so a many-GPU
-machine can be rehearsed on two cores. The `null` profile lasts 0 and measures the framework itself.
+Nothing is allocated and no body runs; ranks sleep until the modelled end, so a machine with many
+GPUs can be rehearsed on two cores. Forwards of the `null` profile take 0 s, which measures the
+framework itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mpissd.engine.backend.profile import Profile
 
 
 class ModelledProgram(Program):
-    """Ends its modelled duration after the launch, or after what was launched before it."""
+    """A forward that ends its modelled duration after the launch, or after the forward before it."""
 
     def __init__(self, backend: EmulatedBackend, duration_s: float) -> None:
         self._backend = backend
@@ -40,7 +41,7 @@ class ModelledProgram(Program):
 
 
 class EmulatedBackend(Backend):
-    """One device's queue as a point in time, `busy_until`."""
+    """A device whose queue is one point in time, `busy_until`, when its last forward ends."""
 
     name = "emulated"
     itemsize = 2

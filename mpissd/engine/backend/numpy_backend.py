@@ -1,4 +1,4 @@
-"""Real products on the CPU in float32: the portable path, and the oracle of the other backends."""
+"""The CPU backend: real products in float32, also the reference for testing the other backends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
 
 Floats = NDArray[np.float32]
-_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05  # of peak_flops
+_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05  # Constants of peak_flops.
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class HostProgram(Program):
-    """Runs its body at launch; nothing is asynchronous on this backend."""
+    """A program that runs its body at launch; nothing is asynchronous on this backend."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         self._body = body
@@ -39,7 +39,7 @@ class HostProgram(Program):
 
 
 class NumpyBackend(Backend):
-    """NumPy arrays; a weight is [in, out] in C order."""
+    """The backend of NumPy arrays; a weight is [in, out] in C order."""
 
     name = "numpy"
     itemsize = 4
@@ -110,24 +110,27 @@ class NumpyBackend(Backend):
         out[...] = values
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Rereads a buffer of num_bytes (at most 4 GB), at least 0.5 GB in all; median.
+        """Measures reading a buffer of num_bytes (at most 4 GB) repeatedly, 0.5 GB in all; the
+        median.
 
-        The reader is max(): one vectorised load and compare an element, nothing written back.
+        It reads by max(): one vectorised load and compare for each element, and nothing is written.
         """
         count = max(1, min(num_bytes, 4 * 10**9) // 4)
         buffer = np.ones(count, np.float32)
         return count * 4 / _median_s(buffer.max, count * 4)
 
     def copy_bandwidth(self, num_bytes: int) -> float | None:
-        """Copies half a buffer of num_bytes onto its other half, as often as reads are repeated."""
+        """Measures copying half a buffer of num_bytes onto its other half, as often as
+        read_bandwidth."""
         half = max(1, min(num_bytes, 4 * 10**9) // 8)
         source, to = np.ones(half, np.float32), np.zeros(half, np.float32)
         return 2 * half * 4 / _median_s(lambda: np.copyto(to, source), 2 * half * 4)
 
     def peak_flops(self) -> float | None:
-        """The largest square of a power of two whose product takes 5 ms at most, for 50 ms.
+        """Measures a square product, sized by powers of two to take 5 ms at most, for 50 ms.
 
-        Short products, and the fastest: a process that needs the core misses some of them.
+        Returns the fastest of these short products, because other processes on the core disturb
+        only some.
         """
         side, once_s = _FIRST_SIDE, _product_s(_FIRST_SIDE)
         while 8 * once_s <= _LONGEST_PRODUCT_S:
@@ -140,8 +143,10 @@ class NumpyBackend(Backend):
 
 
 def _median_s(operation: Callable[[], object], num_bytes: int) -> float:
-    """Median seconds of an operation, repeated until it has moved 0.5 GB (100,000 times at most:
-    what a few bytes take is the call)."""
+    """Returns the median seconds of an operation, repeated until it has moved 0.5 GB.
+
+    It is called 3 to 100,000 times; with only a few bytes the time is that of the call.
+    """
     seconds = []
     for _ in range(min(10**5, max(3, -(-(5 * 10**8) // num_bytes)))):
         start = time.perf_counter()
@@ -151,7 +156,8 @@ def _median_s(operation: Callable[[], object], num_bytes: int) -> float:
 
 
 def _product_s(side: int, count: int = 1) -> float:
-    """Seconds of the fastest of `count` square products, after one that loads the library."""
+    """Returns the seconds of the fastest of `count` square products, after one that loads the
+    library."""
     x, out = np.full((side, side), 0.5, np.float32), np.empty((side, side), np.float32)
     weight, seconds = x.copy(), []
     for _ in range(count + 1):
@@ -162,7 +168,7 @@ def _product_s(side: int, count: int = 1) -> float:
 
 
 def cpu_name() -> str:
-    """The processor's own name, or its architecture where the system doesn't tell."""
+    """Returns the processor's name, or its architecture if the system does not report a name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -173,7 +179,7 @@ def cpu_name() -> str:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that can be taken without swapping; None where the system doesn't tell."""
+    """Returns the bytes available without swapping, or None if the system does not report them."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
@@ -184,7 +190,8 @@ def available_memory_bytes() -> int | None:
 
 
 def last_level_cache_bytes() -> int | None:
-    """Size of the first core's last-level cache; None where the system doesn't tell."""
+    """Returns the bytes of the first core's last-level cache; None if the system does not report
+    them."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:

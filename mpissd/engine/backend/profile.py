@@ -1,10 +1,10 @@
-"""A device profile: what a forward costs on a machine, each number with where it comes from.
+"""A device profile: the costs of a forward on one machine, each number with its source.
 
 A profile is a JSON file {"schema": 1, "name", "device_name", "numbers": {key: {"value", "from"}},
 "all_reduce": {"from", "latency_s": {ranks: s}, "bytes_per_s": {ranks: B/s}}, "tables": {…}}; "from"
-says measured, modelled, datasheet, assumed or defined. The emulated backend lives on one; `probe`
-makes them (docs/profile.md). Rates are a model, tables were measured: where a table covers a
-forward it is taken, else the model.
+is measured, modelled, datasheet, assumed or defined. The emulated backend takes its durations from
+a profile, and `probe` makes profiles (docs/profile.md). Where a measured table covers a forward,
+the table is used; otherwise the forward is modelled from the rates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUMBERS = (
 
 
 class Options(Protocol):
-    """What of a forward's options a table depends on (model.shard.ForwardOptions)."""
+    """The options of a forward that select its table (model.shard.ForwardOptions)."""
 
     @property
     def fuse(self) -> bool: ...
@@ -44,19 +44,20 @@ class Options(Protocol):
 
 @dataclass(frozen=True)
 class Profile:
-    """Rates of one device and of the links inside its node, and measured tables where there are.
+    """Rates of one device and of the links inside its node, and measured tables if there are any.
 
-    all_reduce_*: by number of ranks; {}: defined as free; None: not known (a probe of one rank).
-    hosts: what the host's work took in some ways to decode; (): not measured. models_others:
-    forwards of no table are modelled; False: a profile that has tables says nothing of them.
+    all_reduce_*: by number of ranks; {} means free by definition, None means unknown (probed on one
+    rank). hosts: the host's work, measured for some configurations; () if not measured.
+    models_others: whether forwards without a table are modelled; if False, a profile with tables
+    has no value for them.
     """
 
     name: str
     device_name: str
     read_bytes_per_s: float | None
     peak_flops_per_s: float | None
-    product_overhead_s: float  # what a product loses beyond its bytes
-    launch_s: float  # of one forward
+    product_overhead_s: float  # Seconds that a product takes beyond its memory traffic.
+    launch_s: float  # Seconds to launch one forward.
     memory_bytes: int | None
     all_reduce_latency_s: Mapping[int, float] | None
     all_reduce_bytes_per_s: Mapping[int, float] | None
@@ -64,11 +65,12 @@ class Profile:
     tables: Tables = field(default_factory=Tables)
     hosts: tuple[HostEntry, ...] = ()
     models_others: bool = False
-    other_kernels: frozenset[str] = frozenset()  # commits that ran other kernels than these
+    # Commits whose kernels differ from those measured here.
+    other_kernels: frozenset[str] = frozenset()
 
     @property
     def few_rows(self) -> int:
-        """Jobs of at most so many rows may run another kernel than larger ones; 0: none does."""
+        """The most rows at which a job may use another kernel than larger jobs; 0 if there is none."""
         return self.tables.few_rows
 
     def forward_s(self, cost: Cost) -> float:
@@ -86,16 +88,17 @@ class Profile:
         return floor + products + reduces + self.launch_s
 
     def floor_s(self, cost: Cost) -> float | None:
-        """max(bytes / read bandwidth, flops / peak); None where a rate is unknown."""
+        """Returns max(bytes / read bandwidth, flops / peak); None if a rate is unknown."""
         if self.read_bytes_per_s is None or self.peak_flops_per_s is None:
             return None
         moved = (cost.weight_bytes + cost.kv_bytes) / self.read_bytes_per_s
         return max(moved, cost.flops / self.peak_flops_per_s)
 
     def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
-        """One all-reduce over `ranks` ranks (the rates of the next larger known number).
+        """Returns the seconds of one all-reduce over `ranks` ranks.
 
-        Raises ConfigError where all-reduces are not known.
+        For an unmeasured number of ranks the rates of the next larger one hold. Raises ConfigError
+        if all-reduces are not known.
         """
         latencies, rates = self.all_reduce_latency_s, self.all_reduce_bytes_per_s
         if ranks == 1:
@@ -112,7 +115,8 @@ class Profile:
         return latencies[nearest] + num_bytes / rates[nearest]
 
     def require(self, model: str, tp: int, options: Options, sequences: int = 1) -> None:
-        """ConfigError unless this forward was measured, whatever its rows; names what was."""
+        """Raises ConfigError unless this forward was measured for some number of rows; names the
+        others."""
         context = options.context * sequences
         key = ForwardKey(model, tp, options.fuse, options.lm_head, context)
         if key not in self.tables.forwards:
@@ -123,15 +127,15 @@ class Profile:
 
 
 def known_profiles() -> dict[str, Path]:
-    """The profiles that come with mpissd, by name."""
+    """Returns the paths of the profiles that come with mpissd, by name."""
     folder = Path(str(resources.files("mpissd.engine.backend") / "profiles"))
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
 def load_profile(text: str) -> Profile:
-    """A profile by name or by path.
+    """Loads a profile by name or by path.
 
-    Raises ConfigError: unknown name, unreadable file, another schema, a missing number.
+    Raises ConfigError for an unknown name, an unreadable file, another schema or a missing number.
     """
     builtin = known_profiles()
     if text in builtin:
@@ -142,7 +146,7 @@ def load_profile(text: str) -> Profile:
 
 
 def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profile]:
-    """The targets' profile and the drafts' (None: the same). Raises as load_profile."""
+    """Loads the targets' profile and the drafts' (None: the same). Raises as load_profile does."""
     profile = load_profile(device)
     return profile, profile if draft_device is None else load_profile(draft_device)
 

@@ -1,7 +1,7 @@
-"""Measured tables of a device profile: seconds by rows or bytes, and where they come from.
+"""Measured tables of a device profile: seconds by rows or bytes, with their sources.
 
-In JSON every table is a list of entries {identity…, "from", "seconds": {point: s}}; what else
-stands in an entry (its spread, say) is for the reader of the file. docs/profile.md lists them.
+In JSON every table is a list of entries {identity…, "from", "seconds": {point: s}}. Other fields of
+an entry, such as its spread, are for human readers only. docs/profile.md lists the tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from mpissd.engine.backend.base import Cost, ForwardKey
 
-# What tells the entries of a table apart.
+# The fields that distinguish the entries of each table.
 IDENTITY: dict[str, tuple[str, ...]] = {
     "products": ("k", "n"),
     "all_reduces": ("name", "ranks", "graph"),
@@ -25,11 +25,11 @@ IDENTITY: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds at measured points: straight lines between them, flat before the first.
+    """Seconds at measured points, interpolated linearly between them and constant before the first.
 
-    Behind the last point it goes on with the slope of the last two, if that rises. At a point it
-    gives what was measured, to the last bit. ValueError: points that don't rise from 1 on, or
-    seconds that are none.
+    After the last point the slope of the last two points continues, if it is positive. At a
+    measured point the value is exact. Raises ValueError if points do not rise from 1 on, or seconds
+    are negative or infinite.
     """
 
     points: tuple[int, ...]
@@ -46,13 +46,13 @@ class Curve:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> Curve:
-        """The curve of a table's entry."""
+        """Reads the curve from one entry of a table."""
         told = {_whole(point): float(s) for point, s in entry["seconds"].items()}
         points = tuple(sorted(told))
         return cls(points, tuple(told[n] for n in points), str(entry["from"]))
 
     def __call__(self, at: int) -> float:
-        """Seconds at a point, measured or not."""
+        """Returns the seconds at any point, measured or not."""
         points, seconds = self.points, self.seconds
         right = bisect.bisect_left(points, at)
         if right == 0 or (right < len(points) and points[right] == at):
@@ -68,20 +68,21 @@ class Curve:
 
 @dataclass(frozen=True)
 class Forward:
-    """Seconds of a whole forward by rows, all-reduces included, on a rank of `params` weights.
+    """Seconds of a whole forward by rows, with all-reduces, on a rank that holds `params` weights.
 
-    most_rows: the kernel runs in jobs whose forwards have at most so many rows; None: in any job.
+    most_rows: the kernel is used in jobs whose forwards have at most so many rows; None: in any
+    job.
     """
 
     params: int
     seconds: Curve
-    kernel: str = ""  # what ran the products; "": a profile older than this field
+    kernel: str = ""  # The kernel of the products; "" in profiles older than this field.
     most_rows: int | None = None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch takes: the host's part, and the device's from event to event, in seconds."""
+    """Seconds of one launch: the host's part, and the device's from event to event."""
 
     host_s: float
     device_s: float
@@ -89,20 +90,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class HostEntry:
-    """Seconds of host work and of the link in one way to decode, by the names of HostCosts."""
+    """Seconds of host work and link time for one configuration, by the field names of HostCosts."""
 
     mode: str
     tp: int
-    num_drafts: int  # 0: AR, or a draft on the lead
+    num_drafts: int  # 0 for AR, or for a draft on the lead.
     batch_size: int
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    lanes: int = 0  # branches of a sequence, whose keys are in `keys`; 0: none, or not known
+    lanes: int = 0  # Branches of a sequence, whose keys count in `keys`; 0: none, or not known.
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
-        """An entry of a profile's "host"; KeyError, TypeError or ValueError where malformed."""
+        """Reads an entry of a profile's "host".
+
+        Raises KeyError, TypeError or ValueError if it is malformed.
+        """
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
         counts = {name: _whole(entry[name]) for name in names}
@@ -117,11 +121,11 @@ Series = Mapping[tuple[Any, ...], Curve]
 
 @dataclass(frozen=True)
 class Tables:
-    """All measured tables of a profile; empty where a profile has rates alone.
+    """All measured tables of a profile; all empty if the profile has only rates.
 
-    forwards: of each key its kernels, those of jobs with the fewest rows first. products by (k, n)
-    and rows; all_reduces by (name, ranks, graph) and bytes; links (round trips) by (name, idle_s)
-    and bytes; copies by (direction,) and bytes; launches by what is launched.
+    forwards: for each key its kernels, those of jobs with the fewest rows first. products: by (k,
+    n), then rows. all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name,
+    idle_s), then bytes. copies: by (direction,), then bytes. launches: by what is launched.
     """
 
     forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
@@ -133,7 +137,10 @@ class Tables:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Tables:
-        """The "tables" of a profile's JSON; KeyError, TypeError or ValueError where malformed."""
+        """Reads the "tables" of a profile's JSON.
+
+        Raises KeyError, TypeError or ValueError if it is malformed.
+        """
         if unknown := set(data) - {*IDENTITY, "forwards", "launches", "bandwidths"}:
             raise ValueError(f"table {min(unknown)!r}")
         series = {
@@ -148,11 +155,11 @@ class Tables:
         return cls(forwards=forwards, launches=launches, **series)
 
     def forward(self, cost: Cost) -> Curve | None:
-        """The measured forward that a cost is of, by the kernel that its job would run; None where
-        there is none."""
+        """Returns the measured curve of a cost's forward with the kernel that its job would run, or
+        None."""
         most = cost.most_rows or cost.rows
         for found in () if cost.key is None else self.forwards.get(cost.key, ()):
-            # A name alone doesn't make a model: two config.json may share it.
+            # Two config.json files may share a model name, so the number of weights must match too.
             is_of_model = cost.flops == 2 * cost.rows * found.params
             if is_of_model and (found.most_rows is None or most <= found.most_rows):
                 return found.seconds
@@ -160,13 +167,13 @@ class Tables:
 
     @property
     def few_rows(self) -> int:
-        """Jobs of at most so many rows may run another kernel than larger ones; 0: none does."""
+        """The most rows at which a job may use another kernel than larger jobs; 0 if there is none."""
         every = (found.most_rows for kernels in self.forwards.values() for found in kernels)
         return max((most for most in every if most is not None), default=0)
 
 
 def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """By key, those of the fewest rows first; of equal keys and limits the last entry counts."""
+    """Groups forwards by key, those of the fewest rows first; of duplicates the last entry counts."""
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         key, found = _forward(entry)

@@ -11,7 +11,7 @@ NAMES = ("auto", "numpy", "cupy", "emulated")
 
 
 def choose(name: str) -> str:
-    """Resolves `auto`: cupy where CuPy finds a GPU, else numpy."""
+    """Resolves `auto` to cupy if CuPy finds a GPU, else to numpy. Raises ConfigError if unknown."""
     if name not in NAMES:
         raise unknown("backend", name, NAMES)
     if name != "auto":
@@ -22,14 +22,15 @@ def choose(name: str) -> str:
 
     try:
         return "cupy" if cupy.is_available() else "numpy"
-    except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13, no driver
+    except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13 raises this without a driver.
         return "numpy"
 
 
 def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:
-    """The backend `name` (not `auto`) on this rank's device.
+    """Opens the backend `name` (not `auto`) on this rank's device.
 
-    Raises ConfigError: an unknown name or profile, no CuPy, no GPU, more ranks than GPUs.
+    Raises ConfigError for an unknown name or profile, without CuPy or a GPU, or with more ranks
+    than GPUs.
     """
     if name == "numpy":
         from mpissd.engine.backend.numpy_backend import NumpyBackend

@@ -1,6 +1,6 @@
-"""The random numbers in a weight: a hash of (key, row, column), the same on every backend.
+"""Random weight values: a hash of (key, row, column), which is the same on every backend.
 
-A shard on T ranks therefore holds exactly the numbers of the whole matrix, so that T = 2 can be
+A shard on T ranks therefore holds exactly the values of the whole matrix, so that T = 2 can be
 compared with T = 1 element by element, and NumPy can check what a GPU holds.
 """
 
@@ -14,11 +14,12 @@ from mpissd.engine.backend.base import WeightPart
 # Multipliers of the two coordinates and the finaliser's constants (MurmurHash3's fmix32).
 ROW_PRIME, COLUMN_PRIME = 0x9E3779B1, 0x85EBCA77
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
-_SQRT_12 = np.float32(12.0**0.5)  # a uniform on [-½, ½) has standard deviation 1/√12
+_SQRT_12 = np.float32(12.0**0.5)  # A uniform variable on [-½, ½) has standard deviation 1/√12.
 
 
 def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Uniform of unit variance at [row, column] of the matrix `key`; float32 [rows, columns]."""
+    """Returns the matrix `key` at these rows and columns: float32 [rows, columns], uniform,
+    variance 1."""
     mask = np.uint64(0xFFFFFFFF)
     r = (rows.astype(np.uint64) * np.uint64(ROW_PRIME)) & mask
     c = (columns.astype(np.uint64) * np.uint64(COLUMN_PRIME)) & mask
@@ -33,7 +34,7 @@ def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> ND
 
 
 def part(spec: WeightPart) -> NDArray[np.float32]:
-    """The values of one part, float32 [in, out], scaled to its standard deviation."""
+    """Returns the values of one part, float32 [in, out], scaled to its standard deviation."""
     rows = np.arange(spec.in_start, spec.in_stop, dtype=np.int64)
     columns = np.arange(spec.out_start, spec.out_stop, dtype=np.int64)
     return np.asarray(element(spec.key, rows, columns) * np.float32(spec.scale), np.float32)
