@@ -1,8 +1,8 @@
-"""What a draft decides while it runs: fan-outs, the backup, how far a late hit is grown.
+"""Decisions of a draft while it runs: fan-outs, the backup, and how far a late hit is grown.
 
-Decisions read committed outcomes and clocks, never what is proposed: that keeps SSD lossless
-[THEORY, losslessness 1, 2 and 4]. On several draft ranks fan-outs follow from outcomes alone, so
-that all ranks allot the same lanes.
+Decisions read committed outcomes and clocks, never the proposed tokens; that keeps SSD lossless
+[THEORY, losslessness 1, 2 and 4]. With several draft ranks the fan-outs follow from outcomes alone,
+so that all ranks allot the same lanes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ _REFRESH_ROUNDS = 32
 
 @dataclass
 class Clocks:
-    """Seconds at the draft. Smoothed over rounds: step_s, one step of a late hit or a backup;
-    away_s, from SPECULATION until the next OUTCOME is found. Of the last round: round_s, from one
-    OUTCOME to the next, of which backup_s went into steps for misses."""
+    """Durations at the draft, in seconds.
+
+    Smoothed over rounds: step_s, one step of a late hit or a backup; away_s, from sending
+    SPECULATION until the next OUTCOME arrives. Of the last round: round_s, from one OUTCOME to the
+    next; backup_s, the part of round_s spent drafting for misses.
+    """
 
     step_s: float = 0.0
     away_s: float = 0.0
@@ -33,39 +36,40 @@ class Clocks:
 
 
 class Controls:
-    """Fixed choices, and the interface of those that adapt."""
+    """The choices of a fixed policy, and the interface of controls that adapt."""
 
-    watches = False  # whether it wants to observe
+    watches = False  # Whether observe() must be called.
 
     def __init__(
         self, fan_outs: FanOuts, backup: Source, lookahead: int, *, on_late: str = "finish"
     ) -> None:
         self.fan_outs = fan_outs
-        self.speculates_ahead = fan_outs.branches > 0  # grows while the target verifies (SSD)
+        # True for SSD, which grows while the target verifies.
+        self.speculates_ahead = fan_outs.branches > 0
         self._backup, self._lookahead, self._serves = backup, lookahead, on_late == "serve"
 
     def backup(self, num_misses: int, num_live: int) -> Source:
-        """What drafts this round's misses."""
+        """Returns the source that drafts this round's misses."""
         return self._backup
 
     def late_steps(self, ready: int, clocks: Clocks) -> int:
-        """Tokens that a hit is served with of which `ready` are grown."""
+        """Returns the number of tokens to serve for a hit that has `ready` of them grown."""
         return ready if self._serves else self._lookahead
 
     def plan(self) -> FanOuts:
-        """The fan-outs of the growth that begins now, while the target verifies."""
+        """Returns the fan-outs of the growth that begins now, while the target verifies."""
         return self.fan_outs
 
     def observe(self, seen: Seen, clocks: Clocks) -> None:
-        """The outcomes of the last round."""
+        """Takes in the outcomes and the times of the last round."""
 
     def learned(self) -> dict[str, Any]:
-        """What a row tells of it: the last lists, hazards, and fitted hit laws; {} if fixed."""
+        """Returns what a result row records of the last lists, hazards and hit laws; {} if fixed."""
         return {}
 
 
 class AdaptiveControls(Controls):
-    """Choices that follow what was committed; those that are not given stay fixed."""
+    """Choices that follow the committed outcomes; any control that is not given stays fixed."""
 
     watches = True
 
@@ -79,7 +83,8 @@ class AdaptiveControls(Controls):
         backup: BackupController | None = None,
         late: bool = False,
     ) -> None:
-        """estimator: of `fan_out`, if that is given. late: choose how far a late hit is grown."""
+        """Takes the estimator (that of `fan_out`, if given); `late` makes a late hit's length
+        adaptive."""
         self.estimator = estimator
         self._fixed, self._lookahead = fixed, lookahead
         self._fan_out, self._controller, self._late = fan_out, backup, late
@@ -87,8 +92,8 @@ class AdaptiveControls(Controls):
         self.speculates_ahead = fixed.speculates_ahead
         self._rounds = 0
         self._hazards = estimator.hazards()
-        self._tokens = self._round_s = 0.0  # a sequence and round, smoothed
-        self._next = 0, Source.NONE  # a batch, and what its misses will be answered by
+        self._tokens = self._round_s = 0.0  # Smoothed, by sequence and round.
+        self._next = 0, Source.NONE  # A batch size, and the backup chosen for its misses.
 
     def backup(self, num_misses: int, num_live: int) -> Source:
         if self._controller is None:
@@ -141,19 +146,20 @@ class AdaptiveControls(Controls):
                 backup_s=clocks.backup_s,
                 verify_s=0.0,
             )
-            batch = len(seen.accepted)  # chosen now: a miss waits for it later
+            # Choose now: at the next miss the target would wait for the choice.
+            batch = len(seen.accepted)
             self._next = batch, self._controller.choose(batch)
 
 
 def smoothed(value: float, sample: float) -> float:
-    """An exponential mean over about 16 samples; the first stands for itself."""
+    """Returns the exponential mean over about 16 samples; the first sample is taken as it is."""
     return sample if value <= 0 else value + (sample - value) / 16
 
 
 def ranks_of(
     lanes: list[int | None], place: Ints, accepted: Ints, source: Ints, fans: FanOuts
 ) -> tuple[Ints, Ints]:
-    """(rank, limit) of each outcome: its lane's place among k's candidates, and F_k."""
+    """Returns (rank, limit) of each outcome: its lane's place among k's candidates from 1, and F_k."""
     rank = [0 if lane is None else int(place[lane]) + 1 for lane in lanes]
     limit = [
         fans.behind(kind)[k] for kind, k in zip(source.tolist(), accepted.tolist(), strict=True)

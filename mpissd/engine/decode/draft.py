@@ -1,6 +1,6 @@
-"""The draft side of a round: answer an outcome, then pre-speculate while the target verifies.
+"""The draft's part of a round: answer an outcome, then pre-speculate while the target verifies.
 
-SD is the same loop with nothing grown: its cache is always empty, every outcome is a miss.
+SD runs the same loop without growth: its cache is always empty, so every outcome is a miss.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from mpissd.engine.workload.base import Branches, DraftWorker, Rollout
 
 @dataclass(frozen=True)
 class DraftPolicy:
-    """How a draft answers and what it grows.
+    """How a draft answers misses and late hits, and what it grows.
 
-    fan_outs: bonus candidates at each row of the trunk; empty: nothing is grown (SD).
-    on_late: a hit whose branch isn't grown yet is finished first ("finish"), or served as it is.
-    share: which of the D drafts this is, and who grows what.
+    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). on_late: a
+    hit whose branch is not complete yet is finished first ("finish") or served as it is ("serve").
+    share: which of the D drafts this is, and which lanes each of them grows.
     """
 
     lookahead: int
@@ -45,7 +45,7 @@ class DraftPolicy:
 
 
 class Drafter:
-    """One draft's state between rounds: the batch, the growth and the cache that it fills."""
+    """One draft's state between rounds: the batch, the growth, and the cache of its outcomes."""
 
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
@@ -57,7 +57,7 @@ class Drafter:
         waiter: Waiter,
         controls: Controls | None = None,
     ) -> None:
-        """controls: what adapts while it runs; None: the policy, fixed."""
+        """Takes the controls that adapt while the draft runs; None fixes what the policy says."""
         self._worker, self._policy, self._waiter = worker, policy, waiter
         self._controls = controls or Controls(
             policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
@@ -68,39 +68,41 @@ class Drafter:
         self._batch = Batch(capacity)
         self._cache = SpeculationCache()
         self._branches: Branches | None = None
-        self._own: NDArray[np.int64] | None = None  # [lanes] place in the growth, -1: another's
+        # [lanes], index into this draft's growth; -1: another draft's lane
+        self._own: NDArray[np.int64] | None = None
         self._growth: Rollout | None = None
         self._proposals: dict[int, list[NDArray[np.float32]]] = {}
         self.ledger: Ledger = DraftLedger()
-        self._rows = Tape("d")  # COLUMNS of every round
+        self._rows = Tape("d")  # The values of COLUMNS, round after round.
         self._draft_s = self._growth_s = float("nan")
         self._num_jit = self._steps_ready = 0
 
     @property
     def digest(self) -> int:
-        """Of the outcomes it heard (Batch.digest)."""
+        """The digest of the outcomes that this draft received (Batch.digest)."""
         return self._batch.digest
 
     @property
     def num_live(self) -> int:
-        """Sequences in the batch."""
+        """The number of sequences in the batch."""
         return len(self._batch)
 
     @property
     def controls(self) -> Controls:
-        """What it decides by."""
+        """The controls that choose fan-outs, backup and late steps."""
         return self._controls
 
     @property
     def policy(self) -> DraftPolicy:
-        """How it drafts."""
+        """The policy that this draft was made with."""
         return self._policy
 
     def answer(self, outcome: Outcome) -> Speculation:
-        """The speculation that an outcome asks for: hits from the cache, misses by the backup.
+        """Returns the speculation that an outcome asks for: hits from the cache, misses by the
+        backup.
 
-        A miss ends the growth; a hit prunes it to the branch that won. Rows that another draft
-        answers have source NONE.
+        A miss ends the growth; a hit prunes it to the branch of the outcome. Rows that another
+        draft answers have source NONE.
         """
         mark = self.ledger.mark
         if self._watch is not None:
@@ -120,7 +122,7 @@ class Drafter:
         return speculation
 
     def _lookup(self, outcome: Outcome) -> list[int | None]:
-        """The lane that answers each live sequence; None is a miss."""
+        """Returns the lane that answers each live sequence, or None for a miss."""
         batch, cache = self._batch, self._cache
         if not len(cache):
             return [None] * len(batch)
@@ -136,7 +138,7 @@ class Drafter:
         if not rows or self._growth is None:
             return []
         won = [lane for lane in lanes if lane is not None]
-        if self._own is not None:  # the others' answer for theirs
+        if self._own is not None:  # The other drafts answer the hits on their own lanes.
             places = self._own[won]
             rows = [row for row, place in zip(rows, places, strict=True) if place >= 0]
             won = places[places >= 0].tolist()
@@ -156,11 +158,12 @@ class Drafter:
         if self._backup == Source.JIT:
             self._num_jit = len(rows)
         else:
-            backup.steps = self._policy.backup_lookahead  # costs no draft step
+            backup.steps = self._policy.backup_lookahead  # FAST tokens cost no draft step.
         return [backup]
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
+        """Grows hits to K (unless they are served as they are) and misses to K_b, in shared
+        forwards."""
         start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
@@ -191,7 +194,8 @@ class Drafter:
             self._proposals = {}
         for rollout in rollouts:
             won, steps = rollout is self._growth, rollout.steps
-            rows = slice(None) if len(rollout) == count else rollout.rows  # all rows, in order
+            # A slice if the rollout covers all rows in order.
+            rows = slice(None) if len(rollout) == count else rollout.rows
             source = Source.CACHE if won else self._backup
             speculation.rows[rows, :head] = source, int(won), steps
             speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
@@ -203,16 +207,15 @@ class Drafter:
         return speculation
 
     def proposals(self) -> list[NDArray[np.float32]]:
-        """The distributions [V] behind the tokens of the last answer that were not certain,
-        sequence by sequence."""
+        """Returns the distributions [V] of the last answer's uncertain tokens, by sequence."""
         return [row for _, rows in sorted(self._proposals.items()) for row in rows]
 
     def proposals_by_row(self) -> dict[int, list[NDArray[np.float32]]]:
-        """The same, by batch row."""
+        """Returns the same distributions in a dictionary by batch row."""
         return self._proposals
 
     def hear(self, speculation: Speculation) -> None:
-        """Takes in what was served, of all drafts."""
+        """Takes in the speculation that was served, merged over all drafts."""
         self._worker.served(self._batch, speculation)
         if self._watch is not None:
             self._watch.served(speculation)
@@ -224,9 +227,10 @@ class Drafter:
         return self._controls.speculates_ahead and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> bool:
-        """Runs the glue over the served trunk and makes the keys; False: nothing to grow.
+        """Runs the glue over the served trunk and makes the cache's keys; False: nothing to grow.
 
-        Controls see the last round and decide while the glue runs, so that no outcome waits for it.
+        The controls see the last round and decide while the glue runs, so that no outcome waits for
+        them.
         """
         if not self._has_glue:
             return False
@@ -246,7 +250,7 @@ class Drafter:
         return True
 
     def _keys(self, round_: int, branches: Branches) -> Iterator[Key]:
-        """(round, id, epoch, k, t*) of every lane, in lane order."""
+        """Yields the key (round, id, epoch, k, t*) of every lane, in lane order."""
         (rows, k), first = branches.lanes.lists, branches.rollout.first.tolist()
         names = self._batch.identity[:, :2].tolist()
         if len(names) == 1:
@@ -263,12 +267,12 @@ class Drafter:
 
     @property
     def growing(self) -> bool:
-        """Whether a further growth step would add to the cache."""
+        """Whether a further growth step would add tokens to the cache."""
         growth = self._growth
         return growth is not None and len(growth) > 0 and growth.steps < self._policy.lookahead
 
     def grow_step(self) -> None:
-        """One more token on every branch."""
+        """Adds one token to every branch."""
         assert self._growth is not None, "grow_step() without growth"
         self._step([self._growth])
         if not self.growing:
@@ -277,7 +281,8 @@ class Drafter:
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
-        add = self._rows.tail.append  # five calls cost a third of extend()
+        # Five calls of append take a third of the time of one extend().
+        add = self._rows.tail.append
         add(speculation.round)
         add(self._draft_s)
         add(self._growth_s)
@@ -290,5 +295,5 @@ class Drafter:
         self.ledger.close_round(speculation.round, DraftPhase.RECORD)
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
-        """Rows of COLUMNS for rounds first … last-1."""
+        """Returns the rows of COLUMNS for rounds first … last-1."""
         return select(self._rows.read(), len(self.COLUMNS), first_round, last_round)

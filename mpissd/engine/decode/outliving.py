@@ -1,4 +1,4 @@
-"""A speculator that outlives its draft rank: from the round in which that is gone, K = 0."""
+"""A speculator that survives the loss of its draft rank: from that round on K = 0."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mpissd.engine.decode.speculator import RemoteSpeculator
 
 
 class OutlivingSpeculator(RemoteSpeculator):
-    """One draft behind a link, of greedy tokens; --on_draft_loss=ar."""
+    """The speculator of --on_draft_loss=ar: one draft rank with greedy tokens, which may be lost."""
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
-        """is_lost: whether the draft rank is known to be gone."""
+        """Takes is_lost, which returns whether the draft rank is known to be gone."""
         super().__init__(link)
         self._link, self._is_lost = link, is_lost
 

@@ -1,4 +1,4 @@
-"""The draft loop: a draft rank answers outcomes until one says stop, and grows in between."""
+"""The draft's round loop: answers outcomes until one says stop, and grows branches in between."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpissd.engine.decode.draft import Drafter
 
 
 def serve(link: DraftEnd, drafter: Drafter) -> None:
-    """Returns when an outcome says stop.
+    """Runs the draft's loop; returns when an outcome says stop.
 
     The link is polled between growth steps, so an outcome waits for at most one step.
     """
     drafter.ledger.restart()
-    for round_ in count(-1):  # the first outcome only admits
+    for round_ in count(-1):  # The first outcome, of round -1, only admits sequences.
         outcome, stop = link.outcome(round_)
         drafter.ledger.mark(DraftPhase.WAIT)
         if stop:
@@ -33,7 +33,7 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
 
 
 def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
-    """Sends what this draft answers, if it answers anything."""
+    """Sends this draft's answer if it has one, and its proposals if any."""
     policy = drafter.policy
     if policy.share.num_drafts == 1 or answer.source.any():
         link.send_speculation(answer)
@@ -42,7 +42,7 @@ def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
 
 
 def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
-    """What is served, of all drafts."""
+    """Returns the speculation that is served, merged over all drafts."""
     policy = drafter.policy
     if policy.share.num_drafts == 1 or answer.source.all():
         return answer

@@ -1,4 +1,4 @@
-"""Who of several drafts grows which branch, and drafts which miss."""
+"""Divides branches and misses among several drafts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ Owners = Callable[[tuple[int, ...]], Ints]
 
 
 class Share:
-    """Which of the D drafts this is, and which lanes and misses are its own.
+    """This draft's index among D, and the lanes and misses that are its own.
 
-    All drafts run the same glue, so each knows who holds the key of an outcome: nothing is asked.
+    All drafts run the same glue, so each computes without communication which draft holds an
+    outcome.
     """
 
     def __init__(self, index: int = 0, num_drafts: int = 1, owners: Owners | None = None) -> None:
-        """owners: F_0 … F_K → the draft that grows each of its ΣF lanes; needed from D = 2 on."""
+        """Takes owners, a map from F_0..F_K to the draft that grows each of the ΣF lanes.
+
+        It is needed from D = 2 on.
+        """
         assert num_drafts == 1 or owners is not None, "several drafts, and nobody owns a lane"
         self.index, self.num_drafts = index, num_drafts
         self._owners = owners
         self._tables: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
 
     def drafts_miss(self, row: int) -> bool:
-        """Whether a miss in this batch row is drafted here."""
+        """Returns whether this draft answers a miss in this batch row."""
         return row % self.num_drafts == self.index
 
     def lanes(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> Ints:
-        """The draft that grows each lane, [lanes]; source: [b] what drafted each trunk."""
+        """Returns the draft that grows each lane, [lanes]; source: [b], what drafted each trunk."""
         lanes = branches.lanes
         owner = np.empty(len(lanes.k), np.int32)
         behind = source[lanes.rows]

@@ -1,7 +1,7 @@
-"""Where a round's draft tokens come from: nowhere (AR), this rank (inline SD), a draft rank.
+"""Sources of a round's draft tokens: none (AR), this rank (inline SD), or draft ranks.
 
-SD and SSD on a draft rank are the same speculator here; whether the answer was pre-speculated is
-the draft's affair. A speculator is asked with the outcome of the last round and then answers.
+SD and SSD on a draft rank use the same speculator; only the draft knows whether its answer was
+pre-speculated. A speculator is asked with the outcome of the last round, and then answers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 
 
 class Speculator(ABC):
-    """Asked once a round, answers once a round."""
+    """The source of draft tokens: asked once a round, it answers once a round."""
 
-    lost_round: int | None = None  # from this round on the draft is gone, and nothing is drafted
+    # The first round without the draft, which is drafted by nobody; None while the draft is
+    # present.
+    lost_round: int | None = None
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -30,20 +32,23 @@ class Speculator(ABC):
 
     @abstractmethod
     def answer(self, round_: int, count: int) -> Speculation:
-        """The speculation of round `round_` for the `count` live sequences."""
+        """Returns the speculation of round `round_` for the `count` live sequences."""
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        """The distribution [V] that a token of the last answer was drawn from: of batch row `row`,
-        the `index`-th that was not certain. May wait for it."""
+        """Returns the distribution [V] that a token of the last answer was drawn from.
+
+        The token is the `index`-th of batch row `row` that was not certain. May wait for its
+        arrival.
+        """
         raise AssertionError("nothing was sampled here")
 
     @abstractmethod
     def stop(self, outcome: Outcome) -> None:
-        """Tells whoever drafts that no further outcome will come."""
+        """Tells every draft that no further outcome will come."""
 
 
 class NoSpeculator(Speculator):
-    """AR: a round with K = 0."""
+    """The speculator of AR: every round has K = 0."""
 
     def ask(self, outcome: Outcome) -> None:
         return None
@@ -56,7 +61,8 @@ class NoSpeculator(Speculator):
 
 
 class InlineSpeculator(Speculator):
-    """SD with the draft on the lead's own device: draft, then verify, in one stream."""
+    """The speculator of SD on the lead's own device: it drafts before the target verifies, in one
+    stream."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -68,7 +74,7 @@ class InlineSpeculator(Speculator):
 
     def answer(self, round_: int, count: int) -> Speculation:
         assert self._outcome is not None, "answer() before ask()"
-        self._drafter.ledger.restart()  # the lead's own time is not the draft's
+        self._drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
         speculation = self._drafter.answer(self._outcome)
         self._proposals = self._drafter.proposals_by_row()
         self._drafter.hear(speculation)
@@ -83,13 +89,15 @@ class InlineSpeculator(Speculator):
 
 
 class RemoteSpeculator(Speculator):
-    """SD and SSD with D draft ranks behind links, each of which answers for its own sequences."""
+    """The speculator of SD and SSD with D draft ranks behind links; each answers for its own
+    sequences."""
 
     def __init__(self, *links: LeadEnd) -> None:
         self._links, self._page = links, OWN.bytes
         self._served: Speculation | None = None
-        self._link_of: NDArray[np.int64] = np.zeros(0, np.int64)  # [b] who answered each row
-        self._waiting: dict[int, int] = {}  # rows of PROPOSALS that a link still brings
+        # [b], the link that answered each row
+        self._link_of: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._waiting: dict[int, int] = {}  # By link: PROPOSALS rows still to be received.
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def ask(self, outcome: Outcome) -> None:
@@ -114,7 +122,8 @@ class RemoteSpeculator(Speculator):
         return served
 
     def _merge(self, round_: int, count: int) -> Speculation:
-        """Waits until every row is answered; tells TRUNK to whom did not answer all of them."""
+        """Waits until every row is answered, then sends TRUNK to each draft that did not answer all
+        rows."""
         served: Speculation | None = None
         self._link_of = np.full(count, -1, np.int64)
         while (self._link_of < 0).any():
@@ -130,7 +139,7 @@ class RemoteSpeculator(Speculator):
                         served = part
                     else:
                         served.rows[mine] = part.rows[mine]
-        if served is None:  # nobody is left
+        if served is None:  # No sequence is left.
             return Speculation.empty(round_, count, self._links[0].lookahead)
         for n, link in enumerate(self._links):
             if (self._link_of != n).any():

@@ -1,4 +1,4 @@
-"""The target loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator alone."""
+"""The target's round loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator alone."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
 
 
 class Plans(Protocol):
-    """Lead → followers; a group of one has none."""
+    """The lead's sending end of the plans to its followers; a group of one rank has no followers."""
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Starts the plan towards every follower."""
+        """Starts sending the plan of the round to every follower."""
 
 
 class PlanSource(Protocol):
-    """A follower's end of Plans."""
+    """A follower's receiving end of Plans."""
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        """Waits for the plan of a round: (outcome r-1, speculation r, stop)."""
+        """Waits for the plan of a round and returns (outcome r-1, speculation r, stop)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RoundResult:
 
 
 class TargetLoop:
-    """The lead's loop. The caller owns "how long": it calls step() and says who comes and goes."""
+    """The lead's round loop; its caller runs it by step() and says which sequences join and leave."""
 
     def __init__(
         self,
@@ -59,28 +59,30 @@ class TargetLoop:
         self.round = 0
         self._pending = Outcome.admission(-1, [])
         self.ledger = Ledger(LeadPhase)
-        OWN.bytes[DOING] = _VERIFY  # but for its waits for a draft, as a speculator says
+        # This rank verifies, except while a speculator reports DRAFT_WAIT.
+        OWN.bytes[DOING] = _VERIFY
 
     @property
     def draft_lost_round(self) -> int | None:
-        """The round from which on the draft was gone."""
+        """The first round without the draft, or None while the draft is present."""
         return self._speculator.lost_round
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """These sequences join at the next round."""
+        """Lets these sequences join at the next round."""
         rows = Outcome.admission(0, requests).rows
         self._pending = Outcome(self._pending.round, np.concatenate([self._pending.rows, rows]))
 
     def finish(self, request_ids: Sequence[int]) -> None:
-        """Releases these sequences from the next round on; what they emitted so far stands."""
+        """Releases these sequences from the next round on; the tokens they emitted so far remain."""
         gone = np.isin(self._pending.ids, request_ids)
-        # A sequence that was admitted since the last round is dropped: no other rank knows it yet.
+        # No other rank knows a sequence admitted since the last round, so that one is dropped.
         unborn = gone & (self._pending.events == Event.ADMIT)
         released = self._released(gone)
         self._pending = Outcome(released.round, released.rows[~unborn])
 
     def step(self) -> RoundResult:
-        """One round: speculation r for outcome r-1, verification, outcome r."""
+        """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
+        r."""
         mark, outcome = self.ledger.mark, self._pending
         self._speculator.ask(outcome)
         mark(LeadPhase.SEND)
@@ -116,7 +118,10 @@ class TargetLoop:
         self._plans.publish(self._pending, nothing, stop=True)
 
     def _released(self, gone: NDArray[np.bool_]) -> Outcome:
-        """The pending outcome with these rows [n] as releases; step() has returned the original."""
+        """Returns a copy of the pending outcome with these rows [n] turned into releases.
+
+        It must be a copy, because step() has returned the original.
+        """
         released = Outcome(self._pending.round, self._pending.rows.copy())
         released.events[gone] = Event.RELEASE
         return released
@@ -129,9 +134,9 @@ def follow(
     waiter: Waiter,
     ledger: Ledger | None = None,
 ) -> int:
-    """A follower's loop: the same forwards in the same order, until a plan says stop.
+    """Runs a follower's loop: the same forwards in the same order, until a plan says stop.
 
-    Returns the digest of the outcomes it heard (Batch.digest).
+    Returns the digest of the outcomes it received (Batch.digest).
     """
     batch, page = Batch(capacity), OWN.bytes
     ledger = ledger or NullLedger(FollowPhase)

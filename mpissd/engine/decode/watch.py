@@ -1,6 +1,6 @@
-"""What a draft sees of its own rounds, for controls that adapt: committed outcomes and clocks.
+"""Observes a draft's own rounds for adaptive controls: committed outcomes and durations.
 
-Round after round: heard() → drafted() → looked_up() → served() → show().
+Each round calls heard() → drafted() → looked_up() → served() → show().
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _Lookup = tuple[Outcome, list[int | None], "Branches | None", FanOuts]
 
 
 class Watch:
-    """Shows `controls` each round when the next one has been served."""
+    """Shows `controls` each round's outcomes, once the next round has been served."""
 
     def __init__(self, controls: Controls) -> None:
         self.clocks = Clocks()
         self._controls = controls
         self._lookup: _Lookup | None = None
         self._served: Speculation | None = None
-        self._ended: Speculation | None = None  # what was served before it
+        self._ended: Speculation | None = None  # The speculation served before it.
         self._heard_at = self._served_at = self._backup_s = 0.0
 
     def heard(self) -> None:
-        """An OUTCOME was found: the round that it ends took as long as this."""
+        """Notes the arrival of an OUTCOME, which ends the last round."""
         now, clocks = perf_counter(), self.clocks
         if self._served_at:
             clocks.away_s = smoothed(clocks.away_s, now - self._served_at)
@@ -38,7 +38,7 @@ class Watch:
         self._heard_at = now
 
     def drafted(self, seconds: float, steps: int, *, has_misses: bool) -> None:
-        """Hits were finished and misses drafted, in so many steps."""
+        """Notes the seconds and steps that finishing hits and drafting for misses took."""
         if steps:
             self.clocks.step_s = smoothed(self.clocks.step_s, seconds / steps)
         self._backup_s = seconds if has_misses else 0.0
@@ -50,16 +50,19 @@ class Watch:
         branches: Branches | None,
         fan_outs: FanOuts,
     ) -> None:
-        """The lane that answers each live sequence, of the branches that grew by `fan_outs`."""
+        """Notes the lane that answers each live sequence, of the branches grown by `fan_outs`."""
         self._lookup = outcome, lanes, branches, fan_outs
 
     def served(self, speculation: Speculation) -> None:
-        """A speculation is with the target."""
+        """Notes that a speculation was sent to the target."""
         self._served_at = perf_counter()
         self._ended, self._served = self._served, speculation
 
     def show(self) -> None:
-        """What the last outcome said of its speculation; controls take their time over it."""
+        """Shows the controls the last outcome of the speculation it judged.
+
+        It is called when no outcome waits, because controls may take their time.
+        """
         if self._ended is not None and self._lookup is not None:
             self._controls.observe(_seen(self._ended, *self._lookup), self.clocks)
 
@@ -74,7 +77,7 @@ def _seen(
     rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
     accepted, source = outcome.num_accepted[rows], served.source[rows]
     rank = limit = np.zeros(len(rows), np.int32)
-    if branches is not None:  # who was committed comes first among those that are live
+    if branches is not None:  # Committed sequences come first among the live ones.
         committed, place = lanes[: len(rows)], branches.lanes.place
         rank, limit = ranks_of(committed, place, accepted, source, fan_outs)
     return Seen(accepted, served.num_draft[rows], source, served.hit[rows], rank, limit)
