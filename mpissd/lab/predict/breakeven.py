@@ -1,7 +1,7 @@
-"""Where a choice and its rivals tie: the break-even acceptance rate and the break-even hit rate.
+"""The break-even acceptance rate and hit rate, at which a choice and its best rival tie.
 
-101 rates are tried and the crossing is interpolated between two of them. The choice keeps its own
-parameters; its rivals among AR and SD are tuned anew at each rate, an SSD rival keeps its own.
+101 rates are tried, and the crossing is interpolated between two of them. The choice keeps its own
+parameters. AR and SD rivals are tuned anew at each rate; an SSD rival keeps its parameters.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def break_even_alpha(
     host: HostCosts,
     places: Sequence[Placement],
 ) -> float | None:
-    """The alpha, one for every drafted token, from which on `choice` beats what it can't beat.
+    """Returns the alpha, one for every drafted token, above which `choice` beats its rivals.
 
-    Where it wins under the laws given: the rate below which it stops winning (0.0: it never does);
-    where it loses: the rate above which it wins (None: there is none). rivals: other modes.
+    If it wins under the given laws, that is the rate below which it stops winning (0.0: it always
+    wins); if it loses, the rate above which it wins (None: it never does). rivals: choices of other
+    modes.
     """
     own = _rates(_with_alpha(cells_of(choice, laws)), choice, host, places)
     best = np.zeros(len(_GRID))
@@ -49,7 +50,7 @@ def break_even_p_hit(
     host: HostCosts,
     places: Sequence[Placement],
 ) -> float | None:
-    """The hit rate, whatever k, from which on `ssd` beats `rival`; 0.0: always, None: never."""
+    """Returns the hit rate, for every k, above which `ssd` beats `rival`; 0.0: always, None: never."""
     if rival is None:
         return 0.0
     cells = _widened(cells_of(ssd, laws))
@@ -65,7 +66,7 @@ def _rival_rates(
     host: HostCosts,
     places: Sequence[Placement],
 ) -> Iterator[Floats]:
-    """tok/s of each rival over the grid of alphas."""
+    """Yields the tok/s of each rival over the grid of alphas."""
     for rival in rivals:
         if rival.mode == "ar":
             yield np.full(len(_GRID), rival.tok_per_s)
@@ -82,13 +83,13 @@ def _rival_rates(
 
 
 def _rates(cells: Cells, choice: Choice, host: HostCosts, places: Sequence[Placement]) -> Floats:
-    """tok/s of cells on the placement of a choice."""
+    """Returns the tok/s of cells on the placement of a choice."""
     place = next(p for p in places if p.tp == choice.tp)
     return expect(cells, place.device, place.host(choice.method, host)).tok_per_s
 
 
 def _with_alpha(cells: Cells) -> Cells:
-    """One cell under every alpha of the grid."""
+    """Repeats one cell for every alpha of the grid."""
     return replace(_widened(cells), hazards=np.tile(_GRID[:, None], (1, cells.lookahead)))
 
 
@@ -97,7 +98,8 @@ def _widened(cells: Cells) -> Cells:
 
 
 def _crossing(advantage: Floats, now: int) -> float | None:
-    """Where the advantage turns positive: the last such place up to `now`, or the first after."""
+    """Returns where the advantage turns positive: last before `now` if winning there, else first
+    after."""
     wins = advantage > 0
     if wins[now]:
         losses = np.flatnonzero(~wins[:now])
@@ -107,7 +109,7 @@ def _crossing(advantage: Floats, now: int) -> float | None:
 
 
 def _tie(advantage: Floats, index: int) -> float:
-    """The rate between grid points `index` (not ahead) and the next (ahead) where they tie."""
+    """Interpolates the tie between grid point `index`, which loses, and the next one, which wins."""
     behind, ahead = -advantage[index], advantage[index + 1]
     share = behind / (behind + ahead)
     return float(_GRID[index] + share * (_GRID[index + 1] - _GRID[index]))

@@ -1,17 +1,19 @@
 """The recurrence's expectation without sampling, for many configurations at once.
 
-A renewal process over rounds. What a round leaves behind is the row count of its verification:
-n of b sequences verified m cached tokens each, the others K_b of the backup's. That fixes how long
-the draft may grow, hence the steps j taken when the outcome is seen, hence the next round's answer:
+The rounds form a renewal process whose state is the row count of the verification: n of b sequences
+verified m cached tokens each, the others K_b tokens of the backup. That sets how long the draft may
+grow, hence the steps j taken when the outcome is seen, hence the next answer:
 
-    P(n | m)   = Binomial(b, h_m), h_m the mean hit probability of the rounds that led to m
-    j(n, m)    = steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows
-    tok/s      = E[tokens] / E[round]                    (renewal reward)
+    P(n
 
-m is what is served: j itself with on_late=serve, K with finish (then m only tells rounds apart).
-Exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
+m)   = Binomial(b, h_m), h_m the mean hit probability of the rounds that led to m~    j(n, m)    =
+steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows~    tok/s      = E[tokens] /
+E[round]                    (renewal reward)
+
+m is what is served: j with on_late=serve, K with finish (m then only labels rounds). The result is
+exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
 hit in the last round and sequences that missed have different chances, of which h_m is the mean.
-How late outcomes are seen enters what depends on it (whether the lead naps) as a mean.
+How late an outcome is seen enters as a mean where something depends on it (whether the lead naps).
 With T_p ≤ r and no host cost it is THEORY's closed form.
 """
 
@@ -31,16 +33,18 @@ from mpissd.lab.predict.timing import Ints, answer_s, found_after_s, in_buckets,
 
 @dataclass(frozen=True)
 class Cells:
-    """G configurations with one draft model that share K ≥ 1, b and where the draft sits.
+    """G configurations with one draft model and equal K ≥ 1, b and place of the draft.
 
-    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted), of fewer than were served and of all.
-    hazards: of cached and just-in-time tokens. *_miss: behind a trunk that a backup drafted.
+    branches: ΣF, 0 in SD. p_hits: P(hit
+
+    k accepted) if not all, or all, served tokens were accepted. hazards: of cached and JIT tokens.
+    *_miss: after a trunk that a backup drafted.
     """
 
     lookahead: int
     batch_size: int
     inline: bool
-    num_drafts: int  # that share rows and lanes; 1 inline
+    num_drafts: int  # The drafts that share rows and lanes; 1 inline.
     hazards: Floats  # [G, K]
     hazards_fast: Floats  # [G, K]
     p_hits: Floats  # [G, 2, K+1]
@@ -62,7 +66,7 @@ class Cells:
 
     @classmethod
     def of(cls, job: Job) -> Cells:
-        """The one configuration of a job that drafts."""
+        """Makes the one configuration of a job that drafts."""
         nothing = (0,) * (job.lookahead + 1)
         chance = job.hit_law.hit_probabilities(job.fan_outs.widest)
         fan_out, fan_out_miss = job.fan_out or nothing, job.fan_out_miss or nothing
@@ -83,7 +87,7 @@ class Cells:
         )
 
     def take(self, chosen: Ints) -> Cells:
-        """The configurations `chosen`, in that order."""
+        """Returns the configurations with indices `chosen`, in that order."""
         kept = {"lookahead", "batch_size", "inline", "num_drafts"}
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in kept}
         return Cells(self.lookahead, self.batch_size, self.inline, self.num_drafts, **arrays)
@@ -91,31 +95,31 @@ class Cells:
 
 @dataclass(frozen=True)
 class Expected:
-    """Stationary means, [G]: of all b sequences together (tokens), or a sequence (hit_rate)."""
+    """Stationary means, [G]; tokens and times are of all b sequences together."""
 
     tok_per_s: Floats
     round_s: Floats
-    tokens: Floats  # a round
+    tokens: Floats  # In a round.
     hit_rate: Floats
-    wait_s: Floats  # what the lead waits for its speculation
+    wait_s: Floats  # The lead's wait for its speculation.
 
 
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
-    """The expectation of one job, AR included ([1])."""
+    """Computes the expectation of one job, AR included ([1])."""
     if job.lookahead == 0:
         return expect_ar(job.config.batch_size, device, host)
     return expect(Cells.of(job), device, host)
 
 
 def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
-    """AR's round of b rows, [1]: nothing is drawn."""
+    """Computes AR's round of b rows, [1]; nothing in it is random."""
     round_s = host.ask_s + host.lead_s + device.verify.in_job(batch)([batch])
     tokens, none = np.full(1, float(batch)), np.zeros(1)
     return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
 
 
 def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
-    """The expectation of every cell, with the kernels that its own row counts choose."""
+    """Computes the expectation of every cell, with the kernels that its own row counts select."""
     widths = cells.batch_size * (cells.lookahead + 1)
     device = replace(device, verify=device.verify.in_job(widths))
     if device.draft is None or device.draft.few is None:
@@ -132,7 +136,7 @@ def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
 
 
 def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
-    """The expectation of cells whose forwards run one kernel."""
+    """Computes the expectation of cells whose forwards use one kernel."""
     model = _Model(cells, device, host)
     batch, hits = cells.batch_size, model.hits
     chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
@@ -140,9 +144,9 @@ def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
 
 
 class _Model:
-    """Tables of a round over (served m, hits n): [G, D, N], D the distinct step counts j.
+    """Tables of a round by (served m, hits n): [G, D, N], with D distinct step counts j.
 
-    j lies between `first` and `first` + D − 1 in each cell; index d stands for j = first + d.
+    In each cell j is between `first` and `first` + D − 1; index d stands for j = first + d.
     """
 
     def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts) -> None:
@@ -164,14 +168,14 @@ class _Model:
         self._follow()
 
     def _span(self) -> None:
-        """Finds the step counts that can occur, so that few of them are carried along.
+        """Finds the step counts that can occur, so that only those are computed.
 
-        More rows take no less time, so m between two bounds leads to j between their steps; the
-        rows are most or least where all sequences hit or none does.
+        More rows never take less time, so m between two bounds leads to a j between their steps.
+        The rows are most or fewest if all sequences hit or none does.
         """
         lookahead, serve = self.cells.lookahead, self.cells.serve
         ends, hits = np.array([[0, lookahead]]), np.array([0, self.cells.batch_size])
-        bounds = np.where(serve[:, None], ends, lookahead)  # [G, 2] of what is served
+        bounds = np.where(serve[:, None], ends, lookahead)  # [G, 2], bounds of the tokens served
         longest = self.host.nap + self.host.ask_s
         for _ in range(3):
             least = self._steps(bounds, hits, np.zeros(1))[1].min(axis=(1, 2))
@@ -185,10 +189,10 @@ class _Model:
         self.tokens = np.take_along_axis(self.tokens_cached, self.served, axis=1)
 
     def _follow(self) -> None:
-        """The round from each (m, n) on: verification, steps when its outcome is seen, lateness.
+        """Computes what follows from each (m, n): verification, steps at the outcome, its lateness.
 
-        What the lead loses before it finds a speculation depends on how late the outcome before
-        was seen; that is taken as the mean over the (m, n) that lead there.
+        The lead's delay in finding a speculation depends on how late the previous outcome was seen;
+        the mean over the (m, n) that lead there is used for it.
         """
         cells, hits = self.cells, self.hits
         left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
@@ -208,7 +212,8 @@ class _Model:
             late = onto(self.next, self.late_s) / ways
 
     def answered(self, late: Floats) -> tuple[Floats, Floats]:
-        """When a speculation arrives and when the lead has it, from outcome r−1 on, [G, D, n].
+        """Returns when a speculation arrives and when the lead has it, seconds from outcome r−1,
+        [G, D, n].
 
         late: how late the outcome was seen, [G, D].
         """
@@ -222,9 +227,9 @@ class _Model:
         return arrived, np.maximum(host.ask_s, found)
 
     def _steps(self, served: Ints, hits: Ints, slack: Floats) -> tuple[Floats, Ints, Floats]:
-        """(verification, steps taken when its outcome is seen, how late it is seen), [G, D, n].
+        """Returns (verification, steps when its outcome is seen, how late it is seen), [G, D, n].
 
-        slack: from the speculation's arrival to its being in the lead's hands.
+        slack: seconds from the speculation's arrival until the lead has it.
         """
         cells, host = self.cells, self.host
         misses = cells.batch_size - hits
@@ -233,12 +238,13 @@ class _Model:
         verified = self.verify_s[rows]
         asked = 2 * host.link + slack + host.lead_s + host.lead_send + verified
         lanes = hits * cells.branches[:, None] + misses * cells.branches_miss[:, None]
-        each = -(-lanes[:, None, :] // cells.num_drafts)  # [G, 1, n] that one draft grows
+        each = -(-lanes[:, None, :] // cells.num_drafts)  # [G, 1, n], lanes that one draft grows
         lanes = lanes[:, None, :]
         grows = lanes > 0
         step_s = self._device.draft_s(np.maximum(each, 1)) + host.step
         keys = np.where(grows, self._glue_s + host.keys_lane * lanes, 0.0)
-        if cells.num_drafts > 1:  # TRUNK: growth begins when the lead has all, and a link later
+        # With TRUNK, growth begins one link after the lead has all answers.
+        if cells.num_drafts > 1:
             asked = asked - slack - 2 * host.link
         steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
         free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
@@ -247,10 +253,11 @@ class _Model:
 
 
 def _means(model: _Model, state: State) -> Expected:
-    """Renewal reward: means over P(m, n) of tokens and of the round's parts."""
+    """Averages tokens and the parts of a round over P(m, n), as renewal reward requires."""
     host, batch, hits = model.host, model.cells.batch_size, model.hits
     verified = (state.joint * model.verified_s).sum(axis=(1, 2))
-    late = onto(model.next, state.joint * model.late_s)  # mean of what j steps answer, [G, D]
+    # Mean lateness of the outcome after j steps, [G, D].
+    late = onto(model.next, state.joint * model.late_s)
     late = late / np.where(state.weight > 0, state.weight, 1.0)
     _, answered = model.answered(late)
     wait = (state.joint * answered).sum(axis=(1, 2))
@@ -263,13 +270,14 @@ def _means(model: _Model, state: State) -> Expected:
 
 
 def _rate(tokens: Floats, round_s: Floats) -> Floats:
-    """tok/s; inf where a round takes no time at all."""
+    """Returns tok/s; inf where a round takes no time."""
     with np.errstate(divide="ignore"):
         return np.asarray(tokens / round_s, np.float64)
 
 
 def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
-    """(P(next outcome hits), mean tokens) of a round that verifies m = 0 … K tokens, [G, K+1].
+    """Returns (P(next outcome hits), mean tokens) of a round that verifies m = 0..K tokens, [G,
+    K+1].
 
     p_hits: [G, 2, K+1].
     """
@@ -277,10 +285,11 @@ def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
     reached = np.cumprod(np.column_stack([np.ones(len(hazards)), hazards]), axis=1)  # P(k >= i)
     ended = reached[:, :-1] * (1 - hazards) * rejected[:, :-1]  # P(k = i < m, hit)
     before = np.column_stack([np.zeros(len(hazards)), np.cumsum(ended, axis=1)])
-    hit = before[:, :width] + reached * end  # k = m: the bonus after m accepted
+    # The case k = m: the bonus token after m accepted tokens.
+    hit = before[:, :width] + reached * end
     return hit, np.cumsum(reached, axis=1)
 
 
 def _at(table: Floats, column: Ints) -> Floats:
-    """table[g, column[g]]."""
+    """Returns table[g, column[g]] for every g."""
     return np.asarray(np.take_along_axis(table, column[:, None], axis=1)[:, 0])

@@ -1,19 +1,19 @@
-"""What a round is made of, in seconds: the host's share by phase, the forwards by row count.
+"""The parts of a round in seconds: host work by phase, and forwards by row count.
 
 HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trace.DraftPhase):
 
     LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast
                   UPLOAD lead_upload · LAUNCH lead_launch · SAMPLE lead_sample
                   RECORD lead_record
-                  DRAFT_WAIT  2·link + what the draft does from `draft_read` to `draft_send`
+                  DRAFT_WAIT  2·link + the draft's work from `draft_read` to `draft_send`
                               − lead_commit + nap for each end that napped
-                              (+ what growth delays: not a cost, the recurrence's)
-                  DEVICE_WAIT verify_s + wake (and what `follower` is beyond upload and launch)
+                              (+ delays by growth, which the recurrence computes)
+                  DEVICE_WAIT verify_s + wake (and `follower` beyond upload and launch)
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
                   GLUE        draft_s + glue                 KEYS   keys + keys_lane · b·ΣF
                   GROW        Σ over the steps of (draft_s + step)
-                  WAIT        draft_read, beyond what is idle
+                  WAIT        draft_read, beyond idle time
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 
 Floats = NDArray[np.float64]
 
-EMULATED_ITEMSIZE = 2  # bytes of a weight on the emulated backend
+EMULATED_ITEMSIZE = 2  # Bytes of a weight on the emulated backend.
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds (medians) of host work and of the link; see the module for the phase of each.
+    """Median seconds of host work and of the link; the module's docstring lists each field's phase.
 
-    link: one way to a rank that polls (draft → lead: reading the message, too). nap: how much
-    later a rank finds it that has waited longer than `patience` (wait.Waiter naps then; 0 where
-    ranks spin). draft_read: OUTCOME found → read; all that WAIT costs where growth kept it waiting
-    (0 where it never did: the link holds it).
-    follower: plan published → launched on the slowest follower (0 at T = 1, and where ranks don't
-    wait for each other, as on the emulated backend). glue, step: the host's part of a glue forward
-    and of one draft step (launch, how late the wait ends, collect). keys_lane: of each of the b·ΣF
-    lanes (0 in a job's own costs: keys was measured with the very fan-out). wake: how late a
-    wait on the target's forward ends.
+    link: one way to a polling rank (draft → lead: including reading the message). nap: the added
+    delay until a rank finds a message after waiting longer than `patience` (wait.Waiter naps then;
+    0 where ranks spin). draft_read: from finding OUTCOME to having read it, as WAIT measures it in
+    rounds where growth kept the message waiting (0 if there are none: the link then includes it).
+    follower: from the plan's publication to the launch on the slowest follower (0 at T = 1, and
+    where ranks do not wait for each other, as on the emulated backend). glue, step: the host's part
+    of a glue forward and of one draft step (launch, delay of the wait's end, collect). keys_lane:
+    for each of the b·ΣF lanes (0 in a job's own costs, whose keys were measured with the same
+    fan-out). wake: the delay with which a wait for the target's forward ends.
     """
 
     lead_send: float = 0.0
@@ -82,34 +82,35 @@ class HostCosts:
 
     @property
     def lead_s(self) -> float:
-        """Lead: speculation in hand → forward launched, and forward over → outcome in hand."""
+        """Seconds on the lead from speculation to launch, and from the end of the forward to the
+        outcome."""
         launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
         return launch + self.wake + self.lead_sample + self.lead_record
 
     @property
     def ask_s(self) -> float:
-        """Lead: outcome in hand → waiting for the speculation."""
+        """Seconds on the lead from the outcome until it waits for the speculation."""
         return self.lead_send + self.lead_commit
 
     @property
     def draft_s(self) -> float:
-        """Drafting on the lead: outcome → speculation, without draft steps; nothing travels."""
+        """Seconds of drafting on the lead, without draft steps; no message is sent."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
 
     @property
     def reply_s(self) -> float:
-        """Draft: OUTCOME seen → SPECULATION started, without draft steps."""
+        """Seconds on the draft from OUTCOME seen to SPECULATION started, without draft steps."""
         return self.draft_read + self.draft_s + self.draft_send
 
     def to_dict(self) -> dict[str, float]:
-        """{field: seconds}, for a profile's JSON."""
+        """Returns {field: seconds}, for a profile's JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
-        """What to_dict made; ConfigError for a field that is missing or unknown.
+        """Reads what to_dict made; raises ConfigError for a field that is missing or unknown.
 
-        Profiles older than the phase UPLOAD count it in lead_launch: lead_upload may be missing.
+        lead_upload may be missing: profiles older than the phase UPLOAD count it in lead_launch.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         values = {"lead_upload": 0.0, **values}
@@ -123,11 +124,11 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class RowTable:
-    """Seconds of a forward by its row count: measured points, straight lines between them.
+    """Seconds of a forward by its row count: measured points, linearly interpolated.
 
-    Fewer rows than the first point cost what it costs (a forward is memory-bound there); more than
-    the last go on with the slope of the last two points, if it rises. few: what they cost in jobs
-    whose forwards have at most `few_rows` rows, where those run another kernel.
+    Fewer rows than the first point cost as much as it does (a forward is memory-bound there). After
+    the last point, the slope of the last two points continues if it is positive. few: the table for
+    jobs whose forwards have at most `few_rows` rows, if those use another kernel.
     """
 
     rows: tuple[int, ...]
@@ -145,16 +146,16 @@ class RowTable:
 
     @classmethod
     def of(cls, points: Mapping[int, float]) -> RowTable:
-        """A table of {rows: seconds}."""
+        """Makes a table from {rows: seconds}."""
         rows = sorted(points)
         return cls(tuple(rows), tuple(float(points[n]) for n in rows))
 
     def in_job(self, most_rows: int) -> RowTable:
-        """The table of a job whose largest forward has so many rows."""
+        """Returns the table that holds in a job whose largest forward has `most_rows` rows."""
         return self.few if self.few is not None and most_rows <= self.few_rows else self
 
     def __call__(self, rows: ArrayLike) -> Floats:
-        """Seconds for row counts of any shape."""
+        """Returns seconds for row counts of any shape."""
         wanted = np.asarray(rows, np.float64)
         times = np.interp(wanted, self.rows, self.seconds)
         if len(self.rows) > 1:
@@ -169,14 +170,18 @@ class DeviceCosts:
     """Seconds of one forward, all-reduces included, by the row count it was compiled for."""
 
     verify: RowTable
-    draft: RowTable | None = None  # None: there is no draft (AR)
+    draft: RowTable | None = None  # None: there is no draft (AR).
 
     def verify_s(self, rows: ArrayLike) -> Floats:
-        """A target forward of so many rows."""
+        """Returns the seconds of target forwards with so many rows."""
         return self.verify(rows)
 
     def draft_s(self, rows: ArrayLike) -> Floats:
-        """A draft forward of so many rows: one growth or backup step, or the glue."""
+        """Returns the seconds of draft forwards with so many rows (growth step, backup step or
+        glue).
+
+        Raises ConfigError if there is no draft.
+        """
         if self.draft is None:
             raise ConfigError("these device costs have no draft: allowed: mode=ar")
         return self.draft(rows)
@@ -185,16 +190,16 @@ class DeviceCosts:
     def from_points(
         cls, verify: Mapping[int, float], draft: Mapping[int, float] | None = None
     ) -> DeviceCosts:
-        """From measured {rows: seconds} of the target and of the draft."""
+        """Makes the costs from measured {rows: seconds} of the target and of the draft."""
         return cls(RowTable.of(verify), None if draft is None else RowTable.of(draft))
 
     @classmethod
     def from_profile(
         cls, profile: Profile, job: Job, draft_profile: Profile | None = None
     ) -> DeviceCosts:
-        """What the emulated backend lets pass for every bucket of a job, to the last bit.
+        """Returns the emulated backend's durations for every bucket of a job, bit-identical.
 
-        draft_profile: of the draft ranks' devices, where they are of another kind.
+        draft_profile: the profile of the draft ranks' devices, if they differ.
         """
         batch = job.config.batch_size
         target = Shard(job.target, job.tp)
@@ -206,13 +211,13 @@ class DeviceCosts:
         return cls(verify, draft)
 
     def to_dict(self) -> dict[str, dict[str, float] | None]:
-        """{"verify": {rows: seconds}, "draft": likewise or None}, for a profile's JSON."""
+        """Returns {"verify": {rows: seconds}, "draft": likewise or None}, for a profile's JSON."""
         draft = None if self.draft is None else _points(self.draft)
         return {"verify": _points(self.verify), "draft": draft}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:
-        """What to_dict made; ConfigError where it is malformed."""
+        """Reads what to_dict made; raises ConfigError if it is malformed."""
         tables: list[dict[int, float] | None] = []
         for name in ("verify", "draft"):
             points = values.get(name)
@@ -236,9 +241,9 @@ def forwards(
     options: ForwardOptions,
     most_rows: int | None = None,
 ) -> RowTable:
-    """The profile's forward of one rank at each row count [THEORY, floors].
+    """Returns the seconds of one rank's forward at each row count, by the profile [THEORY, floors].
 
-    most_rows: of the job's largest forward (None: the largest of `rows`).
+    most_rows: the rows of the job's largest forward (None: the largest of `rows`).
     """
     rows = sorted(rows)
     most = most_rows or rows[-1]
@@ -249,7 +254,7 @@ def forwards(
 def forwards_of_any_job(
     profile: Profile, shard: Shard, rows: Iterable[int], sequences: int, options: ForwardOptions
 ) -> RowTable:
-    """The same where the rows of the job are still to be chosen."""
+    """Returns the same table for jobs whose largest row count is not chosen yet."""
     rows, limit = sorted(rows), profile.few_rows
     most = max(rows[-1], limit + 1)
     many = forwards(profile, shard, rows, sequences, options, most)

@@ -1,4 +1,4 @@
-"""What a profile speaks for: a prediction or an advice beyond it is refused in one line."""
+"""Checks that a profile covers a job: a prediction or advice beyond it is refused in one line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
-    """ConfigError where a probed profile has no forwards of the job's models.
+    """Raises ConfigError if a probed profile has no forwards of the job's models.
 
-    A profile that comes along (h100, h200, …) models any pair. draft_profile: of the draft ranks'
-    devices, where they are of another kind.
+    A built-in profile (h100, h200, …) models any pair. draft_profile: the profile of the draft
+    ranks' devices, if they differ.
     """
     _check_forward(profile, Shard(job.target, job.tp), job.options, job.config.batch_size)
     if job.draft is not None:
@@ -35,9 +35,11 @@ def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequ
 
 
 def covered(profile: Profile) -> dict[str, Any]:
-    """Returns the flags that a probed profile speaks for where the user says nothing: pair, fuse,
-    lm_head, each where all measured forwards agree on it. A profile that models any pair speaks
-    for no pair."""
+    """Returns the flags that a probed profile implies if the user sets none: pair, fuse, lm_head.
+
+    Each is included if all measured forwards agree on it; pair only if the profile does not model
+    every pair.
+    """
     measured = [
         key
         for key, kinds in profile.tables.forwards.items()
@@ -54,7 +56,7 @@ def covered(profile: Profile) -> dict[str, Any]:
 
 
 def check_job(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
-    """ConfigError where a job's own profile says nothing of what is asked for.
+    """Raises ConfigError if a job's own profile does not cover what is asked for.
 
     name: the profile's, for the message. measured: the job as it ran.
     """

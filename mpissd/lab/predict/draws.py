@@ -1,7 +1,7 @@
-"""What decides a round's outcome: the very draws of a run, or fresh ones from its laws.
+"""Random draws that decide a round's outcome: those of a run, or fresh ones from its laws.
 
 Draws come for `chains` independent copies of a job's b sequences, [chains, b]. `length` is n, the
-committed tokens of a sequence, so that x_i of a round stands at position n + i − 1 from i = 1 on.
+committed tokens of a sequence; x_i of a round is at position n + i − 1, with i from 1.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ from mpissd.lab.predict.timing import Ints
 
 Mask = NDArray[np.bool_]
 
-_LAW_SEQUENCE = 1 << 29  # streams of `LawDraws`: no request of a run has such an id
+# The sequence id for the streams of `LawDraws`; no request of a run has such a large id.
+_LAW_SEQUENCE = 1 << 29
 
 
 class Draws(ABC):
-    """Uniforms of acceptance and hits, round by round."""
+    """The source of uniforms for acceptance and hits, round by round."""
 
     chains: int
 
     @abstractmethod
     def coins(self, length: Ints) -> Floats:
-        """U of x_1 … x_K at these lengths, [chains, b, K]."""
+        """Returns the uniforms of x_1..x_K at these lengths, [chains, b, K]."""
 
     @abstractmethod
     def hits(self, length: Ints, accepted: Ints, limit: Ints, end: Mask) -> Mask:
-        """Whether the true bonus is among the `limit` = F_k candidates kept for it, [chains, b].
+        """Returns whether the true bonus is among the `limit` = F_k candidates kept, [chains, b].
 
         end: whether all served tokens were accepted.
         """
 
     @abstractmethod
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
-        """t*, [chains, b]."""
+        """Returns the bonus tokens t*, [chains, b]."""
 
 
 class ReplayDraws(Draws):
-    """The draws of a run: same seed, same sequences, same positions (one chain)."""
+    """The draws of one run (one chain): the same seed, sequences and positions."""
 
     chains = 1
 
     def __init__(self, job: Job, num_rounds: int, seed: int | None = None) -> None:
         seed = job.config.seed if seed is None else seed
         lookahead, batch = job.lookahead, job.config.batch_size
-        count = 2 + (num_rounds + 1) * (lookahead + 1)  # a length of 1, then K+1 a round at most
+        # An initial length of 1, then at most K+1 a round.
+        count = 2 + (num_rounds + 1) * (lookahead + 1)
 
         def table(purpose: Purpose) -> Floats:
             return np.array([uniforms(seed, purpose, s, 0, count) for s in range(batch)])
@@ -78,7 +80,7 @@ class ReplayDraws(Draws):
 class LawDraws(Draws):
     """Fresh draws from the same laws, for many independent copies of the job.
 
-    A round never looks at a coin that an earlier one has read, so coins need no position.
+    No round reads a coin that an earlier round has read, so coins need no position.
     """
 
     def __init__(self, job: Job, chains: int, seed: int = 0) -> None:

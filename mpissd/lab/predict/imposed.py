@@ -1,7 +1,7 @@
-"""The price of imposed hits: what the default hit law would have to grow for the same hit rate.
+"""The cost of imposed hits: what the default hit law would have to grow for the same hit rate.
 
-An imposed p_hit hits as often with one candidate a row as with ten, so its run grows fewer branches
-than any law would let it.
+An imposed p_hit hits as often with one candidate a row as with ten, so such a run grows fewer
+branches than a power law would need.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
 
 def under_default_law(job: Job) -> Job | None:
-    """The job under the default hit law, with the least uniform fan-out that hits as often.
+    """Returns the job under the default hit law, with the least uniform fan-out that hits as often.
 
-    None: the job imposes no hits, or no fan-out reaches them.
+    Returns None if the job imposes no hits, or no fan-out reaches their rate.
     """
     if not job.fan_out or not job.hit_law.p_hit:
         return None

@@ -1,4 +1,4 @@
-"""What the recurrence foretells, round by round and in sum."""
+"""The recurrence's prediction of a run: every round, and the totals."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mpissd.lab.predict.timing import Ints, Timing
 Mask = NDArray[np.bool_]
 
 
-_FOLD = 4096  # rounds; as arrays of their own they take twelve times the memory
+_FOLD = 4096  # Rounds stored as separate arrays take twelve times the memory of one array.
 
 
 class Trail:
-    """Rounds as they come: what a Prediction holds of each."""
+    """Collects the fields of a Prediction, round by round."""
 
     def __init__(self) -> None:
         self._fresh: dict[str, list[NDArray[Any]]] = {}
         self._folded: dict[str, list[NDArray[Any]]] = {}
 
     def add(self, **fields: NDArray[Any]) -> None:
-        """One round, [chains] or [chains, b] each."""
+        """Adds one round; each field is [chains] or [chains, b]."""
         for name, value in fields.items():
             fresh = self._fresh.setdefault(name, [])
             fresh.append(value)
@@ -40,7 +40,7 @@ class Trail:
             self._folded.setdefault(name, []).append(np.array(fresh))
 
     def stacked(self) -> dict[str, Any]:
-        """All rounds of every field, [rounds, chains] or [rounds, chains, b]."""
+        """Returns all rounds of every field, [rounds, chains] or [rounds, chains, b]."""
         for name in list(self._fresh):
             self._fold(name)
         return {name: np.concatenate(folds) for name, folds in self._folded.items()}
@@ -48,12 +48,12 @@ class Trail:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rounds of a job, [rounds, chains] (sequences: [rounds, chains, b]); times in seconds.
+    """The rounds of a job, [rounds, chains] (sequences: [rounds, chains, b]); times in seconds.
 
-    counted: live, and not in a forced first miss.
-    wait_s: what the lead waits for its speculation (the ledger's draft wait, the exposed draft
-    time). steps: growth steps taken when each outcome was seen. t_growth_s: glue, keys and K growth
-    steps; t_draft_s: K sequential steps; both None where there is none.
+    counted: live, and not a forced first miss. wait_s: the lead's wait for its speculation (the
+    ledger's draft wait, the exposed draft time). steps: growth steps taken when each outcome was
+    seen. t_growth_s: glue, keys and K growth steps; t_draft_s: K sequential steps; each None if
+    there is none.
     """
 
     round_s: Floats
@@ -67,13 +67,13 @@ class Prediction:
     accepted: Ints
     bonus: Ints
     backup: Source
-    t_target_s: float  # of b(K+1) rows
+    t_target_s: float  # Of b(K+1) rows.
     t_draft_s: float | None
     t_growth_s: float | None
 
     @classmethod
     def of(cls, job: Job, timing: Timing, trail: Trail) -> Prediction:
-        """The rounds of a trail, stacked."""
+        """Makes the prediction of a trail's rounds."""
         grows = job.fan_outs.branches > 0
         growth = timing.glue_s[-1] + timing.keys_s[-1] + job.lookahead * timing.growth_s[-1]
         drafts = job.lookahead * timing.lanes_s[-1]
@@ -87,12 +87,12 @@ class Prediction:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of each chain."""
+        """The number of rounds of each chain."""
         return len(self.round_s)
 
     @property
     def tok_per_s(self) -> float:
-        """Tokens over wall, all chains together; inf where rounds take no time at all."""
+        """Tokens over wall time, all chains together; inf if rounds take no time."""
         wall = float(self.round_s.sum())
         return float(self.tokens.sum()) / wall if wall else math.inf
 
@@ -102,7 +102,7 @@ class Prediction:
         return self._spread / math.sqrt(self.round_s.shape[1])
 
     def tok_per_s_noise(self, num_rounds: int) -> float:
-        """Standard deviation of one run of so many rounds about the mean, from the chains."""
+        """Returns the standard deviation of tok_per_s of one run with num_rounds rounds."""
         return self._spread * math.sqrt(self.num_rounds / num_rounds)
 
     @property
@@ -115,7 +115,8 @@ class Prediction:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the outcomes that were keys, forced misses apart; None where none was asked."""
+        """The share of outcomes that were keys, without forced misses; None if no key was asked
+        for."""
         asked = int(self.counted.sum())
         if self.t_growth_s is None or not asked:
             return None
@@ -123,30 +124,34 @@ class Prediction:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a sequence and round, bonus included."""
+        """Mean tokens of a sequence and round, including the bonus token."""
         return float(self.accepted[self.live].mean() + 1)
 
     @property
     def exposed_s(self) -> float:
-        """Mean time a round that the lead waits for its speculation."""
+        """The lead's mean wait for its speculation in a round."""
         return float(self.wait_s.mean())
 
     @property
     def T_p(self) -> float | None:
-        """Growth over verification, both in seconds [THEORY: (G − R)/t_T]."""
+        """Growth time over verification time [THEORY: (G − R)/t_T]."""
         if self.t_growth_s is None or not self.t_target_s:
             return None
         return self.t_growth_s / self.t_target_s
 
     def round_us(self) -> dict[str, float | int]:
-        """{mean, p50, p90, p99, n} of all chains' rounds, as a result row has it."""
+        """Returns {mean, p50, p90, p99, n} of all chains' round durations in µs, as in a result
+        row."""
         us = self.round_s.ravel() * 1e6
         p50, p90, p99 = np.percentile(us, [50, 90, 99])
         mean = float(us.mean())
         return {"mean": mean, "p50": float(p50), "p90": float(p90), "p99": float(p99), "n": us.size}
 
     def sequences(self, chain: int = 0) -> NDArray[np.int64]:
-        """[n, 8] as RoundRecords.sequences(): round, id, epoch, k, t*, source, hit, num_draft."""
+        """Returns one chain's rows as RoundRecords.sequences() has them, [n, 8].
+
+        The columns are round, id, epoch, k, t*, source, hit and num_draft.
+        """
         rounds, ids = np.nonzero(self.live[:, chain])
         chosen = rounds, np.full_like(ids, chain), ids
         hit = self.hit[chosen]

@@ -1,5 +1,5 @@
-"""What stands beside an advice whose hits are not measured: the same under the hits of a real pair,
-or, where hits are imposed, their price."""
+"""Companions of an advice whose hits are not measured: real pairs' hits, or the price of imposed
+ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
 
 @dataclass(frozen=True)
 class RealHits:
-    """The best SSD under one measured hit law, and what its extra GPU would bring elsewhere."""
+    """The best SSD under one measured hit law, and the gain of its extra GPU over other uses."""
 
     hit_law: str
     extra: ExtraGpu
@@ -34,7 +34,7 @@ class RealHits:
         return f"{what}: SSD {ssd.tok_per_s:.1f} tok/s, hit rate {ssd.hit_rate:.2f}{over}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For a plan's JSON."""
+        """Returns the entries of a plan's JSON."""
         return {
             "hit_law": self.hit_law,
             "source": f"{SOURCE}, {REAL_PAIRS[self.hit_law].prompts}",
@@ -50,7 +50,7 @@ def real_hits(
     gpus: int,
     unjudged: Collection[Family] = (),
 ) -> list[RealHits]:
-    """The best SSD under every measured pair's hits; none where `config` says a hit law itself."""
+    """Finds the best SSD under every real pair's hit law; none if `config` itself sets a hit law."""
     if any(getattr(config, name) is not None for name in _HITS):
         return []
     runs = ((name, replace(config, hit_law=name)) for name in REAL_PAIRS)
@@ -59,13 +59,13 @@ def real_hits(
 
 
 def lines(found: Sequence[RealHits]) -> list[str]:
-    """What `plan` prints of them."""
+    """Returns the lines that `plan` prints of them; none without results."""
     title = f"predicted with hits as {SOURCE}:"
     return [title, *(f"  {hits}" for hits in found)] if found else []
 
 
 def price_line(config: RunConfig, ssd: Choice | None, places: Sequence[Placement]) -> str:
-    """The price of an imposed p_hit, of the best SSD; "" where none is imposed."""
+    """Returns the line on the price of an imposed p_hit at the best SSD; "" if none is imposed."""
     if ssd is None or config.p_hit is None:
         return ""
     place = next(place for place in places if place.tp == ssd.tp)

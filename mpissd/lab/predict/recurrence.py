@@ -1,7 +1,7 @@
-"""One round after another, exactly as the loops of `decode` run them [THEORY, "one round"].
+"""Simulates one round after another, exactly as the loops of `decode` run [THEORY, "one round"].
 
-`simulate` advances many independent chains of a job at once: one chain with ReplayDraws foretells
-a run's own outcomes, many with LawDraws give the mean and how far a run may stray from it.
+`simulate` advances many independent chains of a job at once. One chain with ReplayDraws predicts a
+run's own outcomes; many with LawDraws give the mean and how far a run may stray from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def replay(
     num_rounds: int | None = None,
     seed: int | None = None,
 ) -> Prediction:
-    """The rounds of the run itself: same seed, so the same k, t* and hits as it will have."""
+    """Predicts the run itself: the same seed gives the same k, t* and hits."""
     limit = num_rounds or job.config.max_rounds or job.config.num_tokens
     assert limit is not None, "neither rounds nor tokens end this run"
     draws = ReplayDraws(job, limit, seed)
@@ -44,7 +44,7 @@ def expect_by_law(
     num_rounds: int = 64,
     seed: int = 0,
 ) -> Prediction:
-    """The stationary mean and its standard error, from fresh draws; num_rounds for each chain."""
+    """Estimates the stationary mean and its standard error, with num_rounds fresh rounds a chain."""
     draws = LawDraws(job, chains, seed)
     return simulate(job, device, host, draws, num_rounds, burn_in=8)
 
@@ -59,9 +59,9 @@ def simulate(
     burn_in: int = 0,
     num_tokens: int | None = None,
 ) -> Prediction:
-    """The recurrence, for every chain of `draws`.
+    """Runs the recurrence for every chain of `draws`.
 
-    burn_in: first rounds that are not reported. num_tokens: a sequence leaves when it has as many.
+    burn_in: first rounds that are not reported. num_tokens: a sequence leaves when it has so many.
     """
     timing = Timing.of(job, device, host)
     state = _State(job, timing, draws, num_tokens)
@@ -77,11 +77,11 @@ def simulate(
 
 @dataclass
 class _Answer:
-    """SPECULATION r as the lead gets it."""
+    """The answer to an outcome, SPECULATION r, as the lead gets it."""
 
-    seen: Floats  # [chains] when it is in the lead's hands
+    seen: Floats  # [chains], the time at which the lead has it
     num_draft: Ints  # [chains, b]
-    steps: Ints  # [chains] growth steps taken when the outcome was seen
+    steps: Ints  # [chains], growth steps taken when the outcome was seen
 
 
 class _State:
@@ -93,18 +93,19 @@ class _State:
         host = timing.host
         shape = draws.chains, job.config.batch_size
         self.live: Mask = np.ones(shape, np.bool_)
-        self._fresh = True  # no outcome yet: the first round is a forced miss
-        self._hit: Mask = np.zeros(shape, np.bool_)  # outcome r-1 is a key of the cache
+        self._fresh = True  # True before the first outcome: the first round is a forced miss.
+        self._hit: Mask = np.zeros(shape, np.bool_)  # Whether outcome r-1 is a key of the cache.
         self._length = np.ones(shape, np.int64)
         self._emitted = np.zeros(shape, np.int64)
-        self._clock = np.zeros(shape[0])  # when the lead has outcome r-1
-        # Before the first round, full rounds on throw-away sequences have warmed up.
+        self._clock = np.zeros(shape[0])  # When the lead has outcome r-1, by chain.
+        # The run's warm-up has run full rounds on throw-away sequences before the first round.
         self._sent = np.full(shape[0], -host.lead_s - host.link - timing.verify_s[-1])
-        self._growing = np.full(shape[0], shape[1])  # sequences that grow since `_sent`
+        self._growing = np.full(shape[0], shape[1])  # Sequences that grow since `_sent`.
         nothing = (0,) * (job.lookahead + 1)
         fan_outs = job.fan_out_miss or nothing, job.fan_out or nothing
-        self._lists = np.array(fan_outs)  # [behind a miss, behind a hit]
-        self._lanes = np.full(shape[0], shape[1] * sum(fan_outs[1]))  # that they grow
+        self._lists = np.array(fan_outs)  # [after a miss, after a hit]
+        # The lanes that those sequences grow.
+        self._lanes = np.full(shape[0], shape[1] * sum(fan_outs[1]))
         backup = Source[job.config.backup.upper()]
         self._backup_steps = job.backup_lookahead if backup == Source.JIT else 0
         self._hazards = np.array(
@@ -112,7 +113,7 @@ class _State:
         )
 
     def round(self, trail: Trail) -> None:
-        """OUTCOME r-1 → SPECULATION r → verification → outcome r."""
+        """Simulates OUTCOME r-1 → SPECULATION r → verification → outcome r."""
         hit = self._hit & self.live
         answer = self._answer(hit)
         rows = np.where(self.live, answer.num_draft + 1, 0).sum(axis=1)
@@ -134,7 +135,7 @@ class _State:
         self._clock = over
 
     def _answer(self, hit: Mask) -> _Answer:
-        """When and what the draft answers, wherever it sits."""
+        """Returns the draft's answer and its time, for a draft on any rank."""
         job, ready = self._job, self._clock + self._timing.host.ask_s
         steps = np.zeros(len(ready), np.int64)
         if job.lookahead == 0:
@@ -152,12 +153,13 @@ class _State:
         arrived = self._sent + self._timing.host.link
         arrived += found_after_s(arrived - ready, self._timing.host)
         seen = np.maximum(ready, arrived)
-        if job.config.drafts > 1:  # TRUNK: who did not answer all begins when the lead has all
+        # With several drafts, each starts growing when the lead has sent TRUNK.
+        if job.config.drafts > 1:
             self._sent = seen + self._timing.host.link
         return _Answer(seen, self._num_draft(steps), steps)
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
-        """(when the draft sees the outcome, growth steps it has taken by then)."""
+        """Returns (when the draft sees the outcome, growth steps taken by then), each [chains]."""
         timing, steps = self._timing, np.zeros(len(asked), np.int64)
         free = self._sent
         if self._job.fan_outs.branches:
@@ -169,10 +171,11 @@ class _State:
         return np.maximum(free, asked + found_after_s(asked - free, timing.host)), steps
 
     def _drafting_s(self, hit: Mask, steps: Ints) -> Floats:
-        """Draft: outcome seen → SPECULATION started (inline: handed over)."""
+        """Returns seconds from the outcome seen to SPECULATION sent (inline: handed over),
+        [chains]."""
         serve = self._job.config.on_late == "serve"
         left = np.zeros_like(steps) if serve else self._job.lookahead - steps
-        each = max(1, self._job.config.drafts)  # drafts that share the rows
+        each = max(1, self._job.config.drafts)  # The drafts that share the rows.
         hits = hit.sum(axis=1)
         misses = -(-(self.live.sum(axis=1) - hits) // each)
         hits = -(-hits // each)
@@ -182,13 +185,14 @@ class _State:
         return drafting + (host.draft_s if self._job.inline else host.reply_s)
 
     def _num_draft(self, steps: Ints) -> Ints:
-        """k' of every sequence: hits K (served late: what is grown), misses K_b."""
+        """Returns k' of every sequence: K for hits (the tokens grown if served late), K_b for
+        misses."""
         job = self._job
         served = steps if job.config.on_late == "serve" else np.full_like(steps, job.lookahead)
         return np.where(self._hit, served[:, None], job.backup_lookahead)
 
     def _accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """k: leading i ≤ k' with U(accept) < a_i of the law of what drafted it."""
+        """Returns k: the leading i ≤ k' with U(accept) < a_i, by the law of what drafted them."""
         if self._job.lookahead == 0:
             return np.zeros_like(self._length)
         good = self._draws.coins(self._length) < self._hazards[hit.astype(np.int64)]

@@ -1,7 +1,7 @@
 """The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
 
-A Space says which K, fan-outs, backups K_b and on_late are tried; FULL is the exhaustive grid,
-COARSE and ROUGH what the advisor starts from.
+A Space says which K, fan-outs, backups K_b and on_late are tried. FULL is the exhaustive grid; the
+advisor starts from COARSE, or from ROUGH for large batches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
 
 @dataclass(frozen=True)
 class Placement:
-    """T target ranks and their forwards.
+    """T target ranks with their forwards.
 
-    label: from what a choice here is derived, None where its parts were measured. hosts: the host's
-    costs by (mode, D of 0 or 1), None where they are not known; {}: as the search is told.
+    label: returns what a choice here was derived from, None if its parts were measured. hosts: the
+    host's costs by (mode, D of 0 or 1); None: not known; a missing key: those given to the search.
     """
 
     tp: int
@@ -37,14 +37,14 @@ class Placement:
     hosts: Mapping[tuple[str, int], HostCosts | None] = field(default_factory=dict)
 
     def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
-        """The host's costs of a method (mode, D) that it judges."""
+        """Returns the host's costs of a method (mode, D), which must be known."""
         mode, drafts = method
         found = self.hosts.get((mode, min(drafts, 1)), otherwise)
         assert found is not None, method
         return found
 
     def judges(self, method: tuple[str, int]) -> bool:
-        """Whether the host's costs of a method are known."""
+        """Returns whether the host's costs of a method (mode, D) are known."""
         mode, drafts = method
         return self.hosts.get((mode, min(drafts, 1)), HostCosts()) is not None
 
@@ -54,8 +54,11 @@ _POLICIES = ((False, False), (False, True), (True, False), (True, True))
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. K_b: every 1 … K (None), else the given shares of K, rounded up. policies:
-    (backup=fast, on_late=serve)."""
+    """The values that are tried of each parameter.
+
+    K_b: every 1..K (None), or these shares of K, rounded up. policies: (backup=fast,
+    on_late=serve).
+    """
 
     lookaheads: tuple[int, ...]
     fan_outs: tuple[str, ...]
@@ -64,7 +67,7 @@ class Space:
 
 
 def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
-    """uniform:F and geometric:B, as --fan_out takes them."""
+    """Returns uniform:F and geometric:B as --fan_out takes them."""
     return (*(f"uniform:{f}" for f in uniform), *(f"geometric:{b}" for b in budgets))
 
 
@@ -75,7 +78,7 @@ COARSE = Space(
     fan_outs((1, 2, 3, 5, 9), (8, 16, 32, 64)),
     (0.0, 0.25, 0.5, 1.0),
 )
-ROUGH = Space(  # of many sequences: a cell takes as long as the number of them that may hit
+ROUGH = Space(  # For large batches, because a cell's time grows with the sequences that may hit.
     (1, 2, 3, 4, 6, 8, 12, 16),
     fan_outs((1, 3, 9), (8, 24, 64)),
     (0.25, 1.0),
@@ -84,8 +87,7 @@ ROUGH = Space(  # of many sequences: a cell takes as long as the number of them 
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration and what is expected of it; derived: as its placement's label has it, in
-    what an advice holds."""
+    """One configuration with its expected rates; `derived` is its placement's label for it."""
 
     mode: str
     tp: int
@@ -103,21 +105,21 @@ class Choice:
 
     @property
     def gpus(self) -> int:
-        """T + D."""
+        """The number of GPUs, T + D."""
         return self.tp + self.num_drafts
 
     @property
     def tok_per_s_per_gpu(self) -> float:
-        """Of every GPU that it holds."""
+        """Throughput divided by the number of GPUs."""
         return self.tok_per_s / self.gpus
 
     @property
     def method(self) -> tuple[str, int]:
-        """(mode, D): SD inline and on a rank of its own are told apart."""
+        """(mode, D), which distinguishes SD inline from SD on a rank of its own."""
         return self.mode, self.num_drafts
 
     def flags(self) -> dict[str, str]:
-        """The flags of `mpissd run` that choose it, beside pair and laws; mpirun -np T+D."""
+        """Returns the flags of `mpissd run` for this choice, except pair and laws; mpirun -np T+D."""
         flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
@@ -129,7 +131,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of one method on one placement, with the names of what varies."""
+    """Cells of one method on one placement, with the fan-out of each."""
 
     method: tuple[str, int]
     place: Placement
@@ -137,11 +139,11 @@ class Group:
     fan_out: tuple[str | None, ...]  # [G]
 
     def expect(self, host: HostCosts) -> Expected:
-        """The expectation of every cell."""
+        """Computes the expectation of every cell."""
         return expect(self.cells, self.place.device, self.place.host(self.method, host))
 
     def choice(self, index: int, found: Expected) -> Choice:
-        """Cell `index` as a choice."""
+        """Returns cell `index` as a choice."""
         cells, (mode, drafts) = self.cells, self.method
         return Choice(
             mode=mode,
@@ -160,7 +162,7 @@ class Group:
 
 
 def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
-    """AR on T ranks."""
+    """Returns AR on T ranks as a choice."""
     found = expect_ar(batch, place.device, place.host(("ar", 0), host))
     rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
     nothing = None, "jit", 0, "finish"
@@ -170,7 +172,7 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
 def sd_groups(
     place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
 ) -> Iterator[Group]:
-    """SD, inline and on every D: drafting K tokens is all it can do."""
+    """Yields SD groups inline and on every D; every cell drafts all K tokens."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
         if lookahead <= len(laws.hazards) and place.judges(("sd", drafts)):
             cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
@@ -178,7 +180,7 @@ def sd_groups(
 
 
 def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterator[Group]:
-    """SSD on T + 1 GPUs, one group for each K; imposed hits need one candidate alone."""
+    """Yields SSD groups on T + 1 GPUs, one for each K; imposed hits need only one candidate."""
     texts = space.fan_outs if laws.hit.p_hit is None else ("uniform:1",)
     for lookahead in space.lookaheads:
         if 1 not in place.num_drafts or lookahead > len(laws.hazards):
@@ -197,7 +199,7 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
 
 
 def cells_of(choice: Choice, laws: Laws) -> Cells:
-    """The one cell of a choice that drafts."""
+    """Returns the one cell of a choice that drafts."""
     way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
     row = _row(choice.fan_out, laws, choice.lookahead, *way)
     assert row is not None, choice
@@ -206,7 +208,7 @@ def cells_of(choice: Choice, laws: Laws) -> Cells:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a cell's arrays hold: F behind a hit and behind a miss, K_b, and the policy."""
+    """The values of one cell's arrays: F after a hit and after a miss, K_b, and the policy."""
 
     fan_out: tuple[int, ...]
     fan_out_miss: tuple[int, ...]
@@ -216,7 +218,7 @@ class _Row:
 
 
 def _not_grown(lookahead: int) -> _Row:
-    """SD's: no candidate is kept."""
+    """Returns SD's row, in which no candidate is kept."""
     nothing = (0,) * (lookahead + 1)
     return _Row(nothing, nothing, lookahead)
 
@@ -224,7 +226,7 @@ def _not_grown(lookahead: int) -> _Row:
 def _row(
     text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
 ) -> _Row | None:
-    """None where these laws don't allow this fan-out; no fan-out: SD's."""
+    """Returns a cell's row, or None if these laws do not allow this fan-out; without fan-out, SD's."""
     if text is None:
         return _not_grown(lookahead)
     drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
@@ -247,10 +249,12 @@ def _backups(space: Space, lookahead: int) -> Sequence[int]:
 def _fan_out(
     text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
 ) -> tuple[int, ...] | None:
-    """F_0 … F_K as `run` resolves them behind `served` tokens; None where the law allows none."""
+    """Returns F_0..F_K as `run` resolves them after `served` tokens; None if the law allows none."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
-        while reached and not hazards[reached - 1]:  # behind a 0 nothing is kept: found only once
+        # Positions after a hazard of 0 keep nothing, so they are cut off and the cached result is
+        # shared.
+        while reached and not hazards[reached - 1]:
             reached -= 1
     found = _resolved(text, hazards[:reached], min(served, reached + 1), hit)
     return None if found is None else (*found, *(0,) * (len(hazards) - reached))
@@ -264,7 +268,7 @@ def _resolved(
         minimum = 1 if hit.p_hit else 0
         powers = hit.powers(len(hazards), served)
         return resolve_fan_out(text, len(hazards), hazards, *powers, minimum=minimum)
-    except ConfigError:  # a budget too small, or no candidate hits
+    except ConfigError:  # The budget is too small, or no candidate hits.
         return None
 
 

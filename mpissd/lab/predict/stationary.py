@@ -1,8 +1,9 @@
-"""The long-run law of a chain of rounds, for many cells at once.
+"""The stationary law of a chain of rounds, for many cells at once.
 
-A cell is a chain over its states m = 0 … D−1. From m, n of b sequences hit with P(n | m) =
-Binomial(b, h_m), and (m, n) leads to the state next[m, n]. What is sought is P(m), and with it h_m,
-the mean hit probability of the rounds that led to m.
+A cell is a chain over the states m = 0..D−1. From m, n of b sequences hit with P(n
+
+m) = Binomial(b, h_m), and (m, n) leads to the state next[m, n]. The unknowns are P(m) and h_m, the
+mean hit probability of the rounds that led to m.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ Ints = NDArray[np.int64]
 
 _TOLERANCE = 1e-6
 _MOST_ITERATIONS = 100
-_SINGLE_ROUNDS = 15  # iterations that follow the chain round by round; later ones, its long run
-_DOUBLINGS = 24  # rounds of a long run, as a power of two
-_ALL_COUNTS = 64  # up to so many sequences every n is carried along
+# Iterations that follow the chain round by round; later ones jump to its long run.
+_SINGLE_ROUNDS = 15
+_DOUBLINGS = 24  # log2 of the rounds in a long run.
+_ALL_COUNTS = 64  # Up to so many sequences every n is used.
 
 
 @dataclass(frozen=True)
 class State:
-    """P(m), [G, D], and P(m, n), [G, D, N]."""
+    """The stationary law: P(m), [G, D], and P(m, n), [G, D, N]."""
 
     weight: Floats
     joint: Floats
@@ -34,10 +36,10 @@ class State:
 
 @lru_cache(maxsize=16)
 def hit_counts(batch: int) -> Ints:
-    """The n that are carried along, [N], 0 and b among them: all of them up to b = 64.
+    """Returns the values of n that are used, [N], including 0 and b: all of them up to b = 64.
 
-    Beyond, a standard deviation √(n(b−n)/b) apart: sums over a bell curve need no more (its mean is
-    off by less than 0.1% of b).
+    Above, they are one standard deviation √(n(b−n)/b) apart, which is enough to sum a bell curve
+    (its mean is off by less than 0.1% of b).
     """
     if batch <= _ALL_COUNTS:
         return np.arange(batch + 1)
@@ -49,17 +51,17 @@ def hit_counts(batch: int) -> Ints:
 
 
 def stationary(batch: int, chance: Floats, steps: Ints) -> State:
-    """Iterates P(m), h_m from the last state until they stand still, cell by cell.
+    """Iterates P(m) and h_m from the last state until they converge, cell by cell.
 
-    batch: sequences that may hit. chance: the mean hit probability of what (m, n) leaves behind,
-    steps: the state that it leads to, [G, D, N] over hit_counts(batch). A chain that swings between
-    a long and a short verification, or leaves one of them once in a thousand rounds, would not
-    stand still: after some rounds P(m) jumps to the long run under the last h_m.
+    batch: sequences that may hit. chance: the mean hit probability after (m, n). steps: the next
+    state; both [G, D, N] over hit_counts(batch). A chain that alternates between a long and a short
+    verification, or leaves one of them once in a thousand rounds, would not converge this way:
+    after some rounds P(m) jumps to the long run under the last h_m.
     """
     cells, depth = chance.shape[:2]
     weight, hit = np.zeros((cells, depth)), np.zeros((cells, depth))
     weight[:, -1] = 1.0
-    left = np.arange(cells)  # cells that still move
+    left = np.arange(cells)  # Cells that have not converged.
     for number in range(_MOST_ITERATIONS):
         ways, leads = binomial(batch, hit[left]), steps[left]
         before = weight[left]
@@ -76,9 +78,12 @@ def stationary(batch: int, chance: Floats, steps: Ints) -> State:
 
 
 def long_run(weight: Floats, ways: Floats, steps: Ints) -> Floats:
-    """P(m) after 2^24 rounds of the chain that rests in half of them, [G, D].
+    """Returns P(m) after 2^24 rounds of a chain that stays put with probability 1/2 each round, [G,
+    D].
 
-    ways: P(n | m), [G, D, N]. Resting leaves the stationary law as it is and ends every swing.
+    ways: P(n
+
+    m), [G, D, N]. Staying put leaves the stationary law unchanged and damps oscillation.
     """
     cells, depth = weight.shape
     pairs = steps + depth * np.arange(cells * depth).reshape(cells, depth, 1)
@@ -99,7 +104,7 @@ def onto(steps: Ints, parts: Floats) -> Floats:
 
 
 def binomial(batch: int, chance: Floats) -> Floats:
-    """P(n of b) over hit_counts(b), along a new last axis; they sum to 1."""
+    """Returns P(n of b) over hit_counts(b) along a new last axis, normalised to 1."""
     counts = hit_counts(batch)
     p = np.clip(chance, 1e-15, 1 - 1e-15)[..., None]
     missed = np.log1p(-p)
@@ -111,7 +116,7 @@ def binomial(batch: int, chance: Floats) -> Floats:
 
 @lru_cache(maxsize=16)
 def _log_ways(batch: int) -> Floats:
-    """The logarithm of "n of b", and of the share of all n that stands for this one."""
+    """Returns log of the binomial coefficients of b, weighted by how many n each value stands for."""
     counts = hit_counts(batch)
     edges = np.concatenate([[-0.5], (counts[:-1] + counts[1:]) / 2, [batch + 0.5]])
     ways = [-math.lgamma(n + 1) - math.lgamma(batch - n + 1) for n in counts.tolist()]

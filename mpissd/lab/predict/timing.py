@@ -1,11 +1,11 @@
-"""The pieces of one round, in seconds, as the loops of `decode` string them together.
+"""The durations within one round, in the order in which the loops of `decode` add them up.
 
-    sent    the draft starts SPECULATION r                       (THEORY: R)
-    keys    sent + glue + keys                                   (K: the cache can answer)
-    asked   sent + link + verification + lead's work + link      (a: OUTCOME r is at the draft)
-    seen    the first poll ≥ asked; polls stand between growth steps, none of which is cut short (Q)
+sent    the draft starts SPECULATION r                       (THEORY: R)
+keys    sent + glue + keys                                   (K: the cache can answer)
+asked   sent + link + verification + lead's work + link      (a: OUTCOME r is at the draft)
+seen    the first poll ≥ asked; polls come between growth steps, which are never cut short (Q)
 
-One Timing holds one job's durations as tables, so that a simulation of many rounds only gathers.
+A Timing holds one job's durations as tables, so that simulating many rounds only indexes them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations of a job's forwards by what they carry, host parts of the draft's included.
+    """Durations of a job's forwards by their load, with the draft's host work included.
 
-    verify_s: [b(K+1)+1] by Σ(num_draft+1). lanes_s: [b+1] one finishing step of n lanes.
-    glue_s: [b+1] the glue of n live sequences. keys_s: [b·ΣF+1] making the keys of n candidates.
-    growth_s: likewise, one growth step while n branches grow, on all D drafts together.
+    verify_s: [b(K+1)+1] by Σ(num_draft+1). lanes_s: [b+1], one finishing step of n lanes. glue_s:
+    [b+1], the glue of n live sequences. keys_s: [b·ΣF+1], making the keys of n candidates.
+    growth_s: [b·ΣF+1], one growth step while n branches grow on all D drafts together.
     """
 
     host: HostCosts
@@ -42,7 +42,7 @@ class Timing:
 
     @classmethod
     def of(cls, job: Job, device: DeviceCosts, host: HostCosts) -> Timing:
-        """Row counts go through the job's buckets, as the steppers pick them."""
+        """Makes the tables of a job; row counts are rounded up to its buckets, as the steppers do."""
         batch, width = job.config.batch_size, job.lookahead + 1
         live = np.arange(batch + 1)
         verify = device.verify_s(in_buckets(job.target_buckets(), np.arange(batch * width + 1)))
@@ -60,12 +60,13 @@ class Timing:
 
 
 def in_buckets(buckets: Sequence[int], rows: Ints) -> Ints:
-    """The compiled row count that each row count runs in: the smallest that holds it."""
+    """Returns the smallest bucket that holds each row count."""
     return np.array([buckets[bisect.bisect_left(buckets, n)] for n in rows.tolist()], np.int64)
 
 
 def steps_seen(waited: Floats, step_s: Floats, lookahead: int) -> Ints:
-    """Growth steps taken when an outcome is seen that arrives `waited` s after the first poll.
+    """Returns the growth steps taken when an outcome is seen that arrives `waited` s after growth
+    began.
 
     A step that has begun is finished; K steps end the growth.
     """
@@ -75,9 +76,9 @@ def steps_seen(waited: Floats, step_s: Floats, lookahead: int) -> Ints:
 
 
 def found_after_s(waited: Floats, host: HostCosts) -> Floats:
-    """How long after its arrival a message is found by who has `waited` for it by then.
+    """Returns the delay from a message's arrival until a rank that has `waited` seconds finds it.
 
-    Who comes only later (waited ≤ 0) finds it at once: 0.
+    A rank that begins to wait after the arrival (waited ≤ 0) finds it at once: 0.
     """
     return np.where(waited > host.patience, host.nap, 0.0) * (waited > 0)
 
@@ -85,9 +86,10 @@ def found_after_s(waited: Floats, host: HostCosts) -> Floats:
 def answer_s(
     lanes_s: Floats, hits: Ints, hit_steps: Ints, misses: Ints, miss_steps: Ints
 ) -> Floats:
-    """Seconds of draft steps that finish the hits and draft the misses, in shared forwards.
+    """Returns the seconds of draft steps that finish the hits and draft the misses in shared
+    forwards.
 
-    Forwards carry all lanes that are still short; whoever needs more steps goes on alone.
+    A forward carries all lanes that are still short; the group that needs more steps goes on alone.
     """
     finish = np.where(hits > 0, hit_steps, 0)
     backup = np.where(misses > 0, miss_steps, 0)
