@@ -117,7 +117,8 @@ class Backend(ABC):
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
-        """Announces the most rows of products with the weights made from now on; None: not known."""
+        """Announces the most rows of products with the weights made from now on; None: not
+        known."""
 
     def kernel(self, weight: Array) -> str:
         """Returns the name of the kernel that multiplies by this weight inside a program."""
@@ -130,7 +131,8 @@ class Backend(ABC):
 
     @abstractmethod
     def activation(self, rows: int, width: int) -> Array:
-        """Returns a [rows, width] buffer filled with NaN, so that an unwritten element is noticed."""
+        """Returns a [rows, width] buffer filled with NaN, so that an unwritten element is
+        noticed."""
 
     @abstractmethod
     def view(self, array: Array, rows: int, start: int, stop: int) -> Array:
@@ -196,7 +198,8 @@ class Backend(ABC):
 
     @abstractmethod
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures bytes a second when a buffer of num_bytes is read repeatedly; None if unknown."""
+        """Measures bytes a second when a buffer of num_bytes is read repeatedly; None if
+        unknown."""
 
     @abstractmethod
     def copy_bandwidth(self, num_bytes: int) -> float | None:

@@ -84,7 +84,8 @@ class ChainRunner:
         self._checked: set[tuple[int, int, int]] = set()
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
-        """Records out = x @ the packed weight at an address; the operands' widths give its shape."""
+        """Records out = x @ the packed weight at an address; the operands' widths give its
+        shape."""
         self._noted.append((weight, *_flat(x), *_flat(out), 0))
         if not self._held:
             self.flush()
@@ -104,7 +105,8 @@ class ChainRunner:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Records products until the block ends, then launches them; after an error it drops them."""
+        """Records products until the block ends, then launches them; after an error it drops
+        them."""
         self._held = True
         try:
             yield
@@ -218,7 +220,8 @@ class ChainRunner:
 
 
 def packed_product(launch: Launch, x: Operand, weight: int, out: Operand) -> None:
-    """Computes out = x @ the packed weight by the slow kernel, which takes any alignment and rows."""
+    """Computes out = x @ the packed weight by the slow kernel, which takes any alignment and
+    rows."""
     grid = (-(-out.width // 128), out.rows)
     source = (np.uintp(x.address), np.int64(x.step))
     packed = (np.uintp(weight), np.int32(x.width // PAIR))

@@ -78,6 +78,7 @@ def ceil_div(value: int, by: int) -> int:
 
 
 def can_access_peers() -> list[list[bool]]:
-    """Returns [i][j]: whether GPU i can map GPU j's memory, by the device numbers of this process."""
+    """Returns [i][j]: whether GPU i can map GPU j's memory, by the device numbers of this
+    process."""
     every = range(int(runtime.getDeviceCount()))
     return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in every] for i in every]

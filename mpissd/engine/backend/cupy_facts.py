@@ -18,7 +18,8 @@ from mpissd.engine.backend.cupy_device import can_access_peers, device_info
 
 
 def facts(local_rank: int) -> dict[str, Any]:
-    """Returns the fields of ops.doctor.facts.CudaView; `error` says why this local rank has no GPU."""
+    """Returns the fields of ops.doctor.facts.CudaView; `error` says why this local rank has no
+    GPU."""
     found: dict[str, Any] = {"cupy": cupy.__version__, **_nccl()}
     found["runtime"] = int(runtime.runtimeGetVersion())
     try:

@@ -1,4 +1,5 @@
-"""A forward on a GPU: a captured CUDA graph that is replayed, or its operations enqueued each time."""
+"""A forward on a GPU: a captured CUDA graph that is replayed, or its operations enqueued each
+time."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class CupyProgram(Program):
 
 
 def captured(stream: Any, body: Callable[[], None]) -> Any:
-    """Captures what `body` enqueues and returns the graph; the capture ends even if the body fails."""
+    """Captures what `body` enqueues and returns the graph; the capture ends even if the body
+    fails."""
     with stream:
         stream.begin_capture()
         try:

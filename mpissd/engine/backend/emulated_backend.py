@@ -19,7 +19,8 @@ from mpissd.engine.backend.profile import Profile
 
 
 class ModelledProgram(Program):
-    """A forward that ends its modelled duration after the launch, or after the forward before it."""
+    """A forward that ends its modelled duration after the launch, or after the forward before
+    it."""
 
     def __init__(self, backend: EmulatedBackend, duration_s: float) -> None:
         self._backend = backend

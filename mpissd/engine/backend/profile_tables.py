@@ -167,13 +167,15 @@ class Tables:
 
     @property
     def few_rows(self) -> int:
-        """The most rows at which a job may use another kernel than larger jobs; 0 if there is none."""
+        """The most rows at which a job may use another kernel than larger jobs; 0 if there is
+        none."""
         every = (found.most_rows for kernels in self.forwards.values() for found in kernels)
         return max((most for most in every if most is not None), default=0)
 
 
 def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Groups forwards by key, those of the fewest rows first; of duplicates the last entry counts."""
+    """Groups forwards by key, those of the fewest rows first; of duplicates the last entry
+    counts."""
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         key, found = _forward(entry)

@@ -64,7 +64,8 @@ class Controls:
         """Takes in the outcomes and the times of the last round."""
 
     def learned(self) -> dict[str, Any]:
-        """Returns what a result row records of the last lists, hazards and hit laws; {} if fixed."""
+        """Returns what a result row records of the last lists, hazards and hit laws; {} if
+        fixed."""
         return {}
 
 
@@ -159,7 +160,8 @@ def smoothed(value: float, sample: float) -> float:
 def ranks_of(
     lanes: list[int | None], place: Ints, accepted: Ints, source: Ints, fans: FanOuts
 ) -> tuple[Ints, Ints]:
-    """Returns (rank, limit) of each outcome: its lane's place among k's candidates from 1, and F_k."""
+    """Returns (rank, limit) of each outcome: its lane's place among k's candidates from 1, and
+    F_k."""
     rank = [0 if lane is None else int(place[lane]) + 1 for lane in lanes]
     limit = [
         fans.behind(kind)[k] for kind, k in zip(source.tolist(), accepted.tolist(), strict=True)

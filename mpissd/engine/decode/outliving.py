@@ -10,7 +10,8 @@ from mpissd.engine.decode.speculator import RemoteSpeculator
 
 
 class OutlivingSpeculator(RemoteSpeculator):
-    """The speculator of --on_draft_loss=ar: one draft rank with greedy tokens, which may be lost."""
+    """The speculator of --on_draft_loss=ar: one draft rank with greedy tokens, which may be
+    lost."""
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
         """Takes is_lost, which returns whether the draft rank is known to be gone."""

@@ -1,4 +1,5 @@
-"""The target's round loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator alone."""
+"""The target's round loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator
+alone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
 
 
 class Plans(Protocol):
-    """The lead's sending end of the plans to its followers; a group of one rank has no followers."""
+    """The lead's sending end of the plans to its followers; a group of one rank has no
+    followers."""
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         """Starts sending the plan of the round to every follower."""
@@ -43,7 +45,8 @@ class RoundResult:
 
 
 class TargetLoop:
-    """The lead's round loop; its caller runs it by step() and says which sequences join and leave."""
+    """The lead's round loop; its caller runs it by step() and says which sequences join and
+    leave."""
 
     def __init__(
         self,
@@ -73,7 +76,8 @@ class TargetLoop:
         self._pending = Outcome(self._pending.round, np.concatenate([self._pending.rows, rows]))
 
     def finish(self, request_ids: Sequence[int]) -> None:
-        """Releases these sequences from the next round on; the tokens they emitted so far remain."""
+        """Releases these sequences from the next round on; the tokens they emitted so far
+        remain."""
         gone = np.isin(self._pending.ids, request_ids)
         # No other rank knows a sequence admitted since the last round, so that one is dropped.
         unborn = gone & (self._pending.events == Event.ADMIT)

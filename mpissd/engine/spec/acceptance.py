@@ -260,7 +260,8 @@ def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:
 
 
 def _conditional(label: str, marginal: tuple[float, ...]) -> tuple[float, ...]:
-    """Converts unconditional rates m_i into hazards a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a 0."""
+    """Converts unconditional rates m_i into hazards a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a
+    0."""
     before = (1.0, *marginal[:-1]) if marginal else ()
     if any(rate > previous for previous, rate in zip(before, marginal, strict=True)):
         raise ConfigError(f"acceptance {label!r}: allowed: rates that never rise")

@@ -59,7 +59,8 @@ class BackupController:
     def __init__(
         self, lookahead: int, backup_lookahead: int | None = None, explore: float = EXPLORE
     ) -> None:
-        """Takes K_b of JIT as backup_lookahead (default K) and the share of time to explore, 0..1."""
+        """Takes K_b of JIT as backup_lookahead (default K) and the share of time to explore,
+        0..1."""
         backup_lookahead = lookahead if backup_lookahead is None else backup_lookahead
         if not 0 <= backup_lookahead <= lookahead:
             raise ConfigError(f"backup_lookahead={backup_lookahead}: allowed: 0..{lookahead}")

@@ -94,7 +94,8 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
-    """Returns max(p − q, 0) / Σ, the distribution that replaces a rejected proposal; None if p = q."""
+    """Returns max(p − q, 0) / Σ, the distribution that replaces a rejected proposal; None if p =
+    q."""
     left = np.maximum(p - q, 0.0)
     total = float(left.sum())
     return None if total <= _EMPTY else np.asarray(left / total)

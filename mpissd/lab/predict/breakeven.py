@@ -50,7 +50,8 @@ def break_even_p_hit(
     host: HostCosts,
     places: Sequence[Placement],
 ) -> float | None:
-    """Returns the hit rate, for every k, above which `ssd` beats `rival`; 0.0: always, None: never."""
+    """Returns the hit rate, for every k, above which `ssd` beats `rival`; 0.0: always, None:
+    never."""
     if rival is None:
         return 0.0
     cells = _widened(cells_of(ssd, laws))
@@ -109,7 +110,8 @@ def _crossing(advantage: Floats, now: int) -> float | None:
 
 
 def _tie(advantage: Floats, index: int) -> float:
-    """Interpolates the tie between grid point `index`, which loses, and the next one, which wins."""
+    """Interpolates the tie between grid point `index`, which loses, and the next one, which
+    wins."""
     behind, ahead = -advantage[index], advantage[index + 1]
     share = behind / (behind + ahead)
     return float(_GRID[index] + share * (_GRID[index + 1] - _GRID[index]))

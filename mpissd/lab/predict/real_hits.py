@@ -50,7 +50,8 @@ def real_hits(
     gpus: int,
     unjudged: Collection[Family] = (),
 ) -> list[RealHits]:
-    """Finds the best SSD under every real pair's hit law; none if `config` itself sets a hit law."""
+    """Finds the best SSD under every real pair's hit law; none if `config` itself sets a hit
+    law."""
     if any(getattr(config, name) is not None for name in _HITS):
         return []
     runs = ((name, replace(config, hit_law=name)) for name in REAL_PAIRS)

@@ -44,7 +44,8 @@ def expect_by_law(
     num_rounds: int = 64,
     seed: int = 0,
 ) -> Prediction:
-    """Estimates the stationary mean and its standard error, with num_rounds fresh rounds a chain."""
+    """Estimates the stationary mean and its standard error, with num_rounds fresh rounds a
+    chain."""
     draws = LawDraws(job, chains, seed)
     return simulate(job, device, host, draws, num_rounds, burn_in=8)
 

@@ -119,7 +119,8 @@ class Choice:
         return self.mode, self.num_drafts
 
     def flags(self) -> dict[str, str]:
-        """Returns the flags of `mpissd run` for this choice, except pair and laws; mpirun -np T+D."""
+        """Returns the flags of `mpissd run` for this choice, except pair and laws; mpirun -np
+        T+D."""
         flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
@@ -226,7 +227,8 @@ def _not_grown(lookahead: int) -> _Row:
 def _row(
     text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
 ) -> _Row | None:
-    """Returns a cell's row, or None if these laws do not allow this fan-out; without fan-out, SD's."""
+    """Returns a cell's row, or None if these laws do not allow this fan-out; without fan-out,
+    SD's."""
     if text is None:
         return _not_grown(lookahead)
     drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
@@ -249,7 +251,8 @@ def _backups(space: Space, lookahead: int) -> Sequence[int]:
 def _fan_out(
     text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
 ) -> tuple[int, ...] | None:
-    """Returns F_0..F_K as `run` resolves them after `served` tokens; None if the law allows none."""
+    """Returns F_0..F_K as `run` resolves them after `served` tokens; None if the law allows
+    none."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
         # Positions after a hazard of 0 keep nothing, so they are cut off and the cached result is

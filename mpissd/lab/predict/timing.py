@@ -42,7 +42,8 @@ class Timing:
 
     @classmethod
     def of(cls, job: Job, device: DeviceCosts, host: HostCosts) -> Timing:
-        """Makes the tables of a job; row counts are rounded up to its buckets, as the steppers do."""
+        """Makes the tables of a job; row counts are rounded up to its buckets, as the steppers
+        do."""
         batch, width = job.config.batch_size, job.lookahead + 1
         live = np.arange(batch + 1)
         verify = device.verify_s(in_buckets(job.target_buckets(), np.arange(batch * width + 1)))
