@@ -13,11 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w./-])((?:docs|results|launch|tests|mpissd|analysis)/[\w./-]*\w)")
 
+# docs/architecture.md leaves out mpissd/.
+IN_A_WING = re.compile(r"(?<![\w./-])((?:common|engine|lab|ops|cli)/[\w./-]*\w)")
+
 
 def pages() -> list[Path]:
-    """README, the documentation, and a README for each folder of rows."""
+    """README, CONTRIBUTING, the documentation, and a README for each folder of rows."""
     return [
         ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "results").rglob("README.md")),
     ]
@@ -77,6 +81,12 @@ def test_every_path_that_a_page_names_is_there(page: Path) -> None:
     for name in NAMED.findall(page.read_text()):
         path = ROOT / name
         assert path.exists() or list(path.parent.glob(path.name + "*")), f"{name}: no such path"
+
+
+def test_every_path_of_the_architecture_is_there() -> None:
+    named = IN_A_WING.findall((ROOT / "docs/architecture.md").read_text())
+    lost = [name for name in named if not list((ROOT / "mpissd").glob(name + "*"))]
+    assert len(named) > 40 and not lost
 
 
 def test_paths_and_links_are_found(tmp_path: Path) -> None:
