@@ -1,6 +1,6 @@
 """`python -m analysis FIGURE [--results=…] [--out=…]`, `python -m analysis all`, `… report`.
 
-Exit codes: 0 done, 2 a usage error, or no row that could be drawn from.
+Exit codes: 0 done, 2 a usage error, or no row that could be drawn from, 141 nobody reads stdout.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from analysis.build import Drawn, build_all, draw, told
 from analysis.load import load
 from analysis.select import on_machine
 from mpissd.common.errors import MpissdError
+from mpissd.common.unread import unless_unread
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        return execute(cli.parse(sys.argv[1:] if arguments is None else arguments))
+        return unless_unread(lambda: execute(cli.parse(given)))
     except MpissdError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return error.exit_code
@@ -39,12 +41,14 @@ def execute(plan: cli.Plan) -> int:
     if plan.what == "report":
         from analysis.report import write_report
 
-        print(write_report(data, out))
+        print(write_report(data, out, lambda line: print(line, file=sys.stderr)))
         return 0
     if plan.what == "all":
-        lines = list(build_all(data, out, plan.kinds, plan.workers))
-        print("\n".join(lines))
-        return 0 if any(": skipped: " not in line for line in lines) else 2
+        drew = False
+        for line in build_all(data, out, plan.kinds, plan.workers):
+            print(line, flush=True)
+            drew |= ": skipped: " not in line
+        return 0 if drew else 2
     items = list(draw(data, plan.what, plan.device))
     for note in dict.fromkeys(n for i in items if isinstance(i, Drawn) for n in i.notes):
         print(f"analysis: {note}", file=sys.stderr)

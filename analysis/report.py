@@ -6,7 +6,7 @@ Nothing is fetched and no date is written: the same rows give the same page.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,24 @@ from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 _ROWS_SHOWN = 400
 
 
-def write_report(data: Data, out: Path) -> Path:
-    """OUT/report.html. NothingLeft: no figure could be drawn; ConfigError: OUT can't be written."""
+def write_report(data: Data, out: Path, tell: Callable[[str], None]) -> Path:
+    """Writes OUT/report.html and returns its path.
+
+    tell: called with a line for each figure as it is drawn, and for each that is not. NothingLeft:
+    no figure could be drawn; ConfigError: OUT can't be written.
+    """
     path = out / "report.html"
-    write(path, render(data).encode())
+    write(path, render(data, tell).encode())
     return path
 
 
-def render(data: Data) -> str:
-    """The page."""
-    items = list(draw_all(data))
+def render(data: Data, tell: Callable[[str], None]) -> str:
+    """The page; tell: as of write_report."""
+    items = []
+    for item in draw_all(data):
+        end = "drawn" if isinstance(item, Drawn) else f"skipped: {item.why}"
+        tell(f"{slug(item.machine)}/{item.name}: {end}")
+        items.append(item)
     names = [
         m
         for m in machines(data.rows)

@@ -74,13 +74,15 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
         more = int(gpus) - case.tp
         label = f"{method}, T{f'+{more}' if more else ''} GPUs"
         wide = more > 0 and method in ("AR", "SD inline")
-        x, y = found["per_sequence"], found["per_gpu"]
-        half = [(found["high"] / found["tok_per_s"] - 1), (1 - found["low"] / found["tok_per_s"])]
+        x, y = found["per_sequence"].to_numpy(), found["per_gpu"].to_numpy()
+        below, above = (
+            (found[end] / found["tok_per_s"] - 1).abs().to_numpy() for end in ("low", "high")
+        )
         ax.errorbar(
             x,
             y,
-            xerr=[x * half[1], x * half[0]],
-            yerr=[y * half[1], y * half[0]],
+            xerr=[x * below, x * above],
+            yerr=[y * below, y * above],
             fmt="none",
             color=style["color"],
             elinewidth=1,
@@ -91,7 +93,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             label,
             x,
             y,
-            also={"b": found["batch_size"], "low": y * (1 - half[1]), "high": y * (1 + half[0])},
+            also={"b": found["batch_size"], "low": y * (1 - below), "high": y * (1 + above)},
             linewidth=1.4,
             linestyle=":" if wide else "--" if method == IMPOSED else "-",
             markerfacecolor="white" if wide or method == IMPOSED else style["color"],
