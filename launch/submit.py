@@ -117,7 +117,7 @@ def check_shards(array: str, configurations: int) -> None:
 
 
 def check_job(request: Request, command: cli.Command) -> None:
-    """ConfigError for what the job would refuse when its turn comes: a grid, memory, no CuPy."""
+    """ConfigError for what the job would refuse when its turn comes: a grid, or memory."""
     if request.script == _ARRAY:
         plan = check_sweep(command.config, command.given, request.ranks)
         if request.array:
@@ -130,28 +130,39 @@ def check_job(request: Request, command: cli.Command) -> None:
         memory = gpu.memory_bytes if gpu else None
         tp = check_world(request.ranks, command.run.drafts)
         resolve(command.run, tp, backend="cupy", memory_bytes=memory)
-    if importlib.util.find_spec("cupy") is None:
-        raise ConfigError(
-            f"{sys.executable} has no CuPy, and a login node cannot tell which one the GPUs need: "
-            "make venv CUDA=cuda12 (V100 and newer), or BACKEND=emulated"
-        )
+
+
+def check_cupy(request: Request, *, is_dry: bool) -> None:
+    """ConfigError where the job needs CuPy and this Python has none; a dry run only says so."""
+    has_gpus = request.needs_gpus and request.resolve().get("gpus") is not None
+    if not has_gpus or importlib.util.find_spec("cupy") is not None:
+        return
+    lacks = (
+        f"{sys.executable} has no CuPy, and a login node cannot tell which one the GPUs need: "
+        "make venv CUDA=cuda12 (V100 and newer), or BACKEND=emulated"
+    )
+    if not is_dry:
+        raise ConfigError(lacks)
+    print(f"submit: warning: {lacks}", file=sys.stderr)
 
 
 def main() -> int:
     """Exit 2 with one line where a job would be refused; otherwise sbatch's code."""
     given = arguments().parse_args()
     script = given.script or (_ARRAY if given.array else _SLURM)
+    is_dry = given.dry not in ("", "0")
     try:
         command = parsed(given, script)
         request = request_of(given, script, command)
         line = request.command()
         check_job(request, command)
+        check_cupy(request, is_dry=is_dry)
     except ConfigError as error:
         print(f"submit: {error}", file=sys.stderr)
         return error.exit_code
     print(shown(line), flush=True)
     os.chdir(ROOT)
-    if given.dry not in ("", "0"):
+    if is_dry:
         return ask_when(line)
     if shutil.which("sbatch") is None:
         print("submit: no sbatch here: log in to the cluster, or DRY=1", file=sys.stderr)

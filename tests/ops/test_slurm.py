@@ -181,13 +181,18 @@ def test_what_would_fail_later_is_refused_now(words: tuple[str, ...], says: str)
     assert line.startswith("submit: ") and says in line
 
 
-def test_an_interpreter_without_cupy_is_refused() -> None:
-    done = submit(*H100, "--dry", "--", "--pair=70b/1b")
+@pytest.mark.parametrize(("dry", "code", "word"), [("0", 2, ""), ("1", 0, "warning: ")])
+def test_an_interpreter_without_cupy_is_refused_but_not_by_a_dry_run(
+    dry: str, code: int, word: str
+) -> None:
     has_cupy = not subprocess.run(
         [sys.executable, "-c", "import cupy"], capture_output=True
     ).returncode
-    assert done.returncode == (0 if has_cupy else 2)
-    assert has_cupy or "has no CuPy, and a login node" in done.stderr
+    done = submit(*H100, f"--dry={dry}", "--", "--pair=70b/1b")
+    told = f"submit: {word}{sys.executable} has no CuPy, and a login node"
+    assert has_cupy or done.returncode == code
+    assert has_cupy or done.stderr.startswith(told)
+    assert done.stdout.startswith("sbatch ") == (has_cupy or dry == "1")
 
 
 def test_dry_prints_the_line_alone() -> None:
