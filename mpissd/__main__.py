@@ -1,7 +1,7 @@
 """`python -m mpi4py -m mpissd COMMAND …` under mpirun, or `python -m mpissd COMMAND …` alone.
 
 Arguments are judged before MPI starts. Exit codes: 0 done, 2 a usage or configuration error, 3 a
-gate failed, anything else a fault.
+gate failed, 141 nobody reads stdout (`| head`), anything else a fault.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Before NumPy is imported: threads of one rank would fight with the other ranks.
@@ -21,13 +22,15 @@ try:
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "mpissd":
         raise
-    told = f"{sys.executable} has no {missing.name}: pip install . there, or make venv"
-    print(f"mpissd: {told}", file=sys.stderr)
+    venv = Path(__file__).resolve().parents[1] / ".venv/bin/python"
+    use = f"use {venv}" if venv.exists() else "pip install . there, or make venv"
+    print(f"mpissd: {sys.executable} has no {missing.name}: {use}", file=sys.stderr)
     sys.exit(2)
 from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
+from mpissd.common.unread import unless_unread  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
 from mpissd.engine.comm.recovery import check_recovery  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402
@@ -44,6 +47,13 @@ HEAD_START_S = 5.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    if launcher_size() is None:
+        return unless_unread(lambda: execute(arguments))
+    return execute(arguments)  # a rank's fault is mpi4py's to tell the other ranks
+
+
+def execute(arguments: list[str] | None) -> int:
+    """Judges the arguments and runs their command; returns its exit code."""
     try:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
         if command.name not in ("run", "probe", "sweep"):

@@ -1,0 +1,25 @@
+"""Commands whose reader has left: `mpissd best results | head` ends without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+UNREAD = 128 + signal.SIGPIPE  # 141, what a shell reports of a program that SIGPIPE ended
+
+
+def unless_unread(command: Callable[[], int]) -> int:
+    """Runs a command and flushes stdout; returns its exit code, or 141 where nobody reads stdout.
+
+    stdout is /dev/null from then on, or Python would complain again when it ends.
+    """
+    try:
+        try:
+            return command()
+        finally:  # also where the command ends with SystemExit, as --help does
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
