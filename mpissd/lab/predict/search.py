@@ -119,8 +119,7 @@ class Choice:
         return self.mode, self.num_drafts
 
     def flags(self) -> dict[str, str]:
-        """Returns the flags of `mpissd run` for this choice, except pair and laws; mpirun -np
-        T+D."""
+        """Returns the flags of `mpissd run` for this choice, except pair and laws."""
         flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
@@ -227,8 +226,7 @@ def _not_grown(lookahead: int) -> _Row:
 def _row(
     text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
 ) -> _Row | None:
-    """Returns a cell's row, or None if these laws do not allow this fan-out; without fan-out,
-    SD's."""
+    """Returns a cell's row; SD's without a fan-out, None if the laws do not allow the fan-out."""
     if text is None:
         return _not_grown(lookahead)
     drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
