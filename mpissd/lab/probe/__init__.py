@@ -1,1 +1,2 @@
-"""What a machine gives a pair of models."""
+"""The command `probe`: measures what a machine gives a pair of models, and saves a device
+profile."""

@@ -1,4 +1,4 @@
-"""The command `probe`: what this machine gives a pair of models, measured in one job.
+"""The command `probe`: measures what this machine gives a pair of models, in one job.
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
@@ -6,8 +6,9 @@ Everything goes through the application's own code: backend programs, steppers, 
 result is a table on stdout and a device profile in OUT/profiles, which `--backend=emulated
 --device=FILE`, `predict` and `plan` read (docs/profile.md). The last line is one JSON object.
 
-Ranks measure in turns, unless they have to act together, so that none disturbs another. Wrong data
-(a sum, a NaN, a message that changed) ends the job with exit code 3 and saves nothing.
+Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
+Wrong data (a sum, a NaN, a message that changed) ends the job with exit code 3, and nothing is
+saved.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from mpissd.lab.probe.sample import Checks, Entry
 
 
 def execute_probe(config: RunConfig, name: str | None = None) -> int:
-    """Probes on all ranks; returns the exit code. `name`: of the profile (default: generated).
+    """Probes on all ranks and returns the exit code; `name` names the profile (default: generated).
 
-    mode says what is there: ar no draft, sd and ssd a draft (inline on the lead with D=0). Raises
-    Refused on every rank: a configuration that can't be, or data that were wrong (exit code 3).
+    mode sets which models are there: ar means no draft, sd and ssd a draft (on the lead with D=0).
+    Raises Refused on every rank for an impossible configuration or wrong data (exit code 3).
     """
     sharpen_sleep()
     if name is not None:
         try:
             check_name(name)
-        except ConfigError as error:  # the same on every rank
+        except ConfigError as error:  # All ranks raise the same error here.
             raise Refused(str(error), error.exit_code) from error
     with opened(config) as session:
         _probe(session, name)
@@ -73,7 +74,8 @@ def _probe(session: Session, name: str | None) -> None:
     ):
         begun = perf_counter()
         stage()
-        session.barrier()  # naps: a blocking collective would keep cores that others measure on
+        # The barrier naps; a blocking collective would occupy cores that others measure on.
+        session.barrier()
         session.agree(prober.checks.error())
         seconds[stage.__name__] = perf_counter() - begun
     world, place = session.topology.world, seat(session.topology, session.backend.info)
@@ -90,7 +92,7 @@ def _probe(session: Session, name: str | None) -> None:
 def _conclude(
     session: Session, every: list[Any], name: str | None, seconds: dict[str, float]
 ) -> None:
-    """The lead, when all is measured: tables, profile, JSON line."""
+    """Writes the tables, the profile and the JSON line; runs on the lead after all measurements."""
     job, backend, infos = session.job, session.backend, session.infos
     tables: dict[str, list[Entry]] = {
         table: [entry for found, *_ in every for entry in found[table]] for table in TABLES
@@ -125,7 +127,7 @@ def _conclude(
 
 
 def _source(session: Session) -> str:
-    """What "from" says of whatever this job found."""
+    """Returns the "from" text for everything that this job measured."""
     if session.backend.info.kind == "emulated":
         return f"modelled: profile {session.job.config.device}"
     return f"measured: {session.backend.info.name}, {session.backend.name}"
@@ -136,7 +138,7 @@ def _mpi_library() -> str:
 
 
 class Prober:
-    """One rank's part in every stage, and what it found."""
+    """One rank's part in every stage, and its measurements."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._topology, self._job = session, session.topology, session.job
@@ -148,17 +150,18 @@ class Prober:
         self._source = _source(session)
         self._device = DeviceProbe(session.backend, session.waiter, self.checks, self._source)
         drafts = self._topology.num_drafts
-        self._draft_rank = self._topology.tp if drafts else 0  # inline, or where it has its own
+        # The lead if the draft is inline, else the first draft rank.
+        self._draft_rank = self._topology.tp if drafts else 0
 
     def bandwidths(self) -> None:
-        """Every rank's, at the bytes of its own weights."""
+        """Measures every rank's bandwidth over as many bytes as its weights have."""
         target, draft = self._job.rank_bytes(self._session.backend.itemsize)
         for rank in range(self._topology.world.size):
             size = draft if rank >= self._topology.tp else target
             self._turn(rank, partial(self._bandwidth, size))
 
     def products(self) -> None:
-        """The target shard's on the lead; the draft's where it lives; then one large product."""
+        """Measures the target shard's products, the draft's on its rank, then one large product."""
         target = product_shapes(self._target, self._job.options)
         self._turn(0, lambda: self._products(target))
         if self._draft is not None:
@@ -168,12 +171,13 @@ class Prober:
         self._turn(0, self._square)
 
     def launches(self) -> None:
-        """Launches, and copies to and from the host, on the lead."""
+        """Measures launches, and copies to and from the host, on the lead."""
         self._turn(0, lambda: self.tables["launches"].append(self._device.launch()))
         self._turn(0, lambda: self.tables["copies"].extend(self._device.copies()))
 
     def forwards(self) -> None:
-        """The target's on its ranks together, then the draft's; each kernel that a job may run."""
+        """Measures the target's forwards on all its ranks, then the draft's, with each possible
+        kernel."""
         job, group = self._job, self._session.group
         if not self._topology.is_draft:
             here = self._group(self._topology.group)
@@ -194,8 +198,11 @@ class Prober:
         options: ForwardOptions,
         buckets: Sequence[int],
     ) -> None:
-        """Of one model: what jobs of few rows run, where that is another kernel, and what others
-        run. The weights lie in another order for each, so they are made anew."""
+        """Measures one model's forwards, with the kernel of small jobs if it differs, and the
+        common one.
+
+        The weights are made anew for each kernel, because their order differs.
+        """
         every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
         for most in kinds(self._session.backend):
             rows = [n for n in every if most is None or n <= most]
@@ -205,7 +212,8 @@ class Prober:
                 self.tables["launches"].append(found[1])
 
     def all_reduces(self) -> None:
-        """Every all-reduce that can be opened over the target ranks; none with one of them."""
+        """Measures every all-reduce that can be opened over the target ranks; none with one
+        rank."""
         session, config = self._session, self._job.config
         if self._topology.is_draft or self._topology.tp == 1:
             return
@@ -223,7 +231,7 @@ class Prober:
             self.notes += refused
 
     def links(self) -> None:
-        """Between the lead and the first draft rank, while the others nap."""
+        """Measures between the lead and the first draft rank, while the others nap."""
         world, draft = self._topology.world, self._topology.tp
         if not self._topology.num_drafts:
             return
@@ -239,7 +247,8 @@ class Prober:
             self.notes += refused
 
     def hosts(self) -> None:
-        """Host work and link in every way to decode that these ranks allow, on all of them."""
+        """Measures host work and link for every configuration that these ranks allow, on all of
+        them."""
         source = f"measured: the loops over paused forwards, {self._session.backend.name}"
         self.host, notes = host_costs(self._session, source)
         self.notes += notes if self._topology.is_lead else []
@@ -258,7 +267,7 @@ class Prober:
         return GroupProbe(session.backend, comm, session.waiter, self.checks, self._source)
 
     def _turn(self, rank: int, work: Callable[[], Any]) -> None:
-        """`work` on one rank, while the others nap."""
+        """Runs `work` on one rank, while the others nap."""
         self._session.barrier()
         if self._topology.world.rank == rank:
             work()
@@ -276,5 +285,5 @@ class Prober:
 
 
 def kinds(backend: Backend) -> list[int | None]:
-    """most_rows of the jobs that this device runs in ways of their own, few rows first."""
+    """Returns most_rows for each group of jobs with a kernel of its own, fewest rows first."""
     return [backend.few_rows, None] if backend.few_rows else [None]

@@ -1,8 +1,8 @@
-"""One rank's device: bandwidths, products, the largest product, launches, copies to the host.
+"""Measures one rank's device: bandwidths, products, launches, and copies to and from the host.
 
-A product's time is that of a chain of products over weights that the last-level cache cannot hold
-together, inside one program, over their number. Chains last ≥ 1 ms on a GPU, or a launch's own
-microseconds would count.
+A product's time is measured in a chain of products in one program, divided by their number. The
+chain's weights together exceed the last-level cache. A chain lasts at least 1 ms on a GPU, so that
+the microseconds of its launch do not matter.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 COPY_BYTES = (64, 4 << 10, 64 << 10, 1 << 20)
 NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
-_CACHES = 3  # a chain's weights are so many times the last-level cache
+_CACHES = 3  # The bytes of a chain's weights, in last-level caches.
 _UNKNOWN_CACHE_BYTES = 64 << 20
-_CPU_CHAIN_BYTES = 64 << 20  # at most: the weights of a CPU are made slowly (4.5 s a GB)
-_GPU_CHAIN_SHARE = 0.2  # of the device's memory, at most
+_CPU_CHAIN_BYTES = 64 << 20  # At most; a CPU makes its weights slowly (4.5 s a GB).
+_GPU_CHAIN_SHARE = 0.2  # At most, of the device's memory.
 _CHAIN_S = 1e-3
 _LONGEST_CHAIN = 512
-_MODELLED_CHAIN = 64  # a launch is modelled as well, and should not count
+# The modelled launch is included, so the chain must be long enough to hide it.
+_MODELLED_CHAIN = 64
 _CHECKED_COLUMNS = 8
 _SQUARE = {"gpu": 8192, "emulated": 8192, "cpu": 1024}
 _KEY = 0x5EED
 
 
 def product_shapes(shard: Shard, options: ForwardOptions) -> list[tuple[int, int]]:
-    """Every distinct (in, out) of a rank's products, fused and not; the LM head's if it has one."""
+    """Returns every distinct (in, out) of a rank's products, fused or not, with the LM head's if
+    any."""
     both = [ForwardOptions(fuse, options.lm_head) for fuse in (options.fuse, not options.fuse)]
     return list(dict.fromkeys(shape for one in both for shape in shard.products(one)))
 
 
 class DeviceProbe:
-    """Measures one device; what is wrong with its data goes to `checks`."""
+    """Measures one device; errors found in its data go to `checks`."""
 
     def __init__(self, backend: Backend, waiter: Waiter, checks: Checks, source: str) -> None:
         self._backend, self._waiter, self._checks = backend, waiter, checks
@@ -52,7 +54,8 @@ class DeviceProbe:
         self._real = backend.info.kind != "emulated"
 
     def bandwidths(self, num_bytes: int) -> dict[str, Any]:
-        """Read-only and copy bandwidth over a buffer of a rank's weight bytes (None: unknown)."""
+        """Measures read and copy bandwidth over a buffer of num_bytes, a rank's weights; None:
+        unknown."""
         return {
             "bytes": num_bytes,
             "from": self._source,
@@ -61,11 +64,15 @@ class DeviceProbe:
         }
 
     def products(self, shapes: Sequence[tuple[int, int]], read_rate: float | None) -> list[Entry]:
-        """Products of ROWS rows with weights of these (in, out), each as an entry of "products"."""
+        """Measures products of ROWS rows with weights of these (in, out); one "products" entry
+        each."""
         return [self._product(k, n, read_rate) for k, n in shapes]
 
     def square(self) -> tuple[str, float | None]:
-        """(what, flop/s) of one large square product, its fastest launch: chips slow down later."""
+        """Measures one large square product; returns (its name, flop/s of its fastest launch).
+
+        The fastest counts, because chips slow down when hot.
+        """
         side = _SQUARE[self._backend.info.kind]
         weight, x = self._weight(side, side, 0), self._backend.table(side, side, _KEY)
         out = self._backend.activation(side, side)
@@ -77,7 +84,7 @@ class DeviceProbe:
         return f"{side}-cubed product", flops / taken.least if taken.least else None
 
     def launch(self) -> Entry:
-        """A program that does nothing: the host's part of its launch, the device's time."""
+        """Measures an empty program: the host's part of its launch, and the device's time."""
         program = self._backend.program(lambda: None, NOTHING)
         host: list[float] = []
         device = sample(launched(program.launch, program, self._waiter, host), self._pace)
@@ -90,7 +97,8 @@ class DeviceProbe:
         }
 
     def copies(self) -> list[Entry]:
-        """Copies between page-locked host memory and a GPU, each with its wait; none elsewhere."""
+        """Measures copies between page-locked host memory and a GPU, with their wait; [] without a
+        GPU."""
         if self._backend.info.kind != "gpu":
             return []
         taken: dict[str, dict[int, Sample]] = {"in": {}, "out": {}}
@@ -124,7 +132,8 @@ class DeviceProbe:
         return told
 
     def _num_weights(self, size: int) -> int:
-        """Distinct weights of `size` bytes in a chain: the cache can't hold them, memory can."""
+        """Returns the number of weights of `size` bytes in a chain: more than the cache, less than
+        memory."""
         if not self._real:
             return 1
         info = self._backend.info
@@ -135,7 +144,8 @@ class DeviceProbe:
         return max(2, min(math.ceil(wanted / size), limit // size))
 
     def _length(self, size: int, count: int, read_rate: float | None) -> int:
-        """Products in a chain: each weight equally often, and long enough for a clock."""
+        """Returns the products in a chain: each weight equally often, and long enough to be
+        timed."""
         if not self._real:
             return _MODELLED_CHAIN
         wanted = min(_CHAIN_S * (read_rate or 0) / size, _LONGEST_CHAIN)
@@ -162,7 +172,7 @@ class DeviceProbe:
         return self._backend.weight([self._part(k, number, 0, n)])
 
     def _check_product(self, out: Any, rows: int, k: int, n: int, number: int) -> None:
-        """Every element was written; the first and last columns are what NumPy makes of them."""
+        """Checks that every element was written, and the first and last columns against NumPy."""
         if not self._real:
             return
         found = self._backend.to_host(out)
@@ -199,7 +209,10 @@ class DeviceProbe:
 def launched(
     launch: Callable[[], None], program: Any, waiter: Waiter, host: list[float] | None = None
 ) -> Callable[[], float]:
-    """One launch and its wait: device seconds. The host's part of the launch is added to `host`."""
+    """Returns a function that launches, waits and returns device seconds.
+
+    It appends the host's seconds of the launch to `host`.
+    """
 
     def once() -> float:
         start = perf_counter()

@@ -1,7 +1,7 @@
-"""What T ranks do together: whole forwards by rows, and all-reduces by bytes.
+"""Measures what T ranks do together: whole forwards by rows, and all-reduces by bytes.
 
-All-reduces are timed in a chain, one behind the other over buffers of their own, inside one
-program; before every launch the buffers are filled anew, or their sums would outgrow float16.
+All-reduces are timed in a chain, one after the other over separate buffers, inside one program.
+Before every launch the buffers are filled anew, because repeated sums would exceed float16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AMPLITUDE = 2.0**-4
 
 
 class GroupProbe:
-    """Measures with the ranks of `comm`, which all call every method together."""
+    """Measures on all ranks of `comm`; every method is collective."""
 
     def __init__(
         self, backend: Backend, comm: MPI.Comm, waiter: Waiter, checks: Checks, source: str
@@ -51,9 +51,10 @@ class GroupProbe:
         sequences: int,
         most_rows: int | None = None,
     ) -> tuple[Entry, Entry]:
-        """("forwards" entry by rows, "launches" entry of the smallest) of one model.
+        """Measures one model; returns ("forwards" entry by rows, "launches" entry of the fewest
+        rows).
 
-        most_rows: the kernel of these rows is that of jobs with at most so many; None: of any job.
+        most_rows: the kernel is the one of jobs with at most so many rows; None: of any job.
         """
         stepper = Stepper(
             self._backend, group, shard, options, buckets=rows, num_sequences=sequences, seed=1
@@ -72,7 +73,8 @@ class GroupProbe:
         return told, launch | {"what": f"forward of {key}, {kernel}"}
 
     def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
-        """Every group's all-reduce of ROWS hidden vectors and of 1 MB: in a graph, and eagerly."""
+        """Measures every group's all-reduce of ROWS hidden vectors and of 1 MB, in a graph and
+        eagerly."""
         itemsize = self._backend.itemsize
         widths = [(rows, hidden) for rows in ROWS] + [(1, LARGE_BYTES // itemsize)]
         found = []
@@ -94,7 +96,8 @@ class GroupProbe:
     def _forward(self, stepper: Stepper, rows: int) -> Callable[[], float]:
         tokens = np.arange(rows, dtype=np.int32)
 
-        def launch() -> None:  # forwards of other rows take turns with this one
+        # The tokens are uploaded each time, because forwards of other row counts run in between.
+        def launch() -> None:
             stepper.upload(rows, tokens)
             stepper.launch()
 
@@ -112,7 +115,7 @@ class GroupProbe:
         }
 
     def _check_forward(self, stepper: Stepper) -> None:
-        """The hidden vectors are finite, not all equal, and the same on every rank."""
+        """Checks that the hidden vectors are finite, not all equal, and the same on every rank."""
         if not self._real:
             return
         rows = stepper.buckets[-1]
@@ -157,7 +160,8 @@ class GroupProbe:
         return taken
 
     def _check_sums(self, buffers: list[Any], addends: Addends, what: str) -> None:
-        """Every buffer holds the float32 sum over the ranks, but for a rounding an addition."""
+        """Checks that every buffer holds the float32 sum over the ranks, up to one rounding an
+        addition."""
         if not self._real:
             return
         for number, buffer in enumerate(buffers):
@@ -166,7 +170,8 @@ class GroupProbe:
 
 
 class Addends:
-    """What each rank puts into each buffer of one shape: within ±0.11, as the device rounds it."""
+    """The values that each rank puts into each buffer of one shape: within ±0.11, rounded as on
+    device."""
 
     def __init__(self, num_ranks: int, rows: int, width: int, itemsize: int) -> None:
         dtype = np.float16 if itemsize == 2 else np.float32
@@ -176,11 +181,11 @@ class Addends:
         self.tolerance = num_ranks**2 * 3**0.5 * _AMPLITUDE * 2.0**-11
 
     def of(self, rank: int, number: int) -> NDArray[Any]:
-        """Rank's values for buffer `number`: another order in each buffer."""
+        """Returns a rank's values for buffer `number`; the order differs from buffer to buffer."""
         return np.roll(self._every[rank], number)
 
     def sum(self, number: int) -> NDArray[np.float32]:
-        """The sum over the ranks, in float32."""
+        """Returns the sum over the ranks, in float32."""
         parts = [self.of(rank, number).astype(np.float32) for rank in range(len(self._every))]
         return np.asarray(np.sum(parts, axis=0), np.float32)
 
@@ -188,9 +193,10 @@ class Addends:
 def open_groups(
     own: Group, backend: Backend, comm: MPI.Comm, waiter: Waiter, *, cuda_aware: bool
 ) -> tuple[dict[str, Group], list[str]]:
-    """({name: group} of every all-reduce that can be opened here, why others cannot); collective.
+    """Opens every all-reduce that is possible here; collective.
 
-    `own`, the job's, is among them. The others are the caller's to close, after their programs.
+    Returns ({name: group}, reasons why others are not possible). `own`, the job's group, is among
+    them; the caller closes the others after their programs.
     """
     if backend.info.kind == "emulated":
         return {"modelled": own}, []
@@ -202,6 +208,6 @@ def open_groups(
             continue
         try:
             groups[choice] = open_group(backend, comm, choice, waiter, cuda_aware=cuda_aware)
-        except ConfigError as error:  # the same on every rank
+        except ConfigError as error:  # All ranks raise the same error here.
             refused.append(str(error))
     return groups, refused

@@ -1,8 +1,8 @@
-"""What the host's work and the link take, by the ways to decode that the ranks of a probe allow.
+"""Measures host work and link time for the configurations that the ranks of a probe allow.
 
-Measured as a run calibrates itself: passes of the decoding loops over paused forwards
-(lab/measure/calibrate). The same calibration times the job's own forwards; both go into the
-profile, so that a reader can hold the probed forwards against them.
+The measurement is a run's own calibration: passes of the decoding loops over paused forwards
+(lab/measure/calibrate). It also times the job's own forwards. Both go into the profile, so that a
+reader can compare them with the probed forwards.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.probe.sample import Entry
 
-_MORE_SEQUENCES = 8  # host work grows with the batch
+_MORE_SEQUENCES = 8  # The factor of the second batch size; host work grows with the batch.
 
 
 def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
-    """("host" entries, why others are missing), on the lead; collective over the job's world."""
+    """Measures every configuration; collective over the job's world.
+
+    Returns ("host" entries, reasons why others are missing) on the lead.
+    """
     entries: list[Entry] = []
     notes: list[str] = []
     for config in ways(session.job.config):
         try:
             job = _resolved(session, config)
             found = _measured(replace(session, job=job, resources=ExitStack()))
-        except (ConfigError, Refused) as error:  # the same on every rank
+        except (ConfigError, Refused) as error:  # All ranks raise the same error here.
             notes.append(f"host costs of {config.mode}, b={config.batch_size}: {error}")
             continue
         if found is not None:
@@ -41,8 +44,11 @@ def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
 
 
 def ways(config: RunConfig) -> Iterator[RunConfig]:
-    """The configurations with as many draft ranks: AR and inline SD without one, else SD and SSD;
-    at the probe's batch and at one of eight times as many sequences."""
+    """Yields the configurations with as many draft ranks: AR and inline SD without one, else SD and
+    SSD.
+
+    Each comes at the probe's batch size and at eight times that.
+    """
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):
         drafts = config.drafts if mode != "ar" else None
@@ -51,7 +57,7 @@ def ways(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _resolved(session: Session, config: RunConfig) -> Job:
-    """The pair is the probe's, whatever this one would fit."""
+    """Resolves a configuration with the probe's pair, even if another pair would be the default."""
     probed = session.job
     if config.pair is None and config.target is None:
         draft = None if probed.draft is None else probed.draft.name
@@ -60,7 +66,10 @@ def _resolved(session: Session, config: RunConfig) -> Job:
 
 
 def _measured(session: Session) -> JobProfile | None:
-    """This way's calibration, on the lead. Refused on every rank: no room for its models."""
+    """Calibrates one configuration; returns the result on the lead.
+
+    Raises Refused on every rank if its models do not fit in memory.
+    """
     try:
         rank = Rank(session)
         found = calibrate(rank)

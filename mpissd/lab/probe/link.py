@@ -1,8 +1,9 @@
-"""Round trips between the lead and the draft by message size, as the application sends them.
+"""Measures round trips between the lead and the draft by message size, sent as the application
+does.
 
-`mpi` is the decoding loops' own carrier, persistent requests on preallocated host buffers: back to
-back, and with 5 ms between two trips, as between two rounds. On GPUs NCCL's send and receive stand
-beside it, and device-aware MPI where the user asked for it.
+`mpi` is the decoding loops' own carrier, persistent requests on preallocated host buffers. It is
+measured back to back, and with 5 ms between two trips, as between two rounds. On GPUs NCCL's send
+and receive are measured as well, and device-aware MPI if the user asked for it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _IDLE_ROUNDS = 15
 
 @dataclass
 class Trip:
-    """One end's half of a round trip: `go` does it once, `sound` judges what arrived in the last.
+    """One end's half of a round trip.
 
-    go(round) returns when this end's part of the round is over.
+    go(round) runs it once, and returns when this end's part is over. sound() checks the data that
+    arrived last.
     """
 
     go: Callable[[int], None]
@@ -44,7 +46,7 @@ class Trip:
 
 
 class LinkProbe:
-    """The two ends of a link; `pair` has the lead as rank 0 and the draft as rank 1."""
+    """The two ends of a link; in `pair` the lead is rank 0 and the draft rank 1."""
 
     def __init__(
         self, backend: Backend, pair: MPI.Comm, waiter: Waiter, checks: Checks, source: str
@@ -54,7 +56,10 @@ class LinkProbe:
         self._is_lead = pair.rank == _LEAD
 
     def measure(self, *, cuda_aware: bool) -> tuple[list[Entry], list[str]]:
-        """("links" entries, why others were not measured); entries on the lead alone."""
+        """Measures all carriers; returns ("links" entries, reasons why others were not measured).
+
+        The results are meaningful on the lead only.
+        """
         found = [self._curve("mpi", self._mpi, idle_s) for idle_s in (0.0, IDLE_S)]
         refused: list[str] = []
         if self._backend.info.kind != "gpu":
@@ -64,7 +69,7 @@ class LinkProbe:
                 continue
             try:
                 trip, close = begin()
-            except ConfigError as error:  # the same on both ranks
+            except ConfigError as error:  # Both ranks raise the same error here.
                 refused.append(str(error))
                 continue
             found += [self._curve(name, trip, idle_s) for idle_s in (0.0, IDLE_S)]
@@ -88,7 +93,8 @@ class LinkProbe:
         times = [self._once(trip, _WARM + number, idle_s) for number in range(count)]
         self._checks.expect(trip.sound(), f"link {name}: {size} B arrived changed")
         trip.close()
-        self._pair.Barrier()  # or the next trip's first message could meet this one's receive
+        # Without it, the next trip's first message could match this trip's receive.
+        self._pair.Barrier()
         return Sample.of(times)
 
     def _once(self, trip: Trip, number: int, idle_s: float) -> float:
@@ -99,7 +105,7 @@ class LinkProbe:
         return perf_counter() - start
 
     def _mpi(self, size: int) -> Trip:
-        """OUTCOME one way and SPECULATION the other, in buffers of exactly `size` bytes."""
+        """Opens OUTCOME one way and SPECULATION the other, in buffers of exactly `size` bytes."""
         kinds = wire.Kind.OUTCOME, wire.Kind.SPECULATION
         mine, theirs = kinds if self._is_lead else kinds[::-1]
         out, into = (wire.Buffer(kind, 0, size // 4 - wire.HEADER) for kind in (mine, theirs))
@@ -150,7 +156,8 @@ class LinkProbe:
     def _begin_device_mpi(self) -> tuple[Callable[[int], Trip], Callable[[], None]]:
         from mpissd.engine.comm.device_mpi import open_device_mpi
 
-        open_device_mpi(cast(Device, self._backend), self._pair, self._waiter)  # its gates
+        # This call only checks whether device-aware MPI is allowed here.
+        open_device_mpi(cast(Device, self._backend), self._pair, self._waiter)
         peer = 1 - self._pair.rank
 
         def exchange(mine: Any, theirs: Any) -> None:
@@ -162,7 +169,7 @@ class LinkProbe:
         return lambda size: self._on_device(size, exchange), lambda: None
 
     def _on_device(self, size: int, exchange: Callable[[Any, Any], None]) -> Trip:
-        """Round trips of float16 arrays of `size` bytes in device memory."""
+        """Opens round trips of float16 arrays of `size` bytes in device memory."""
         backend, width = self._backend, size // self._backend.itemsize
         mine, theirs = (backend.activation(1, width) for _ in range(2))
         backend.from_host(_pattern(width, self._pair.rank)[None] % 1024, mine)
@@ -187,7 +194,8 @@ class NcclPair(NcclGroup):
 
 
 def open_nccl_pair(device: Device, comm: MPI.Comm, waiter: Waiter) -> NcclPair:
-    """The pair of a communicator of two ranks; ConfigError on both where NCCL cannot join them."""
+    """Opens NCCL on a communicator of two ranks; raises ConfigError on both if it cannot join
+    them."""
     seats = gather_seats(device, comm, waiter)
     if shared := shared_gpu(seats):
         raise ConfigError(f"link over NCCL: {shared}; allowed: one rank a GPU")
@@ -197,5 +205,5 @@ def open_nccl_pair(device: Device, comm: MPI.Comm, waiter: Waiter) -> NcclPair:
 
 
 def _pattern(count: int, rank: int) -> Any:
-    """Numbers that tell the ranks and the places apart."""
+    """Returns [count] numbers that differ between the ranks and between positions."""
     return (np.arange(count) * 7 + 3 + 311 * rank).astype(np.int32)

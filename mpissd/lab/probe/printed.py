@@ -1,4 +1,4 @@
-"""What a person sees of a probe: a card, one table a kind of measurement, the JSON line."""
+"""Prints a probe's results: a card, one table for each kind of measurement, and the host costs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.probe.sample import Entry
 
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
-_UNSTEADY = 0.1  # an interquartile range over this share of the median is marked
+_UNSTEADY = 0.1  # An interquartile range above this share of the median is marked.
 
 
 def print_probe_card(session: Session) -> None:
-    """What is probed, before it is (stdout)."""
+    """Prints what will be probed (stdout)."""
     job, backend = session.job, session.backend
     draft = f" + {job.draft.name}" if job.draft else ""
     lines = [
@@ -27,7 +27,8 @@ def print_probe_card(session: Session) -> None:
 
 
 def print_tables(tables: Mapping[str, Sequence[Entry]], notes: Sequence[str]) -> None:
-    """Everything measured, in µs; shares are of the read rate; ~ marks an unsteady median."""
+    """Prints all measurements in µs; shares are of the read rate, and ~ marks an unsteady
+    median."""
     for lines in (
         _bandwidths(tables["bandwidths"]),
         _products(tables["products"]),
@@ -42,7 +43,7 @@ def print_tables(tables: Mapping[str, Sequence[Entry]], notes: Sequence[str]) ->
 
 
 def print_host(entries: Sequence[Entry]) -> None:
-    """The lead's own part of a round, the link one way, and the forward that a job calibrated."""
+    """Prints the lead's part of a round, one way of the link, and the calibrated target forward."""
     lines = []
     for number, entry in enumerate(entries):
         costs = HostCosts.from_dict(entry["seconds"])
@@ -54,7 +55,7 @@ def print_host(entries: Sequence[Entry]) -> None:
 
 
 def print_seats(seats: Sequence[Mapping[str, Any]]) -> None:
-    """Who sits where, and how the GPUs of a host are linked."""
+    """Prints each rank's host and device, and how the GPUs of a host are linked."""
     for seat in seats:
         numa = seat["numa_node"] if seat["bus_id"] else seat["core_numa_nodes"]
         where = f"{seat['host']}  {seat['device']}"

@@ -1,11 +1,12 @@
-"""A device profile from what the probe measured: rates fitted to its tables, saved whole or not.
+"""Makes a device profile from the probe's measurements: rates fitted to its tables, saved
+atomically.
 
 read_bytes_per_s    the lead's read-only bandwidth at its own weights' bytes
 peak_flops_per_s    the largest measured product
-launch_s            the device time of a program that does nothing
+launch_s            the device time of an empty program
 product_overhead_s  (forward of 1 row − floor − all-reduces − launch) / products, of the target
 all_reduce          a straight line through the smallest and the 1 MB all-reduce of the job's
-                    own implementation; null where there was one target rank: not known, not 0
+                    own implementation; null with one target rank: unknown, not 0
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Tables = Mapping[str, Sequence[Entry]]
 
 
 def profile_name(job: Job, info: DeviceInfo) -> str:
-    """DEVICE-TARGET-DRAFT-T#D#[-fuse][-head][-ctx#x#]: what tells two profiles apart."""
+    """Returns DEVICE-TARGET-DRAFT-T#D#[-fuse][-head][-ctx#x#], which distinguishes profiles."""
     config = job.config
     parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
     parts.append(f"T{job.tp}D{config.drafts}")
@@ -43,7 +44,7 @@ def profile_name(job: Job, info: DeviceInfo) -> str:
 
 
 def check_name(name: str) -> None:
-    """ConfigError where a profile's name is no plain file name."""
+    """Raises ConfigError if a profile's name is not a plain file name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"name={name!r}: allowed: letters, digits and ._@+- (at most 120), a letter or digit "
@@ -59,9 +60,9 @@ def fit(
     memory: Sequence[int | None],
     source: str,
 ) -> dict[str, Any]:
-    """The "numbers" and the "all_reduce" of a profile, from its tables.
+    """Fits the "numbers" and the "all_reduce" of a profile to its tables.
 
-    peak: (what, flop/s) of the largest product measured beside the tables' products.
+    peak: (name, flop/s) of the large product that was measured in addition to the tables' products.
     """
     read = tables["bandwidths"][0]["read_bytes_per_s"]
     flops, of = _peak(tables["products"], peak)
@@ -89,7 +90,7 @@ def fit(
 
 
 def _peak(products: Sequence[Entry], square: tuple[str, float | None]) -> tuple[float | None, str]:
-    """(flop/s, of which product) of the largest product."""
+    """Returns (flop/s, the product's name) of the fastest product."""
     rates = [(rate, what) for what, rate in [square] if rate is not None]
     for entry in products:
         for rows, seconds in entry["seconds"].items():
@@ -108,7 +109,8 @@ def _overhead(
     empty: float,
     reduce: Mapping[str, Any],
 ) -> float:
-    """What a product loses beyond its bytes, so that the model gives the measured forward."""
+    """Returns the overhead of a product beyond memory traffic, fitted to the measured target
+    forward."""
     rows = min(int(n) for n in forward["seconds"])
     cost = Shard(job.target, job.tp).cost(rows, job.config.batch_size, itemsize, job.options)
     floor = 0.0
@@ -132,7 +134,7 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
     said = f"{source}: {own['name']} {how}, {least} B and {most} B"
     if not told[most]:
         return {"from": said, "latency_s": {}, "bytes_per_s": {}}
-    # Noise may make a small one slower than a large one: then the rate is that of the large one.
+    # Noise may make a small all-reduce slower than a large one; then the large one sets the rate.
     slope = (told[most] - told[least]) / (most - least)
     rate = 1 / slope if slope > 0 else most / told[most]
     latency = max(0.0, told[least] - least / rate)
@@ -140,9 +142,9 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
 
 
 def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
-    """Writes OUT/profiles/NAME.json, in place of one of that name; never half of it.
+    """Writes OUT/profiles/NAME.json atomically, replacing an older one of that name.
 
-    Raises ConfigError where the folder cannot be written, or the profile could not be read again.
+    Raises ConfigError if the folder cannot be written, or the profile could not be read back.
     """
     path = Path(out) / "profiles" / f"{name}.json"
     half = path.with_name(f".{name}.{os.getpid()}.part")

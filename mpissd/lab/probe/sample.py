@@ -1,7 +1,7 @@
-"""How the probe measures: launches bounded by time, their median and spread, findings kept.
+"""How the probe measures: launches within a time budget, their median and spread, and data checks.
 
-A rank that finds wrong data goes on, so that no other is left in a collective; all ranks stop
-together at the end of the stage (Checks.error).
+A rank that finds wrong data continues, so that no other rank is left waiting in a collective; all
+ranks stop together at the end of the stage (Checks.error).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from mpi4py import MPI
 from mpissd.common.errors import GateError
 from mpissd.engine.backend.base import DeviceInfo
 
-Entry = dict[str, Any]  # one of a profile's tables, as JSON
+Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How often something is launched: warm-up seconds, then at least so often, and in a time."""
+    """How often something is launched: seconds of warm-up, and a time budget with bounds on the
+    count."""
 
     warm_s: float
     budget_s: float
@@ -30,14 +31,17 @@ class Pace:
 
     @classmethod
     def of(cls, info: DeviceInfo) -> Pace:
-        """GPUs clock up first (an H200 reads slowly for some ms after an allocation); CPUs take
-        longer a launch; what is modelled is the same every time."""
+        """Returns the pace for a device.
+
+        GPUs are warmed up (an H200 reads slowly for some ms after an allocation), CPU launches take
+        longer, and modelled durations never vary, so one launch is enough.
+        """
         if info.kind == "emulated":
             return cls(warm_s=0, budget_s=0, at_least=1, at_most=1)
         return cls(warm_s=0.03, budget_s=0.05) if info.kind == "gpu" else cls(0, 0.06)
 
     def counts(self, once_s: float) -> tuple[int, int]:
-        """(warm-up launches, launches) of something that takes once_s."""
+        """Returns (warm-up launches, timed launches) for something that takes once_s."""
         once_s = max(once_s, 1e-6)
         warm = int(min(self.warm_s / once_s, 200))
         return warm, int(min(max(self.budget_s / once_s, self.at_least), self.at_most))
@@ -45,16 +49,17 @@ class Pace:
 
 @dataclass(frozen=True)
 class Sample:
-    """Median seconds of some launches, and their interquartile range over it (None: median 0)."""
+    """Median seconds of some launches, and their interquartile range over the median (None if it is
+    0)."""
 
     seconds: float
     spread: float | None
     num: int
-    least: float  # of all of them
+    least: float  # The shortest of them.
 
     @classmethod
     def of(cls, seconds: Iterable[float], per: int = 1) -> Sample:
-        """Of launches that each did `per` things."""
+        """Makes a sample of launches that each did `per` operations."""
         times = np.array(list(seconds)) / per
         low, median, high = (float(q) for q in np.percentile(times, [25, 50, 75]))
         spread = (high - low) / median if median else None
@@ -64,7 +69,7 @@ class Sample:
 def sample(
     once: Callable[[], float], pace: Pace, *, per: int = 1, together: MPI.Comm | None = None
 ) -> Sample:
-    """The median of launches of one thing; see samples."""
+    """Returns the sample of one thing; see samples."""
     return samples({1: once}, pace, per=per, together=together)[1]
 
 
@@ -75,15 +80,15 @@ def samples(
     per: int = 1,
     together: MPI.Comm | None = None,
 ) -> dict[int, Sample]:
-    """The median of launches of each; once() launches, waits and gives the seconds.
+    """Returns the sample of each; once() launches, waits and returns the seconds.
 
-    They take turns, so that a disturbance hits all of them and the median of none. together: the
-    ranks that launch with this one, a collective's. They launch equally often, and each launch
-    counts as long as it took the rank that began last: the others' include a wait for it.
+    They take turns, so that a disturbance hits all of them and no median. together: the ranks that
+    take part in a collective launch. They launch equally often, and each launch counts with the
+    time of the rank that began last, because the others' times include waiting for it.
     """
     counts = {}
     for at, once in onces.items():
-        once()  # the first of its kind pays for what is loaded lazily
+        once()  # The first launch also loads libraries, so its time is dropped.
         first = once()
         if together is not None:
             first = together.allreduce(first, op=MPI.MAX)
@@ -104,7 +109,7 @@ def samples(
 
 
 def entry(identity: Mapping[str, Any], source: str, samples: Mapping[int, Sample]) -> Entry:
-    """One entry of a profile's table: seconds by rows or bytes."""
+    """Makes one entry of a profile's table, with seconds by rows or bytes."""
     return {
         **identity,
         "from": source,
@@ -115,23 +120,24 @@ def entry(identity: Mapping[str, Any], source: str, samples: Mapping[int, Sample
 
 
 class Checks:
-    """What this rank found wrong in the data so far."""
+    """Collects the errors that this rank found in its data."""
 
     def __init__(self) -> None:
         self.findings: list[str] = []
 
     def expect(self, sound: bool, finding: str) -> None:
-        """Keeps the finding unless all is sound."""
+        """Records the finding unless the data are sound."""
         if not sound:
             self.findings.append(finding)
 
     def close(self, found: Any, wanted: Any, tolerance: float, what: str) -> None:
-        """Keeps a finding where an element is off by more than `tolerance`, NaN or missing."""
+        """Records a finding if an element is off by more than `tolerance`, or NaN, or the shapes
+        differ."""
         if np.shape(found) != np.shape(wanted):
             self.expect(False, f"{what}: shape {np.shape(found)}, expected {np.shape(wanted)}")
             return
         error = np.abs(np.asarray(found, np.float64) - wanted)
-        wrong = ~(error <= tolerance)  # NaN is wrong, too
+        wrong = ~(error <= tolerance)  # NaN counts as wrong.
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
             self.expect(
@@ -142,7 +148,8 @@ class Checks:
             )
 
     def error(self) -> GateError | None:
-        """The first finding, and how many others there are."""
+        """Returns an error with the first finding and the number of others; None without
+        findings."""
         if not self.findings:
             return None
         others = len(self.findings) - 1
