@@ -1,1 +1,1 @@
-"""What other tools read and write: nccl-tests' collectives, tidy tables, vLLM's schedules of K."""
+"""Formats of other tools: nccl-tests' results, flat tables of rows, and vLLM's schedules of K."""

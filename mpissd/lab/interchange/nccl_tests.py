@@ -1,9 +1,9 @@
-"""All-reduces that nccl-tests measured, as the collective ceiling of a device profile.
+"""Takes a device profile's all-reduces from measurements of nccl-tests.
 
-Read are its JSON (`-J FILE.json`), what it prints (a table of 13 columns), and CSV with a header
-(size, time and, where they are there, type, redop, gpus: as rccl-tests writes it). Its times are
-microseconds of one operation. Written is a profile like `probe`'s, in which all-reduces over that
-many ranks are nccl-tests': the emulated backend, `predict` and `plan` then live on them.
+It reads nccl-tests' JSON (`-J FILE.json`), its printed table of 13 columns, and CSV with a header
+(size, time and optionally type, redop, gpus, as rccl-tests writes it). Its times are microseconds
+of one operation. It writes a profile like `probe`'s, in which all-reduces over that many ranks are
+nccl-tests'; the emulated backend, `predict` and `plan` then use them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 
-_LARGE_BYTES = 1 << 20  # the line's second point, as the probe's
+_LARGE_BYTES = 1 << 20  # The second point of the fitted line, as in `probe`.
 _TOO_MUCH = (OverflowError, RecursionError, csv.Error)
 
 
 @dataclass(frozen=True)
 class AllReduces:
-    """Seconds by bytes, as one file tells them; None where the file does not say."""
+    """All-reduce seconds by bytes from one file; ranks and graph are None if the file lacks
+    them."""
 
     seconds: Mapping[int, float]
     ranks: int | None
@@ -33,10 +34,10 @@ class AllReduces:
 
 
 def read(path: Path) -> AllReduces:
-    """The in-place all-reduce times of a file, where it has them, else the out-of-place ones.
+    """Reads the in-place all-reduce times of a file if it has any, else the out-of-place times.
 
-    Repeated sizes count by their median. ConfigError naming the file: unreadable, another
-    collective, wrong results (its #wrong), no sizes.
+    Repeated sizes count by their median. Raises ConfigError naming the file if it is unreadable, of
+    another collective, has wrong results (its #wrong) or no sizes.
     """
     try:
         text = path.read_text("utf-8")
@@ -63,7 +64,7 @@ def _parse(text: str) -> AllReduces:
 
 
 def _of_json(data: Mapping[str, Any]) -> AllReduces:
-    """Version 3 of -J: results of {size, redop, out_of_place, in_place: {time, nwrong}}."""
+    """Reads version 3 of -J: results of {size, redop, out_of_place, in_place: {time, nwrong}}."""
     times = []
     for entry in data["results"]:
         body = entry.get("in_place") or entry.get("out_of_place") or {}
@@ -80,7 +81,8 @@ def _of_json(data: Mapping[str, Any]) -> AllReduces:
 
 
 def _of_table(text: str) -> AllReduces:
-    """size count type redop root | time algbw busbw #wrong | time algbw busbw #wrong."""
+    """Reads the printed table: size, count, type, redop, root, then time, algbw, busbw and #wrong
+    twice."""
     named = re.search(r"Collective test starting: (\S+)", text)
     times = []
     for line in text.splitlines():
@@ -97,7 +99,7 @@ def _of_table(text: str) -> AllReduces:
 
 
 def _of_records(records: Iterable[Mapping[str, Any]]) -> AllReduces:
-    """Rows of {size, time[, gpus, name, redop, #wrong]}, names in any case."""
+    """Reads rows of {size, time[, gpus, name, redop, #wrong]}, names in any case."""
     times, ranks = [], set()
     for record in records:
         row = {str(key).strip().lower(): value for key, value in record.items()}
@@ -140,11 +142,11 @@ def _seconds(times: Iterable[tuple[Any, Any]]) -> dict[int, float]:
 def with_all_reduces(
     profile: Mapping[str, Any], measured: AllReduces, ranks: int, source: str
 ) -> dict[str, Any]:
-    """A profile's JSON in which all-reduces over `ranks` ranks are those of nccl-tests.
+    """Returns a profile's JSON in which all-reduces over `ranks` ranks are those of nccl-tests.
 
-    The straight line goes through the smallest and the largest size up to 1 MB, as `probe` fits
-    it; the sizes themselves are an entry "nccl-tests" of the table all_reduces. What the profile
-    says of other numbers of ranks stays. ConfigError: fewer than two sizes up to 1 MB.
+    The straight line goes through the smallest size and the largest up to 1 MB, as `probe` fits it;
+    all sizes go into an entry "nccl-tests" of the table all_reduces. Entries for other numbers of
+    ranks stay. Raises ConfigError with fewer than two sizes up to 1 MB.
     """
     points = [size for size in measured.seconds if size <= _LARGE_BYTES]
     if len(points) < 2:

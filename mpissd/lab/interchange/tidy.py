@@ -1,7 +1,7 @@
-"""Result rows as one flat table: a line a row, a column a number, for any other tool.
+"""Result rows as one flat table, one line a row and one column a number, for any other tool.
 
 Nested keys are joined by a dot (round_us.p50, provenance.commit); lists become JSON text, so that a
-fan-out stays in one cell. Every column of every row is kept; what a row does not have is empty.
+fan-out stays in one cell. Every column of every row is kept; values that a row lacks are empty.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ FORMATS = (".csv", ".parquet")
 
 
 def write_tidy(rows: Iterable[Mapping[str, Any]], path: Path) -> tuple[int, int]:
-    """Writes rows to a .csv or .parquet; returns (rows, columns).
+    """Writes rows to a .csv or .parquet file; returns (rows, columns).
 
-    ConfigError: another suffix, Parquet without pyarrow, a file that cannot be written.
+    Raises ConfigError for another suffix, for Parquet without pyarrow, and if the file cannot be
+    written.
     """
     table = tidy(rows)
     try:
@@ -33,7 +34,8 @@ def write_tidy(rows: Iterable[Mapping[str, Any]], path: Path) -> tuple[int, int]
             raise ConfigError(f"to {str(path)!r}: allowed: {', '.join(FORMATS)}")
     except ImportError as error:
         raise ConfigError(f"{str(path)!r}: Parquet needs pyarrow: pip install pyarrow") from error
-    except (TypeError, ValueError) as error:  # pyarrow's: a column of numbers and texts
+    # pyarrow raises these for a column of numbers and texts.
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{str(path)!r}: rows of unlike values: {error}; allowed: .csv"
         ) from error
@@ -44,9 +46,9 @@ def write_tidy(rows: Iterable[Mapping[str, Any]], path: Path) -> tuple[int, int]
 
 
 def tidy(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """[rows, columns]; columns in the order in which rows bring them."""
+    """Returns a table [rows, columns]; columns are in the order of their first occurrence."""
     table: pd.DataFrame = pd.DataFrame([dict(_flat("", row)) for row in rows]).convert_dtypes()
-    return table  # a whole number has stayed one where other rows have none
+    return table  # convert_dtypes keeps whole numbers whole where other rows have no value.
 
 
 def _flat(prefix: str, value: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

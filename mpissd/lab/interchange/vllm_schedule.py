@@ -1,8 +1,8 @@
-"""The K that is fastest at each batch size, as vLLM's speculative_config takes it.
+"""Computes the fastest K for each batch size, as vLLM's speculative_config takes it.
 
 vLLM's dynamic speculative decoding reads {"num_speculative_tokens": the largest K,
-"num_speculative_tokens_per_batch_size": {"1-3": 5, "4-15": 3, …}}: inclusive ranges, K = 0 turns
-speculation off, a batch size in a gap inherits the K before it (its pull request 32374).
+"num_speculative_tokens_per_batch_size": {"1-3": 5, "4-15": 3, …}}. The ranges are inclusive, K = 0
+turns speculation off, and a batch size in a gap inherits the K before it (its pull request 32374).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.rows import draft_device
 
-# vLLM drafts on the target's own GPUs, one synchronous round after the other.
+# The keys in which all rows must agree. (vLLM drafts on the target's GPUs, in synchronous rounds.)
 _SAME = (
     *("target", "draft", "tp", "device_name", "backend", "acceptance", "lm_head", "context"),
     *("num_layers", "dtype", "fuse", "graph"),
@@ -24,12 +24,13 @@ _COUNTS = ("num_drafts", "batch_size", "lookahead")
 
 
 def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schedule that AR and SD rows of one pair and machine speak for.
+    """Returns the schedule that follows from AR and SD rows of one pair and machine.
 
-    Rows of SSD, of other schedules and of prompt lookup are left out: vLLM has no such rounds.
-    Each cell is the median tok_per_s of its repeats. Where SD rows draft inline on the lead
-    (num_drafts = 0), as vLLM does, only these count. A K of 0 needs an AR row of that batch size.
-    ConfigError: no SD row, or rows of several pairs, machines or laws (the key that differs).
+    Rows of SSD, of other schedules and of prompt lookup are left out, because vLLM has no such
+    rounds. Each cell is the median tok_per_s of its repeats. If some SD rows draft inline on the
+    lead (num_drafts = 0), as vLLM does, only these count. K = 0 needs an AR row of that batch size.
+    Raises ConfigError without an SD row, or with rows of several pairs, machines or laws, naming
+    the key that differs.
     """
     usable = [row for row in rows if row.get("mode") in ("ar", "sd") and not row.get("schedule")]
     usable = [row for row in usable if all(type(row.get(name)) is int for name in _COUNTS)]
@@ -54,7 +55,7 @@ def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _best(rows: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """{batch size: the K whose median tok_per_s is the largest; the smaller one at a tie}."""
+    """Returns {batch size: the K with the largest median tok_per_s; the smaller K at a tie}."""
     rates: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         rates[row["batch_size"]][row["lookahead"]].append(row["tok_per_s"])
@@ -69,7 +70,7 @@ def _fits(row: Mapping[str, Any], drafted: list[Mapping[str, Any]]) -> bool:
     return all(row.get(key) == drafted[0].get(key) for key in _SAME if key not in _OF_DRAFTS)
 
 
-_OF_DRAFTS = ("draft", "acceptance")  # AR has none
+_OF_DRAFTS = ("draft", "acceptance")  # AR rows have none of these.
 
 
 def _check_alike(rows: list[Mapping[str, Any]]) -> None:

@@ -1,1 +1,1 @@
-"""How near a machine's GPUs are driven to their limit."""
+"""Measures how close forwards, all-reduces and launches come to a GPU's hardware limits."""

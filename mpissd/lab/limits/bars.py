@@ -1,8 +1,8 @@
-"""The ten bars of the GPU path, and the table that holds them against what was measured.
+"""The ten performance bars of the GPU path, and the table that compares measurements with them.
 
     python -m mpissd.lab.limits.bars OUT
 
-A bar is judged by the median of the medians of stable runs, of which there have to be three.
+A bar is judged by the median over at least three stable runs, each of which has its own median.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODELS = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "1B": "llama-3.2-1b"}
 
 @dataclass(frozen=True)
 class Unit:
-    """How a number is written."""
+    """The unit in which a number is printed: its name, scale and decimal places."""
 
     name: str = ""
     scale: float = 1.0
@@ -37,10 +37,10 @@ FRACTION, MS, US = Unit(), Unit("ms", 1e3), Unit("us", 1e6, 2)
 
 @dataclass(frozen=True)
 class Bar:
-    """The `key` of the rows that match `where`, and what it has to reach (least) or stay below.
+    """One bar: which rows it reads (`where`), which value of them (`key`), and its limit.
 
-    limit: None for what NCCL takes in the same job. beside: the forward that cuBLAS and PyTorch
-    are asked for too.
+    least: whether the limit is a lower bound. limit: None means NCCL's time in the same job.
+    beside: the forward whose cuBLAS and PyTorch times are printed for comparison.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Bar:
     beside: Row | None = None
 
     def line(self, rows: Sequence[Row]) -> str:
-        """One line of the table."""
+        """Returns one line of the table."""
         found, limit, text = _matching(rows, self.where), self._limit(rows), self.unit.text
         runs = [row[self.key] for row in found if row.get("stable") is not False]
         told = f"{self.number:2d}  {self.what:46s}"
@@ -78,7 +78,7 @@ class Bar:
         return median(row[self.key] for row in theirs) if theirs else None
 
     def _others(self, rows: Sequence[Row]) -> str:
-        """What cuBLAS (and NCCL), and PyTorch's graph, give at the same place."""
+        """Returns the text on cuBLAS and PyTorch's graph for the same forward."""
         told, key = "", "seconds" if self.unit is MS else "floor_fraction"
         for name, way in (("cuBLAS", "cublas"), ("PyTorch", "torch")) if self.beside else ():
             if found := _matching(rows, {"what": "forward", "way": way, **(self.beside or {})}):
@@ -91,7 +91,7 @@ def _matching(rows: Iterable[Row], where: Row) -> list[Row]:
 
 
 def bars() -> Iterator[Bar]:
-    """All of them, in order."""
+    """Yields all bars in order."""
     yield from _forwards()
     for tp, seconds in ((2, 3.8e-6), (4, 4.8e-6)):
         for size, limit in ((16, seconds), (128, None)):
@@ -109,7 +109,8 @@ def bars() -> Iterator[Bar]:
 
 
 def _forwards() -> Iterator[Bar]:
-    """Bars 1 to 4: parts of the memory's floor, of one row in AR's rounds, of 16 in replays."""
+    """Yields bars 1 to 4: the share of the memory floor for one row in AR rounds and 16 in
+    replays."""
     places = (("8B", 1), ("70B", 2), ("70B", 4))
     for number, ((name, tp), least) in enumerate(zip(places, (0.92, 0.87, 0.80), strict=True)):
         at = {"model": _MODELS[name], "tp": tp}
@@ -123,7 +124,7 @@ def _forwards() -> Iterator[Bar]:
 
 
 def _rounds() -> Iterator[Bar]:
-    """Bars 8 to 10: the hit path, SSD beside bare forwards, the slowest rounds."""
+    """Yields bars 8 to 10: the hit path, SSD against bare forwards, and the slowest rounds."""
     for tp in (1, 2):
         for start, begin in (("outcome", "outcome known"), ("over", "forward over")):
             for rank, limit in (("p50", 30e-6), ("p99", 100e-6)):
@@ -146,8 +147,11 @@ def _rounds() -> Iterator[Bar]:
 
 
 def with_replays(rows: Sequence[Row]) -> list[Row]:
-    """SSD's rounds with tok/s over what replays back to back would give, of the same job, and over
-    what the forwards of these very rounds would, without anything between them."""
+    """Adds to SSD's rounds their tok/s relative to bare forwards.
+
+    of_replays: relative to replays back to back in the same job. of_own: relative to the forwards
+    of these very rounds, without any time between them.
+    """
     found = []
     for row in rows:
         if row["what"] == "rounds" and row["mode"] == "ssd":
@@ -163,26 +167,26 @@ def with_replays(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The ten bars, a line each place."""
+    """Returns the table's lines, one for each bar and place."""
     told = with_replays(rows)
     return [bar.line(told) for bar in bars()]
 
 
 def read(out: Path) -> list[Row]:
-    """The rows of OUT/T1.jsonl, OUT/T2.jsonl, …"""
+    """Reads the rows of OUT/T1.jsonl, OUT/T2.jsonl, …"""
     paths = sorted(out.glob("T[0-9]*.jsonl"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def add(out: Path, rows: Iterable[Row]) -> None:
-    """Appends rows to the files of their T."""
+    """Appends each row to the file of its T."""
     for row in rows:
         with open(out / f"T{row['tp']}.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Prints the table."""
+    """Prints the table and returns the exit code."""
     rows = read(Path(next(iter(arguments), "out")))
     devices = sorted({row["device"] for row in rows if row.get("device")})
     print(f"{', '.join(devices) or 'nothing measured'}; medians of runs")

@@ -1,14 +1,14 @@
-"""How near to the memory's limit forwards run: floors, all-reduces and launches of these ranks.
+"""Measures floors, forwards, all-reduces and launches of these ranks against the memory's limit.
 
     mpirun -np T python -m mpi4py -m mpissd.lab.limits.replays OUT [REPLAYS]
 
-(results/h200-limit/measure.sh does it.) One rank a GPU. Every number is a median over replays of
-a captured graph in which each forward reads every weight; a replay follows its predecessor at once.
-Tokens are random, what the forward writes is poisoned before and checked after: finite everywhere,
-and within rounding what products by cuBLAS and the portable all-reduce give. The floor is the
-weights' bytes over the read rate that the same job measured. What has a bar is measured in RUNS of
-so many replays (2000). Rows go to OUT/T1.jsonl (T2 …) and, as lines, to stdout; limit_bars makes
-the table.
+(results/h200-limit/measure.sh runs it.) One rank a GPU. Every number is a median over replays of a
+captured graph in which each forward reads every weight; replays follow each other at once. Tokens
+are random. The outputs are filled with NaN before, and checked after: they must be finite, and
+equal up to rounding to those of cuBLAS with the portable all-reduce. The floor is the weights'
+bytes over the read rate measured in the same job. What has a bar is measured in RUNS runs of
+REPLAYS replays (default 2000). Rows go to OUT/T1.jsonl (T2 …) and, as lines, to stdout;
+limits/bars.py makes the table.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from mpissd.lab.limits.bars import RUNS, add
 from mpissd.lab.limits.table import line_of
 
 _READ_BYTES = 4 * 10**9
-_QUEUED = 4  # replays in a row, of which the last counts
-_SAMPLES, _SKIPPED, _REDUCES = 30, 3, 64  # where nothing is at stake; of a run; in one graph
-_STABLE = 0.02  # a run's blocks differ by at most so much
+_QUEUED = 4  # Replays in a row, of which the last is timed.
+# Samples of a forward without a bar; skipped samples of a run; all-reduces in one graph.
+_SAMPLES, _SKIPPED, _REDUCES = 30, 3, 64
+_STABLE = 0.02  # The largest difference between the blocks of a stable run.
 _HALF_EPSILON = 2.0**-11
-_HIDDEN = 8192  # of the all-reduced vectors
+_HIDDEN = 8192  # The width of the all-reduced vectors.
 _WAITER = Waiter(60.0, spin=True)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What is measured of a model: the rows, and those of them that a bar is about."""
+    """The row counts that are measured for a model, and those that have a bar."""
 
     model: str
     rows: tuple[int, ...]
     barred: tuple[int, ...]
 
 
-FORWARDS = {  # by T; 5 and 8 rows: a verification of K = 4 and 7
+FORWARDS = {  # By T. 5 and 8 rows are verifications of K = 4 and 7.
     1: (Forward("8b", (1, 5, 16), (16,)), Forward("1b", (1, 24), (1, 24))),
     2: (Forward("70b", (1, 8, 16), (16,)),),
     4: (Forward("70b", (1, 8, 16), (16,)),),
@@ -72,7 +73,7 @@ class Limits:
         self.read_rate, self.device = math.nan, ""
 
     def measure(self) -> None:
-        """Everything that this number of ranks has bars for."""
+        """Measures everything that has a bar on this number of ranks."""
         with self._opened("auto") as (backend, group):
             self.device = backend.info.name
             rate = backend.read_bandwidth(_READ_BYTES)
@@ -87,7 +88,7 @@ class Limits:
 
     @contextmanager
     def _opened(self, all_reduce: str, *, chain: bool = True) -> Iterator[tuple[Any, Group]]:
-        """A backend and a group; closed in their order."""
+        """Opens a backend and a group, and closes them in the right order."""
         from mpissd.engine.backend.cupy_backend import CupyBackend
 
         backend = CupyBackend(self.local_rank, chain=chain)
@@ -101,7 +102,7 @@ class Limits:
             backend.close()
 
     def _forwards(self, forward: Forward) -> None:
-        """The fast path and its slow twin, and whether they agree."""
+        """Measures the fast path and the cuBLAS path; raises GateError if they disagree."""
         found = {}
         for way, all_reduce, chain in (("fast", "auto", True), ("cublas", "nccl", False)):
             with self._opened(all_reduce, chain=chain) as (backend, group):
@@ -114,7 +115,8 @@ class Limits:
                 raise GateError(f"{forward.model}, {rows} rows: not what cuBLAS gives")
 
     def _way(self, way: str, backend: Any, group: Group, forward: Forward) -> dict[int, Any]:
-        """Times each row count; the hidden vectors of the last forward of each."""
+        """Times each row count; returns the hidden vectors of the last forward of each, {rows:
+        array}."""
         shard = Shard(resolve_model(forward.model), self.comm.size, self.comm.rank)
         options = ForwardOptions(fuse=True)
         stepper = Stepper(
@@ -139,8 +141,11 @@ class Limits:
     def _timed(
         self, stepper: Stepper, rows: int, queued: int, samples: int
     ) -> tuple[list[float], list[float]]:
-        """Of each sample: seconds of the last of `queued` forwards in a row on the slowest rank,
-        and host seconds of the first launch."""
+        """Times `samples` forwards; returns (device seconds, host seconds of the first launch) of
+        each.
+
+        The device seconds are those of the last of `queued` forwards in a row, on the slowest rank.
+        """
         rng = np.random.default_rng(rows)
         taken, host = [], []
         for _ in range(samples):
@@ -158,7 +163,10 @@ class Limits:
         return slowest[_SKIPPED:].tolist(), host[_SKIPPED:]
 
     def _checked(self, stepper: Stepper, rows: int) -> Any:
-        """The hidden vectors of a forward into poisoned buffers, all of whose places it wrote."""
+        """Runs one forward into buffers filled with NaN and returns its hidden vectors.
+
+        Raises GateError if an element was not written or is not finite.
+        """
         memory, backend = stepper.stack.buffers, stepper.backend
         arrays = [memory.hidden, memory.qkv, memory.middle, memory.gate_up]
         for array in arrays:
@@ -194,7 +202,7 @@ class Limits:
                 group.close()
 
     def _all_reduce(self, backend: Backend, group: Group, rows: int) -> tuple[list[float], float]:
-        """(seconds of one in each graph of 64, relative error of the sums)."""
+        """Returns (seconds of one all-reduce in each graph of 64, relative error of the sums)."""
         buffers = [backend.activation(rows, _HIDDEN) for _ in range(_REDUCES)]
         rng = np.random.default_rng((self.comm.rank, rows))
         values = rng.standard_normal((rows, _HIDDEN)).astype(np.float16).astype(np.float32)
@@ -222,7 +230,7 @@ class Limits:
         return times, self._slowest(error)
 
     def _torch(self, forward: Forward) -> None:
-        """The same fused products as a CUDA graph of PyTorch's, where it is installed."""
+        """Times the same fused products as a CUDA graph of PyTorch, if it is installed."""
         try:
             from mpissd.lab.limits.torch_graph import graph_seconds
         except ImportError as missing:
@@ -259,7 +267,7 @@ class Limits:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures on the ranks of the world."""
+    """Measures on the ranks of the world and returns the exit code."""
     out, replays = (*arguments, "2000")[:2]
     topology = open_topology(0)
     if topology.world.rank == 0:

@@ -1,8 +1,9 @@
-"""Whole rounds: how soon a verification follows its outcome, what a run says beside the bars.
+"""Adds whole rounds to the limits: the delay from outcome to verification, and the run's own
+values.
 
-    python -m mpissd.lab.limits.rounds OUT TRACE     (results/h200-limit/measure.sh does it)
+    python -m mpissd.lab.limits.rounds OUT TRACE     (results/h200-limit/measure.sh runs it)
 
-adds to OUT's rows (limit_bars) what the last row of OUT/runs.jsonl and the trace of that run say.
+It takes the last row of OUT/runs.jsonl and the trace of that run, and adds rows to OUT (bars.py).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from mpissd.common.errors import ConfigError
 from mpissd.lab.limits.bars import add
 
 Row = dict[str, Any]
-_SKIPPED = 1  # rounds: the first one admits, and is a miss
+_SKIPPED = 1  # The first round, which admits the sequences and is a miss.
 
 
 def hit_paths(trace: Mapping[str, Any], tp: int) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every hit round from two instants to the launch on the last target rank.
+    """Returns seconds of every hit round from two instants to the launch on the last target rank.
 
-    "over": from when the lead's host saw the forward before it over, its ids copied;
-    "outcome": from when the lead had (k, t*) of it. All on the lead's clock.
+    "over": from when the lead's host saw that the previous forward was over and its ids copied.
+    "outcome": from when the lead had that forward's (k, t*). Both are on the lead's clock.
     """
     ends: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     for event in trace["traceEvents"]:
@@ -46,7 +47,7 @@ def hit_paths(trace: Mapping[str, Any], tp: int) -> dict[str, NDArray[np.float64
 
 
 def rounds_of(row: Row) -> Row:
-    """What the bars ask of a run's row."""
+    """Returns the values of a run's row that the bars read."""
     times = row["round_us"]
     return {
         "what": "rounds",
@@ -70,7 +71,7 @@ def rounds_of(row: Row) -> Row:
 
 
 def last_row(out: Path) -> Row:
-    """Of OUT/runs.jsonl. ConfigError where there is none."""
+    """Returns the last row of OUT/runs.jsonl; raises ConfigError if there is none."""
     try:
         lines = (out / "runs.jsonl").read_text().splitlines()
         found: Row = json.loads(lines[-1])
@@ -80,7 +81,7 @@ def last_row(out: Path) -> Row:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Adds the run's rows."""
+    """Adds the run's rows and returns the exit code."""
     out, path = (Path(argument) for argument in arguments)
     row, trace = last_row(out), json.loads(path.read_text())
     if trace["otherData"]["config_digest"] != row["config_digest"]:

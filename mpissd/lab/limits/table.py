@@ -1,4 +1,4 @@
-"""The rows of gpu_limit as lines, as they are measured; limit_bars holds them against the bars."""
+"""Formats the rows of replays.py as lines while they are measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 
 def line_of(row: Row) -> str:
-    """One row as one line."""
+    """Formats one row as one line."""
     return _LINES[row["what"]](row)
 
 

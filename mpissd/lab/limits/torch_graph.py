@@ -1,4 +1,4 @@
-"""A forward's products by PyTorch, as a CUDA graph: a column beside our own (see gpu_limit)."""
+"""A forward's products by PyTorch as a CUDA graph, for comparison (see replays.py)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def graph_seconds(
     samples: int,
     queued: int,
 ) -> list[float]:
-    """Seconds of each sample's last replay: x [rows, in] through every [in, out] weight.
+    """Returns the seconds of each sample's last replay: x [rows, in] through every [in, out]
+    weight.
 
-    Each weight reads the first columns of what the one before it wrote.
+    Each weight multiplies the first columns of the previous output.
     """
     kind: dict[str, Any] = {"device": f"cuda:{device}", "dtype": torch.float16}
     outs = [torch.empty((rows, columns), **kind) for _, columns in shapes]
