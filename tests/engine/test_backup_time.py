@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.records import RoundRecords
-from mpissd.engine.decode import draft, watch
+from mpissd.engine.decode import draft, observer
 from mpissd.engine.decode.controls import AdaptiveControls, Controls
 from mpissd.engine.decode.draft import DraftPolicy
 from mpissd.engine.spec.adaptive import OutcomeEstimator
@@ -65,7 +65,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         job = make_job(mode="ssd", backup=backup, alpha=0.8, **flags)
         made = (AutoRun if backup == "auto" else VirtualRun)(job, rounds)
         made.scale = scale  # type: ignore[union-attr]
-        for module in (watch, draft):
+        for module in (observer, draft):
             monkeypatch.setattr(module, "perf_counter", lambda: made.draft.now)
         records, round_s = made()
         return records, np.asarray(round_s)

@@ -38,7 +38,7 @@ class Clocks:
 class Controls:
     """The choices of a fixed policy, and the interface of controls that adapt."""
 
-    watches = False  # Whether observe() must be called.
+    is_observing = False  # Whether observe() must be called.
 
     def __init__(
         self, fan_outs: FanOuts, backup: Source, lookahead: int, *, on_late: str = "finish"
@@ -72,7 +72,7 @@ class Controls:
 class AdaptiveControls(Controls):
     """Choices that follow the committed outcomes; any control that is not given stays fixed."""
 
-    watches = True
+    is_observing = True
 
     def __init__(
         self,

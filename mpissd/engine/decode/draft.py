@@ -19,8 +19,8 @@ from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
 from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.controls import Clocks, Controls
+from mpissd.engine.decode.observer import Observer
 from mpissd.engine.decode.share import Share
-from mpissd.engine.decode.watch import Watch
 from mpissd.engine.spec.cache import Key, SpeculationCache
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import Branches, DraftWorker, Rollout
@@ -63,8 +63,8 @@ class Drafter:
             policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
         )
         self._backup, self._fan_outs = policy.backup, policy.fan_outs
-        self._watch = Watch(self._controls) if self._controls.watches else None
-        self._clocks = Clocks() if self._watch is None else self._watch.clocks
+        self._observer = Observer(self._controls) if self._controls.is_observing else None
+        self._clocks = Clocks() if self._observer is None else self._observer.clocks
         self._batch = Batch(capacity)
         self._cache = SpeculationCache()
         self._branches: Branches | None = None
@@ -105,8 +105,8 @@ class Drafter:
         draft answers have source NONE.
         """
         mark = self.ledger.mark
-        if self._watch is not None:
-            self._watch.heard()
+        if self._observer is not None:
+            self._observer.note_outcome()
         self._worker.begin_round(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         lanes = self._lookup(outcome)
@@ -114,8 +114,8 @@ class Drafter:
         rollouts = self._winners(lanes) + self._backups(lanes)
         self._finish(rollouts)
         speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
-        if self._watch is not None:
-            self._watch.looked_up(outcome, lanes, self._branches, self._fan_outs)
+        if self._observer is not None:
+            self._observer.note_lookup(outcome, lanes, self._branches, self._fan_outs)
         self._cache.clear()
         self._growth = self._branches = self._own = None
         mark(DraftPhase.SPECULATE)
@@ -170,9 +170,9 @@ class Drafter:
             self._step(short)
             steps += 1
         drafting_s = perf_counter() - start
-        if self._watch is not None:
+        if self._observer is not None:
             has_misses = bool(rollouts) and rollouts[-1] is not self._growth
-            self._watch.drafted(drafting_s, steps, has_misses=has_misses)
+            self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)
         only_jit = self._num_jit == len(self._batch) > 0
         complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead
         self._draft_s = drafting_s if complete else float("nan")
@@ -217,10 +217,10 @@ class Drafter:
     def hear(self, speculation: Speculation) -> None:
         """Takes in the speculation that was served, merged over all drafts."""
         self._worker.served(self._batch, speculation)
-        if self._watch is not None:
-            self._watch.served(speculation)
+        if self._observer is not None:
+            self._observer.note_speculation(speculation)
             if not self._has_glue:
-                self._watch.show()
+                self._observer.inform_controls()
 
     @property
     def _has_glue(self) -> bool:
@@ -236,8 +236,8 @@ class Drafter:
             return False
         self._growth_start = perf_counter()
         self._worker.launch_glue(self._batch, speculation)
-        if self._watch is not None:
-            self._watch.show()
+        if self._observer is not None:
+            self._observer.inform_controls()
         fan_outs = self._fan_outs = self._controls.plan()
         self._worker.wait(self._waiter)
         self.ledger.mark(DraftPhase.GLUE)

@@ -1,6 +1,7 @@
 """Observes a draft's own rounds for adaptive controls: committed outcomes and durations.
 
-Each round calls heard() → drafted() → looked_up() → served() → show().
+Each round calls note_outcome(), note_drafting(), note_lookup(), note_speculation() and
+inform_controls().
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mpissd.engine.workload.base import Branches
 _Lookup = tuple[Outcome, list[int | None], "Branches | None", FanOuts]
 
 
-class Watch:
+class Observer:
     """Shows `controls` each round's outcomes, once the next round has been served."""
 
     def __init__(self, controls: Controls) -> None:
@@ -29,7 +30,7 @@ class Watch:
         self._ended: Speculation | None = None  # The speculation served before it.
         self._heard_at = self._served_at = self._backup_s = 0.0
 
-    def heard(self) -> None:
+    def note_outcome(self) -> None:
         """Notes the arrival of an OUTCOME, which ends the last round."""
         now, clocks = perf_counter(), self.clocks
         if self._served_at:
@@ -37,13 +38,13 @@ class Watch:
         clocks.round_s, clocks.backup_s = now - self._heard_at, self._backup_s
         self._heard_at = now
 
-    def drafted(self, seconds: float, steps: int, *, has_misses: bool) -> None:
+    def note_drafting(self, seconds: float, steps: int, *, has_misses: bool) -> None:
         """Notes the seconds and steps that finishing hits and drafting for misses took."""
         if steps:
             self.clocks.step_s = smoothed(self.clocks.step_s, seconds / steps)
         self._backup_s = seconds if has_misses else 0.0
 
-    def looked_up(
+    def note_lookup(
         self,
         outcome: Outcome,
         lanes: list[int | None],
@@ -53,12 +54,12 @@ class Watch:
         """Notes the lane that answers each live sequence, of the branches grown by `fan_outs`."""
         self._lookup = outcome, lanes, branches, fan_outs
 
-    def served(self, speculation: Speculation) -> None:
+    def note_speculation(self, speculation: Speculation) -> None:
         """Notes that a speculation was sent to the target."""
         self._served_at = perf_counter()
         self._ended, self._served = self._served, speculation
 
-    def show(self) -> None:
+    def inform_controls(self) -> None:
         """Shows the controls the last outcome of the speculation it judged.
 
         It is called when no outcome waits, because controls may take their time.
