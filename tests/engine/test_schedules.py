@@ -7,9 +7,7 @@ without rounds of ours; the decoding loops have to commit the same tokens, round
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +46,7 @@ from tests.loop.harness import (
     drive,
 )
 from tests.mpi.harness import Together, needs_mpi
+from tests.scripts import load
 
 VOCAB = 4096
 Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_draft
@@ -476,13 +475,7 @@ STUDIES = [("2", "h200"), ("3", "h100")]
 @pytest.fixture(scope="module")
 def script() -> Any:
     """The study of schedules as a module."""
-    where = ROOT / "results" / "emulated-schedules" / "schedules.py"
-    spec = importlib.util.spec_from_file_location("study_schedules", where)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("results/emulated-schedules/schedules.py")
 
 
 def told(gpus: str, device: str) -> argparse.Namespace:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
+from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "results/h200-probe/build_profile.py"
@@ -24,15 +23,7 @@ OLD = ROOT / "results/h200/profiles/h200-70b-T4.json"  # from before kernels wer
 BASE = json.loads((SCRIPT.parent / "before.json").read_text())
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_profile", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-built = script()
+built = load("results/h200-probe/build_profile.py")
 
 
 def forward(tp: int, seconds: float, most: int | None = 32, **changes: Any) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import load
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
-assert spec is not None and spec.loader is not None
-tables = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tables)
+tables = load("docs/tables.py")
 
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if tables.commands(page.read_text())]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpissd.lab.gates import violations
+from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "ssd.md").read_text()
@@ -17,12 +17,7 @@ DOCUMENT = (ROOT / "docs" / "ssd.md").read_text()
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "results" / "saguaro" / "table.py"
-    spec = importlib.util.spec_from_file_location("saguaro_table", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("results/saguaro/table.py")
 
 
 def test_the_documents_table_is_made_of_the_rows(script: ModuleType) -> None:

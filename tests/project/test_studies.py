@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,25 +16,16 @@ from mpissd.common.config import parse_flags
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.row import is_foretold
 from mpissd.lab.tables.load import Rounds
+from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def path_of(name: str) -> Path:
-    return ROOT / "results" / f"emulated-{name}" / f"{name}.py"
+def path_of(name: str) -> str:
+    return f"results/emulated-{name}/{name}.py"
 
 
-def script(name: str) -> ModuleType:
-    """results/emulated-NAME/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(f"study_{name}", path_of(name))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-predictions, advisor = script("predictions"), script("advisor")
+predictions, advisor = (load(path_of(name)) for name in ("predictions", "advisor"))
 study = sys.modules["study"]
 
 
@@ -246,7 +235,7 @@ def test_a_cell_that_was_not_run_through_is_left_out(cells: list[Any]) -> None:
 def test_both_studies_print_what_is_there(tmp_path: Path) -> None:
     for name in ("advisor", "predictions"):
         done = subprocess.run(
-            [sys.executable, str(path_of(name)), str(tmp_path), "--table"],
+            [sys.executable, str(ROOT / path_of(name)), str(tmp_path), "--table"],
             capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True,
         )  # fmt: skip
         assert done.stdout.startswith("|") and done.stderr == ""
