@@ -1,8 +1,10 @@
-"""Loads a program that lies outside the packages, so that a test can call its functions."""
+"""Loads programs that lie outside the packages, and starts them beside a fake Python and mpirun."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,3 +21,28 @@ def load(path: str) -> Any:
     sys.modules[name] = module  # a dataclass looks its module up there
     spec.loader.exec_module(module)
     return module
+
+
+def fake_tools(folder: Path, program: str) -> None:
+    """Writes `program` as folder/fakes/bin/python and folder/fakes/bin/mpirun."""
+    for name in ("python", "mpirun"):
+        path = folder / "fakes" / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(program)
+        path.chmod(0o755)
+
+
+def call(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder, with PATH, HOME and `env` as its whole environment.
+
+    So it sees neither the MAKEFLAGS of a make around the tests nor the user's MPI settings.
+    """
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOME": str(folder), **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )

@@ -1,13 +1,14 @@
-"""The ledger: exclusive phases that add up to the round, to the nanosecond."""
+"""The ledger: exclusive phases that add up to the round, as sums and slices; and none at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from mpissd.common import trace
-from mpissd.common.trace import DraftPhase, LeadPhase, Ledger
+from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase, Ledger, NullLedger
 
 
 @pytest.fixture
@@ -66,3 +67,73 @@ def test_a_table_is_of_the_rounds_asked_for() -> None:
     for round_ in range(5):
         ledger.close_round(round_, LeadPhase.RECORD)
     assert ledger.table(1, 3)[:, 0].tolist() == [1, 2]
+
+
+def test_a_slice_begins_where_the_one_before_it_ends(clock: list[int]) -> None:
+    ledger = Ledger(DraftPhase)
+    clock += [5, 7, 20, 50, 60, 61, 99]
+    ledger.restart()
+    ledger.mark(DraftPhase.WAIT)
+    ledger.mark(DraftPhase.GROW)
+    ledger.mark(DraftPhase.GROW)  # twice: two slices
+    ledger.close_round(3, DraftPhase.RECORD)
+    ledger.close_round(4, DraftPhase.RECORD)
+    ledger.mark(DraftPhase.WAIT)  # of a round that nobody closed
+    wait, grow, record = int(DraftPhase.WAIT), int(DraftPhase.GROW), int(DraftPhase.RECORD)
+    assert ledger.slices(0, 9).tolist() == [
+        [3, wait, 5, 7],
+        [3, grow, 7, 20],
+        [3, grow, 20, 50],
+        [3, record, 50, 60],
+        [4, record, 60, 61],
+    ]
+    assert ledger.slices(4, 5).tolist() == [[4, record, 60, 61]]
+    assert ledger.table(0, 9)[:, 1].tolist() == [55, 1]
+
+
+def test_a_restart_leaves_a_gap(clock: list[int]) -> None:
+    ledger = Ledger(FollowPhase)
+    clock += [10, 20, 30, 40]
+    ledger.close_round(0, FollowPhase.DEVICE_WAIT)
+    ledger.mark(FollowPhase.COMMIT)
+    ledger.restart()
+    ledger.close_round(1, FollowPhase.DEVICE_WAIT)
+    assert ledger.slices(0, 2)[:, 2:].tolist() == [[0, 10], [30, 40]]
+    assert ledger.table(0, 2)[:, 1].tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("phases", [LeadPhase, DraftPhase, FollowPhase])
+def test_slices_and_table_say_the_same(phases: type[LeadPhase]) -> None:
+    ledger = Ledger(phases)
+    rng = np.random.default_rng(3)
+    for round_ in range(50):
+        for phase in rng.choice(list(phases), 12).tolist():
+            ledger.mark(phase)
+        ledger.close_round(round_, phases(0))
+    table, slices = ledger.table(5, 45), ledger.slices(5, 45)
+    assert table.dtype == slices.dtype == np.int64
+    assert len(table) == 40 and len(slices) == 40 * 13
+    assert (slices[:, 3] >= slices[:, 2]).all() and (slices[1:, 2] == slices[:-1, 3]).all()
+    for row in table:
+        mine = slices[slices[:, 0] == row[0]]
+        assert mine[-1, 3] - mine[0, 2] == row[1]
+        for phase in phases:
+            taken = mine[mine[:, 1] == phase]
+            assert (taken[:, 3] - taken[:, 2]).sum() == row[2 + phase]
+
+
+def test_a_ledger_without_rounds_has_no_slices() -> None:
+    ledger = Ledger(LeadPhase)
+    ledger.mark(LeadPhase.SEND)
+    assert ledger.slices(0, 9).shape == (0, 4)
+    assert ledger.table(0, 9).shape == (0, 2 + len(LeadPhase))
+
+
+def test_a_ledger_that_is_off_reads_no_clock(clock: list[int]) -> None:
+    ledger = NullLedger(LeadPhase)
+    assert clock == []  # the one reading, at the start
+    ledger.restart()
+    ledger.mark(LeadPhase.SEND)
+    ledger.close_round(0, LeadPhase.RECORD)
+    assert ledger.table(0, 9).shape == (0, 2 + len(LeadPhase))
+    assert ledger.slices(0, 9).shape == (0, 4)

@@ -1,7 +1,6 @@
 """make run and launch/local.sh, with a Python and an mpirun that report how they were called."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import call, fake_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,26 +30,8 @@ def box(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     for name in ("Makefile", "setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("python", "mpirun"):
-        path = tmp_path / "fakes" / "bin" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(FAKE)
-        path.chmod(0o755)
+    fake_tools(tmp_path, FAKE)
     return tmp_path
-
-
-def call(box: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    # Without the MAKEFLAGS of a make around the tests, and without the user's MPI settings.
-    fresh = {"PATH": os.environ["PATH"], "HOME": str(box)}
-    return subprocess.run(
-        command,
-        cwd=box,
-        env={**fresh, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 def make_run(box: Path, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
