@@ -41,8 +41,11 @@ def throughput(numbers: pd.DataFrame) -> str:
 
 
 def _beside(point: pd.Series) -> str:
-    missing = f" (not measured: {point['missing']})" * bool(point["missing"])
-    return f"{claim(point)}{_real(point)} of {point['rival']} at α={point['x']:g}{missing}"
+    of = f"of {point['rival']} at α={point['x']:g}"
+    if missing := point["missing"]:
+        told = f"{point['low']:.2f}–{point['high']:.2f}{_real(point)} {of}"
+        return f"{told}, no claim (not measured: {missing})"
+    return f"{claim(point)}{_real(point)} {of}"
 
 
 def _real(point: pd.Series) -> str:

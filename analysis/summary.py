@@ -73,10 +73,12 @@ def _over(case: Case, ssd: pd.DataFrame) -> str:
     found = others(case, float(ssd["alpha"].iloc[0]))
     if found.fastest is None:
         return "none measured"
-    told = f"{beside(ssd, found).claim} of {Family.of(found.fastest)}"
+    gain = beside(ssd, found)
+    claim = f"{gain.low:.2f}–{gain.high:.2f}" if found.missing else gain.claim
+    told = f"{claim} of {Family.of(found.fastest)}"
     imposed = " (hits imposed: no branch was paid for)" * bool(ssd["p_hit"].notna().all())
-    missing = f", the fastest measured (not measured: {found.not_known})" * bool(found.missing)
-    return told + imposed + missing
+    missing = f", the fastest measured: no claim (not measured: {found.not_known})"
+    return told + imposed + missing * bool(found.missing)
 
 
 def sources(data: Data) -> pd.DataFrame:

@@ -100,7 +100,7 @@ def test_the_table_of_the_best_says_over_what() -> None:
         assert "hits imposed" in ssd["over the best other use"].iloc[0]  # p_hit:0.0
         lines[name] = ssd["over the best other use"].iloc[-1]  # power law
         assert (table["method"] == "SD inline").sum() == 1 + (name == "with")
-    assert lines["without"].endswith("the fastest measured (not measured: SD inline T=2)")
+    assert lines["without"].endswith("the fastest measured: no claim (not measured: SD inline T=2)")
     assert lines["with"].endswith("of SD inline T=2")
 
 

@@ -105,6 +105,7 @@ def test_a_use_that_was_not_measured_is_said_and_nothing_is_best() -> None:
     (verdict,) = verdicts(first, rows)
     assert verdict.others.best is None
     assert "fastest measured of 2 GPUs, SD T=1 D=1 K=4" in str(verdict)
+    assert ", 1.62–1.71, no claim; its hits are imposed" in str(verdict)
     assert str(verdict).endswith("not measured: SD inline T=2")
     told = verdict.to_dict()
     assert told["best_other_use"] is None and told["over_best"] is None

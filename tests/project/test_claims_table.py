@@ -9,7 +9,9 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
+from mpissd.lab.sweep.best import compare_methods
 from mpissd.lab.sweep.claims import Claim, claims, render, rewritten, unbacked
+from mpissd.lab.sweep.uses import verdicts
 from mpissd.lab.tables import Pair, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +70,7 @@ def test_ssd_stands_beside_the_best_other_use_of_its_gpus() -> None:
     ]
     head = render(claims(rows())).splitlines()[0]
     assert "2 × H200 (float16, fused, context 0, batch 1)" in head
-    assert "hits imposed: power:A=0.75,r=1.0. 5 seeds × 400 rounds" in head
+    assert "hits by power:A=0.75,r=1.0, assumed. 5 seeds × 400 rounds" in head
 
 
 def test_both_heads_and_every_alpha_are_lines() -> None:
@@ -122,7 +124,35 @@ def test_a_wrong_prediction_does_not_choose_a_weak_rival() -> None:
 def test_a_use_that_was_not_measured_is_named() -> None:
     without = {key: of for key, of in USES.items() if key != ("sd", 2, 0)}
     (line,) = lines(rows(without))
-    assert "fastest measured: SD T=1 D=1 K=4 (SD inline T=2 not measured)" in line
+    assert "fastest measured: SD T=1 D=1 K=4" in line and "×" not in line
+    assert "1.28–1.28, no claim: SD inline T=2 not measured" in line
+
+
+def test_a_slower_ssd_is_set_beside_the_strongest_use_too() -> None:
+    """The predictor names SD T=1 D=1, which SSD loses to by 5%; measured, SD inline is faster."""
+    wrong = rows({**USES, ("ssd", 1, 1): {4: 570.0}})
+    for row in wrong:
+        if (row["mode"], row["tp"]) == ("sd", 2):
+            row["expected_tok_per_s"] = 500.0
+    found = one(wrong)
+    assert found.verdict.gain is not None and 0.9 < found.verdict.gain.high < 1
+    assert (found.other.tp, found.other.cell.lookahead) == (2, 3)
+    assert found.gain.speedup == pytest.approx(570 / 700, rel=0.01)
+
+
+def test_imposed_hits_claim_nothing() -> None:
+    """They cost no branches, so their rows neither make a line nor stand in another's."""
+    imposed = [
+        {**r, "run_id": f"{r['run_id']}-p", "hit_law": "p_hit:0.9", "tok_per_s": 950.0}
+        for r in rows()
+        if r["mode"] == "ssd"
+    ]
+    assert lines([*rows(), *imposed]) == lines(rows())
+    with pytest.raises(ConfigError, match="no SSD beside"):
+        claims([r for r in [*rows(), *imposed] if r.get("hit_law") != "power:A=0.75,r=1.0"])
+    found = compare_methods([*rows(), *imposed])
+    told = [str(verdict) for one in found for verdict in verdicts(one, [*rows(), *imposed])]
+    assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
 
 
 def test_a_text_is_made_anew_and_a_changed_number_is_found() -> None:

@@ -2,8 +2,10 @@
 
 Rows of 400 rounds or more count, of configurations under five seeds or more. K, and which other use
 is the best, are chosen by the predicted mean (best_cell), so that the draws which are compared
-chose neither. That prediction may be wrong by some percent, and then flatter: where SSD is faster
-than the use that it names but not than every other one at every K, the line is about the closest.
+chose neither. That prediction may be wrong by some percent, and then flatter: the line is about the
+use, of all at every measured K, that leaves SSD the smallest lower end of its interval. Where a use
+that would fit was not measured there is no claim, but an interval. Imposed hit rates have no line:
+they cost no branches.
 
 A file keeps such a table between <!-- claims RESULTS --> and <!-- /claims -->: `claims --into=FILE`
 writes it anew from the rows, and a test makes it again and finds what else claims a speedup there.
@@ -23,7 +25,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import under_real_pairs
 from mpissd.common.rows import Row
 from mpissd.lab.sweep.best import compare_methods, is_row, method_of, setting_of
-from mpissd.lab.sweep.uses import MeasuredUse, Verdict, verdicts
+from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts
 
 _BLOCK = re.compile(r"(<!-- claims (\S+)( lm_head)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
 _RATIO = re.compile(r"\d*\.\d+(?:×| times\b)(?! \(\d*\.\d+[–-]\d*\.\d+\))")
@@ -42,6 +44,11 @@ class Claim:
     gain: Comparison
 
     @property
+    def told(self) -> str:
+        """What may be said of the gain: a ratio only where every use that fits was measured."""
+        return told_of(self.gain, self.verdict.others.not_known)
+
+    @property
     def real(self) -> list[float]:
         """The gain with each real pair's hits, predicted; empty where no row can tell."""
         shares: dict[str, list[float]] = {}
@@ -57,6 +64,13 @@ class Claim:
         ssd = self.verdict.ssd
         law = ssd.cell.rows[0].get("hit_law")
         return (*(self.setting.get(n) for n in names), ssd.tp + ssd.num_drafts, law)
+
+
+def told_of(gain: Comparison, not_known: str) -> str:
+    """A claim, or where a use is not known the interval and why it is none."""
+    if not_known:
+        return f"{gain.low:.2f}–{gain.high:.2f}, no claim: {not_known} not measured"
+    return gain.claim
 
 
 def claims(rows: Iterable[Row]) -> list[Claim]:
@@ -80,8 +94,10 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
 
 
 def enough(rows: Iterable[Row]) -> list[Row]:
-    """Those of 400 rounds and more whose configuration has five seeds and more of them."""
-    long = [r for r in rows if is_row(r) and (r.get("num_rounds") or 0) >= HEADLINE_ROUNDS]
+    """Those of 400 rounds and more, without imposed hits, whose configuration has five seeds and
+    more of them."""
+    lawful = (row for row in rows if is_row(row) and not is_imposed(row.get("hit_law")))
+    long = [row for row in lawful if (row.get("num_rounds") or 0) >= HEADLINE_ROUNDS]
     seeds: dict[Any, set[Any]] = {}
     for row in long:
         seeds.setdefault(_configuration(row), set()).add(row.get("seed"))
@@ -96,10 +112,9 @@ def _claim(setting: dict[str, Any], verdict: Verdict) -> Claim | None:
     fastest, gain = verdict.others.fastest, verdict.gain
     if fastest is None or gain is None:
         return None
-    if gain.low > 1:
-        every = [(verdict.ssd.cell.over(use.cell), use) for use in verdict.every]
-        told = [(one, use) for one, use in every if one is not None]
-        gain, fastest = min(told, key=lambda pair: pair[0].low)
+    every = [(verdict.ssd.cell.over(use.cell), use) for use in verdict.every]
+    told = [(one, use) for one, use in every if one is not None]
+    gain, fastest = min(told, key=lambda pair: pair[0].low)
     return Claim(setting, verdict, fastest, gain)
 
 
@@ -116,7 +131,7 @@ def _table(group: tuple[Any, ...], found: Sequence[Claim]) -> str:
     rounds = min(claim.gain.num_rounds for claim in found)
     seeds = min(claim.gain.num_seeds for claim in found)
     issued = f"{dtype}{', fused' * bool(fuse)}, context {context}, batch {batch}"
-    told = f"{target}/{draft} on {gpus} × {device} ({issued}), hits imposed: {law}. "
+    told = f"{target}/{draft} on {gpus} × {device} ({issued}), hits by {law}, assumed. "
     told += f"{seeds} seeds × {rounds} rounds, paired by seed; tok/s: medians."
     return "\n".join([told, "", _HEAD.format(gpus=gpus), *map(_line, found)])
 
@@ -127,12 +142,12 @@ def _line(claim: Claim) -> str:
     rates = f"{ssd.cell.median:.0f}", f"{other.cell.median:.0f}"
     head = "yes" if claim.setting["lm_head"] else "no"
     where = other.where
+    real = ", ".join(f"{gain:.2f}" for gain in claim.real)
     if others.missing:
-        where = f"fastest measured: {where} ({others.not_known} not measured)"
-    real = ", ".join(f"{gain:.2f}" for gain in claim.real) or "–"
+        where, real = f"fastest measured: {where}", ""
     ours = f"T={ssd.tp} D={ssd.num_drafts} K={ssd.cell.lookahead}"
     cells = (alpha, head, ours, rates[0], where, rates[1])
-    return f"| {' | '.join(cells)} | {claim.gain.claim} | {real} |"
+    return f"| {' | '.join(cells)} | {claim.told} | {real or '–'} |"
 
 
 def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:

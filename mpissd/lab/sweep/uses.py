@@ -55,9 +55,13 @@ class Verdict:
         if self.others.fastest is None:
             return f"{told}; no other use of its GPUs was measured"
         what = "fastest measured" if self.others.missing else "best other use"
-        gain = "" if self.gain is None else f", {self.gain.brief}"
-        missing = f"; not measured: {self.others.not_known}" * bool(self.others.missing)
-        return f"{told}; {what} of {self._gpus} GPUs, {self.others.fastest}{gain}{missing}"
+        told += f"; {what} of {self._gpus} GPUs, {self.others.fastest}"
+        if self.gain is not None:
+            limits = f"{self.gain.low:.2f}–{self.gain.high:.2f}"
+            told += f", {f'{limits}, no claim' if self.others.missing else self.gain.brief}"
+        if is_imposed(self.ssd.cell.rows[0].get("hit_law")):
+            told += "; its hits are imposed and cost no branches"
+        return f"{told}; not measured: {self.others.not_known}" if self.others.missing else told
 
     @property
     def _gpus(self) -> int:
@@ -74,6 +78,11 @@ class Verdict:
             "not_measured": [str(family) for family in self.others.missing],
             "over_best": None if best is None or self.gain is None else self.gain.to_dict(),
         }
+
+
+def is_imposed(hit_law: object) -> bool:
+    """Whether a row's hits are a rate that no fan-out was grown for."""
+    return str(hit_law).startswith("p_hit:")
 
 
 def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
