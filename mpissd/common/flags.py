@@ -1,8 +1,8 @@
-"""Flags as text: each is a dataclass field that knows how its text is typed, bounded and explained.
+"""Flags as text: each is a dataclass field with its parser, bounds and help.
 
-A configuration is a frozen dataclass of such fields, `Checked` whenever one is made; `parse_into`
-makes one of what was said. A command's configuration may contain another one (`contained`), whose
-flags are then the command's too.
+A configuration is a frozen dataclass of such fields, checked whenever one is made (`Checked`);
+`parse_into` makes one from flags. A command's configuration may contain another one (`contained`),
+whose flags are then the command's too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Parse = Callable[[str, str], Any]
 Config = TypeVar("Config", bound="Checked")
 Excused = Callable[[AbstractSet[str]], bool]
 MODES = ("ar", "sd", "ssd")
-DRAFTING = ("sd", "ssd")  # those with a draft
-GROWING = ("ssd",)  # the one that fills a speculation cache
+DRAFTING = ("sd", "ssd")  # The modes with a draft.
+GROWING = ("ssd",)  # The mode that fills a speculation cache.
 
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
@@ -72,7 +72,7 @@ def choice(*allowed: str) -> Parse:
 
 
 def switch(name: str, text: str) -> bool:
-    """Parses --flag, --flag=true, --noflag, --flag=false."""
+    """Parses --flag, --flag=true, --noflag and --flag=false."""
     values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
     if text.lower() not in values:
         raise ConfigError(f"{name}={text}: allowed: true, false")
@@ -80,7 +80,7 @@ def switch(name: str, text: str) -> bool:
 
 
 def words(name: str, text: str) -> str:
-    """Takes text as it is; a flag without a value is refused."""
+    """Takes the text as it is; raises ConfigError for a flag without a value."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text
@@ -96,10 +96,9 @@ def flag(
 ) -> Any:
     """Makes a dataclass field that is a flag.
 
-    text: its help. modes: those in which it has an effect; a sweep measures the others once,
-    whatever its values. in_digest: whether its value is a part of a configuration's digest; "said":
-    unless it is the default, so that rows from before the flag keep their digests (a new flag needs
-    this).
+    text: its help. modes: those in which the flag has an effect; in other modes a sweep measures
+    one value of it. in_digest: whether its value is part of a configuration's digest; "said": only
+    if it differs from the default, which a new flag needs, so that older rows keep their digests.
     """
     known = {"parse": parse, "help": text, "modes": modes}
     return field(default=default, metadata={**known, "in_digest": in_digest})
@@ -111,7 +110,7 @@ def contained(
     """Makes a dataclass field that holds another configuration, whose flags its holder takes, too.
 
     only: those of its flags that the holder takes (None: all). instead: flags of the holder that
-    stand for the contained one's of the same name, with a default and a help of their own.
+    replace the contained flags of the same name, with another default and help.
     """
     flags = {**flags_of(kind), **instead}
     flags = {name: known for name, known in flags.items() if only is None or name in only}
@@ -136,12 +135,12 @@ def said(config: Checked) -> dict[str, str]:
 
 
 class Checked:
-    """Base of every configuration: judges each one that is made, whichever way it is made.
+    """The base of every configuration: checks each one that is made, in whichever way.
 
-    Parsing, a constructor call and dataclasses.replace all end in __post_init__, which raises
-    ConfigError for a value that its flag does not take and then runs every method named `check_…`,
-    those of the base classes first. A subclass adds checks and cannot drop one: TypeError where it
-    defines __post_init__ or a check that a base class has.
+    Parsing, a constructor call and dataclasses.replace all end in __post_init__. It raises
+    ConfigError for a value that its flag does not take, and then runs every method named `check_…`,
+    those of base classes first. A subclass can add checks but not drop one: TypeError if it defines
+    __post_init__ or a check that a base class has.
     """
 
     def __init_subclass__(cls) -> None:
@@ -170,9 +169,9 @@ class Checked:
 
     @classmethod
     def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
-        """Whether a failed check of the contained configuration is judged later.
+        """Returns whether a failed check of the contained configuration is deferred.
 
-        own: the values that were said of the holder's own flags; flags: what the check read.
+        own: the values given for the holder's own flags; flags: those that the check read.
         """
         return False
 
@@ -185,7 +184,7 @@ def _is_check(name: str) -> bool:
 
 
 def flags_read(check: Check, config: Checked) -> set[str]:
-    """The names of the flags that a check reads of this configuration, up to what it refuses."""
+    """Returns the names of the flags that a check reads of this configuration before it refuses."""
     names = set[str]()
 
     class Reading:
@@ -202,8 +201,8 @@ def flags_read(check: Check, config: Checked) -> set[str]:
 
 
 def documented(command: Any, about: str, kind: type) -> Any:
-    """A function (*words, **flags) with the signature and the help of a configuration's flags, as
-    fire shows them."""
+    """Gives a function (*words, **flags) the signature and help of a configuration's flags, for
+    fire."""
     flags = flags_of(kind)
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(
@@ -219,12 +218,13 @@ def documented(command: Any, about: str, kind: type) -> Any:
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Flags as text → a validated configuration of this kind, and of the kinds it contains."""
+    """Makes a validated configuration of this kind, with those it contains, from flags as text."""
     known = flags_of(kind)
     told = {}
     for name, text in flags.items():
         short = [f for f in known if len(name) == 1 and f.startswith(name)]
-        name = short[0] if len(short) == 1 else name  # -m=sd, as the help offers
+        # -m=sd is allowed, because the help offers it.
+        name = short[0] if len(short) == 1 else name
         if name not in known:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in known))
         told[name] = str(text)
@@ -236,7 +236,8 @@ def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
 
 
 def _filled(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """A configuration of typed values, each in the configuration that has it."""
+    """Makes a configuration from typed values, putting each into the configuration that has its
+    flag."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     own = {f.name: values[f.name] for f in fields if f.name in values}
     held = {}
@@ -249,7 +250,8 @@ def _filled(kind: type[Config], values: Mapping[str, Any]) -> Config:
 
 
 def _judged_but(kind: type[Config], values: Mapping[str, Any], excused: Excused) -> Config:
-    """A configuration of these values of which failed checks may be excused."""
+    """Makes a configuration from these values; `excused` decides whether a failed check is
+    ignored."""
     made = kind.__new__(kind)
     for f in dataclasses.fields(kind):  # type: ignore[arg-type]
         object.__setattr__(made, f.name, values.get(f.name, f.default))

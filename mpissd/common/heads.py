@@ -1,15 +1,15 @@
-"""Head-sized drafts: small stacks of products on the target's hidden states, of its widths.
+"""Head-sized drafts: small stacks of products on the target's hidden states, with its widths.
 
-    eagle:8b      EAGLE [2401.15077]: the target's feature and the token's embedding, side by side,
-                  fused by one product 2h → h, then one decoder layer of the target's shape
-    mtp:8b        a multi-token-prediction module of DeepSeek-V3 [2412.19437, 2.2]: M_k, d x 2d,
-                  then one block; product for product EAGLE's, where the block is the target's layer
-    medusa4:8b    Medusa [2401.10774]: 4 heads h → h side by side, each with an LM head of its own;
-                  one forward drafts all 4 tokens (medusa:8b has 4)
-    mlp3072:8b    MLPSpeculator [2404.19124]: state → inner width 3072, then an LM head on that
-                  width; a stage a token (mlp:8b: as wide as the hidden state)
+eagle:8b      EAGLE [2401.15077]: the target's feature and the token's embedding, side by side,
+              fused by one product 2h → h, then one decoder layer of the target's shape
+mtp:8b        a multi-token-prediction module of DeepSeek-V3 [2412.19437, 2.2]: M_k, d x 2d,
+              then one block; its products equal EAGLE's if the block is the target's layer
+medusa4:8b    Medusa [2401.10774]: 4 heads h → h side by side, each with its own LM head; one
+              forward drafts all 4 tokens (medusa:8b has 4 heads)
+mlp3072:8b    MLPSpeculator [2404.19124]: state → inner width 3072, then an LM head on that
+              width; one stage a token (mlp:8b: as wide as the hidden state)
 
-LM heads are counted with --lm_head alone, as everywhere. docs/schedules.md lists what is left out.
+LM heads count only with --lm_head, as everywhere. docs/schedules.md lists what is left out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _FORM = re.compile(r"(eagle|mtp|medusa|mlp)(\d{1,5})?([:-])(.+)", re.IGNORECASE 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The products of a head-sized draft that no decoder layer has.
+    """The products of a head-sized draft beyond those of its decoder layers.
 
-    fused: hidden vectors that a first product joins into one (0: there is no such product).
-    widths: columns of each head's product on the hidden state; a head has an LM head of its own.
-    lm_heads: LM heads in all.
+    fused: hidden vectors that a first product joins into one (0: no such product). widths: columns
+    of each head's product on the hidden state; such a head has its own LM head. lm_heads: the
+    number of LM heads.
     """
 
     fused: int = 0
@@ -39,15 +39,16 @@ class DraftHead:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that one forward drafts."""
+        """The number of tokens that one forward drafts."""
         return max(1, len(self.widths))
 
 
 def split_head(text: str, is_name: Callable[[str], bool]) -> tuple[str, int | None, str] | None:
-    """(kind, its number, the target) of eagle:8b, medusa4:8b, …; None where text names no head.
+    """Splits eagle:8b, medusa4:8b, … into (kind, number or None, target); None if text names no
+    head.
 
-    A shape's name has a dash there, eagle-llama-3.1-8b, as a path may have: then is_name(target)
-    decides.
+    A shape's own name has a dash there (eagle-llama-3.1-8b), and so may a path; with a dash, text
+    is a head only if is_name(target).
     """
     found = _FORM.fullmatch(text)
     if found is None or (found[3] == "-" and not is_name(found[4])):
@@ -56,9 +57,10 @@ def split_head(text: str, is_name: Callable[[str], bool]) -> tuple[str, int | No
 
 
 def make_head(kind: str, number: int | None, hidden: int) -> tuple[str, int, DraftHead]:
-    """(what the name begins with, decoder layers, products) of a head on `hidden`-wide states.
+    """Returns (prefix of the name, decoder layers, products) of a head on `hidden`-wide states.
 
-    number: heads of Medusa, inner width of an MLPSpeculator. ConfigError where it can't be.
+    number: heads of Medusa, inner width of an MLPSpeculator. Raises ConfigError if it is not
+    allowed.
     """
     if kind in ("eagle", "mtp"):
         if number is not None:

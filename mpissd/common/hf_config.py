@@ -1,7 +1,7 @@
 """Reads a model's shape from a Hugging Face config.json: widths and depth, no weights, no download.
 
-Refused with one line: mixture-of-experts, latent and linear attention, encoder-decoders; their
-layers are not the seven products that the rest of mpissd counts.
+Mixture-of-experts models, latent and linear attention, and encoder-decoders are refused with one
+line, because their layers are not the seven products that mpissd counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 
-# One quantity has several names: today's, OPT's, GPT-2's.
+# One quantity has several names: the current one, OPT's and GPT-2's.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer")
 _HIDDEN = ("hidden_size", "n_embd")
 _NUM_HEADS = ("num_attention_heads", "n_head")
@@ -24,15 +24,16 @@ _VOCAB_SIZE = ("vocab_size",)
 
 _PLAIN_FFN = ("opt", "gpt2", "gptj", "gpt_neox", "phi", "starcoder2")
 _GATED_FFN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
-_FOURFOLD_FFN = ("gpt2", "gptj")  # n_inner null means 4 · n_embd
+_FOURFOLD_FFN = ("gpt2", "gptj")  # Here n_inner = null means 4 · n_embd.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """The fields of a presets.ModelShape, by name; of a multi-modal model, its text_config.
+    """Returns the fields of a presets.ModelShape by name; a multi-modal model's text_config counts.
 
-    ConfigError, one line naming the file and the key, when it is unreadable, incomplete or refused.
+    Raises ConfigError, one line naming the file and the key, if it is unreadable, incomplete or
+    refused.
     """
     config = _load(path)
     _refuse_other_architectures(path, config)
@@ -54,7 +55,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    """The JSON object in the file, or the text_config inside it."""
+    """Returns the JSON object in the file, or the text_config inside it."""
     try:
         config = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -70,7 +71,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _integer(
     path: Path, config: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None
 ) -> int:
-    """The first of `keys` that is there and not null, else `default`; a whole number from 1."""
+    """Returns the first of `keys` that is present and not null, else `default`.
+
+    Raises ConfigError unless it is a whole number from 1.
+    """
     for key in keys:
         value = config.get(key)
         if value is None:
@@ -88,9 +92,10 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _is_gated(path: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the feed-forward block has a gate: by model_type, else by its activation.
+    """Returns whether the feed-forward block has a gate, by model_type or else by its activation.
 
-    An unknown model with silu has one (all known ones do), with relu none; gelu can be either.
+    For an unknown model silu means a gate (as in all known models) and relu none; gelu can be
+    either.
     """
     model_type = _model_type(config)
     if model_type in _PLAIN_FFN or model_type in _GATED_FFN:
@@ -107,7 +112,7 @@ def _is_gated(path: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _refuse_other_architectures(path: Path, config: Mapping[str, Any]) -> None:
-    """ConfigError for a model whose layers are not softmax attention and one dense FFN."""
+    """Raises ConfigError for a model whose layers are not softmax attention and one dense FFN."""
     refused = [(key, "mixture-of-experts") for key in _EXPERTS if _above(config.get(key), 1)]
     if config.get("kv_lora_rank") is not None:
         refused.append(("kv_lora_rank", "latent attention"))
@@ -125,7 +130,7 @@ def _above(value: object, limit: int) -> bool:
 
 
 def _name(path: Path) -> str:
-    """The model's name: of a hub cache the repository's, else the directory's or the file's."""
+    """Returns the model's name: the repository's in a hub cache, else the directory's or file's."""
     for part in path.absolute().parts:
         if part.startswith("models--"):
             return part.rpartition("--")[2]

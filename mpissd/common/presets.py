@@ -1,9 +1,9 @@
-"""Model shapes: what a GEMM-only forward needs to know of a model, one row each, no weights.
+"""Model shapes: the widths and depth that a GEMM-only forward needs, without weights.
 
 `resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, the path of a Hugging
 Face config.json, or a head-sized draft of any of them, `eagle:70b` (heads.py); `resolve_pair` takes
-a target and a draft, "70b/1b". A name that is a preset wins over a file of that name: write `./8b`
-for a directory called `8b`.
+a target and a draft, "70b/1b". A preset's name takes precedence over a file of that name: write
+`./8b` for a directory called `8b`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpissd.common.hf_config import read_fields
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths and depth of a decoder-only transformer; ConfigError names a field that can't be.
+    """Widths and depth of a decoder-only transformer.
 
-    hidden: width of the residual stream. ffn: inner width of the feed-forward block, which is three
-    products when gated (gate, up, down) and two when not (up, down). head: of a head-sized draft,
-    whose decoder layers may be none at all.
+    hidden: width of the residual stream. ffn: inner width of the feed-forward block, which has
+    three products if gated (gate, up, down) and two if not (up, down). head: set for a head-sized
+    draft, which may have no decoder layers. Raises ConfigError naming a field that is out of range.
     """
 
     name: str
@@ -54,65 +54,65 @@ class ModelShape:
 
     @property
     def q_width(self) -> int:
-        """Columns of q (and rows of o); not always `hidden` (Qwen3)."""
+        """The columns of q (and rows of o); not always `hidden` (Qwen3)."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Columns of k, and of v."""
+        """The columns of k, and of v."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def gemms_per_layer(self) -> int:
-        """q, k, v, o and gate, up, down; without a gate, six."""
+        """Seven products (q, k, v, o, gate, up, down); six without a gate."""
         return 7 if self.gated else 6
 
     @property
     def num_params_per_layer(self) -> int:
-        """Weights of one layer's products."""
+        """The number of weights in one layer's products."""
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         return attention + self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
     def fused_width(self) -> int:
-        """Columns of the vector that a first product joins to one of `hidden`; 0: there is none."""
+        """The columns that a first product joins to those of `hidden`; 0 without such a product."""
         return 0 if self.head is None else self.head.fused * self.hidden
 
     @property
     def head_widths(self) -> tuple[int, ...]:
-        """Columns of each head's product on the hidden vector."""
+        """The columns of each head's product on the hidden vector."""
         return () if self.head is None else self.head.widths
 
     @property
     def lm_head_inputs(self) -> tuple[int, ...]:
-        """Rows of each LM head."""
+        """The input width of each LM head."""
         if self.head is None:
             return (self.hidden,)
         return self.head.widths or (self.hidden,) * self.head.lm_heads
 
     @property
     def gemm_params(self) -> int:
-        """Weights of all products but LM heads: no embedding, no norms or biases."""
+        """The number of weights in all products but LM heads; no embedding, norms or biases."""
         head = self.hidden * (self.fused_width + sum(self.head_widths))
         return self.num_layers * self.num_params_per_layer + head
 
     @property
     def lm_head_params(self) -> int:
-        """Weights of the LM heads' products, hidden (or a head's width) → vocab_size."""
+        """The number of weights in the LM heads, hidden (or a head's width) → vocab_size."""
         return sum(self.lm_head_inputs) * self.vocab_size
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that one forward of it drafts."""
+        """The number of tokens that one forward drafts."""
         return 1 if self.head is None else self.head.num_tokens
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of 16-bit keys and values that one token of context takes, over all layers."""
+        """Bytes of 16-bit keys and values for one token of context, over all layers."""
         return 2 * self.num_layers * self.kv_width * 2
 
     def scaled(self, num_layers: int) -> ModelShape:
-        """The same layers, `num_layers` of them; the name says so (llama-3.1-70b@8L)."""
+        """Returns the shape with `num_layers` layers; its name says so (llama-3.1-70b@8L)."""
         if num_layers == self.num_layers:
             return self
         base = _SCALED.sub("", self.name)
@@ -135,19 +135,20 @@ _SHAPES = (
     ModelShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, False, 50272),
     ModelShape("opt-2.7b", 32, 2560, 32, 32, 80, 10240, False, 50272),
     ModelShape("opt-1.3b", 24, 2048, 32, 32, 64, 8192, False, 50272),
-    # Its embeddings are 512 wide, with a projection to 1024 at either end: not modelled.
+    # The projections between its embeddings, 512 wide, and its hidden state are not modelled.
     ModelShape("opt-350m", 24, 1024, 16, 16, 64, 4096, False, 50272),
     ModelShape("opt-125m", 12, 768, 12, 12, 64, 3072, False, 50272),
     # Depth against width at equal size: Decoding Speculative Decoding (2402.01528), table 1.
     ModelShape("noft-1.3b", 24, 2048, 16, 16, 128, 5504, True, 32000),
     ModelShape("noft-wide-1.3b", 12, 2560, 20, 20, 128, 9280, True, 32000),
-    # For laptops, float32, one core: 47 MB, 8.7 ms at 8 rows; 1.7 MB, 0.13 ms a step. A CPU pays
-    # for every row, so the draft is small enough for 24 branches to grow while T = 2 verifies.
+    # For laptops, in float32 on one core: 47 MB and 8.7 ms at 8 rows; 1.7 MB and 0.13 ms a step. A
+    # CPU's time grows with every row, so the draft is small enough that 24 branches grow while T =
+    # 2 verifies.
     ModelShape("toy-target", 4, 512, 8, 4, 64, 1408, True, 4096),
     ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
 )
 PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
-# Prompt lookup: no product at all, and nothing that is ever launched.
+# Prompt lookup has no products, and no forward of it is ever launched.
 LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
 ALIASES: dict[str, str] = {
     "70b": "llama-3.1-70b",
@@ -183,12 +184,12 @@ _FORMS = "gen:layers=…,hidden=…,ffn=…, eagle:, mtp:, medusa: or mlp:MODEL,
 
 
 def resolve_model(text: str) -> ModelShape:
-    """The shape that `text` names; ConfigError when it names none.
+    """Returns the shape that `text` names; raises ConfigError if it names none.
 
-    A preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) and with a
-    depth (70b@8L); gen:layers=…,hidden=…,ffn=… and optionally heads, kv_heads, head_dim, vocab,
-    gated; a config.json or a directory that holds one; a head-sized draft of any of these; lookup.
-    A shape's own name resolves to it again.
+    `text` is a preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) and
+    with a depth (70b@8L); gen:layers=…,hidden=…,ffn=… and optionally heads, kv_heads, head_dim,
+    vocab, gated; a config.json or a directory that holds one; a head-sized draft of any of these;
+    or lookup. A shape's own name resolves to it again.
     """
     text = text.strip()
     if text.lower() == LOOKUP.name:
@@ -211,10 +212,11 @@ def resolve_model(text: str) -> ModelShape:
 
 
 def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
-    """(target, draft) of a pair's name, or of target/draft, each anything resolve_model takes.
+    """Returns (target, draft) for a pair's name, or for target/draft with any names of
+    resolve_model.
 
-    Paths hold '/' too: the text is split at each '/' from the left, and the first split of which
-    both sides resolve is taken. ConfigError when there is none.
+    Paths contain '/' too: the text is split at each '/' from the left, and the first split whose
+    two sides both resolve is taken. Raises ConfigError if there is none.
     """
     text = text.strip()
     if text.lower() in PAIRS:
@@ -243,7 +245,7 @@ def _is_name(text: str) -> bool:
 
 
 def _headed(kind: str, number: int | None, target: str) -> ModelShape:
-    """The head-sized draft of a target, whatever the target's depth."""
+    """Returns the head-sized draft of a target of any depth."""
     shape = resolve_model(target)
     if shape.head is not None:
         raise ConfigError(f"{kind}:{target}: allowed: {kind} on a whole model, not on {shape.name}")
@@ -257,7 +259,7 @@ _GEN_KEYS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"
 
 
 def _generated(text: str) -> ModelShape:
-    """The shape of `gen:layers=…,hidden=…,ffn=…[,…]`; heads are 64 wide unless it says otherwise.
+    """Returns the shape of `gen:layers=…,hidden=…,ffn=…[,…]`; heads are 64 wide by default.
 
     The name lists every value, so equal shapes have equal names.
     """
@@ -292,7 +294,7 @@ def _gen_values(text: str) -> dict[str, int]:
 
 
 def _exact(where: str, what: str, hidden: int, divisor: int) -> int:
-    """hidden / divisor; ConfigError unless it is a whole number."""
+    """Returns hidden / divisor; raises ConfigError unless it is a whole number."""
     if divisor < 1 or hidden % divisor:
         raise ConfigError(f"{where!r}: {what}={divisor}: allowed: a divisor of hidden={hidden}")
     return hidden // divisor

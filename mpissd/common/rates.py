@@ -1,4 +1,4 @@
-"""How fast one run was, and how sure that is: from its rounds, or from its row alone."""
+"""The throughput of a run with its uncertainty, from its rounds or from its row alone."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.rows import Row
 
-NUM_BLOCKS = 20  # a run is cut into, if there are …
-_PER_BLOCK = 5  # … so many rounds for each
+NUM_BLOCKS = 20  # A run is cut into at most so many blocks …
+_PER_BLOCK = 5  # … of at least so many rounds each.
 FEWEST_ROUNDS = 4 * _PER_BLOCK
-NORMAL_Z = 1.959964  # 97.5% of a standard normal
-_SPREADS = (("p90", 1.281552), ("p99", 2.326348))  # and where a standard normal has them
+NORMAL_Z = 1.959964  # The 97.5% quantile of a standard normal.
+# Percentiles, and their standard normal quantiles.
+_SPREADS = (("p90", 1.281552), ("p99", 2.326348))
 
 Samples = Sequence[float] | NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The measured rounds of a run, [n]: seconds, and tokens of all sequences."""
+    """The measured rounds of a run, [n]: their seconds, and the tokens of all sequences in each."""
 
     seconds: NDArray[np.float64]
     tokens: NDArray[np.float64]
 
     @classmethod
     def read(cls, path: Path, row: Row) -> Rounds:
-        """From rounds/RUN_ID.npz. ConfigError: no such arrays, or other rounds than the row's."""
+        """Reads rounds/RUN_ID.npz.
+
+        Raises ConfigError if its arrays are missing, or if their number of rounds differs from the
+        row's.
+        """
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 seconds = np.asarray(arrays["round_s"], np.float64)
@@ -51,7 +56,8 @@ class Rounds:
 def _tokens(
     sequences: NDArray[np.int64], num_rounds: int, limit: int | None
 ) -> NDArray[np.float64]:
-    """Tokens of each round; what a sequence emits past `limit` does not count."""
+    """Returns the tokens of each round; tokens that a sequence emits beyond `limit` do not
+    count."""
     made = np.zeros(num_rounds)
     for request_id in np.unique(sequences[:, 1]):
         own = sequences[sequences[:, 1] == request_id]
@@ -63,7 +69,7 @@ def _tokens(
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens a second, the variance of its logarithm, and the degrees of freedom of that."""
+    """Tokens a second, the variance of its logarithm, and that variance's degrees of freedom."""
 
     value: float
     variance: float
@@ -72,11 +78,11 @@ class Rate:
 
     @classmethod
     def of_rounds(cls, seconds: Samples, tokens: Samples | None = None) -> Rate:
-        """Of seconds a round, and tokens a round (None: all rounds alike).
+        """Computes a rate from the seconds of each round, and its tokens (None: all rounds alike).
 
-        Neighbouring rounds have much in common (a clock, a hot device), so the run is cut into
-        blocks; the variance is that of a ratio of block sums. ConfigError with fewer than 20
-        rounds, or with a round that takes no time.
+        Neighbouring rounds are correlated (a clock, a hot device), so the run is cut into blocks;
+        the variance is that of a ratio of block sums. Raises ConfigError with fewer than 20 rounds,
+        or if a round takes no time.
         """
         took = np.asarray(seconds, np.float64)
         made = np.ones_like(took) if tokens is None else np.asarray(tokens, np.float64)
@@ -94,18 +100,19 @@ class Rate:
 
     @classmethod
     def of_row(cls, row: Row) -> Rate:
-        """Of a result row alone: the luck of its draws and the spread of its rounds, added up.
+        """Estimates a rate from a result row alone, adding the variances of its draws and its
+        rounds.
 
-        Draws: sampling_sd, which the predictor has from the job's laws; without it the standard
+        Draws: sampling_sd, which the predictor computes from the job's laws, or else the standard
         error of accept_histogram's mean. Rounds: (p90 − p50)/1.28 or (p99 − p50)/2.33, whichever is
-        more, over √n: what neighbouring rounds have in common is not seen. ConfigError where a row
-        lacks them, or has fewer than 20 rounds.
+        larger, over √n; correlation between neighbouring rounds is not included. Raises ConfigError
+        if a row lacks these, or has fewer than 20 rounds.
         """
         try:
             count, rate = int(row["num_rounds"]), float(row["tok_per_s"])
             clock = clock_error(row["round_us"], count)
             luck = row.get("sampling_sd")
-            is_told = luck is not None and not math.isnan(luck)  # NaN: null, in a table
+            is_told = luck is not None and not math.isnan(luck)  # NaN stands for null in a table.
             draws = float(luck or 0.0) if is_told else length_error(row["accept_histogram"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error
@@ -116,7 +123,8 @@ class Rate:
 
     @classmethod
     def of_repeats(cls, rates: Sequence[Rate]) -> Rate:
-        """The median of several, as sure as the least sure of them, since seeds may be equal."""
+        """Returns the median of several rates, with the largest variance, since seeds may be
+        equal."""
         return cls(
             value=statistics.median(rate.value for rate in rates),
             variance=max(rate.variance for rate in rates),
@@ -126,25 +134,25 @@ class Rate:
 
 
 def num_blocks(num_rounds: int) -> int:
-    """How many blocks a run of so many rounds is cut into."""
+    """Returns the number of blocks that a run of so many rounds is cut into."""
     return min(NUM_BLOCKS, num_rounds // _PER_BLOCK)
 
 
 def ratio_variance(above: NDArray[np.float64], below: NDArray[np.float64]) -> float:
-    """The variance of log(Σ above / Σ below) over blocks [n], by the delta method."""
+    """Returns the variance of log(Σ above / Σ below) over blocks [n], by the delta method."""
     left = above / above.mean() - below / below.mean()
     return float(left @ left) / (len(left) * (len(left) - 1))
 
 
 def clock_error(round_us: Mapping[str, float], count: int) -> float:
-    """Relative standard error of the mean round, from its percentiles."""
+    """Returns the relative standard error of the mean round, estimated from percentiles."""
     spread = max(0.0, *((round_us[name] - round_us["p50"]) / z for name, z in _SPREADS))
     mean = float(round_us["mean"])
     return spread / (mean * math.sqrt(count)) if mean > 0 else 0.0
 
 
 def length_error(histogram: Sequence[int]) -> float:
-    """Of the mean acceptance length of n rounds: standard deviation / (mean·√n)."""
+    """Returns the relative standard error of the mean acceptance length, from counts of k."""
     counts = np.asarray(histogram, np.float64)
     lengths = np.arange(len(counts)) + 1.0
     total = float(counts.sum())
@@ -156,15 +164,17 @@ def length_error(histogram: Sequence[int]) -> float:
 
 
 def student_t(freedom: int) -> float:
-    """Returns the 97.5% quantile of Student's t. SciPy is imported here: a run does not need it."""
+    """Returns the 97.5% quantile of Student's t; SciPy is imported here, as a run does not need
+    it."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 0.975))
 
 
 def rate_of(row: Mapping[str, Any], rounds: Rounds | None) -> Rate:
-    """The row's tok_per_s and how sure it is: by its rounds, or where they were not kept by what
-    the row says of them. ConfigError: fewer than 20 rounds, or a row that lacks what `run` writes.
+    """Returns the row's tok_per_s with the variance of its rounds, or of the row if none were kept.
+
+    Raises ConfigError with fewer than 20 rounds, or if the row lacks values that `run` writes.
     """
     told = Rate.of_row(row)
     if rounds is None:

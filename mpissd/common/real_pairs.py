@@ -1,13 +1,15 @@
-"""How often a real language-model pair hits its speculation cache, beside laws that are imposed.
+"""How often a real language-model pair hits its speculation cache, for comparison with imposed
+laws.
 
-miss(F) = min(1, A·F^−r), apart behind a rejection and behind a trunk that was accepted whole. A is
-the miss rate measured at F = 1; r is the least-squares slope of log miss through it, F = 2 … 16.
+miss(F) = min(1, A·F^−r), with one law after a rejection and one after a trunk that was accepted
+whole. A is the miss rate measured at F = 1; r is the least-squares slope of log miss through it,
+for F = 2..16.
 
-What an SSD row would have given with such hits follows from its own waits (under_real_pairs). A
-round is what it takes without waiting for the draft, plus the wait: short where all b sequences
-hit, K draft steps where one misses. The row tells its mean wait, its hit rate h and the K steps, so
-P(all hit) = h^b leaves the wait behind hits; another hit law changes h alone. Tokens a round stay,
-as a miss is drafted by the same model (backup jit of all K tokens).
+under_real_pairs computes what an SSD row would have reached with such hits, from its own waits. A
+round is its duration without waiting for the draft, plus the wait: short if all b sequences hit,
+and K draft steps if one misses. The row has its mean wait, its hit rate h and the duration of K
+steps, so P(all hit) = h^b gives the wait after hits; another hit law changes only h. The tokens of
+a round do not change, because the same model drafts after a miss (backup jit of all K tokens).
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class PairHits:
-    """One pair's hits on one kind of prompt: (behind a rejection, behind all accepted)."""
+    """One pair's hit laws on one kind of prompt: (after a rejection, after all were accepted)."""
 
     prompts: str
     hit_a: tuple[float, float]
     hit_r: tuple[float, float]
 
 
-# F = 3 then hits .75: between the .68 (k < K) and .80 (k = K) of a table-model pair at T = 1. The
-# paper's A = 1 would make a fan-out of 1 worthless.
+# With F = 3 this law hits .75, between the .68 (k < K) and .80 (k = K) of a table-model pair at T =
+# 1. With the paper's A = 1, a fan-out of 1 would be worthless.
 ASSUMED = PairHits("assumed", (0.75, 0.75), (1.0, 1.0))
 REAL_PAIRS = {
     "smollm2-own": PairHits("its own greedy answers", (0.644, 0.232), (0.37, 0.54)),
@@ -45,7 +47,7 @@ DEFAULT_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
 
 
 def under_real_pairs(row: Row) -> dict[str, float | None]:
-    """{"real_<name>": tok/s, predicted}, None for a row that is not SSD under the default law."""
+    """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under the default law."""
     return {f"real_{name}": _under(row, pair) for name, pair in REAL_PAIRS.items()}
 
 
@@ -61,7 +63,8 @@ def _under(row: Row, pair: PairHits) -> float | None:
         return None
     if drafted is None or rate is None or mean is None or wait is None:
         return None
-    if not 0 < drafted * 1e6 > wait or not 0 <= rate <= 1:  # what a miss adds can't be told
+    # Without this, the time that a miss adds is not known.
+    if not 0 < drafted * 1e6 > wait or not 0 <= rate <= 1:
         return None
     missed = 1 - rate**batch  # P(some sequence misses)
     behind_miss = drafted * 1e6
@@ -76,7 +79,7 @@ def _under(row: Row, pair: PairHits) -> float | None:
 
 
 def hit_rate(alpha: float, fan_out: Sequence[int], pair: PairHits) -> float:
-    """Of a trunk of K tokens with these F_0 … F_K."""
+    """Returns the hit rate of a trunk of K tokens with the fan-out F_0..F_K."""
     lookahead = len(fan_out) - 1
     hit_a, hit_r = ([each[0]] * lookahead + [each[1]] for each in (pair.hit_a, pair.hit_r))
     weights = accept_probabilities([alpha] * lookahead)

@@ -1,9 +1,9 @@
-"""The best other use of G GPUs: one definition, wherever a mode is set beside the others.
+"""Finds the best other use of G GPUs, by one definition for every comparison of modes.
 
-A *use* is a mode on T target ranks and D draft ranks, and its tok/s, at its own best K. Beside SSD
-the others are AR, SD inline (D = 0) and SD, at every T and D with T + D <= G; beside another mode
-likewise. A use that would fit and of which nothing is known makes the comparison no verdict: it is
-named, and there is no best.
+A *use* is a mode on T target ranks and D draft ranks with its tok/s at its own best K. The others
+of SSD are AR, SD inline (D = 0) and SD, at every T and D with T + D <= G; for other modes likewise.
+If the throughput of a use that would fit is unknown, the comparison gives no verdict: that use is
+named, and no use is called the best.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpissd.common.presets import resolve_model
 
 
 class Use(Protocol):
-    """Anything that was measured or forecast: a choice of `plan`, a row, a point of a figure."""
+    """A measured or predicted use: a choice of `plan`, a row, or a point of a figure."""
 
     @property
     def mode(self) -> str: ...
@@ -34,7 +34,7 @@ U = TypeVar("U", bound=Use)
 
 @dataclass(frozen=True, order=True)
 class Family:
-    """All uses of one mode, T and D, whatever their K."""
+    """All uses of one mode, T and D, with any K."""
 
     mode: str
     tp: int
@@ -42,16 +42,16 @@ class Family:
 
     @classmethod
     def of(cls, use: Use) -> Family:
-        """The family of a use."""
+        """Returns the family of a use."""
         return cls(use.mode, use.tp, use.num_drafts)
 
     @property
     def gpus(self) -> int:
-        """T + D."""
+        """The number of GPUs, T + D."""
         return self.tp + self.num_drafts
 
     def __str__(self) -> str:
-        """As tables and messages name it: AR T=2, SD inline T=2, SD T=1 D=1."""
+        """Returns the name in tables and messages: AR T=2, SD inline T=2, SD T=1 D=1."""
         inline = " inline" * (self.mode == "sd" and not self.num_drafts)
         drafts = f" D={self.num_drafts}" * bool(self.num_drafts)
         return f"{self.mode.upper()}{inline} T={self.tp}{drafts}"
@@ -59,31 +59,34 @@ class Family:
 
 @dataclass(frozen=True)
 class Others(Generic[U]):
-    """judged: the fastest use of each family, fastest first; missing: families that would fit."""
+    """The fastest use of each other family, fastest first, and the families that are not known.
+
+    judged: the fastest use of each known family. missing: families that would fit, without a rate.
+    """
 
     judged: tuple[U, ...]
     missing: tuple[Family, ...]
 
     @property
     def fastest(self) -> U | None:
-        """The fastest of those judged: no claim that nothing is faster."""
+        """The fastest use that was judged; a missing family may be faster."""
         return self.judged[0] if self.judged else None
 
     @property
     def best(self) -> U | None:
-        """The best other use; None where there is none, or where one could not be judged."""
+        """The best other use; None if there is none, or if one could not be judged."""
         return None if self.missing else self.fastest
 
     @property
     def not_known(self) -> str:
-        """The missing families in words; "" where there is none."""
+        """The missing families in words; "" if there are none."""
         return ", ".join(map(str, self.missing))
 
 
 def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family] = ()) -> Others[U]:
-    """What else `gpus` GPUs could do than run `mode`; wanted: the families that have to be judged.
+    """Ranks what else `gpus` GPUs could run than `mode`; wanted: the families that must be judged.
 
-    Of uses that are equal to five digits, the one on fewer GPUs counts, then the first given.
+    Of uses that are equal to five digits, the one on fewer GPUs is taken, then the first given.
     """
     found: dict[Family, U] = {}
     fits = [use for use in uses if use.mode != mode and use.tp + use.num_drafts <= gpus]
@@ -94,18 +97,18 @@ def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family]
 
 
 def families(tp: int, gpus: int, most_drafts: int = 1) -> tuple[Family, ...]:
-    """Every family of T target ranks on at most so many GPUs."""
+    """Returns every family of T target ranks on at most so many GPUs."""
     drafts = range(1, 1 + min(most_drafts, gpus - tp))
     alone = (Family("ar", tp, 0), Family("sd", tp, 0)) if tp <= gpus else ()
     return (*alone, *(Family(mode, tp, d) for mode in ("sd", "ssd") for d in drafts))
 
 
 def widest(gpus: int, tps: Collection[int]) -> tuple[Family, ...]:
-    """What rows have to hold before one use is called the best: of AR, SD inline, SD and SSD the
-    largest T that fits, of those that the target divides by.
+    """Returns the families that rows must hold before one use is called the best.
 
-    A smaller T reads more bytes a rank, and a second draft rank has a part of the first one's work:
-    where rows have them they count, but nothing is wrong without them.
+    These are AR, SD inline, SD and SSD, each on the largest T that fits and that the target divides
+    by. A smaller T reads more bytes a rank, and a second draft rank takes over only part of the
+    first one's work; such rows count if they exist, but are not required.
     """
     whole, beside = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     found = [*families(whole, whole), *families(beside, beside + 1)[2:]]
@@ -113,8 +116,10 @@ def widest(gpus: int, tps: Collection[int]) -> tuple[Family, ...]:
 
 
 def tps_of(target: str, most: int) -> tuple[int, ...]:
-    """Every T up to `most` on which a target can run, as far as its name tells (model/shard.py
-    divides heads and inner width by T); every T at all where it tells nothing."""
+    """Returns every T up to `most` on which a target can run, judged by its name.
+
+    model/shard.py divides heads and inner width by T. For an unknown name every T is returned.
+    """
     try:
         shape = resolve_model(target)
     except ConfigError:

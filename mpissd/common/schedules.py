@@ -1,14 +1,14 @@
-"""Schedules: names for points in the space that the flags span; docs/schedules.md tells them apart.
+"""Schedules: names for combinations of flags; docs/schedules.md describes each.
 
-    sd-inline   SD with the draft on the lead's own device
-    pearl       PEARL [2408.11850], gamma = K + 1: the draft goes on behind x_K as if all were
-                accepted; after a miss the target goes on alone, and the draft's first token has to
-                be the one that it finds
-    amusd       AMUSD [2410.17375]: the draft never stops; what it has is served, and a rejection
-                rolls it back to the token that was found
-    lookup      prompt lookup: no draft model at all
+sd-inline   SD with the draft on the lead's own device
+pearl       PEARL [2408.11850], gamma = K + 1: the draft continues after x_K as if all was accepted;
+            after a miss the target runs alone, and the bonus token that it finds must equal the
+            draft's first token
+amusd       AMUSD [2410.17375]: the draft never stops; its tokens so far are served, and a rejection
+            rolls it back to the bonus token
+lookup      prompt lookup: no draft model at all
 
-A schedule sets the flags that the user did not give, and refuses others.
+A schedule sets flags that the user did not give, and refuses other values of them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SCHEDULES: dict[str, dict[str, str]] = {
 
 
 def with_schedule(flags: Mapping[str, str]) -> dict[str, str]:
-    """Flags as text, with those that their `schedule` sets.
+    """Adds the flags that the flag `schedule` sets; all values are text.
 
-    Raises ConfigError: no such schedule, or a flag that says something else.
+    Raises ConfigError for an unknown schedule, or a flag with another value than the schedule's.
     """
     name = flags.get("schedule")
     if name is None:
@@ -56,12 +56,13 @@ def with_schedule(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_tail(fan_out: str) -> bool:
-    """Whether a fan-out keeps its candidates behind the last served token alone, tail:F."""
+    """Returns whether a fan-out is tail:F, which keeps candidates only after the last served
+    token."""
     return fan_out.strip().partition(":")[0] == "tail"
 
 
 def tail_list(fan_out: str, lookahead: int, served: int) -> str:
-    """tail:F as the list F_0 … F_K that it is behind `served` tokens; any other text as it is."""
+    """Returns tail:F as the list F_0..F_K for `served` tokens; any other text unchanged."""
     if not is_tail(fan_out):
         return fan_out
     count = fan_out.partition(":")[2]

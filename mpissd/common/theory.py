@@ -1,4 +1,4 @@
-"""The formulas that measured numbers are held against, each with its source.
+"""Closed formulas that measurements are compared with, each with its source.
 
 Letters as in the papers: alpha per-token acceptance, K lookahead, k accepted tokens (0..K), F_k
 bonus candidates kept for "k accepted", B = ΣF_k, h hit rate, b batch size. Times are in units of
@@ -8,7 +8,7 @@ of a result row is in units of the verification instead: t_draft = r·T_SD.
     [L]  Leviathan, Kalman, Matias, ICML 2023          [S]  Kumar, Dao, May, arXiv 2603.03251
     [D]  derived here; tests/common/test_theory.py checks it by simulation or brute force
 
-Everything raises ConfigError for a value outside its range.
+Every function raises ConfigError for an argument outside its range.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ _Number = TypeVar("_Number", int, float)
 
 
 def expected_tokens(alpha: float, lookahead: int) -> float:
-    """Tokens a round, bonus included: (1 − alpha^{K+1}) / (1 − alpha) [L, eq. 1].
+    """Returns the mean tokens of a round with the bonus: (1 − alpha^{K+1}) / (1 − alpha) [L, eq.
+    1].
 
-    Written as the sum it closes, so that alpha = 1 gives K+1 and nothing cancels near it.
+    It sums the series, so that alpha = 1 gives K+1 and no precision is lost near it.
     """
     return expected_tokens_from_rates([alpha] * _at_least("lookahead", lookahead, 0))
 
 
 def expected_tokens_from_rates(hazards: Sequence[float]) -> float:
-    """1 + Σ_i Π_{j≤i} a_j for hazards a_i = P(x_i accepted | x_1..x_{i−1} accepted) [D]."""
+    """Returns 1 + Σ_i Π_{j≤i} a_j for hazards a_i = P(x_i accepted
+
+    x_1..x_{i−1} accepted) [D].
+    """
     return math.fsum(k * p for k, p in enumerate(accept_probabilities(hazards))) + 1.0
 
 
 def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
-    """w_k = P(k accepted) for k = 0..K: Π_{j≤k} a_j · (1 − a_{k+1}), with a_{K+1} = 0."""
+    """Returns P(k accepted), k = 0..K: Π_{j≤k} a_j · (1 − a_{k+1}), with a_{K+1} = 0."""
     reached, probabilities = 1.0, []
     for rate in hazards:
         _probability("acceptance rate", rate)
@@ -46,9 +50,9 @@ def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
 
 
 def speedup_sd(tokens: float, verify_ratio: float, t_draft: float) -> float:
-    """AR → SD: E_SD / (r + T_draft) [L, theorem 3.8, with r for its 1].
+    """Returns the speedup of SD over AR: E_SD / (r + T_draft) [L, theorem 3.8, with r for its 1].
 
-    With r = 1 and t_draft = T_SD it is the milestone report's E / (1 + T_SD).
+    With r = 1 and t_draft = T_SD it equals the milestone report's E / (1 + T_SD).
     """
     return tokens / (_at_least("verify_ratio", verify_ratio) + _at_least("t_draft", t_draft))
 
@@ -64,10 +68,11 @@ def speedup_ssd(
     batch_size: int = 1,
     interruptible: bool = True,
 ) -> float:
-    """AR → SSD [S, theorem 7]: [h·E_hit + (1−h)·E_miss] / [H·max(r, T_p) + (1−H)·(r + T_b)].
+    """Returns the speedup of SSD over AR [S, theorem 7].
 
-    H = h^b: a round waits for every sequence, hits are independent [S, cor. 16]. A miss aborts
-    growth; where it can't (interruptible=False) the denominator is max(r, T_p) + (1−H)·T_b [D].
+    It is [h·E_hit + (1−h)·E_miss] / [H·max(r, T_p) + (1−H)·(r + T_b)] with H = h^b, because a round
+    waits for every sequence and hits are independent [S, cor. 16]. A miss aborts the growth; if it
+    cannot (interruptible=False), the denominator is max(r, T_p) + (1−H)·T_b [D].
     """
     _probability("p_hit", p_hit)
     _at_least("t_backup", t_backup)
@@ -79,9 +84,10 @@ def speedup_ssd(
 
 
 def stationary_hit_rate(after_hit: float, after_miss: float) -> float:
-    """h = h_m / (1 − h_h + h_m), of a chain that hits with h_h after a hit, h_m after a miss [D].
+    """Returns the long-run hit rate h = h_m / (1 − h_h + h_m) of a two-state chain [D].
 
-    (h_h, h_m) = (1, 0) never changes state; a sequence starts with a miss, so it is 0.
+    h_h (after_hit) and h_m (after_miss) are P(hit) after a hit and after a miss. (1, 0) never
+    changes state; as a sequence starts with a miss, h is then 0.
     """
     _probability("p_hit after a hit", after_hit)
     _probability("p_hit after a miss", after_miss)
@@ -89,10 +95,10 @@ def stationary_hit_rate(after_hit: float, after_miss: float) -> float:
 
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float) -> float:
-    """miss(F) = min(1, A·F^{−r}), and 1 where nothing is kept (F = 0) [S, def. 11, has A = 1]."""
+    """Returns miss(F) = min(1, A·F^{−r}), or 1 if F = 0 [S, def. 11, which has A = 1]."""
     if fan_out <= 0:
         return 1.0
-    return min(1.0, hit_a * float(fan_out**-hit_r))  # a steep law underflows to 0
+    return min(1.0, hit_a * float(fan_out**-hit_r))  # A very steep law underflows to 0.
 
 
 def miss_probability(
@@ -101,16 +107,16 @@ def miss_probability(
     hit_a: Sequence[float],
     hit_r: float | Sequence[float],
 ) -> float:
-    """Σ_k w_k·miss_k(F_k); weights = accept_probabilities(...), all sequences K+1 long.
+    """Returns Σ_k w_k·miss_k(F_k); all sequences are K+1 long, weights = accept_probabilities(...).
 
-    hit_r: one for every k, or K+1 of them.
+    hit_r: one value for every k, or K+1 values.
     """
     rows = zip(weights, fan_out, hit_a, each_k(hit_r, len(weights)), strict=True)
     return math.fsum(w * power_law_miss(f, a, r) for w, f, a, r in rows)
 
 
 def fan_out_for(p_hit: float, hit_a: float, hit_r: float) -> int | None:
-    """The smallest F with miss(F) ≤ 1 − p_hit; None where no finite F has."""
+    """Returns the smallest F with miss(F) ≤ 1 − p_hit; None if no finite F suffices."""
     _probability("p_hit", p_hit)
     if p_hit == 0:
         return 0
@@ -122,14 +128,17 @@ def fan_out_for(p_hit: float, hit_a: float, hit_r: float) -> int | None:
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
-    """`width` numbers: the one that all k share, or those that there are."""
+    """Returns `width` numbers: one value repeated for every k, or the given sequence."""
     return [value] * width if isinstance(value, (int, float)) else value
 
 
 def power_fan_out(
     weights: Sequence[float], budget: float, hit_a: Sequence[float], hit_r: float
 ) -> tuple[float, ...]:
-    """Real-valued F_k ∝ (w_k·A_k)^{1/(1+r)} with ΣF_k = B: minimises Σ w_k·A_k·F_k^{−r} [D]."""
+    """Returns the real-valued F_k ∝ (w_k·A_k)^{1/(1+r)} with ΣF_k = B.
+
+    They minimise Σ w_k·A_k·F_k^{−r} [D].
+    """
     _positive("hit_r", hit_r)
     shares = [(w * a) ** (1 / (1 + hit_r)) for w, a in zip(weights, hit_a, strict=True)]
     total = math.fsum(shares)
@@ -139,7 +148,7 @@ def power_fan_out(
 
 
 def _probability(what: str, value: float) -> None:
-    if not 0 <= value <= 1:  # true of NaN as well
+    if not 0 <= value <= 1:  # This comparison refuses NaN as well.
         raise ConfigError(f"{what}={value}: allowed: 0 to 1")
 
 
