@@ -133,8 +133,8 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     found = survey(run, profile, config.gpus)
     asked = run, HostCosts(), found.placements, config.gpus, found.unjudged
     advice, real = plan(*asked), real_hits.real_hits(*asked)
-    heading = f"on {config.gpus} × {profile.device_name}, {run.pair}, {run.acceptance_text}:"
-    print(advice_text.render(advice, heading, found))
+    heading = advice_text.heading(run, profile, config.gpus)
+    print(advice_text.render(advice, heading, found, config.gpus))
     ssd = next((choice for choice in advice.by_method if choice.mode == "ssd"), None)
     price = real_hits.price_line(run, ssd, found.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):

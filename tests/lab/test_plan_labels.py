@@ -68,8 +68,8 @@ def test_a_choice_is_labelled_as_its_row_would_be(
 @pytest.mark.parametrize("context", [0, 16384])
 def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
     config, advice = advise(2, context=context)
-    lines = render(advice, "", survey(config, H200, 2)).splitlines()
-    (line,) = (line for line in lines if "best over the best other use" in line)
+    lines = render(advice, "", survey(config, H200, 2), 2).splitlines()
+    (line,) = (line for line in lines if "over the best other use of the 2 asked for" in line)
     assert line.endswith("(derived)") == (context > 0) == any("kv_tokens" in x for x in lines)
     extra = advice.extra_gpu
     assert extra is not None and extra.is_derived == advice.is_derived == (context > 0)
@@ -107,10 +107,10 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
 
 def test_what_does_not_fit_and_what_is_not_judged_are_said() -> None:
     config, advice = advise(3, pair="70b/8b", batch_size=2)
-    text = render(advice, "", survey(config, H200, 3))
+    text = render(advice, "", survey(config, H200, 3), 3)
     assert "does not fit: SD inline T=1" in text and "SSD is judged at D = 1" in text
     config, advice = advise(2)
-    text = render(advice, "", survey(config, H200, 2))
+    text = render(advice, "", survey(config, H200, 2), 2)
     assert "does not fit" not in text and "D = 1\n" not in text
 
 

@@ -1,23 +1,62 @@
 """What `plan` says of an advice: lines for a terminal, and JSON.
 
 Every use that was judged is listed, derived ones labelled. Where one could not be judged the first
-line names it, and nothing is called best.
+line names it, and nothing is called best. Gains within ERROR of 1 are no difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mpissd.common.config import RunConfig
 from mpissd.common.rivals import Family
-from mpissd.lab.predict.advisor import Advice
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.spec.acceptance import resolve_hit_law
+from mpissd.lab.predict.advisor import Advice, ExtraGpu
 from mpissd.lab.predict.places import Survey
 from mpissd.lab.predict.search import Choice
 
+# Predictions of rows on H200 at T = 1 err by 2.6% (median) and 8.6% (p95), docs/predictions.md.
+ERROR = 0.05
+_LEGEND = (
+    "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens), "
+    "--on_late (finish or serve a hit not fully grown)"
+)
 
-def render(advice: Advice, heading: str, survey: Survey) -> str:
-    """The lines, with what the survey left out."""
+
+def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
+    """Returns the first line: the machine, the pair, and what is assumed of both.
+
+    A datasheet's profile is followed by a line that says so.
+    """
+    hits = resolve_hit_law(run.p_hit, run.hit_a, run.hit_r, run.hit_law).label
+    given = any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law))
+    terms = [
+        run.pair,
+        run.acceptance_text,
+        *(["fused"] if run.fuse else []),
+        "LM head" if run.lm_head else "no LM head",
+        f"context {run.context}",
+        f"hits {'given' if given else 'assumed'} {hits}",
+    ]
+    line = f"on {gpus} × {profile.device_name}, {', '.join(map(str, terms))}:"
+    if profile.sources["read_bytes_per_s"].startswith("datasheet"):
+        line += "\n   datasheet profile, never measured; no host or link cost"
+    return line
+
+
+def gain_text(gain: float) -> str:
+    """Returns a predicted gain, or that it is within the predictor's error."""
+    near = abs(math.log(gain)) <= math.log1p(ERROR)
+    none = f" (no difference within the predictor's error of {ERROR:.0%})"
+    return f"{gain:.3f}×{none * near}"
+
+
+def render(advice: Advice, heading: str, survey: Survey, gpus: int) -> str:
+    """The lines, with what the survey left out; gpus: as many as were asked for."""
     best = None if advice.missing else advice.best
     lines = [heading]
     if advice.missing:
@@ -25,8 +64,9 @@ def render(advice: Advice, heading: str, survey: Survey) -> str:
         missing = f"not judged: {names}, so nothing here is called best: "
         lines = [missing + "; ".join(dict.fromkeys(survey.unjudged.values())), heading]
     lines += [f" {'→' if choice == best else ' '} {_line(choice)}" for choice in advice.judged]
-    told = [*_sources(advice.judged), *_left_out(advice, survey), *_verdict(advice)]
-    return "\n".join([*lines, *(f"   {line}" for line in told)])
+    legend = [_LEGEND] if advice.extra_gpu is not None else []
+    told = [*_sources(advice.judged), *_left_out(advice, survey), *_verdict(advice, gpus)]
+    return "\n".join([*lines, *(f"   {line}" for line in (*legend, *told))])
 
 
 def _sources(judged: Sequence[Choice]) -> list[str]:
@@ -55,25 +95,45 @@ def _line(choice: Choice) -> str:
     return f"{Family.of(choice)!s:15}{rate} {how}{_mark(bool(choice.derived))}".rstrip()
 
 
-def _verdict(advice: Advice) -> list[str]:
-    extra = advice.extra_gpu
-    gains = [("best over the best other use of as many GPUs", advice.gain, advice.is_derived)]
-    if extra is not None:
-        gains += [
-            (what, gain, extra.is_derived)
-            for what, gain in (
-                ("SSD's extra GPU, raw", extra.gain),
-                ("the same per GPU", extra.gain_per_gpu),
-                ("SSD against the best other use of as many GPUs", extra.gain_at_equal_gpus),
-            )
-        ]
-    told = [f"{what}: {gain:.3f}×{_mark(of)}" for what, gain, of in gains if gain is not None]
+def _verdict(advice: Advice, gpus: int) -> list[str]:
+    told = []
+    if not any(family.mode != advice.best.mode for family in advice.missing):
+        told += _over_asked(advice.best, advice, gpus)
+    if advice.extra_gpu is not None:
+        told += _of_ssd(advice.extra_gpu, advice, gpus)
     rates = ("alpha", advice.break_even_alpha), ("p_hit", advice.break_even_p_hit)
     for what, value in rates:
         if value is not None or not advice.missing:
             known = "none" if value is None else f"{value:.3f}"
             told.append(f"break-even {what}: {known}{_mark(any(c.derived for c in advice.judged))}")
     return told
+
+
+def _of_ssd(extra: ExtraGpu, advice: Advice, gpus: int) -> list[str]:
+    """SSD on its N GPUs over the others on N, on those asked for, and on N - 1."""
+    ssd, told = extra.ssd, []
+    if extra.otherwise is not None and (ssd.gpus < gpus or ssd != advice.best):
+        told.append(_over(ssd, extra.otherwise, f"the best other use of {ssd.gpus}"))
+    if ssd.gpus < gpus and ssd != advice.best and not advice.missing:
+        told += _over_asked(ssd, advice, gpus)
+    if extra.without is not None and extra.gain_per_gpu is not None:
+        line = _over(ssd, extra.without, "one GPU fewer")
+        told.append(f"{line}; in tok/s a GPU: {gain_text(extra.gain_per_gpu)}")
+    return told
+
+
+def _over_asked(choice: Choice, advice: Advice, gpus: int) -> list[str]:
+    """The line that sets a choice beside the best other use of the GPUs asked for."""
+    others = (other for other in advice.judged if other.mode != choice.mode)
+    asked = f"the best other use of the {gpus} asked for"
+    return [_over(choice, other, asked) for other in others][:1]
+
+
+def _over(choice: Choice, other: Choice, what: str) -> str:
+    held = f"{Family.of(choice)} ({choice.gpus} GPU{'s' * (choice.gpus > 1)})"
+    gain = gain_text(choice.tok_per_s / other.tok_per_s)
+    mark = _mark(bool(choice.derived or other.derived))
+    return f"{held} over {what}, {Family.of(other)}: {gain}{mark}"
 
 
 def _mark(derived: bool) -> str:

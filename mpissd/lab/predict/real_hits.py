@@ -10,6 +10,7 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
 from mpissd.common.rivals import Family
+from mpissd.lab.predict.advice import gain_text
 from mpissd.lab.predict.advisor import ExtraGpu, plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.imposed import imposed_hits, price_of
@@ -28,7 +29,8 @@ class RealHits:
 
     def __str__(self) -> str:
         ssd, gain = self.extra.ssd, self.extra.gain_at_equal_gpus
-        over = "" if gain is None else f", {gain:.3f}× the best other use of as many GPUs"
+        use = f"the best other use of {ssd.gpus}"
+        over = "" if gain is None else f", over {use}: {gain_text(gain)}"
         over += " (derived)" * self.extra.is_derived
         what = f"{self.hit_law} ({REAL_PAIRS[self.hit_law].prompts})"
         return f"{what}: SSD {ssd.tok_per_s:.1f} tok/s, hit rate {ssd.hit_rate:.2f}{over}"
