@@ -132,21 +132,6 @@ def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
     return [value] * width if isinstance(value, (int, float)) else value
 
 
-def power_fan_out(
-    weights: Sequence[float], budget: float, hit_a: Sequence[float], hit_r: float
-) -> tuple[float, ...]:
-    """Returns the real-valued F_k ∝ (w_k·A_k)^{1/(1+r)} with ΣF_k = B.
-
-    They minimise Σ w_k·A_k·F_k^{−r} [D].
-    """
-    _positive("hit_r", hit_r)
-    shares = [(w * a) ** (1 / (1 + hit_r)) for w, a in zip(weights, hit_a, strict=True)]
-    total = math.fsum(shares)
-    if total <= 0:
-        raise ConfigError(f"hit_a={tuple(hit_a)}: allowed: one above 0 where k is ever accepted")
-    return tuple(budget * share / total for share in shares)
-
-
 def _probability(what: str, value: float) -> None:
     if not 0 <= value <= 1:  # This comparison refuses NaN as well.
         raise ConfigError(f"{what}={value}: allowed: 0 to 1")

@@ -131,47 +131,6 @@ def test_stationary_hit_rate_against_its_chain() -> None:
     assert theory.stationary_hit_rate(1.0, 0.3) == 1
 
 
-@given(
-    st.floats(0.05, 0.95),
-    st.integers(1, 8),
-    st.floats(0.2, 3),
-    st.integers(0, 7),
-    st.integers(0, 7),
-)
-def test_no_shift_of_budget_beats_theorem_12(
-    alpha: float, lookahead: int, r: float, source: int, sink: int
-) -> None:
-    weights = theory.accept_probabilities([alpha] * lookahead)
-    a = [1.0 + 0.1 * k for k in range(lookahead + 1)]
-    best = theory.power_fan_out(weights, 30.0, a, r)
-
-    def miss(fan_out: list[float]) -> float:
-        return math.fsum(w * x * f**-r for w, x, f in zip(weights, a, fan_out, strict=True))
-
-    shifted = list(best)
-    amount = 0.1 * shifted[source % (lookahead + 1)]
-    shifted[source % (lookahead + 1)] -= amount
-    shifted[sink % (lookahead + 1)] += amount
-    assert miss(shifted) >= miss(list(best)) * (1 - 1e-12)
-
-
-def test_fan_out_of_theorem_12() -> None:
-    weights = theory.accept_probabilities([0.8] * 7)
-    fan_out = theory.power_fan_out(weights, 24, [1.0] * 8, 1.0)
-    assert [round(f, 2) for f in fan_out] == [3.90, 3.49, 3.12, 2.79, 2.49, 2.23, 2.00, 3.99]
-    miss = theory.miss_probability(weights, fan_out, [1.0] * 8, 1.0)
-    assert miss == pytest.approx(0.316, abs=5e-4)
-    assert theory.miss_probability(weights, [3] * 8, [1.0] * 8, 1.0) == pytest.approx(1 / 3)
-
-
-def test_fan_out_at_certain_acceptance() -> None:
-    for alpha, found in ((1.0, (0, 0, 0, 8)), (0.0, (8, 0, 0, 0))):
-        weights = theory.accept_probabilities([alpha] * 3)
-        assert theory.power_fan_out(weights, 8, [1.0] * 4, 1.0) == found
-    with pytest.raises(ConfigError, match="hit_a"):
-        theory.power_fan_out([1.0, 0.0], 8, [0.0, 1.0], 1.0)
-
-
 def test_power_law_miss() -> None:
     assert theory.power_law_miss(0, 0.1, 1.0) == 1
     assert theory.power_law_miss(3, 1.0, 1.0) == pytest.approx(1 / 3)
@@ -202,7 +161,7 @@ def test_times_and_sizes_out_of_range() -> None:
     with pytest.raises(ConfigError, match="lookahead"):
         theory.expected_tokens(0.5, -1)
     with pytest.raises(ConfigError, match="hit_r"):
-        theory.power_fan_out([1.0], 8, [1.0], 0.0)
+        theory.fan_out_for(0.5, 1.0, 0.0)
 
 
 @given(st.floats(0.01, 0.98), st.floats(0.05, 1.5), st.floats(0.25, 2))

@@ -6,12 +6,13 @@ import itertools
 import math
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.theory import accept_probabilities, miss_probability, power_fan_out
+from mpissd.common.theory import accept_probabilities, miss_probability
 from mpissd.engine.spec.fanout import MAX_BRANCHES, optimal_fan_out, resolve_fan_out
 
 Hazards = st.lists(st.floats(0, 1), min_size=0, max_size=9)
@@ -99,10 +100,10 @@ def test_properties_of_the_optimum(hazards: list[float], budget: int, a: float, 
 
 
 def geometric_miss(alpha: float, lookahead: int, budget: float, r: float, a: float) -> float:
-    """The miss probability of theorem 12's real-valued fan-out, no term clipped at 1."""
-    weights = accept_probabilities([alpha] * lookahead)
-    fan_out = power_fan_out(weights, budget, [a] * (lookahead + 1), r)
-    return math.fsum(w * a * f**-r for w, f in zip(weights, fan_out, strict=True))
+    """The least miss probability of a real-valued fan-out, F_k ∝ (w_k·A)^{1/(1+r)} [theorem 12]."""
+    weights = np.array(accept_probabilities([alpha] * lookahead))
+    shares = weights ** (1 / (1 + r))
+    return float(weights @ (a * (budget * shares / shares.sum()) ** -r))
 
 
 @given(st.floats(0.3, 0.95), st.integers(1, 8), st.floats(0.5, 2))

@@ -1,7 +1,6 @@
 """Consistency gates: a result row against its own raw rounds, and both against physics.
 
     found = violations(row, rounds)     one line each, "gate: what is wrong, with both numbers"
-    check(row, rounds)                  the same as a GateError (exit code 3)
 
 row is what `run` prints, rounds the arrays of OUT/rounds/RUN_ID.npz. What is null or missing is
 unknown and judged by no gate, save the few numbers that every row has. Keys of a row that only
@@ -16,7 +15,6 @@ gates need:
 
 from __future__ import annotations
 
-from mpissd.common.errors import GateError
 from mpissd.lab.gates.decided import counts, decisions, finite, missing, ranks, tokens
 from mpissd.lab.gates.read import Gate, Rounds, Row
 from mpissd.lab.gates.timed import (
@@ -60,9 +58,3 @@ def violations(row: Row, rounds: Rounds) -> list[str]:
             # Not the shape of a row or of its arrays: that is a finding, too.
             found.append(f"{gate.__name__}: cannot be judged: {error!r}")
     return found
-
-
-def check(row: Row, rounds: Rounds) -> None:
-    """GateError with all violations, "; " between them."""
-    if found := violations(row, rounds):
-        raise GateError("; ".join(found))
