@@ -12,6 +12,7 @@ import pandas as pd
 from mpissd.common.compare import Comparison, claim_of, compare_rates, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import NORMAL_Z, Rate, Rounds
+from mpissd.common.row import Row
 
 _GAIN = ("value", "low", "high", "headline")
 
@@ -58,23 +59,23 @@ def claim(point: Mapping[str, Any] | pd.Series) -> str:
     return claim_of(*(float(point[name]) for name in ("y", "low", "high")), bool(point["headline"]))
 
 
-def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return rows as mpissd.common.compare takes them; None for what they do not say."""
+def records(rows: pd.DataFrame) -> list[Row]:
+    """Return the rows of a frame, its other columns as `extra`; None for what they do not say."""
     names, is_said = [str(name) for name in rows], rows.notna().to_numpy().tolist()
     values = zip(*(rows[name].tolist() for name in rows), strict=True)
     return [
-        {name: value if said else None for name, value, said in zip(names, row, known, strict=True)}
-        for row, known in zip(values, is_said, strict=True)
+        Row.from_dict({n: v if is_ else None for n, v, is_ in zip(names, row, said, strict=True)})
+        for row, said in zip(values, is_said, strict=True)
     ]
 
 
-def _rounds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
+def _rounds(rows: Sequence[Row]) -> dict[str, Rounds]:
     """The rounds of rows that kept them: FOLDER/rounds/RUN_ID.npz."""
-    paths = {str(r["run_id"]): Path(r["folder"], "rounds", f"{r['run_id']}.npz") for r in rows}
-    by_id = {str(row["run_id"]): row for row in rows}
+    paths = {row.run_id: Path(row["folder"], "rounds", f"{row.run_id}.npz") for row in rows}
+    by_id = {row.run_id: row for row in rows}
     return {name: Rounds.read(p, by_id[name]) for name, p in paths.items() if p.is_file()}
 
 
-def _rate(row: Mapping[str, Any]) -> Rate:
+def _rate(row: Row) -> Rate:
     half = math.log(row["high"] / row["low"]) / (2 * NORMAL_Z)
-    return Rate(float(row["tok_per_s"]), half**2, 1000, from_rounds=False)
+    return Rate(row.tok_per_s, half**2, 1000, from_rounds=False)

@@ -13,12 +13,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from mpissd.common.rates import NORMAL_Z, clock_error, length_error, student_t
+from mpissd.common.row import Row
 
 
-def interval(row: Mapping[str, Any]) -> tuple[float, float]:
+def interval(row: Row) -> tuple[float, float]:
     """Low and high tok/s; both the rate itself where the row doesn't say."""
-    rate, round_us = float(row["tok_per_s"]), row["round_us"]
-    luck, histogram = row.get("sampling_sd"), row.get("accept_histogram") or []
+    rate, round_us = float(row.tok_per_s), row.round_us
+    luck, histogram = row.sampling_sd, row.accept_histogram or []
     if luck is None:
         luck = length_error(histogram) if sum(histogram) else 0.0
     count = round_us.get("n")

@@ -24,56 +24,16 @@ import pandas as pd
 from analysis.interval import interval
 from analysis.real_pair import REAL
 from mpissd.common.real_pairs import under_real_pairs
-from mpissd.common.rows import other_draft_device
+from mpissd.common.row import KEYS, Row
 
-Row = dict[str, Any]
+Line = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
-_DEFAULTS: Row = {
-    "draft": None,
-    "schedule": None,
+_DEFAULTS: Line = {  # None for the other keys
+    **dict.fromkeys(("num_drafts", "lookahead", "context", "seed"), 0),
+    **dict.fromkeys(("lm_head", "fuse", "graph", "inline_draft"), False),
+    **dict.fromkeys(("all_reduce", "dtype", "backend", "folder"), ""),
     "workload": "gemm",
-    "num_drafts": 0,
-    "inline_draft": False,
     "batch_size": 1,
-    "lookahead": 0,
-    "acceptance": None,
-    "hit_law": None,
-    "fan_out": None,
-    "branch_budget": None,
-    "lm_head": False,
-    "context": 0,
-    "fuse": False,
-    "graph": False,
-    "all_reduce": "",
-    "dtype": "",
-    "backend": "",
-    "on_late": None,
-    "backup": None,
-    "backup_lookahead": None,
-    "num_layers": None,
-    "full_num_layers": None,
-    "hit_rate": None,
-    "t_target_s": None,
-    "t_draft_s": None,
-    "t_growth_s": None,
-    "T_SD": None,
-    "floor_us": None,
-    "floor_fraction": None,
-    "acceptance_length": None,
-    "predicted_tok_per_s": None,
-    "expected_tok_per_s": None,
-    "prediction_error": None,
-    "sampling_sd": None,
-    "accept_histogram": None,
-    "saguaro_c": None,
-    "temperature": None,
-    "vocab": None,
-    "divergence": None,
-    "seed": 0,
-    "num_rounds": None,
-    "folder": "",
-    "provenance": None,
-    "learned": None,
 }
 _TEXTS = (
     "mode device_name target draft schedule workload acceptance hit_law all_reduce dtype backend "
@@ -92,40 +52,38 @@ _NUMBERS = (
 ).split()
 
 
-def complete(row: Row) -> Row:
+def complete(line: Line) -> Line:
     """A row with the derived columns, and defaults for keys that it lacks.
 
     ValueError, saying what is wrong: a key that is missing, or of another type than a row's.
     """
-    if missing := [name for name in NEEDED if row.get(name) is None]:
+    if missing := [name for name in NEEDED if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")
-    whole = {**_DEFAULTS, **row}
+    row = Row.from_dict({**_DEFAULTS, **line})
     try:
-        _check(whole)
-        if not (0 < whole["tok_per_s"] < math.inf and whole["world_size"] >= 1):
-            raise ValueError(f"{whole['tok_per_s']} tok/s on {whole['world_size']} GPUs")
-        return {**whole, **_derived(whole)}
+        _check(row)
+        if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
+            raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
+        return {**dict.fromkeys(KEYS), **row, **_derived(row)}
     except (TypeError, AttributeError, KeyError, OverflowError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
 
 
 def _check(row: Row) -> None:
     """ValueError: a value of another kind than rows have; what is compared has to be comparable."""
-    for name in _TEXTS:
-        if not isinstance(row[name], (str, type(None))):
-            raise ValueError(f"{name} is {row[name]!r}")
-    for name, least in _WHOLE.items():
-        if type(row[name]) is not int or not least <= row[name] < 1 << 53:
-            raise ValueError(f"{name} is {row[name]!r}")
-    for name in _SWITCHES:
-        if type(row[name]) is not bool:
-            raise ValueError(f"{name} is {row[name]!r}")
-    for name in _PLAIN:
-        if not isinstance(row[name], (int, float, type(None))):
-            raise ValueError(f"{name} is {row[name]!r}")
+    wrong = [name for name in _TEXTS if not isinstance(row.get(name), (str, type(None)))]
+    wrong += [name for name, least in _WHOLE.items() if not _is_whole(row[name], least)]
+    wrong += [name for name in _SWITCHES if type(row[name]) is not bool]
+    wrong += [name for name in _PLAIN if not isinstance(row.get(name), (int, float, type(None)))]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {row[wrong[0]]!r}")
 
 
-def tidy(rows: list[Row]) -> pd.DataFrame:
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 1 << 53
+
+
+def tidy(rows: list[Line]) -> pd.DataFrame:
     """Complete rows as a frame."""
     frame = pd.DataFrame(rows)
     for name in (*_NUMBERS, *REAL):
@@ -133,36 +91,36 @@ def tidy(rows: list[Row]) -> pd.DataFrame:
     return frame
 
 
-def _derived(row: Row) -> Row:
+def _derived(row: Row) -> Line:
     low, high = interval(row)
     if not 0 < low <= high < math.inf:
-        raise ValueError(f"{row['tok_per_s']} tok/s with an interval of {low:g} to {high:g}")
-    rate, gpus = float(row["tok_per_s"]), int(row["world_size"])
-    steps = row["lookahead"] or None
-    draft = row["t_draft_s"]
+        raise ValueError(f"{row.tok_per_s} tok/s with an interval of {low:g} to {high:g}")
+    rate, gpus = float(row.tok_per_s), int(row.world_size)
+    steps = row.lookahead or None
+    draft = row.t_draft_s
     return {
         "method": _method(row),
         "gpus": gpus,
-        "alpha": _law(row["acceptance"], "alpha"),
-        "p_hit": _law(row["hit_law"], "p_hit"),
+        "alpha": _law(row.acceptance, "alpha"),
+        "p_hit": _law(row.hit_law, "p_hit"),
         "policy": _policy(row),
         "per_gpu": rate / gpus,
-        "per_sequence": rate / int(row["batch_size"]),
+        "per_sequence": rate / int(row.batch_size),
         "low": low,
         "high": high,
         "step_s": draft / steps if draft and steps else None,
-        "backup_cut": row["backup_lookahead"] not in (None, row["lookahead"]),
-        "other_draft": other_draft_device(row),
-        "commit": str((row["provenance"] or {}).get("commit") or ""),
+        "backup_cut": row.backup_lookahead not in (None, row.lookahead),
+        "other_draft": row.other_draft_device,
+        "commit": str((row.provenance or {}).get("commit") or ""),
         **_parts(row),
         **under_real_pairs(row),
     }
 
 
 def _method(row: Row) -> str:
-    if row["mode"] == "sd" and not row["num_drafts"]:
+    if row.mode == "sd" and not row.num_drafts:
         return "SD inline"
-    return str(row["mode"]).upper()
+    return str(row.mode).upper()
 
 
 def _law(text: str | None, name: str) -> float:
@@ -172,8 +130,8 @@ def _law(text: str | None, name: str) -> float:
 
 
 def _policy(row: Row) -> str:
-    lists = row["fan_out"]
-    if row["mode"] != "ssd" or not lists:
+    lists = row.fan_out
+    if row.mode != "ssd" or not lists:
         return ""
     if len(set(lists)) == 1 and not _said_fan_out(row).startswith("geometric"):
         return f"uniform:{lists[0]}"
@@ -182,16 +140,15 @@ def _policy(row: Row) -> str:
 
 def _said_fan_out(row: Row) -> str:
     """--fan_out as the sweep or the command line had it; "" where neither says."""
-    told = row["provenance"] or {}
-    flags = (told.get("sweep") or {}).get("flags") or {}
-    said = [w.split("=", 1)[1] for w in told.get("command") or () if w.startswith("--fan_out=")]
+    flags = (row.sweep or {}).get("flags") or {}
+    said = [word.split("=", 1)[1] for word in row.command if word.startswith("--fan_out=")]
     return str(flags.get("fan_out") or (said[-1] if said else ""))
 
 
-def _parts(row: Row) -> Row:
+def _parts(row: Row) -> Line:
     """Mean seconds a round of the lead: forward, all-reduces, waiting for the draft, the rest."""
-    mean = row["round_us"].get("mean")
-    device, lead = row.get("device_us") or {}, (row.get("phases_us") or {}).get("lead") or {}
+    mean = row.round_us.get("mean")
+    device, lead = row.device_us or {}, (row.phases_us or {}).get("lead") or {}
     forward, reduce = device.get("forward"), device.get("all_reduce")
     wait = lead.get("draft_wait")
     names = ("round_s", "forward_s", "all_reduce_s", "wait_s", "other_s")

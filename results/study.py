@@ -12,21 +12,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpissd.common.output import read_rows
+from mpissd.common.row import Row
+
 LOCAL = Path(__file__).resolve().parents[1] / "launch" / "local.sh"
 OTHERS = 0.1  # of the machine: what may run beside a run that is kept
 PATIENCE_S = 60.0  # for a machine to fall quiet
 
 
-def flags_of(row: dict) -> tuple[str, ...]:
+def flags_of(row: Row) -> tuple[str, ...]:
     """The flags of a row that name its configuration, as a study writes them."""
-    flags = row["provenance"]["command"][1:]
-    return tuple(flag for flag in flags if not flag.startswith(("--out=", "--progress=")))
+    return tuple(flag for flag in row.command[1:] if not flag.startswith(("--out=", "--progress=")))
 
 
-def rows_of(out: Path) -> list[dict]:
+def rows_of(out: Path) -> list[Row]:
     """The rows measured so far."""
-    path = out / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [Row.from_dict(line) for line in read_rows(out / "runs.jsonl")]
 
 
 def run_alone(ranks: int, flags: list[str], out: Path) -> str:
@@ -58,10 +59,10 @@ def keep(tried: Path, out: Path) -> None:
     for path in (tried / "rounds").iterdir():
         shutil.move(path, out / "rounds" / path.name)
     (row,) = rows_of(tried)
-    command = row["provenance"]["command"]
-    row["provenance"]["command"] = [f"--out={out}" if f == f"--out={tried}" else f for f in command]
+    command = [f"--out={out}" if word == f"--out={tried}" else word for word in row.command]
+    row |= {"provenance": {**row.provenance, "command": command}}
     with (out / "runs.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(row.to_dict()) + "\n")
 
 
 @dataclass(frozen=True)

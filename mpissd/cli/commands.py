@@ -173,8 +173,8 @@ def why(config: WhyConfig) -> int:
     """Prints the three largest gaps between a row and its floor."""
     row = find_rows(config.result, config.out)[0][-1]
     found = gaps(row)
-    floor = "unknown" if row.get("floor_us") is None else f"{row['floor_us']:.1f} µs"
-    print(f"{row.get('run_id')}: round {row['round_us']['mean']:.1f} µs, floor {floor}")
+    floor = "unknown" if row.floor_us is None else f"{row.floor_us:.1f} µs"
+    print(f"{row.run_id}: round {row.round_us['mean']:.1f} µs, floor {floor}")
     for gap in found:
         print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
     return 0

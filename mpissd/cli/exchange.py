@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpissd.cli.configs import CollectivesConfig, ExportConfig
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.rows import Row
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.lab.interchange import nccl_tests
 from mpissd.lab.interchange.tidy import FORMATS, write_tidy

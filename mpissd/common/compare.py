@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rate, Rounds, num_blocks, rate_of, ratio_variance, student_t
-from mpissd.common.rows import Row
+from mpissd.common.row import Row
 
 SEVERAL = 3  # The number of seeds from which level "seeds" applies.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
@@ -174,7 +174,7 @@ def compare_blocks(a: Rounds, b: Rounds) -> Comparison | None:
 
 
 def _num_rounds(row: Row) -> int:
-    return int(row.get("num_rounds") or 0)
+    return int(row.num_rounds or 0)
 
 
 def _long(rows: Sequence[Row]) -> list[Row]:
@@ -193,7 +193,7 @@ def _by_seed(rows: Sequence[Row]) -> dict[int, float]:
     """Returns {seed: mean log tok/s}, leaving out rows without a seed or a rate."""
     logs: dict[int, list[float]] = {}
     for row in rows:
-        seed, rate = row.get("seed"), row.get("tok_per_s")
+        seed, rate = row.seed, row.tok_per_s
         if seed is not None and rate and 0 < rate < math.inf:
             logs.setdefault(int(seed), []).append(math.log(rate))
     return {seed: sum(of) / len(of) for seed, of in logs.items()}
@@ -212,13 +212,13 @@ def _of_blocks(
     given."""
     if len(a) != 1 or len(b) != 1 or not shares_draws(a[0], b[0]):
         return None
-    runs = [rounds.get(str(row.get("run_id"))) for row in (a[0], b[0])]
+    runs = [rounds.get(str(row.run_id)) for row in (a[0], b[0])]
     return None if runs[0] is None or runs[1] is None else compare_blocks(runs[0], runs[1])
 
 
 def shares_draws(a: Row, b: Row) -> bool:
     """Returns whether both runs draft, and draw with the same seed from the same laws."""
-    drafts = "ar" not in (a.get("mode"), b.get("mode")) and a.get("acceptance") is not None
+    drafts = "ar" not in (a.mode, b.mode) and a.acceptance is not None
     return drafts and all(a.get(key) == b.get(key) for key in _LAW)
 
 
@@ -226,7 +226,7 @@ def _of_independent(a: Sequence[Row], b: Sequence[Row], rounds: Mapping[str, Rou
     if not a or not b:
         raise ConfigError("compare: no row on one side: allowed: rows of both")
     rates = [
-        Rate.of_repeats([rate_of(row, rounds.get(str(row.get("run_id")))) for row in side])
+        Rate.of_repeats([rate_of(row, rounds.get(str(row.run_id))) for row in side])
         for side in (a, b)
     ]
     return compare_rates(rates[0], rates[1])

@@ -7,14 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rows import Row
+from mpissd.common.row import Row
 
 NUM_BLOCKS = 20  # A run is cut into at most so many blocks …
 _PER_BLOCK = 5  # … of at least so many rounds each.
@@ -44,10 +43,10 @@ class Rounds:
             with np.load(path, allow_pickle=False) as arrays:
                 seconds = np.asarray(arrays["round_s"], np.float64)
                 sequences = np.asarray(arrays["sequences"], np.int64)
-                tokens = _tokens(sequences, len(seconds), row.get("token_limit"))
+                tokens = _tokens(sequences, len(seconds), row.token_limit)
         except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
             raise ConfigError(f"{path}: no rounds of a run: {error}") from error
-        if len(seconds) != row.get("num_rounds"):
+        if len(seconds) != row.num_rounds:
             told = f"{len(seconds)} rounds, the row has {row.get('num_rounds')}"
             raise ConfigError(f"{path}: {told}")
         return cls(seconds, tokens)
@@ -109,11 +108,11 @@ class Rate:
         if a row lacks these, or has fewer than 20 rounds.
         """
         try:
-            count, rate = int(row["num_rounds"]), float(row["tok_per_s"])
-            clock = clock_error(row["round_us"], count)
-            luck = row.get("sampling_sd")
+            count, rate = int(row.num_rounds), float(row.tok_per_s)
+            clock = clock_error(row.round_us, count)
+            luck = row.sampling_sd
             is_told = luck is not None and not math.isnan(luck)  # NaN stands for null in a table.
-            draws = float(luck or 0.0) if is_told else length_error(row["accept_histogram"])
+            draws = float(luck or 0.0) if is_told else length_error(row.accept_histogram)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error
         if count < FEWEST_ROUNDS or not 0 < rate < math.inf:
@@ -171,7 +170,7 @@ def student_t(freedom: int) -> float:
     return float(stdtrit(freedom, 0.975))
 
 
-def rate_of(row: Mapping[str, Any], rounds: Rounds | None) -> Rate:
+def rate_of(row: Row, rounds: Rounds | None) -> Rate:
     """Returns the row's tok_per_s with the variance of its rounds, or of the row if none were kept.
 
     Raises ConfigError with fewer than 20 rounds, or if the row lacks values that `run` writes.

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpissd.common.rows import Row
+from mpissd.common.row import Row
 from mpissd.common.theory import accept_probabilities, miss_probability
 
 SOURCE = (
@@ -52,14 +52,14 @@ def under_real_pairs(row: Row) -> dict[str, float | None]:
 
 
 def _under(row: Row, pair: PairHits) -> float | None:
-    if row.get("mode") != "ssd" or row.get("hit_law") != DEFAULT_LAW:
+    if row.mode != "ssd" or row.hit_law != DEFAULT_LAW:
         return None
-    found = re.fullmatch(r"alpha:([0-9.eE+-]+)", row["acceptance"] or "")
-    drafted, rate, batch = row.get("t_draft_s"), row.get("hit_rate"), row["batch_size"]
-    mean, wait = row["round_us"].get("mean"), _wait_us(row)
-    whole = row.get("backup") == "jit" and row["backup_lookahead"] in (None, row["lookahead"])
-    lists = row.get("fan_out")
-    if not (found and whole and lists) or row.get("on_late") != "finish":
+    found = re.fullmatch(r"alpha:([0-9.eE+-]+)", row.acceptance or "")
+    drafted, rate, batch = row.t_draft_s, row.hit_rate, row.batch_size
+    mean, wait = row.round_us.get("mean"), _wait_us(row)
+    whole = row.backup == "jit" and row.backup_lookahead in (None, row.lookahead)
+    lists = row.fan_out
+    if not (found and whole and lists) or row.on_late != "finish":
         return None
     if drafted is None or rate is None or mean is None or wait is None:
         return None
@@ -75,7 +75,7 @@ def _under(row: Row, pair: PairHits) -> float | None:
         all_hit = hit_rate(alpha, lists, law) ** batch
         return float(mean - wait + (1 - all_hit) * behind_miss + all_hit * behind_hits)
 
-    return float(row["tok_per_s"] * round_us(ASSUMED) / round_us(pair))
+    return float(row.tok_per_s * round_us(ASSUMED) / round_us(pair))
 
 
 def hit_rate(alpha: float, fan_out: Sequence[int], pair: PairHits) -> float:
@@ -87,5 +87,5 @@ def hit_rate(alpha: float, fan_out: Sequence[int], pair: PairHits) -> float:
 
 
 def _wait_us(row: Row) -> float | None:
-    lead = (row.get("phases_us") or {}).get("lead") or {}
+    lead = (row.phases_us or {}).get("lead") or {}
     return lead.get("draft_wait")

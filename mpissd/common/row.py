@@ -250,6 +250,10 @@ class Row(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(KEYS) - len(self.absent) + len(self.extra)
 
+    def __or__(self, changed: Mapping[str, Any]) -> Row:
+        """The same row with these values, as `|` of two dicts is."""
+        return Row.from_dict({**self, **changed})
+
     @property
     def draft_device(self) -> str | None:
         """The first draft rank's device; None without a draft rank, or where that is not known."""

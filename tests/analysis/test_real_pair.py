@@ -11,6 +11,7 @@ import pytest
 
 from analysis.real_pair import REAL, beside, sentence
 from mpissd.common.real_pairs import REAL_PAIRS, hit_rate, under_real_pairs
+from mpissd.common.row import Row
 from mpissd.engine.job import resolve
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.closed import expected
@@ -20,16 +21,17 @@ from mpissd.lab.tables import load_rows
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def row(**values: Any) -> dict[str, Any]:
+def row(**values: Any) -> Row:
     """K = 2, alpha .5, F = 2: the default law hits 1 − .75/2 = .625 of the outcomes; a round is
     3000 µs, and its wait 100 behind a hit and 500 behind a miss."""
     wait = 0.625 * 100 + 0.375 * 500
-    return {
+    line = {
         "mode": "ssd", "hit_law": "power:A=0.75,r=1.0", "acceptance": "alpha:0.5", "lookahead": 2,
         "fan_out": [2, 2, 2], "backup": "jit", "backup_lookahead": 2, "on_late": "finish",
         "t_draft_s": 500e-6, "hit_rate": 0.625, "batch_size": 1, "tok_per_s": 500.0,
-        "round_us": {"mean": 3000.0 + wait}, "phases_us": {"lead": {"draft_wait": wait}}, **values,
+        "round_us": {"mean": 3000.0 + wait}, "phases_us": {"lead": {"draft_wait": wait}},
     }  # fmt: skip
+    return Row.from_dict(line | values)
 
 
 def test_by_hand() -> None:

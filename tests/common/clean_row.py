@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.records import median, outcome_digest, percentiles_us
+from mpissd.common.row import Row
 from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.lab.gates import violations
 
-Row = dict[str, Any]
+Line = dict[str, Any]  # of a row, to be spoiled
 Rounds = dict[str, NDArray[Any]]
 
 K, N = 4, 200
@@ -36,7 +38,12 @@ def device_means(rounds: Rounds) -> dict[str, float]:
     return {"forward": busy * 7 / 8, "all_reduce": busy / 8, "idle": idle}
 
 
-def make() -> tuple[Row, Rounds]:
+def judge(line: Line, rounds: Rounds) -> list[str]:
+    """What the gates find."""
+    return violations(Row.from_dict(line), rounds)
+
+
+def make() -> tuple[Line, Rounds]:
     """A row of SSD on two GPUs and the rounds it was made of: 3 ms a round, b = 1."""
     rng = np.random.default_rng(4)
     accepted = rng.integers(0, K + 1, N)
@@ -64,7 +71,7 @@ def make() -> tuple[Row, Rounds]:
     return make_row(rounds), rounds
 
 
-def make_row(rounds: Rounds) -> Row:
+def make_row(rounds: Rounds) -> Line:
     """What lab/measure/row.py says of these rounds."""
     lead, rows, round_s = rounds["lead_ledger_ns"], rounds["sequences"], rounds["round_s"]
     count = len(round_s)

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpissd.common import theory
 from mpissd.common.presets import PAIRS
+from mpissd.common.row import Row
 
 STEP_S = 0.004
 T1_S = {"8b/1b": 0.016, "70b/1b": 0.150}
@@ -21,7 +22,7 @@ def ratio(pair: str, width: int) -> float:
     return t_target(pair, width) / t_target(pair, 1)
 
 
-def sd(pair: str, lookahead: int, *, alpha: float = 0.9, **changed: Any) -> dict[str, Any]:
+def sd(pair: str, lookahead: int, *, alpha: float = 0.9, **changed: Any) -> Row:
     """An SD row of the known model, with exact throughput."""
     verify, draft = t_target(pair, lookahead + 1), lookahead * STEP_S
     tokens = theory.expected_tokens(alpha, lookahead)
@@ -47,7 +48,7 @@ def round_us(seconds: float) -> dict[str, float]:
     return dict.fromkeys(("mean", "p50", "p90", "p99"), seconds * 1e6)
 
 
-def ar(pair: str, **changed: Any) -> dict[str, Any]:
+def ar(pair: str, **changed: Any) -> Row:
     row = {
         "schema": 1,
         "run_id": f"ar-{pair.replace('/', '-')}",
@@ -76,7 +77,7 @@ def ar(pair: str, **changed: Any) -> dict[str, Any]:
         "stable": True,
         "provenance": {"command": ["run"], "ranks": [{"device": "A GPU"}]},
     }
-    return row | changed
+    return Row.from_dict(row | changed)
 
 
 def profile(pair: str, *widths: int) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def profile(pair: str, *widths: int) -> dict[str, Any]:
     return {"schema": 1, "kind": "job", "device": {"verify": verify, "draft": None}, "host": {}}
 
 
-def everything(pair: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+def everything(pair: str) -> tuple[list[Row], dict[str, dict[str, Any]]]:
     """AR and all K of a pair, with the forward tables that such jobs write."""
     rows = [ar(pair), *(sd(pair, k) for k in LOOKAHEADS)]
     powers = {1, 2, 4, 8}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mpissd.common.compare import Comparison, compare_rates
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rate, Samples, student_t
+from mpissd.common.row import Row
 
 
 def compare(
@@ -92,11 +93,11 @@ def test_what_cannot_be_compared(seconds: list[float], tokens: list[int] | None,
     assert says in str(caught.value)
 
 
-def row(**changed: Any) -> dict[str, Any]:
+def row(**changed: Any) -> Row:
     """A row of 100 rounds of 1 or 3 tokens in 10 ms, with no luck and no spread told."""
     flat = {"mean": 1e4, "p50": 1e4, "p90": 1e4, "p99": 1e4, "n": 100}
     made = {"run_id": "r", "num_rounds": 100, "tok_per_s": 200.0, "round_us": flat}
-    return {**made, "accept_histogram": [50, 0, 50], "sampling_sd": None, **changed}
+    return Row.from_dict(made | {"accept_histogram": [50, 0, 50], "sampling_sd": None} | changed)
 
 
 def test_a_row_alone_tells_of_its_draws() -> None:
@@ -111,7 +112,7 @@ def test_a_row_alone_tells_of_its_draws() -> None:
 @pytest.mark.parametrize("times", [{"p90": 1.1281552e4}, {"p90": 1e4, "p99": 1.2326348e4}])
 def test_a_row_alone_tells_of_the_spread_of_its_rounds(times: dict[str, float]) -> None:
     """σ = 1 ms of 10 ms by the one percentile or the other, over √100."""
-    flat = row()["round_us"]
+    flat = dict(row().round_us)
     found = Rate.of_row(row(sampling_sd=0.0, round_us=flat | times))
     assert found.variance == pytest.approx(0.01**2)
 

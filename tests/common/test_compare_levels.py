@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mpissd.common.compare import Comparison, How, compare_blocks, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rate, Rounds
+from mpissd.common.row import Row
 from mpissd.common.theory import expected_tokens
 
 ALPHA, COUNT = 0.8, 400
@@ -66,12 +67,12 @@ def runs_of(
     ]
 
 
-def row_of(run: Rounds, seed: int, lookahead: int, **told: Any) -> dict[str, Any]:
+def row_of(run: Rounds, seed: int, lookahead: int, **told: Any) -> Row:
     """What a row says of such a run."""
     us = run.seconds * 1e6
     p50, p90, p99 = np.percentile(us, [50, 90, 99])
     counts = np.bincount(run.tokens.astype(int) - 1, minlength=lookahead + 1)
-    return {
+    line = {
         "run_id": f"{seed}-{id(run)}",
         "mode": "sd",
         "seed": seed,
@@ -83,8 +84,8 @@ def row_of(run: Rounds, seed: int, lookahead: int, **told: Any) -> dict[str, Any
         "round_us": {"mean": us.mean(), "p50": p50, "p90": p90, "p99": p99, "n": len(us)},
         "accept_histogram": counts.tolist(),
         "sampling_sd": None,
-        **told,
     }
+    return Row.from_dict(line | told)
 
 
 def false_alarms(found: list[Comparison]) -> float:
@@ -101,11 +102,10 @@ def by_seeds(
 ) -> list[Comparison]:
     """Five seeds at a time; b faster by `gain`."""
     rows = [
-        [row_of(run, n % 5, k) for run, k in zip(pair, lookaheads, strict=True)]
+        tuple(row_of(run, n % 5, k) for run, k in zip(pair, lookaheads, strict=True))
         for n, pair in enumerate(pairs)
     ]
-    for _, b in rows:
-        b["tok_per_s"] *= gain
+    rows = [(a, b | {"tok_per_s": b.tok_per_s * gain}) for a, b in rows]
     groups = [rows[n : n + 5] for n in range(0, len(rows), 5)]
     found = [compare_rows([a for a, _ in g], [b for _, b in g]) for g in groups]
     assert all(c.how is How.SEEDS and c.num_seeds == 5 and c.is_headline for c in found)
@@ -196,7 +196,7 @@ def test_the_level_is_chosen_by_what_the_rows_share() -> None:
     one = row_of(a, 0, 4, run_id="a")
     rounds = {"a": a, "b": b}
 
-    def how(other: dict[str, Any], *more: dict[str, Any]) -> How:
+    def how(other: Row, *more: Row) -> How:
         return compare_rows([one, *more], [other, *more], rounds).how
 
     same = row_of(b, 0, 4, run_id="b")
@@ -212,9 +212,9 @@ def test_the_level_is_chosen_by_what_the_rows_share() -> None:
     assert how(row_of(few, 0, 4, run_id="b")) is How.ROUNDS  # 40 rounds against 100
 
 
-def rows_of(rates: list[float], num_rounds: int = 400, first: int = 0) -> list[dict[str, Any]]:
+def rows_of(rates: list[float], num_rounds: int = 400, first: int = 0) -> list[Row]:
     return [
-        {"seed": first + n, "tok_per_s": rate, "num_rounds": num_rounds}
+        Row.from_dict({"seed": first + n, "tok_per_s": rate, "num_rounds": num_rounds})
         for n, rate in enumerate(rates)
     ]
 
@@ -233,7 +233,7 @@ def test_pairs_of_seeds_by_hand() -> None:
 def test_repeats_of_a_seed_are_one_and_strangers_none() -> None:
     a, b = rows_of([100, 200, 300]), rows_of([110, 240, 390])
     twice = [*b, *rows_of([110 * 1.21], first=0), *rows_of([5.0], first=9)]
-    twice[0] = {**b[0], "tok_per_s": 110 / 1.21}
+    twice[0] = b[0] | {"tok_per_s": 110 / 1.21}
     assert compare_rows(a, twice).low == pytest.approx(compare_rows(a, b).low)
     assert compare_rows(a, twice).num_seeds == 3
 
@@ -254,7 +254,7 @@ def test_a_headline_takes_five_seeds_of_400_rounds(
     seeds: int, num_rounds: int, is_headline: bool
 ) -> None:
     a = rows_of([100.0 + n for n in range(seeds)], num_rounds)
-    b = [{**row, "tok_per_s": 1.5 * row["tok_per_s"]} for row in a]
+    b = [row | {"tok_per_s": 1.5 * row.tok_per_s} for row in a]
     found = compare_rows(a, b)
     assert found.is_headline == is_headline and found.is_real
     assert found.claim == ("1.50× (1.50–1.50)" if is_headline else "1.50–1.50 (few seeds)")

@@ -47,7 +47,7 @@ def test_a_forecast_needs_the_profile_alone() -> None:
     row = row_like("emulated-predictions/runs.jsonl", device_name="NVIDIA H200 (emulated)")
     found = forecast_row(row, load_profile("h200"))
     keys = ("round_us", "phases_us", "predicted_tok_per_s", "expected_tok_per_s", "t_target_s")
-    assert forecast_row({**row, **dict.fromkeys(keys)}, load_profile("h200")) == found
+    assert forecast_row(row | dict.fromkeys(keys), load_profile("h200")) == found
     assert found.tok_per_s is not None and not found.derived
     assert found.error(row) == pytest.approx(row["tok_per_s"] / found.tok_per_s - 1)
 
@@ -58,7 +58,7 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     target = load_profile("h100")
     assert "draft ran on NVIDIA V100" in (forecast_row(row, target).reason or "")
     slow = forecast_row(row, target, None, load_profile("v100-32")).tok_per_s
-    fast = forecast_row({**row, "draft_device_name": row["device_name"]}, target).tok_per_s
+    fast = forecast_row(row | {"draft_device_name": row.device_name}, target).tok_per_s
     assert slow is not None and fast is not None and slow < fast
 
 
@@ -83,7 +83,7 @@ def test_what_has_no_forecast_says_why(name: str, wanted: dict[str, Any], reason
 def test_a_lost_draft_has_no_mean() -> None:
     row = row_like("h200-sweep/runs_8b.jsonl", mode="sd")
     with pytest.raises(ConfigError, match="their draft was lost"):
-        job_of_row({**row, "draft_lost_round": 7})
+        job_of_row(row | {"draft_lost_round": 7})
 
 
 def test_a_derived_forward_is_labelled(tmp_path: Path) -> None:
@@ -116,5 +116,5 @@ def test_another_run_s_profile_predicts_what_it_covers() -> None:
     found = forecast_from_run(row, "of-another-job.json", run)
     assert found.tok_per_s == pytest.approx(row["expected_tok_per_s"], rel=1e-9)
     for changed in ({"tp": 2}, {"lookahead": 9}, {"batch_size": 2}, {"backend": "emulated"}):
-        reason = forecast_from_run({**row, **changed}, "of-another-job.json", run).reason
+        reason = forecast_from_run(row | changed, "of-another-job.json", run).reason
         assert reason == "the profile does not cover their configuration"

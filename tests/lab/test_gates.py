@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 
 from mpissd.common.trace import LeadPhase
-from mpissd.lab.gates import violations
-from tests.common.clean_row import K, Rounds, Row, device_means, make, make_row
+from tests.common.clean_row import K, Line, Rounds, device_means, judge, make, make_row
 
-Spoil = Callable[[Row, Rounds], None]
+Spoil = Callable[[Line, Rounds], None]
 
 
 @pytest.fixture
-def clean() -> tuple[Row, Rounds]:
+def clean() -> tuple[Line, Rounds]:
     return make()
 
 
 def put(path: str, value: Any) -> Spoil:
     """Replaces a number of the row."""
 
-    def spoil(row: Row, rounds: Rounds) -> None:
+    def spoil(row: Line, rounds: Rounds) -> None:
         *above, last = path.split(".")
         for key in above:
             row = row[key]
@@ -36,7 +35,7 @@ def put(path: str, value: Any) -> Spoil:
 def put_in(name: str, where: Any, value: Any) -> Spoil:
     """Replaces elements of an array."""
 
-    def spoil(row: Row, rounds: Rounds) -> None:
+    def spoil(row: Line, rounds: Rounds) -> None:
         rounds[name][where] = value
 
     return spoil
@@ -45,7 +44,7 @@ def put_in(name: str, where: Any, value: Any) -> Spoil:
 def consistently(times: float) -> Spoil:
     """A forward so many times faster, in the row and in all rounds."""
 
-    def spoil(row: Row, rounds: Rounds) -> None:
+    def spoil(row: Line, rounds: Rounds) -> None:
         rounds["t_target_s"] *= times
         row["t_target_s"] *= times
         row["T_SD"] /= times
@@ -58,7 +57,7 @@ def consistently(times: float) -> Spoil:
 def lose(share: float) -> Spoil:
     """Rounds of which the ledger saw so much less than the wall did, in row and rounds."""
 
-    def spoil(row: Row, rounds: Rounds) -> None:
+    def spoil(row: Line, rounds: Rounds) -> None:
         rounds["round_s"] /= 1 - share
         row["wall_s"] = float(rounds["round_s"].sum())
         row["tok_per_s"] = row["num_tokens"] / row["wall_s"]
@@ -70,12 +69,12 @@ def lose(share: float) -> Spoil:
     return spoil
 
 
-def overlap(row: Row, rounds: Rounds) -> None:
+def overlap(row: Line, rounds: Rounds) -> None:
     """A phase that counts what another one counted, too."""
     rounds["lead_ledger_ns"][:, 2 + LeadPhase.SAMPLE] += 10**5
 
 
-def drop_a_round(row: Row, rounds: Rounds) -> None:
+def drop_a_round(row: Line, rounds: Rounds) -> None:
     rounds["lead_ledger_ns"] = np.delete(rounds["lead_ledger_ns"], 50, axis=0)
 
 
@@ -194,106 +193,106 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
 }
 
 
-def test_a_clean_row_passes(clean: tuple[Row, Rounds]) -> None:
-    assert violations(*clean) == []
+def test_a_clean_row_passes(clean: tuple[Line, Rounds]) -> None:
+    assert judge(*clean) == []
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_spoiled_row_is_caught_and_named(clean: tuple[Row, Rounds], name: str) -> None:
+def test_a_spoiled_row_is_caught_and_named(clean: tuple[Line, Rounds], name: str) -> None:
     row, rounds = clean
     gate, spoil, says = SPOILED[name]
     spoil(row, rounds)
-    found = violations(row, rounds)
+    found = judge(row, rounds)
     assert any(line.startswith(f"{gate}: ") and says in line for line in found), found
     assert all("\n" not in line for line in found)
 
 
-def test_what_is_unknown_is_judged_by_no_gate(clean: tuple[Row, Rounds]) -> None:
+def test_what_is_unknown_is_judged_by_no_gate(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     consistently(0.5)(row, rounds)  # below the floor, if there is one
     for key in ("cache_bytes", "rank_digests", "hit_rate", "t_growth_s", "predicted_tok_per_s"):
         row[key] = None
-    assert violations(row, rounds) == []
+    assert judge(row, rounds) == []
     del row["token_limit"]
-    assert violations(row, {}) == []
+    assert judge(row, {}) == []
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("cache_bytes", 8e9), ("floor_bytes", None), ("read_bytes_per_s", None)]
 )
 def test_the_floor_allows_for_the_cache(
-    clean: tuple[Row, Rounds], key: str, value: float | None
+    clean: tuple[Line, Rounds], key: str, value: float | None
 ) -> None:
     row, rounds = clean
     consistently(0.5)(row, rounds)
-    assert len(violations(row, rounds)) == 1
+    assert len(judge(row, rounds)) == 1
     row[key] = value
-    assert violations(row, rounds) == []
+    assert judge(row, rounds) == []
 
 
-def test_the_cache_saves_no_product(clean: tuple[Row, Rounds]) -> None:
+def test_the_cache_saves_no_product(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     row |= {"cache_bytes": 8e9, "floor_flops": 2e12, "floor_us": 2500.0}
     row["floor_fraction"] = round(2.5e-3 / row["t_target_s"], 4)
-    assert [line[:20] for line in violations(row, rounds)] == ["floor: t_target_s is"]
+    assert [line[:20] for line in judge(row, rounds)] == ["floor: t_target_s is"]
     row["backend"] = "numpy"  # 2.5 ms, and half of it may be noise
-    assert violations(row, rounds) == []
+    assert judge(row, rounds) == []
     row |= {"floor_flops": 4e12, "floor_us": 5000.0, "floor_fraction": 5e-3 / row["t_target_s"]}
-    assert [line[:20] for line in violations(row, rounds)] == ["floor: t_target_s is"]
+    assert [line[:20] for line in judge(row, rounds)] == ["floor: t_target_s is"]
 
 
-def test_a_side_of_the_floor_that_is_unknown_is_not_judged(clean: tuple[Row, Rounds]) -> None:
+def test_a_side_of_the_floor_that_is_unknown_is_not_judged(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     row |= {"peak_flops_per_s": None, "floor_us": None, "floor_fraction": None}
-    assert violations(row, rounds) == []
+    assert judge(row, rounds) == []
     consistently_faster = row | {"floor_us": 1.0}
     consistently(0.5)(consistently_faster, rounds)
-    assert len([v for v in violations(consistently_faster, rounds) if "GB/s" in v]) == 1
+    assert len([v for v in judge(consistently_faster, rounds) if "GB/s" in v]) == 1
 
 
-def test_rows_older_than_the_flops_have_a_floor_of_bytes(clean: tuple[Row, Rounds]) -> None:
+def test_rows_older_than_the_flops_have_a_floor_of_bytes(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     del row["floor_flops"], row["peak_flops_per_s"]
-    assert violations(row, rounds) == []
+    assert judge(row, rounds) == []
     row["floor_us"] *= 0.9
-    assert any("floor_bytes / read_bytes_per_s: " in line for line in violations(row, rounds))
+    assert any("floor_bytes / read_bytes_per_s: " in line for line in judge(row, rounds))
 
 
-def test_a_cpu_has_a_noisy_floor(clean: tuple[Row, Rounds]) -> None:
+def test_a_cpu_has_a_noisy_floor(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     consistently(1.7 / 2.38)(row, rounds)  # 1.70 ms, the cache allows 1.767
-    assert len(violations(row, rounds)) == 1
+    assert len(judge(row, rounds)) == 1
     row["backend"] = "numpy"
-    assert violations(row, rounds) == []
+    assert judge(row, rounds) == []
 
 
 @pytest.mark.parametrize(("limit", "counted"), [(None, 0), (10**6, 0), (500, -1), (3, -2)])
 def test_tokens_beyond_the_limit_do_not_count(
-    clean: tuple[Row, Rounds], limit: int | None, counted: int
+    clean: tuple[Line, Rounds], limit: int | None, counted: int
 ) -> None:
     row, rounds = clean
     total = row["num_tokens"]
     row["token_limit"] = limit
     row["num_tokens"] = {0: total, -1: 500, -2: 3}[counted]
-    assert not [line for line in violations(row, rounds) if line.startswith("tokens")]
+    assert not [line for line in judge(row, rounds) if line.startswith("tokens")]
     row["num_tokens"] += 1
-    assert [line for line in violations(row, rounds) if line.startswith("tokens")]
+    assert [line for line in judge(row, rounds) if line.startswith("tokens")]
 
 
-def test_without_the_limit_a_last_round_may_overshoot(clean: tuple[Row, Rounds]) -> None:
+def test_without_the_limit_a_last_round_may_overshoot(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     total = row["num_tokens"]
     del row["token_limit"]
     for less, wrong in ((0, 0), (K, 0), (K + 1, 1), (-1, 1)):
         row["num_tokens"] = total - less
-        assert len([v for v in violations(row, rounds) if v.startswith("tokens")]) == wrong
+        assert len([v for v in judge(row, rounds) if v.startswith("tokens")]) == wrong
 
 
-def test_short_rounds_need_not_close(clean: tuple[Row, Rounds]) -> None:
+def test_short_rounds_need_not_close(clean: tuple[Line, Rounds]) -> None:
     """Two stamps and a store are 1% of 100 µs."""
     row, rounds = clean
     lose(0.02)(row, rounds)
-    assert len(violations(row, rounds)) == 1
+    assert len(judge(row, rounds)) == 1
     for name in ("lead_ledger_ns", "draft_ledger_ns"):
         rounds[name][:, 2:] //= 10
         rounds[name][:, 1] = rounds[name][:, 2:].sum(axis=1)
@@ -301,26 +300,26 @@ def test_short_rounds_need_not_close(clean: tuple[Row, Rounds]) -> None:
         rounds[name] /= 10
     rounds["draft_rounds"][:, 1:3] /= 10
     short = make_row(rounds) | {"cache_bytes": None}
-    assert short["ledger_closure"] < 0.99 and violations(short, rounds) == []
+    assert short["ledger_closure"] < 0.99 and judge(short, rounds) == []
 
 
-def test_time_between_the_two_clocks_is_not_lost(clean: tuple[Row, Rounds]) -> None:
+def test_time_between_the_two_clocks_is_not_lost(clean: tuple[Line, Rounds]) -> None:
     """A rank without its core for 1 ms, between the ledger's stamp and the wall's, twice."""
     _, rounds = clean
     for n in (50, 120):
         rounds["round_s"][n : n + 2] += [1e-3, -1e-3]
     row = make_row(rounds)
-    assert row["ledger_closure"] < 0.99 and violations(row, rounds) == []
+    assert row["ledger_closure"] < 0.99 and judge(row, rounds) == []
     for n in (50, 51, 52, 120):  # that no phase saw
         rounds["round_s"][n] += 1e-3
-    found = violations(make_row(rounds), rounds)
+    found = judge(make_row(rounds), rounds)
     assert len(found) == 1 and "close to 0." in found[0]
 
 
-def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Row, Rounds]) -> None:
+def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Line, Rounds]) -> None:
     """One round that the system took away is no percentile of 50."""
     _, rounds = clean
     few = {k: v if v.dtype.kind == "U" else v[:50].copy() for k, v in rounds.items()}
     few["round_s"][7] *= 1.5
     row = make_row(few)
-    assert row["ledger_closure"] < 0.9 and violations(row, few) == []
+    assert row["ledger_closure"] < 0.9 and judge(row, few) == []

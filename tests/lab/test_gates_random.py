@@ -7,12 +7,11 @@ import copy
 import numpy as np
 import pytest
 
-from mpissd.lab.gates import violations
-from tests.common.clean_row import Rounds, Row, make
+from tests.common.clean_row import Line, Rounds, judge, make
 
 
 @pytest.fixture
-def clean() -> tuple[Row, Rounds]:
+def clean() -> tuple[Line, Rounds]:
     return make()
 
 
@@ -25,7 +24,7 @@ world_size num_layers branch_budget backup_lookahead schema prediction_error sam
 predicted_round_us.mean predicted_round_us.p50 sampling_sd""".split()
 
 
-def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Row, Rounds]) -> None:
+def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Line, Rounds]) -> None:
     """Seed 11, 20 factors a number: at least 95% caught. Out of reach: what nothing else says."""
     rng = np.random.default_rng(11)
     caught = {}
@@ -42,7 +41,7 @@ def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Row,
             if isinstance(old, int):  # at least by one
                 new = old + int(np.sign(off)) * max(1, round(abs(old * off)))
             holder[last] = new
-            lines += bool(violations(row, rounds))
+            lines += bool(judge(row, rounds))
         caught[path] = lines
     share = sum(caught.values()) / (20 * len(caught))
     missed = {path: n for path, n in caught.items() if n < 20}
@@ -52,7 +51,7 @@ def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Row,
 
 
 @pytest.mark.parametrize("name", [k for k, v in make()[1].items() if v.dtype.kind in "if"])
-def test_a_column_scaled_by_five_percent_is_caught(clean: tuple[Row, Rounds], name: str) -> None:
+def test_a_column_scaled_by_five_percent_is_caught(clean: tuple[Line, Rounds], name: str) -> None:
     row, rounds = clean
     table = rounds[name].reshape(len(rounds[name]), -1)
     unread = {"sequences": {2}, "draft_rounds": {0, 3, 4}}.get(name, set())  # epoch, round, counts
@@ -64,4 +63,4 @@ def test_a_column_scaled_by_five_percent_is_caught(clean: tuple[Row, Rounds], na
                 if name == "sequences"
                 else (table[:, column] * 1.05)
             )
-            assert violations(row, {**rounds, name: spoiled.reshape(rounds[name].shape)}), column
+            assert judge(row, {**rounds, name: spoiled.reshape(rounds[name].shape)}), column

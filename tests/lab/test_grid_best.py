@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods, method_of, render, to_dict
 from mpissd.lab.sweep.commands import best
 from mpissd.lab.sweep.configs import BestConfig
@@ -25,7 +26,7 @@ SAME = {
 }
 
 
-def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> dict:
+def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> Row:
     """A row of 400 rounds; seed 0 unless said, with a luck of 1%."""
     drafts = 0 if mode == "ar" else 1
     flat = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
@@ -36,7 +37,8 @@ def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told
     if mode == "ssd":
         known |= {"hit_law": "p_hit:0.9", "on_late": "finish"}
     known["provenance"] = {"sweep": {"flags": {"fan_out": "uniform:3"} if mode == "ssd" else {}}}
-    return {**SAME, "mode": mode, "lookahead": lookahead, "tok_per_s": rate, **known, **told}
+    known |= {"mode": mode, "lookahead": lookahead, "tok_per_s": rate}
+    return Row.from_dict(SAME | known | told)
 
 
 ROWS = [
@@ -75,11 +77,11 @@ def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None
     ]
 
 
-def of_two_gpus(*others: dict) -> list[dict]:
+def of_two_gpus(*others: Row) -> list[Row]:
     """SSD, SD and AR as ROWS have them, and what else ran on two GPUs."""
     here = {"target": "llama-3.1-8b"}
-    rows = [{**r, **here} for r in ROWS[:-1]]
-    return rows + [{**r, **here, "num_drafts": 0, "world_size": 2} for r in others]
+    rows = [r | here for r in ROWS[:-1]]
+    return rows + [r | here | {"num_drafts": 0, "world_size": 2} for r in others]
 
 
 def test_the_best_other_use_is_over_every_t() -> None:
@@ -114,7 +116,7 @@ def test_a_use_that_was_not_measured_is_said_and_nothing_is_best() -> None:
 
 def test_gpus_of_another_kind_are_no_rivals() -> None:
     rows = of_two_gpus(row("ar", 0, 525, tp=2))
-    mixed = {**rows[3], "draft_device_name": "V100", "tok_per_s": 5000.0}
+    mixed = rows[3] | {"draft_device_name": "V100", "tok_per_s": 5000.0}
     (verdict,) = verdicts(compare_methods(rows)[0], [*rows, mixed])
     assert verdict.others.fastest is not None and verdict.others.fastest.tok_per_s < 5000
 
@@ -141,8 +143,8 @@ def test_what_drafts_a_miss_makes_another_method(other: dict[str, Any]) -> None:
     usual = row("ssd", 4, 900, backup="jit", backup_lookahead=4, acceptance_fast="alpha:0.3")
     names = {
         method_of(usual),
-        method_of({**usual, **other}),
-        method_of({**usual, "backup": "fast"}),
+        method_of(usual | other),
+        method_of(usual | {"backup": "fast"}),
     }
     assert len(names) == 2 + (other != {"backup": "fast"})
 
@@ -150,7 +152,7 @@ def test_what_drafts_a_miss_makes_another_method(other: dict[str, Any]) -> None:
 def test_another_draft_device_makes_another_method() -> None:
     own = row("ssd", 4, 900, draft_device_name="H200")
     assert method_of(own) == method_of(row("ssd", 4, 900))
-    assert "draft on V100" in method_of({**own, "draft_device_name": "V100"})
+    assert "draft on V100" in method_of(own | {"draft_device_name": "V100"})
 
 
 def test_graphs_and_single_launches_are_not_repeats() -> None:
@@ -159,10 +161,9 @@ def test_graphs_and_single_launches_are_not_repeats() -> None:
 
 
 def test_what_is_no_row_is_not_compared() -> None:
-    junk = [{}, {"tok_per_s": 5}, {**ROWS[0], "mode": "x"}, {**ROWS[0], "lookahead": None}]
-    assert compare_methods([*ROWS, *junk, {**ROWS[0], "tok_per_s": "fast"}]) == compare_methods(
-        ROWS
-    )
+    spoiled = ({"mode": "x"}, {"lookahead": None}, {"tok_per_s": "fast"})
+    junk = [*map(Row.from_dict, ({}, {"tok_per_s": 5})), *(ROWS[0] | one for one in spoiled)]
+    assert compare_methods([*ROWS, *junk]) == compare_methods(ROWS)
 
 
 def test_the_table_and_the_json_say_the_same() -> None:
@@ -187,11 +188,11 @@ def test_the_best_lookahead_is_chosen_by_the_prediction_and_not_by_luck() -> Non
     lucky = [row("sd", 4, 600), row("sd", 8, 640, expected_tok_per_s=590)]
     (found,) = compare_methods(lucky)
     assert found.methods[0].best.lookahead == 4
-    unknown = [{**lucky[0], "expected_tok_per_s": None}, lucky[1]]
+    unknown = [lucky[0] | {"expected_tok_per_s": None}, lucky[1]]
     assert compare_methods(unknown)[0].methods[0].best.lookahead == 8
 
 
-def seeded(count: int, num_rounds: int = 400) -> list[dict]:
+def seeded(count: int, num_rounds: int = 400) -> list[Row]:
     """A sweep over seeds, as `seed = 0..4` of a grid makes it: luck of 10%, shared but for 1%."""
     luck = [1.0, 1.1, 0.9, 1.05, 0.95][:count]
     known = {"num_rounds": num_rounds, "sampling_sd": 0.1}
@@ -216,13 +217,13 @@ def test_seeds_of_a_grid_are_paired() -> None:
         gain = few.methods[2].best.over(few.methods[1].best)
         assert gain is not None and gain.is_real and not gain.is_headline
         assert ")+" not in render([few])
-    lone = compare_methods([r for r in seeded(5) if r["seed"] == 3])[0]
+    lone = compare_methods([r for r in seeded(5) if r.seed == 3])[0]
     alone = lone.methods[2].best.over(lone.methods[1].best)
     assert alone is not None and not alone.is_real  # one seed, as independent rows
 
 
 def test_rows_that_say_too_little_have_no_gain() -> None:
-    found = compare_methods([{**r, "round_us": None} for r in ROWS[:4]])[0]
+    found = compare_methods([r | {"round_us": None} for r in ROWS[:4]])[0]
     assert "–" in render([found]).splitlines()[3]
     assert to_dict(found)["methods"][1]["over_ar"] is None
 

@@ -13,6 +13,7 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.cli.exchange import matching
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.interchange.nccl_tests import read
 from mpissd.lab.interchange.tidy import tidy, write_tidy
@@ -147,8 +148,8 @@ def test_what_collectives_needs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not to.exists()
 
 
-def row(mode: str, lookahead: int, batch: int, rate: float, **more: Any) -> dict[str, Any]:
-    return {
+def row(mode: str, lookahead: int, batch: int, rate: float, **more: Any) -> Row:
+    line = {
         "schema": 1,
         "mode": mode,
         "schedule": None,
@@ -164,8 +165,8 @@ def row(mode: str, lookahead: int, batch: int, rate: float, **more: Any) -> dict
         "acceptance": "alpha:0.8" if mode != "ar" else None,
         "lm_head": False,
         "context": 0,
-        **more,
     }
+    return Row.from_dict(line | more)
 
 
 ROWS = [
@@ -214,7 +215,7 @@ def test_rows_are_chosen_by_what_they_say() -> None:
 
 
 def test_what_is_no_row_is_not_in_the_schedule() -> None:
-    assert schedule([*ROWS, {"mode": "sd"}, row("sd", 9, 1, None)]) == schedule(ROWS)  # type: ignore[arg-type]
+    assert schedule([*ROWS, Row.from_dict({"mode": "sd"}), row("sd", 9, 1, None)]) == schedule(ROWS)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_layers '2' and 'None'"):
         schedule([*ROWS, row("sd", 3, 8, 500, num_layers=2)])
 

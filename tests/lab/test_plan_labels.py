@@ -11,6 +11,7 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
 from mpissd.common.rivals import Family
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict.advice import render
 from mpissd.lab.predict.advisor import Advice, plan
@@ -29,7 +30,7 @@ def advise(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
     return config, plan(config, HostCosts(), found.placements, gpus, found.unjudged)
 
 
-def row_of(config: RunConfig, choice: Choice) -> dict[str, Any]:
+def row_of(config: RunConfig, choice: Choice) -> Row:
     """A row as a run of that choice on this device would write it."""
     job = job_of(config, choice)
     names = "mode num_drafts batch_size fuse lm_head context on_late backup acceptance_fast"
@@ -39,7 +40,7 @@ def row_of(config: RunConfig, choice: Choice) -> dict[str, Any]:
     told |= {"lookahead": job.lookahead, "backup_lookahead": job.backup_lookahead}
     told |= {"fan_out": job.fan_out, "fan_out_miss": job.fan_out_miss}
     told |= {"acceptance": job.config.acceptance, "hit_law": job.hit_law.label}
-    return told
+    return Row.from_dict(told)
 
 
 @pytest.mark.parametrize(

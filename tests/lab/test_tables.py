@@ -15,6 +15,7 @@ from mpissd.common import theory
 from mpissd.common.compare import How, compare_rates
 from mpissd.common.config import parse_flags
 from mpissd.common.rates import Rate, Rounds
+from mpissd.common.row import Row
 from mpissd.lab.tables import render
 from mpissd.lab.tables.compare import Table, TableRow, make_tables
 from mpissd.lab.tables.milestone import REPORT
@@ -33,7 +34,7 @@ from tests.common.tables_model import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def table(rows: list[dict[str, Any]], profiles: Any = None, pair: str = "8b/1b") -> Table:
+def table(rows: list[Row], profiles: Any = None, pair: str = "8b/1b") -> Table:
     """The one table of a pair."""
     (found,) = [t for t in make_tables(rows, profiles or {}) if t.pair == pair]
     return found
@@ -128,7 +129,7 @@ def test_without_rounds_the_interval_is_that_of_the_drawn_lengths() -> None:
     assert re.search(r"^  2 .*\d\.\d\d \(\d\.\d\d–\d\.\d\d\) +\d\.\d\d\* \|", render(rows), re.M)
 
 
-def kept(row: dict[str, Any], spread: float, seed: int) -> Rounds:
+def kept(row: Row, spread: float, seed: int) -> Rounds:
     """Rounds whose tokens and seconds vary independently."""
     rng = np.random.default_rng(seed)
     tokens = rng.choice([1.0, 3.0], row["num_rounds"])

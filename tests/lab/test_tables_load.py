@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.lab.tables import load_profiles, load_rows, render
 from tests.common.tables_model import ar, everything, sd
 
 
-def write(folder: Path, rows: list[dict[str, Any]], name: str = "runs.jsonl") -> Path:
+def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "runs.jsonl") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
     return path
 
 
@@ -37,7 +39,7 @@ def test_rows_and_profiles_are_found_under_a_folder_and_count_once(tmp_path: Pat
     assert render(loaded, profiles) == render(rows, profiles)
 
 
-GOOD = json.dumps(ar("8b/1b"))
+GOOD = json.dumps(dict(ar("8b/1b")))
 
 
 @pytest.mark.parametrize(
@@ -45,10 +47,10 @@ GOOD = json.dumps(ar("8b/1b"))
     [
         (f"{GOOD}\n{GOOD[:200]}", 2, "cut off"),
         (f"{GOOD}\n\n{GOOD[:-1]}\n{GOOD}\n", 3, "cut off"),
-        (f"{GOOD}\n{json.dumps(ar('8b/1b', schema=2))}\n", 2, "schema 2: allowed: 1"),
+        (f"{GOOD}\n{json.dumps(dict(ar('8b/1b', schema=2)))}\n", 2, "schema 2: allowed: 1"),
         (f"{GOOD}\n" + '{"run_id": "x"}\n', 2, "schema None"),
         (f"{GOOD}\n[1, 2]\n", 2, "a list: allowed: a JSON object"),
-        (f"{GOOD}\n{json.dumps(ar('8b/1b', tok_per_s=1.0))}\n", 2, "another row"),
+        (f"{GOOD}\n{json.dumps(dict(ar('8b/1b', tok_per_s=1.0)))}\n", 2, "another row"),
         (GOOD.encode() + b"\n\n\xff\xfe{}\n", 3, "not UTF-8"),
         ("[" * 100_000, 1, "cut off"),
     ],
@@ -112,7 +114,6 @@ def test_a_value_that_no_run_writes_is_an_error(changed: dict[str, Any]) -> None
 
 
 def test_a_row_without_a_key_is_an_error() -> None:
-    row = sd("8b/1b", 2)
-    del row["fuse"]
+    without = {key: value for key, value in sd("8b/1b", 2).items() if key != "fuse"}
     with pytest.raises(ConfigError, match=r"sd-8b-1b-2-0\.9': no fuse: allowed: a row of `run`"):
-        render([row])
+        render([Row.from_dict(without)])

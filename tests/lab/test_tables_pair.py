@@ -13,20 +13,21 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.compare import How, compare_rows
 from mpissd.common.errors import ConfigError
-from mpissd.lab.tables import load_rounds
+from mpissd.common.row import Row
+from mpissd.lab.tables import load_rounds, load_rows
 from mpissd.lab.tables.pair import Pair, check_alike
 from tests.common.tables_model import ar, sd
 
 SHARED = {"workload": "gemm", "seed": 0, "token_digest": "f00d", "num_rounds": 60, "world_size": 1}
 
 
-def result(run_id: str, **changed: Any) -> dict[str, Any]:
+def result(run_id: str, **changed: Any) -> Row:
     return sd("8b/1b", 4, run_id=run_id, **{**SHARED, **changed})
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> None:
+def write(folder: Path, *rows: Row) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "runs.jsonl").write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
 
 
 def write_rounds(folder: Path, run_id: str, seconds: Any, accepted: Any) -> None:
@@ -105,12 +106,12 @@ def test_what_means_nothing_is_one_line(
 
 def test_drafts_on_other_devices_differ() -> None:
     old = result("one", num_drafts=1, world_size=2)  # of before rows named the draft's device
-    own = {**old, "draft_device_name": old["device_name"]}
-    slow = {**old, "run_id": "two", "draft_device_name": "Old GPU"}
+    own = old | {"draft_device_name": old.device_name}
+    slow = old | {"run_id": "two", "draft_device_name": "Old GPU"}
     key = "draft_device_name"
     assert Pair.of(own, slow, {}).differ == {key: (old["device_name"], "Old GPU")}
     ranks = [{"device": old["device_name"]}, {"device": "Old GPU"}]
-    assert Pair.of({**old, "provenance": {"ranks": ranks}}, slow, {}).differ == {}
+    assert Pair.of(old | {"provenance": {"ranks": ranks}}, slow, {}).differ == {}
 
 
 def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
@@ -185,7 +186,7 @@ def test_rounds_of_another_run_are_refused(tmp_path: Path) -> None:
 def test_the_committed_rows_compare() -> None:
     """SSD over SD on the H200, by the rounds that were kept."""
     folder = Path(__file__).resolve().parents[2] / "results" / "h200"
-    rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    rows = load_rows([folder])
     sd_row = next(r for r in rows if r["mode"] == "sd" and r["num_drafts"] and r["tp"] == 1)
     ssd_row = next(r for r in rows if r["mode"] == "ssd" and r["hit_law"] == "p_hit:1.0"
                    and r["target"] == sd_row["target"])  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.lab.predict.why import gaps
 
 # Rows as `run` writes them on an emulated H100, 8B/1B, K = 4; only what `gaps` reads.
-SD: dict[str, Any] = {
+SD = Row.from_dict({
     "schema": 1, "mode": "sd", "backend": "emulated", "tp": 1, "num_drafts": 1,
     "inline_draft": False, "fuse": False, "graph": False, "on_late": None, "hit_rate": None,
     "round_us": {"mean": 11217.0, "p50": 11183.3, "n": 200},
@@ -22,7 +22,7 @@ SD: dict[str, Any] = {
                   "glue": 0.0, "keys": 0.0, "grow": 0.0, "record": 3.6},
     },
     "t_target_s": 0.0056937, "t_draft_s": 0.0051698, "t_growth_s": None, "floor_us": 4451.666,
-}  # fmt: skip
+})  # fmt: skip
 SSD = copy.deepcopy(SD) | {
     "mode": "ssd", "on_late": "finish", "hit_rate": 0.75377, "t_growth_s": 0.0065643,
     "round_us": {"mean": 8351.9, "p50": 6691.0, "n": 200},
@@ -53,7 +53,7 @@ AR = copy.deepcopy(SD) | {
 ROWS = {"sd": SD, "ssd": SSD, "inline": INLINE, "ar": AR}
 
 
-def named(row: dict[str, Any], count: int = 3) -> dict[str, float]:
+def named(row: Row, count: int = 3) -> dict[str, float]:
     return {gap.name: gap.us for gap in gaps(row, count)}
 
 
@@ -77,11 +77,12 @@ def test_three_largest_of_each_mode() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_all_gaps_together_are_the_round_less_its_floor(row: dict[str, Any]) -> None:
+def test_all_gaps_together_are_the_round_less_its_floor(row: Row) -> None:
     found = gaps(row, count=99)
-    mean = row["round_us"]["mean"]
-    unused = row["phases_us"]["lead"]["draft_wait"] if row["mode"] == "ar" else 0.0
-    assert sum(gap.us for gap in found) == pytest.approx(mean - row["floor_us"] - unused, abs=0.5)
+    mean, lead = row.round_us["mean"], row.phases_us["lead"] or {}
+    unused = lead["draft_wait"] if row.mode == "ar" else 0.0
+    assert row.floor_us is not None
+    assert sum(gap.us for gap in found) == pytest.approx(mean - row.floor_us - unused, abs=0.5)
     assert [gap.us for gap in found] == sorted((gap.us for gap in found), reverse=True)
     for gap in found:
         assert gap.us > 0 and gap.share == gap.us / mean
@@ -142,6 +143,6 @@ def test_other_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="schema 2: this version reads 1"):
         gaps(SD | {"schema": 2})
     with pytest.raises(ConfigError, match="schema None"):
-        gaps({})
+        gaps(Row.from_dict({}))
     with pytest.raises(ConfigError, match="'floor_us'"):
-        gaps({key: value for key, value in SD.items() if key != "floor_us"})
+        gaps(Row.from_dict({key: value for key, value in SD.items() if key != "floor_us"}))

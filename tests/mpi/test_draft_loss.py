@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpissd.common.row import Row
 from mpissd.lab.gates import violations
 from tests.mpi.harness import DIRECT, Job, Started, launch, needs_mpi
 from tests.needs import lack
@@ -36,7 +37,7 @@ def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> No
     if not is_open_mpi_5():
         lack("Open MPI 5: it alone keeps survivors")
     done = struck(tmp_path, "2 kill growth 1500", "--on_draft_loss=ar")
-    row, arrays = done.row, done.arrays
+    row, arrays = Row.from_dict(done.row), done.arrays
     assert len(done.lines) == 1 and done.lines[0].startswith("mpissd: rank 2 (")
     assert done.lines[0].endswith("the targets go on with K=0 (--on_draft_loss=ar)")
     lost = row["draft_lost_round"]
@@ -46,9 +47,9 @@ def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> No
     assert row["predicted_tok_per_s"] is None and row["phases_us"]["draft"] is None
     assert row["rank_digests"][2] is None and None not in row["rank_digests"][:2]
     assert not violations(row, arrays)
-    forged = {**row, "draft_lost_round": lost + 5}
+    forged = row | {"draft_lost_round": lost + 5}
     assert any("backup_lookahead" in line for line in violations(forged, arrays))
-    forged = {**row, "draft_lost_round": lost - 5}
+    forged = row | {"draft_lost_round": lost - 5}
     assert any("draft_lost_round" in line for line in violations(forged, arrays))
     alone = launch(2, *JOB, "--mode=ar", folder=tmp_path / "ar")
     assert row["token_digest"] == alone.row["token_digest"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.presets import resolve_model
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.gates import violations
@@ -65,7 +66,7 @@ def test_the_ledger_is_switched_on_lead_and_draft(mode: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("flags", [("--mode=ar",), ("--num_tokens=40",)])
 def test_a_measured_row_passes_its_gates(flags: tuple[str, ...], tmp_path: Path) -> None:
     job = launch(2, *NULL, "--batch_size=2", *flags, folder=tmp_path / "out", direct=True)
-    assert violations(job.row, job.arrays) == []
+    assert violations(Row.from_dict(job.row), job.arrays) == []
 
 
 @pytest.mark.parametrize(

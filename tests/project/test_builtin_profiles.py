@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.config import RunConfig
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.accuracy import (
@@ -58,7 +59,7 @@ def test_a_profile_that_parts_from_the_rows_is_told(share: float, tmp_path: Path
     assert all((g["without_luck_signed"] > MEAN_BAR) == (share > 1) for g in every)
 
 
-def first(path: str, **wanted: Any) -> dict[str, Any]:
+def first(path: str, **wanted: Any) -> Row:
     rows = load_rows([RESULTS / path])
     return next(r for r in rows if all(r[name] == value for name, value in wanted.items()))
 
@@ -77,7 +78,7 @@ def first(path: str, **wanted: Any) -> dict[str, Any]:
 def test_what_was_not_measured_is_predicted_and_labelled(
     row: tuple[str, dict[str, Any]], changed: dict[str, Any], derived: bool
 ) -> None:
-    found = profile_of_another_job("h200", None)({**first(row[0], **row[1]), **changed})
+    found = profile_of_another_job("h200", None)(first(row[0], **row[1]) | changed)
     assert found.reason is None and found.tok_per_s and found.derived is derived
 
 

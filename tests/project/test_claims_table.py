@@ -9,6 +9,7 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods
 from mpissd.lab.sweep.claims import Claim, claims, render, rewritten, unbacked
 from mpissd.lab.sweep.uses import verdicts
@@ -30,7 +31,7 @@ USES = {
 
 def rows(
     uses: dict[tuple[str, int, int], dict[int, float]] = USES, seeds: int = 5, **told: Any
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Every use under every seed: a luck of 10% that all who draft share, of AR .1%."""
     found = []
     for (mode, tp, num_drafts), by_k in uses.items():
@@ -51,16 +52,16 @@ def rows(
                     row |= {"inline_draft": not num_drafts}
                 if mode == "ssd":
                     row |= {"hit_law": "power:A=0.75,r=1.0", "on_late": "finish"}
-                found.append({**row, **told})
+                found.append(Row.from_dict(row | told))
     return found
 
 
-def one(found: list[dict[str, Any]]) -> Claim:
+def one(found: list[Row]) -> Claim:
     (claim,) = claims(found)
     return claim
 
 
-def lines(found: list[dict[str, Any]]) -> list[str]:
+def lines(found: list[Row]) -> list[str]:
     return [line for line in render(claims(found)).splitlines() if line.startswith("| 0")]
 
 
@@ -80,14 +81,14 @@ def test_both_heads_and_every_alpha_are_lines() -> None:
             told = {"run_id": f"{row['run_id']}{alpha}{head}"}
             if row["mode"] != "ar":
                 told["acceptance"] = f"alpha:{alpha}"
-            found.append({**row, **told})
+            found.append(Row.from_dict(row | told))
     starts = [line.split(" | ")[:2] for line in lines(found)]
     assert starts == [["| 0.6", "yes"], ["| 0.8", "yes"], ["| 0.6", "no"], ["| 0.8", "no"]]
 
 
 def test_what_is_not_faster_is_not_claimed() -> None:
     noisy = [
-        {**r, "tok_per_s": r["tok_per_s"] * (1 + 0.02 * (r["seed"] - 2) * (r["mode"] == "ssd"))}
+        r | {"tok_per_s": r.tok_per_s * (1 + 0.02 * (r.seed - 2) * (r.mode == "ssd"))}
         for r in rows({**USES, ("ssd", 1, 1): {4: 707.0}})
     ]
     assert "no difference" in lines(noisy)[0]
@@ -104,19 +105,18 @@ def test_few_seeds_and_short_rows_claim_nothing(poor: dict[str, Any]) -> None:
 def test_a_lucky_row_does_not_choose_its_lookahead() -> None:
     """K = 3 has the better rows, K = 4 the better prediction."""
     lucky = rows({**USES, ("ssd", 1, 1): {3: 790.0, 4: 770.0}})
-    for row in lucky:
-        if row["mode"] == "ssd":
-            row["expected_tok_per_s"] = 700.0 + row["lookahead"]
-    assert one(lucky).verdict.ssd.cell.lookahead == 4
+    told = [
+        row | {"expected_tok_per_s": 700.0 + row.lookahead} if row.mode == "ssd" else row
+        for row in lucky
+    ]
+    assert one(told).verdict.ssd.cell.lookahead == 4
 
 
 def test_a_wrong_prediction_does_not_choose_a_weak_rival() -> None:
     """The predictor takes K = 2 of SD inline for its best; measured, K = 3 equals SSD."""
     wrong = rows({**USES, ("sd", 2, 0): {2: 690.0, 3: 770.0}})
-    for row in wrong:
-        if (row["mode"], row["tp"]) == ("sd", 2):
-            row["expected_tok_per_s"] = 900.0 if row["lookahead"] == 2 else 600.0
-    found = one(wrong)
+    told = {2: {"expected_tok_per_s": 900.0}, 3: {"expected_tok_per_s": 600.0}}
+    found = one([r | told[r.lookahead] if (r.mode, r.tp) == ("sd", 2) else r for r in wrong])
     assert found.verdict.gain is not None and found.verdict.gain.low > 1.1  # by the named use
     assert found.other.cell.lookahead == 3 and not found.gain.is_real
 
@@ -131,10 +131,8 @@ def test_a_use_that_was_not_measured_is_named() -> None:
 def test_a_slower_ssd_is_set_beside_the_strongest_use_too() -> None:
     """The predictor names SD T=1 D=1, which SSD loses to by 5%; measured, SD inline is faster."""
     wrong = rows({**USES, ("ssd", 1, 1): {4: 570.0}})
-    for row in wrong:
-        if (row["mode"], row["tp"]) == ("sd", 2):
-            row["expected_tok_per_s"] = 500.0
-    found = one(wrong)
+    slow = {"expected_tok_per_s": 500.0}
+    found = one([row | slow if (row.mode, row.tp) == ("sd", 2) else row for row in wrong])
     assert found.verdict.gain is not None and 0.9 < found.verdict.gain.high < 1
     assert (found.other.tp, found.other.cell.lookahead) == (2, 3)
     assert found.gain.speedup == pytest.approx(570 / 700, rel=0.01)
@@ -143,13 +141,13 @@ def test_a_slower_ssd_is_set_beside_the_strongest_use_too() -> None:
 def test_imposed_hits_claim_nothing() -> None:
     """They cost no branches, so their rows neither make a line nor stand in another's."""
     imposed = [
-        {**r, "run_id": f"{r['run_id']}-p", "hit_law": "p_hit:0.9", "tok_per_s": 950.0}
-        for r in rows()
-        if r["mode"] == "ssd"
+        row | {"run_id": f"{row.run_id}-p", "hit_law": "p_hit:0.9", "tok_per_s": 950.0}
+        for row in rows()
+        if row.mode == "ssd"
     ]
     assert lines([*rows(), *imposed]) == lines(rows())
     with pytest.raises(ConfigError, match="no SSD beside"):
-        claims([r for r in [*rows(), *imposed] if r.get("hit_law") != "power:A=0.75,r=1.0"])
+        claims([r for r in [*rows(), *imposed] if r.hit_law != "power:A=0.75,r=1.0"])
     found = compare_methods([*rows(), *imposed])
     told = [str(verdict) for one in found for verdict in verdicts(one, [*rows(), *imposed])]
     assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
@@ -159,7 +157,7 @@ def test_a_text_is_made_anew_and_a_changed_number_is_found() -> None:
     text = "Before.\n\n<!-- claims a,b -->\nold\n<!-- /claims -->\n\nAfter 1.5×.\n"
     asked = []
 
-    def read(name: str) -> list[dict[str, Any]]:
+    def read(name: str) -> list[Row]:
         asked.append(name)
         return rows()
 

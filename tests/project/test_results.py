@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from mpissd.common.row import Row
 from mpissd.lab.gates import violations
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.why import gaps
@@ -24,8 +24,8 @@ FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir() and path.na
 SCRIPTS = ("*.sh", "*.py", "*.grid")
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def rows(path: Path) -> list[Row]:
+    return [Row.from_dict(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.parent.name)

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from mpissd.common.row import Row
 from mpissd.lab.gates import violations
 from tests.scripts import load
 
@@ -29,7 +30,7 @@ def test_counts_fit_the_rows(script: ModuleType) -> None:
     rows, cells = script.entries(script.ROWS), script.entries(script.CELLS)
     assert [row["run_id"] for row in rows] == [cell["run_id"] for cell in cells]
     for row, cell in zip(rows, cells, strict=True):
-        assert violations(row, {}) == []
+        assert violations(Row.from_dict(row), {}) == []
         answers = cell["rejected"] + cell["others"]
         assert answers == row["batch_size"] * (row["num_rounds"] - 1)
         hits = cell["rejected_hits"] + cell["other_hits"]

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import parse_flags
+from mpissd.common.row import Row
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.row import is_foretold
+from mpissd.lab.tables import load_rows
 from mpissd.lab.tables.load import Rounds
 from tests.scripts import load
 
@@ -35,7 +37,7 @@ def row(mode: str, rate: float, *, cell: int = 0, sd: float = 0.01, **changed: A
     told = {"mode": mode, "tok_per_s": rate, "predicted_tok_per_s": rate, "prediction_error": 0.0}
     known = {"seed": cell, "target": "t", "tp": 1, "device_name": "d", "batch_size": 1}
     known |= {"run_id": f"{mode}-{cell}", "num_rounds": 100, "round_us": flat, "sampling_sd": sd}
-    return {**known, **told, **changed}
+    return Row.from_dict(known | told | changed)
 
 
 # --- predictions
@@ -48,7 +50,7 @@ def test_cells_whose_interval_holds_0_are_not_counted() -> None:
         rows += [row("sd", 100.0, cell=cell)]
         rows += [row("ssd", float(ssd), cell=cell, predicted_tok_per_s=float(foretold))]
     assert predictions.signs(rows, {}) == (2, 3, 2)
-    wide = [{**r, "sampling_sd": 0.1} for r in rows]
+    wide = [r | {"sampling_sd": 0.1} for r in rows]
     assert predictions.signs(wide, {}) == (0, 0, 5)
 
 
@@ -69,7 +71,7 @@ def test_a_cell_of_one_mode_is_no_cell() -> None:
 @pytest.mark.parametrize("study", ["emulated-predictions", "h200-predictions"])
 def test_the_committed_verdict_is_what_the_rows_say(study: str) -> None:
     """And replay and sign meet their bars."""
-    rows = [*map(json.loads, (ROOT / "results" / study / "runs.jsonl").read_text().splitlines())]
+    rows = load_rows([ROOT / "results" / study / "runs.jsonl"])
     assert predictions.verdict(rows, {}) in (ROOT / "docs" / "predictions.md").read_text()
     right, told, _ = predictions.signs(rows, {})
     assert right >= 0.98 * told > 0
@@ -149,7 +151,7 @@ def test_an_advice_behind_the_best_is_seen(
 
 
 def test_an_advice_that_luck_put_behind_is_no_different(cells: list[Any]) -> None:
-    rows = [{**r, "sampling_sd": 0.05} for r in measured(cells[0], [95, 100, 80, 50, 60])]
+    rows = [r | {"sampling_sd": 0.05} for r in measured(cells[0], [95, 100, 80, 50, 60])]
     text = advisor.table(cells[:1], rows, {})
     assert "| 5.0% (no difference) | 5.0% |" in text
     assert "in 0 of 1 cells, and no different from it in 1 more" in text

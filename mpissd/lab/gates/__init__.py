@@ -15,8 +15,9 @@ gates need:
 
 from __future__ import annotations
 
+from mpissd.common.row import Row
 from mpissd.lab.gates.decided import counts, decisions, finite, missing, ranks, tokens
-from mpissd.lab.gates.read import Gate, Rounds, Row
+from mpissd.lab.gates.read import Gate, Rounds
 from mpissd.lab.gates.timed import (
     clock,
     device,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mpissd.common.records import outcome_digest
 from mpissd.common.rounds import Source
-from mpissd.common.row import SCHEMA
-from mpissd.lab.gates.read import Rounds, Row, differs, number
+from mpissd.common.row import SCHEMA, Row
+from mpissd.lab.gates.read import Rounds, differs, number
 
 _ALWAYS = """tp num_drafts world_size batch_size lookahead num_rounds num_tokens wall_s tok_per_s
 tok_per_s_per_gpu acceptance_length ledger_closure round_us.mean round_us.p50 round_us.n""".split()
@@ -21,8 +21,8 @@ _A_ROW_A_ROUND = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds
 
 def missing(row: Row, rounds: Rounds) -> Iterator[str]:
     """What every row has is there, in the schema that is known here."""
-    if row.get("schema") != SCHEMA:
-        yield f"schema is {row.get('schema')}, this version judges {SCHEMA}"
+    if row.schema != SCHEMA:
+        yield f"schema is {row.schema}, this version judges {SCHEMA}"
     for path in _ALWAYS:
         if number(row, path) is None:
             yield f"{path} is not a number"
@@ -51,10 +51,10 @@ def _not_finite(path: str, value: Any) -> Iterator[str]:
 
 def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
     """Every rank is counted, and all that say what they heard heard the same."""
-    size = int(row["world_size"])
-    if row["tp"] + row["num_drafts"] != size:
-        yield f"world_size is {size}, tp + num_drafts is {row['tp'] + row['num_drafts']}"
-    told = row.get("rank_digests")
+    size = int(row.world_size)
+    if row.tp + row.num_drafts != size:
+        yield f"world_size is {size}, tp + num_drafts is {row.tp + row.num_drafts}"
+    told = row.rank_digests
     if told is None and "rank_digests" in rounds:
         told = rounds["rank_digests"].tolist()
     if told is None:
@@ -73,22 +73,22 @@ def counts(row: Row, rounds: Rounds) -> Iterator[str]:
     if "sequences" in rounds:
         found["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
     names = ["round_us.n", "predicted_round_us.n"]
-    if row.get("on_late") == "serve" and row.get("token_limit") is not None:
+    if row.on_late == "serve" and row.token_limit is not None:
         names.pop()  # k' follows the timing: the replay may need other rounds for its tokens
     told = {name: number(row, name) for name in names}
     for name, count in {**found, **told}.items():
-        if count is not None and count != row["num_rounds"]:
-            yield f"num_rounds is {row['num_rounds']}, {name} has {count:g}"
-    fan_out = row.get("fan_out")
+        if count is not None and count != row.num_rounds:
+            yield f"num_rounds is {row.num_rounds}, {name} has {count:g}"
+    fan_out = row.fan_out
     if fan_out is not None:
-        if len(fan_out) != row["lookahead"] + 1:
-            yield f"lookahead is {row['lookahead']}, fan_out has {len(fan_out)}"
+        if len(fan_out) != row.lookahead + 1:
+            yield f"lookahead is {row.lookahead}, fan_out has {len(fan_out)}"
         yield from differs(row, "branch_budget", sum(fan_out), "Σ fan_out")
 
 
 def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
     """num_tokens, acceptance_length and accept_histogram are one story; a hit rate is a share."""
-    histogram = np.asarray(row["accept_histogram"], np.int64)
+    histogram = np.asarray(row.accept_histogram, np.int64)
     lookahead, batch, num_rounds = (int(row[k]) for k in ("lookahead", "batch_size", "num_rounds"))
     outcomes = int(histogram.sum())
     if len(histogram) != lookahead + 1 or (histogram < 0).any():
@@ -97,9 +97,9 @@ def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
         yield f"accept_histogram counts {outcomes}, {num_rounds} rounds of {batch} sequences"
     emitted = int(histogram @ np.arange(1, len(histogram) + 1))
     least, most = _counted(row, rounds, emitted, emitted - batch * lookahead)
-    if not least <= row["num_tokens"] <= most:
+    if not least <= row.num_tokens <= most:
         bounds = f"{most}" if least == most else f"{least} to {most}"
-        yield f"num_tokens is {row['num_tokens']}, accept_histogram gives {bounds}"
+        yield f"num_tokens is {row.num_tokens}, accept_histogram gives {bounds}"
     yield from differs(
         row, "acceptance_length", emitted / max(1, outcomes), "accept_histogram", 1e-5
     )
@@ -113,15 +113,15 @@ def _counted(row: Row, rounds: Rounds, emitted: int, least: int) -> tuple[int, i
 
     What a sequence emits beyond the limit doesn't count: K at most, in its last round.
     """
-    if "token_limit" not in row or row.get("stop_token") is not None:
+    if "token_limit" not in row or row.stop_token is not None:
         return least, emitted
-    if row["token_limit"] is None:
+    if row.token_limit is None:
         return emitted, emitted
     if "sequences" not in rounds:
         return least, emitted
     rows = rounds["sequences"]
     ids = np.unique(rows[:, 1], return_inverse=True)[1]
-    exact = int(np.minimum(np.bincount(ids, weights=rows[:, 3] + 1), row["token_limit"]).sum())
+    exact = int(np.minimum(np.bincount(ids, weights=rows[:, 3] + 1), row.token_limit).sum())
     return exact, exact
 
 
@@ -129,7 +129,7 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
     """0 ≤ k ≤ num_draft ≤ K in every outcome, a hit is of the cache, and the row counts them."""
     if "sequences" not in rounds:
         return
-    rows, lookahead = rounds["sequences"], int(row["lookahead"])
+    rows, lookahead = rounds["sequences"], int(row.lookahead)
     round_, _, _, accepted, _, source, hit, drafted = rows.T
     for n in np.flatnonzero((accepted < 0) | (accepted > drafted) | (drafted > lookahead))[:1]:
         yield (
@@ -141,21 +141,21 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
     wanted, asked = number(row, "backup_lookahead"), _asked(row, round_)
     for n in np.flatnonzero(~asked & ((source != Source.NONE) | (drafted > 0)))[:1]:
         yield (
-            f"draft_lost_round is {row['draft_lost_round']}, round {round_[n]} has {drafted[n]} "
+            f"draft_lost_round is {row.draft_lost_round}, round {round_[n]} has {drafted[n]} "
             f"drafted tokens of source {source[n]}"
         )
     missed = asked & (source != Source.CACHE)
     for n in np.flatnonzero(missed & (drafted != wanted))[: wanted is not None]:
         yield f"backup_lookahead is {wanted:g}, round {round_[n]} has {drafted[n]} such tokens"
-    if (begun := int((round_ == 0).sum())) != row["batch_size"]:
-        yield f"batch_size is {row['batch_size']}, round 0 has {begun} sequences"
+    if (begun := int((round_ == 0).sum())) != row.batch_size:
+        yield f"batch_size is {row.batch_size}, round 0 has {begun} sequences"
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
-    if seen != row["accept_histogram"]:
-        yield f"accept_histogram is {row['accept_histogram']}, sequences give {seen}"
+    if seen != row.accept_histogram:
+        yield f"accept_histogram is {row.accept_histogram}, sequences give {seen}"
     if (looked := asked & (round_ > 0)).any():  # a first round is a forced miss
         yield from differs(row, "hit_rate", float(hit[looked].mean()), "sequences", 1e-5)
     if (digest := outcome_digest(rows)) != row.get("outcome_digest", digest):
-        yield f"outcome_digest is {row['outcome_digest']}, sequences give {digest}"
+        yield f"outcome_digest is {row.outcome_digest}, sequences give {digest}"
 
 
 def _asked(row: Row, round_: NDArray[np.int64]) -> NDArray[np.bool_]:

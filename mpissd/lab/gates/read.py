@@ -7,7 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-Row = Mapping[str, Any]
+from mpissd.common.row import Row
+
 Rounds = Mapping[str, NDArray[Any]]
 Gate = Callable[[Row, Rounds], Iterator[str]]
 

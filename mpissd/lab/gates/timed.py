@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.records import median, percentiles_us
-from mpissd.lab.gates.read import Rounds, Row, differs, draft_column, number
+from mpissd.common.row import Row
+from mpissd.lab.gates.read import Rounds, differs, draft_column, number
 
 _NOISE = {"numpy": 0.1}  # of a CPU's read rate, as for `stable`; a GPU's is steady
 _PEAK_NOISE = {"numpy": 0.5}  # who shares a core (SMT) takes half of it while the peak is measured
@@ -59,7 +60,7 @@ def floor(row: Row, rounds: Rounds) -> Iterator[str]:
 
 def _least_s(row: Row) -> Iterator[tuple[float, str]]:
     """(seconds less noise, what takes so long) of each side of the floor that is known."""
-    backend = str(row.get("backend"))
+    backend = str(row.backend)
     names = ("floor_bytes", "cache_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
     read, cached, rate, flops, peak = (number(row, name) for name in names)
     if read is not None and cached is not None and rate:
@@ -112,7 +113,7 @@ def _is_full(row: Row, rounds: Rounds) -> NDArray[np.bool_]:
     """[rounds] Whether b(K+1) rows were verified."""
     rows = rounds["sequences"]
     verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=len(rounds["t_target_s"]))
-    full: NDArray[np.bool_] = verified == row["batch_size"] * (row["lookahead"] + 1)
+    full: NDArray[np.bool_] = verified == row.batch_size * (row.lookahead + 1)
     return full
 
 
@@ -128,9 +129,9 @@ def speed(row: Row, rounds: Rounds) -> Iterator[str]:
     """Tokens over time, of all and of one device."""
     rate, wall = number(row, "tok_per_s"), number(row, "wall_s")
     if wall:
-        yield from differs(row, "tok_per_s", row["num_tokens"] / wall, "num_tokens / wall_s", 1e-3)
+        yield from differs(row, "tok_per_s", row.num_tokens / wall, "num_tokens / wall_s", 1e-3)
     if rate is not None:
-        each = rate / row["world_size"]
+        each = rate / row.world_size
         yield from differs(row, "tok_per_s_per_gpu", each, "tok_per_s / world_size", 1e-3)
     if "round_s" in rounds:
         yield from differs(row, "wall_s", float(rounds["round_s"].sum()), "Σ round_s", 1e-6)
@@ -250,7 +251,7 @@ def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
         quantum = 2e-5 + 1e-3 / foretold
         yield from differs(row, "prediction_error", error, "tok_per_s / prediction - 1", quantum)
     mean, count = number(row, "predicted_round_us.mean"), number(row, "predicted_round_us.n")
-    same_draws = row.get("on_late") != "serve" and row.get("token_limit", 0) is None
+    same_draws = row.on_late != "serve" and row.get("token_limit", 0) is None
     if foretold is not None and mean and count and same_draws:  # the replay emits the same tokens
         total = foretold * mean * count * 1e-6
         yield from differs(row, "num_tokens", total, "predicted rate times time")

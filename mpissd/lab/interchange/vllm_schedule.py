@@ -8,12 +8,12 @@ turns speculation off, and a batch size in a gap inherits the K before it (its p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rows import draft_device
+from mpissd.common.row import Row
 
 # The keys in which all rows must agree. (vLLM drafts on the target's GPUs, in synchronous rounds.)
 _SAME = (
@@ -23,7 +23,7 @@ _SAME = (
 _COUNTS = ("num_drafts", "batch_size", "lookahead")
 
 
-def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def schedule(rows: Iterable[Row]) -> dict[str, Any]:
     """Returns the schedule that follows from AR and SD rows of one pair and machine.
 
     Rows of SSD, of other schedules and of prompt lookup are left out, because vLLM has no such
@@ -32,16 +32,16 @@ def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Raises ConfigError without an SD row, or with rows of several pairs, machines or laws, naming
     the key that differs.
     """
-    usable = [row for row in rows if row.get("mode") in ("ar", "sd") and not row.get("schedule")]
+    usable = [row for row in rows if row.mode in ("ar", "sd") and not row.schedule]
     usable = [row for row in usable if all(type(row.get(name)) is int for name in _COUNTS)]
-    usable = [row for row in usable if isinstance(row.get("tok_per_s"), (int, float))]
-    drafted = [row for row in usable if row["mode"] == "sd"]
-    inline = [row for row in drafted if row["num_drafts"] == 0]
+    usable = [row for row in usable if isinstance(row.tok_per_s, (int, float))]
+    drafted = [row for row in usable if row.mode == "sd"]
+    inline = [row for row in drafted if row.num_drafts == 0]
     drafted = inline or drafted
     if not drafted:
         raise ConfigError("a schedule needs rows of mode sd at two or more K: none are there")
     _check_alike(drafted)
-    best = _best(drafted + [row for row in usable if row["mode"] == "ar" and _fits(row, drafted)])
+    best = _best(drafted + [row for row in usable if row.mode == "ar" and _fits(row, drafted)])
     sizes = sorted(best)
     ends = [*(size - 1 for size in sizes[1:]), sizes[-1]]
     starts = [1, *sizes[1:]]
@@ -54,11 +54,11 @@ def schedule(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _best(rows: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+def _best(rows: Iterable[Row]) -> dict[int, int]:
     """Returns {batch size: the K with the largest median tok_per_s; the smaller K at a tie}."""
     rates: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        rates[row["batch_size"]][row["lookahead"]].append(row["tok_per_s"])
+        rates[row.batch_size][row.lookahead].append(row.tok_per_s)
     return {
         size: max(sorted(by_k), key=lambda k, by_k=by_k: median(by_k[k]))  # type: ignore[misc]
         for size, by_k in rates.items()
@@ -66,16 +66,16 @@ def _best(rows: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     }
 
 
-def _fits(row: Mapping[str, Any], drafted: list[Mapping[str, Any]]) -> bool:
+def _fits(row: Row, drafted: list[Row]) -> bool:
     return all(row.get(key) == drafted[0].get(key) for key in _SAME if key not in _OF_DRAFTS)
 
 
 _OF_DRAFTS = ("draft", "acceptance")  # AR rows have none of these.
 
 
-def _check_alike(rows: list[Mapping[str, Any]]) -> None:
+def _check_alike(rows: list[Row]) -> None:
     told = {key: [row.get(key) for row in rows] for key in _SAME}
-    told["draft_device_name"] = [draft_device(row) for row in rows]
+    told["draft_device_name"] = [row.draft_device for row in rows]
     for key, values in told.items():
         found = sorted(set(map(str, values)))
         if len(found) > 1:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rows import draft_device
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.from_row import Forecast, Row, device_of, forecast_from_run, forecast_row
+from mpissd.lab.predict.from_row import Forecast, device_of, forecast_from_run, forecast_row
 
 BAR = 0.04, 0.10  # of (c): median and p95 of its size
 MEAN_BAR = 0.03  # of (c)'s mean by mode and T
@@ -71,13 +71,13 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
     said = {p.device_name: p for p in named}
 
     def forecast(row: Row) -> Forecast:
-        if host is not None and Path(host).stem == row.get("run_id"):
+        if host is not None and Path(host).stem == row.run_id:
             return Forecast(reason="the host costs are of their own job")
-        device = device_of(row["device_name"])
+        device = device_of(row.device_name)
         target = said.get(device, named[0]) if named else known.get(device)
         if target is None:
             return Forecast(reason=f"no profile of {device}")
-        return forecast_row(row, target, costs, known.get(device_of(draft_device(row))))
+        return forecast_row(row, target, costs, known.get(device_of(row.draft_device)))
 
     return forecast
 
@@ -106,26 +106,30 @@ def errors_of(
         other = forecast(row)
         if other.derived or other.reason is not None:
             left[other.reason or _DERIVED] += 1
-        elif row.get("sampling_error") is None:
+        elif (errors := _errors(row, other)) is None:
             left["its own job predicted nothing"] += 1
         else:
-            found.append(_errors(row, other))
+            found.append(errors)
     return found, left
 
 
-def _errors(row: Row, other: Forecast) -> Errors:
-    error, inline = other.error(row), " inline" if row.get("inline_draft") else ""
+def _errors(row: Row, other: Forecast) -> Errors | None:
+    """The three errors of a row; None where its own job predicted nothing."""
+    error, inline = other.error(row), " inline" if row.inline_draft else ""
     assert error is not None, "a forecast without a rate"
+    replay, expected = row.prediction_error, row.expected_tok_per_s
+    if replay is None or not expected or row.sampling_error is None or row.sampling_sd is None:
+        return None
     return Errors(
-        machine="emulated" if row["backend"] == "emulated" else row["device_name"],
-        tp=row["tp"],
-        mode=row["mode"].upper() + inline,
-        seed=row["seed"],
-        replay=row["prediction_error"],
-        mean=row["tok_per_s"] / row["expected_tok_per_s"] - 1,
+        machine="emulated" if row.backend == "emulated" else row.device_name,
+        tp=row.tp,
+        mode=row.mode.upper() + inline,
+        seed=row.seed,
+        replay=replay,
+        mean=row.tok_per_s / expected - 1,
         other=error,
-        luck=row["sampling_error"],
-        luck_sd=row["sampling_sd"],
+        luck=row.sampling_error,
+        luck_sd=row.sampling_sd,
     )
 
 

@@ -8,14 +8,12 @@ measured of itself; `Forecast.error` is how far the row lies from what they fore
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rows import draft_device
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
@@ -27,8 +25,6 @@ from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.jobfile import JobFile
 from mpissd.lab.predict.label import all_derived_from, derived_from
 from mpissd.lab.predict.row import is_foretold
-
-Row = Mapping[str, Any]
 
 _SAID = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
@@ -56,7 +52,7 @@ class Forecast:
 
     def error(self, row: Row) -> float | None:
         """Measured / forecast - 1."""
-        return None if self.tok_per_s is None else float(row["tok_per_s"]) / self.tok_per_s - 1
+        return None if self.tok_per_s is None else float(row.tok_per_s) / self.tok_per_s - 1
 
 
 def forecast_row(
@@ -95,11 +91,11 @@ def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
     name: of its file, for the reasons; it has to be of a run on the row's device, which the file
     does not say.
     """
-    if Path(name).stem == row.get("run_id"):
+    if Path(name).stem == row.run_id:
         return Forecast(reason="the profile is of their own job")
     try:
         job = job_of_row(row)
-        if run.backend != row["backend"] or not _covers(name, run, job):
+        if run.backend != row.backend or not _covers(name, run, job):
             raise ConfigError("the profile does not cover their configuration")
         return Forecast(_mean(job, run.device, run.host))
     except ConfigError as error:
@@ -128,7 +124,7 @@ def job_of_row(row: Row) -> Job:
     """The configuration of a row, resolved; ConfigError where no law's mean holds it."""
     if reason := _unpredictable(row):
         raise ConfigError(f"no law's mean: {reason}")
-    job = resolve(config_of_row(row), int(row["tp"]), backend="emulated", memory_bytes=None)
+    job = resolve(config_of_row(row), int(row.tp), backend="emulated", memory_bytes=None)
     if not is_foretold(job):
         raise ConfigError("no law's mean: they draft several tokens a forward")
     return job
@@ -137,7 +133,7 @@ def job_of_row(row: Row) -> Job:
 def config_of_row(row: Row) -> RunConfig:
     """The flags of a gemm row with fixed choices; lists and laws as they were resolved."""
     flags = {name: row.get(name) for name in _SAID}
-    if row["mode"] == "ar":
+    if row.mode == "ar":
         flags["draft"] = None
     else:
         flags |= {name: row.get(name) for name in _DRAFTED}
@@ -145,27 +141,27 @@ def config_of_row(row: Row) -> RunConfig:
         if row.get(name):
             flags[name] = "list:" + ",".join(map(str, row[name]))
     said = {name: value for name, value in flags.items() if value is not None}
-    return RunConfig(backend="emulated", rounds=int(row["num_rounds"]), seed=row["seed"], **said)
+    return RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **said)
 
 
 def _unpredictable(row: Row) -> str | None:
     """Why rounds of this row have no mean that laws alone would give; None where they have."""
-    if row["workload"] != "gemm":
+    if row.workload != "gemm":
         return "their tokens are sampled (markov)"
-    if row.get("learned"):
+    if row.learned:
         return "they adapt"
-    if row.get("draft_lost_round") is not None:
+    if row.draft_lost_round is not None:
         return "their draft was lost"
-    if row.get("schedule") in ("pearl", "amusd"):
-        return f"{row['schedule']} keeps candidates behind the last served token alone"
+    if row.schedule in ("pearl", "amusd"):
+        return f"{row.schedule} keeps candidates behind the last served token alone"
     return None
 
 
 def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
     """ConfigError for a row of other devices than the profiles'."""
-    pairs = [("target", row["device_name"], profile)]
-    if row.get("num_drafts"):
-        pairs.append(("draft", draft_device(row) or row["device_name"], drafts))
+    pairs = [("target", row.device_name, profile)]
+    if row.num_drafts:
+        pairs.append(("draft", row.draft_device or row.device_name, drafts))
     for role, name, known in pairs:
         if device_of(name) != known.device_name:
             raise ConfigError(f"their {role} ran on {name}, the profile is of {known.device_name}")
@@ -173,7 +169,7 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
 
 def _check_kernels(row: Row, profile: Profile) -> None:
     """ConfigError for a row of a commit that ran other kernels than those that were probed."""
-    commit = str((row.get("provenance") or {}).get("commit")).removesuffix("+")
+    commit = str((row.provenance or {}).get("commit")).removesuffix("+")
     if commit in profile.other_kernels:
         raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")
 

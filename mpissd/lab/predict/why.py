@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import SCHEMA
+from mpissd.common.row import SCHEMA, Row
 
-Row = Mapping[str, Any]
 _NEEDED = ("mode", "round_us", "phases_us", "floor_us", "t_target_s", "inline_draft")
 _CLOSES = {
     "send": "a smaller OUTCOME, or one that is packed with fewer copies",
@@ -43,11 +41,11 @@ def gaps(row: Row, count: int = 3) -> list[Gap]:
 
     Raises ConfigError: a row of another schema, or one without a key that every row has.
     """
-    if row.get("schema") != SCHEMA:
-        raise ConfigError(f"result of schema {row.get('schema')!r}: this version reads {SCHEMA}")
+    if row.schema != SCHEMA:
+        raise ConfigError(f"result of schema {row.schema!r}: this version reads {SCHEMA}")
     if missing := [key for key in _NEEDED if key not in row]:
         raise ConfigError(f"result row: no {missing[0]!r}: allowed: a row that `run` wrote")
-    round_us = (row["round_us"] or {}).get("mean")
+    round_us = (row.round_us or {}).get("mean")
     if not round_us:
         return []
     found = [
@@ -60,13 +58,13 @@ def gaps(row: Row, count: int = 3) -> list[Gap]:
 
 def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
     """(name, µs a round, what closes it); together the mean round less its floor."""
-    phases = row["phases_us"] or {}
+    phases = row.phases_us or {}
     lead: Mapping[str, float] = phases.get("lead") or {}
-    at_launch = row.get("backend") == "numpy"  # nothing is asynchronous there
+    at_launch = row.backend == "numpy"  # nothing is asynchronous there
     if "device_wait" in lead:
         waited = lead["device_wait"] + (lead.get("launch", 0.0) if at_launch else 0.0)
         yield from _forward(row, waited)
-    if "draft_wait" in lead and row["mode"] != "ar":
+    if "draft_wait" in lead and row.mode != "ar":
         yield from _drafts(row, lead["draft_wait"], phases.get("draft") or {})
     for name, closes in _CLOSES.items():
         if not (at_launch and name == "launch"):
@@ -75,10 +73,10 @@ def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
 
 def _forward(row: Row, waited: float) -> Iterator[tuple[str, float, str]]:
     """The lead's wait for the forward: floor, what is above it, and what is no forward at all."""
-    forward = waited if row["t_target_s"] is None else min(waited, row["t_target_s"] * 1e6)
-    if row["floor_us"] is not None:
-        above = max(0.0, forward - row["floor_us"])
-        reached = min(1.0, row["floor_us"] / forward) if forward else 1.0
+    forward = waited if row.t_target_s is None else min(waited, row.t_target_s * 1e6)
+    if row.floor_us is not None:
+        above = max(0.0, forward - row.floor_us)
+        reached = min(1.0, row.floor_us / forward) if forward else 1.0
         yield "verification above its floor", above, _verify_advice(row, reached)
     yield (
         "waiting beyond the forward",
@@ -89,9 +87,9 @@ def _forward(row: Row, waited: float) -> Iterator[tuple[str, float, str]]:
 
 
 def _verify_advice(row: Row, reached: float) -> str:
-    ways = [] if row.get("fuse") else ["--fuse"]
-    ways += ["--graph"] if row.get("graph") is False and row.get("backend") == "cupy" else []
-    ways += ["a faster all-reduce"] if (row.get("tp") or 1) > 1 else []
+    ways = [] if row.fuse else ["--fuse"]
+    ways += ["--graph"] if row.graph is False and row.backend == "cupy" else []
+    ways += ["a faster all-reduce"] if (row.tp or 1) > 1 else []
     ways += ["products that lose less at their boundaries"]
     does = "computes" if _bound_by_products(row) else "reads"
     return f"the forward {does} at {reached:.0%} of the measured rate: {', '.join(ways)}"
@@ -116,12 +114,12 @@ def _drafts(
         yield "draft wait exposed", waited, _DRAFTING[_kind(row)](row)
         return
     steps = min(waited, draft.get("speculate", 0.0))
-    names = ("lookup",) if row["inline_draft"] else ("commit", "lookup", "send")
+    names = ("lookup",) if row.inline_draft else ("commit", "lookup", "send")
     host = min(waited - steps, sum(draft.get(name, 0.0) for name in names))
     yield "drafting exposed", steps, _DRAFTING[_kind(row)](row)
     yield "draft's host work", host, "fewer array operations where the draft answers an outcome"
     between = waited - steps - host
-    if row["inline_draft"]:
+    if row.inline_draft:
         yield "inline hand-over", between, "less host work around the inline draft"
     elif _kind(row) == "ssd":
         yield "link, and growth steps that an outcome waits for", between, _late_advice(row)
@@ -130,11 +128,11 @@ def _drafts(
 
 
 def _kind(row: Row) -> str:
-    return "inline" if row["inline_draft"] else str(row["mode"])
+    return "inline" if row.inline_draft else str(row.mode)
 
 
 def _late_advice(row: Row) -> str:
-    growth, target = row.get("t_growth_s"), row["t_target_s"]
+    growth, target = row.t_growth_s, row.t_target_s
     if growth and target and growth > target:
         return (
             f"growth takes {growth * 1e3:.2f} ms, the verification {target * 1e3:.2f} ms: a "
@@ -144,9 +142,9 @@ def _late_advice(row: Row) -> str:
 
 
 def _ssd_advice(row: Row) -> str:
-    rate = row.get("hit_rate")
+    rate = row.hit_rate
     seen = "" if rate is None else f"at a hit rate of {rate:.2f} "
-    late = "" if row.get("on_late") == "serve" else " (late hits, too: --on_late=serve)"
+    late = "" if row.on_late == "serve" else " (late hits, too: --on_late=serve)"
     return (
         f"{seen}the misses draft while the target waits{late}: more fan-out, a smaller "
         "--backup_lookahead, or --backup=fast"

@@ -18,7 +18,7 @@ from mpissd.common.compare import Comparison as Gain
 from mpissd.common.compare import compare_rows
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rows import Row, other_draft_device
+from mpissd.common.row import Row
 
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
 _FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
@@ -44,16 +44,16 @@ class Cell:
 
     @property
     def tok_per_s(self) -> tuple[float, ...]:
-        return tuple(float(row["tok_per_s"]) for row in self.rows)
+        return tuple(float(row.tok_per_s) for row in self.rows)
 
     @property
     def ranks(self) -> int:
-        return int(self.rows[0]["world_size"])
+        return int(self.rows[0].world_size)
 
     @property
     def predicted(self) -> float | None:
         """The mean of the laws' means that the jobs' profiles say; None where a row has none."""
-        found = [row.get("expected_tok_per_s") for row in self.rows]
+        found = [row.expected_tok_per_s for row in self.rows]
         told = [float(rate) for rate in found if rate]
         return fmean(told) if len(told) == len(found) else None
 
@@ -124,7 +124,7 @@ class Comparison:
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
     """Every setting of these rows, in the order in which they come; without what is no row."""
     found = [row for row in rows if is_row(row)]
-    settings = dict.fromkeys(setting_of(row) for row in found if row["mode"] != "ar")
+    settings = dict.fromkeys(setting_of(row) for row in found if row.mode != "ar")
     if not settings:
         settings = dict.fromkeys(setting_of(row) for row in found)
     return [Comparison(setting, _methods(found, dict(setting))) for setting in settings]
@@ -132,9 +132,9 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
 
 def is_row(row: Row) -> bool:
     """Whether it has a rate, a mode and its counts."""
-    rate, counts = row.get("tok_per_s"), [row.get(name) for name in _COUNTS]
+    rate, counts = row.tok_per_s, [row.get(name) for name in _COUNTS]
     measured = isinstance(rate, (int, float)) and rate > 0
-    return measured and row.get("mode") in _MODES and all(type(n) is int for n in counts)
+    return measured and row.mode in _MODES and all(type(n) is int for n in counts)
 
 
 def setting_of(row: Row) -> tuple[tuple[str, Any], ...]:
@@ -146,9 +146,9 @@ def setting_of(row: Row) -> tuple[tuple[str, Any], ...]:
 def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
     cells: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        told = [name for name in setting if row["mode"] != "ar" or name not in DRAFTED]
+        told = [name for name in setting if row.mode != "ar" or name not in DRAFTED]
         if all(row.get(name) == setting[name] for name in told):
-            cells.setdefault(method_of(row), {}).setdefault(row["lookahead"], []).append(row)
+            cells.setdefault(method_of(row), {}).setdefault(row.lookahead, []).append(row)
     methods = [Method(name, _cells(of)) for name, of in cells.items()]
     return tuple(sorted(methods, key=lambda m: (_rank(m.name), m.name)))
 
@@ -163,22 +163,22 @@ def _cells(rows: Mapping[int, list[Row]]) -> tuple[Cell, ...]:
 
 def method_of(row: Row) -> str:
     """The name of a row's method: all that belongs to it but K."""
-    mode = str(row["mode"])
+    mode = str(row.mode)
     told = [mode.upper()]
-    if row.get("schedule"):
-        told.append(str(row["schedule"]))
-    if mode == "sd" and row.get("inline_draft"):
+    if row.schedule:
+        told.append(str(row.schedule))
+    if mode == "sd" and row.inline_draft:
         told.append("inline")
-    if row.get("num_drafts", 0) > 1:
-        told.append(f"D={row['num_drafts']}")
-    if (device := other_draft_device(row)) is not None:
+    if (row.num_drafts or 0) > 1:
+        told.append(f"D={row.num_drafts}")
+    if (device := row.other_draft_device) is not None:
         told.append(f"draft on {device}")
-    if row.get("backup") not in (None, "jit"):
-        told.append(f"backup={row['backup']}")
-        if row.get("acceptance_fast") not in (None, RunConfig.acceptance_fast):
-            told.append(f"acceptance_fast={row['acceptance_fast']}")
-    if row.get("backup_lookahead") not in (None, row["lookahead"]):
-        told.append(f"backup_lookahead={row['backup_lookahead']}")
+    if row.backup not in (None, "jit"):
+        told.append(f"backup={row.backup}")
+        if row.acceptance_fast not in (None, RunConfig.acceptance_fast):
+            told.append(f"acceptance_fast={row.acceptance_fast}")
+    if row.backup_lookahead not in (None, row.lookahead):
+        told.append(f"backup_lookahead={row.backup_lookahead}")
     if mode == "ssd":
         told += _growth(row)
     return " ".join(told)
@@ -186,25 +186,23 @@ def method_of(row: Row) -> str:
 
 def _growth(row: Row) -> list[str]:
     flags = flags_of(row)
-    if not row.get("schedule"):
+    if not row.schedule:
         flags.setdefault("fan_out", RunConfig.fan_out)
     told = [f"{name}={flags[name]}" for name in _FAN_OUTS if name in flags]
-    told += [str(row["hit_law"])] if row.get("hit_law") else []
-    if row.get("on_late") not in (None, "finish"):
-        told.append(f"on_late={row['on_late']}")
-    if row.get("saguaro_c") not in (None, 1.0):
-        told.append(f"C={row['saguaro_c']:g}")
+    told += [str(row.hit_law)] if row.hit_law else []
+    if row.on_late not in (None, "finish"):
+        told.append(f"on_late={row.on_late}")
+    if row.saguaro_c not in (None, 1.0):
+        told.append(f"C={row.saguaro_c:g}")
     return told
 
 
 def flags_of(row: Row) -> dict[str, str]:
     """What a row's sweep, or its command line, said."""
-    provenance = row.get("provenance") or {}
-    if provenance.get("sweep"):
-        return dict(provenance["sweep"]["flags"])
-    words = [str(word) for word in provenance.get("command") or ()]
-    pairs = (word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-    return dict(pairs)
+    if row.sweep:
+        return dict(row.sweep["flags"])
+    words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
+    return dict(word.split("=", 1) for word in words)
 
 
 def render(comparisons: Iterable[Comparison], beside: Sequence[Sequence[object]] = ()) -> str:

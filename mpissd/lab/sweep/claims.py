@@ -23,7 +23,7 @@ from typing import Any
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import under_real_pairs
-from mpissd.common.rows import Row
+from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods, is_row, method_of, setting_of
 from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts
 
@@ -54,7 +54,7 @@ class Claim:
         shares: dict[str, list[float]] = {}
         for row in self.verdict.ssd.cell.rows:
             for name, rate in under_real_pairs(row).items():
-                shares.setdefault(name, []).extend([rate / row["tok_per_s"]] if rate else [])
+                shares.setdefault(name, []).extend([rate / row.tok_per_s] if rate else [])
         return [self.gain.speedup * fmean(of) for of in shares.values() if of]
 
     @property
@@ -62,7 +62,7 @@ class Claim:
         """What a table is of."""
         names = ("target", "draft", "device_name", "dtype", "batch_size", "context", "fuse")
         ssd = self.verdict.ssd
-        law = ssd.cell.rows[0].get("hit_law")
+        law = ssd.cell.rows[0].hit_law
         return (*(self.setting.get(n) for n in names), ssd.tp + ssd.num_drafts, law)
 
 
@@ -96,16 +96,16 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
 def enough(rows: Iterable[Row]) -> list[Row]:
     """Those of 400 rounds and more, without imposed hits, whose configuration has five seeds and
     more of them."""
-    lawful = (row for row in rows if is_row(row) and not is_imposed(row.get("hit_law")))
-    long = [row for row in lawful if (row.get("num_rounds") or 0) >= HEADLINE_ROUNDS]
+    lawful = (row for row in rows if is_row(row) and not is_imposed(row.hit_law))
+    long = [row for row in lawful if (row.num_rounds or 0) >= HEADLINE_ROUNDS]
     seeds: dict[Any, set[Any]] = {}
     for row in long:
-        seeds.setdefault(_configuration(row), set()).add(row.get("seed"))
+        seeds.setdefault(_configuration(row), set()).add(row.seed)
     return [row for row in long if len(seeds[_configuration(row)]) >= HEADLINE_SEEDS]
 
 
 def _configuration(row: Row) -> tuple[Any, ...]:
-    return setting_of(row), method_of(row), row["lookahead"], row["world_size"]
+    return setting_of(row), method_of(row), row.lookahead, row.world_size
 
 
 def _claim(setting: dict[str, Any], verdict: Verdict) -> Claim | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_size
 from mpissd.engine.job import resolve_unopened
@@ -116,5 +116,5 @@ def claims(config: ClaimsConfig) -> int:
     return 0
 
 
-def _rows_of(results: str) -> list[dict[str, Any]]:
+def _rows_of(results: str) -> list[Row]:
     return load_rows([name for name in results.split(",") if name])

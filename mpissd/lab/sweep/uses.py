@@ -8,11 +8,10 @@ from typing import Any
 
 from mpissd.common.compare import Comparison as Gain
 from mpissd.common.rivals import Family, Others, other_uses, tps_of, widest
-from mpissd.common.rows import Row, other_draft_device
+from mpissd.common.row import Row
 from mpissd.lab.sweep.best import DRAFTED, Cell, Comparison, best_cell, is_row, method_of
 
 _OF_T = ("tp", "all_reduce")  # what differs between the uses of one setting
-_SAME = ("hit_law", "schedule")  # SSD under another of these is judged by itself
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Verdict:
         if self.gain is not None:
             limits = f"{self.gain.low:.2f}–{self.gain.high:.2f}"
             told += f", {f'{limits}, no claim' if self.others.missing else self.gain.brief}"
-        if is_imposed(self.ssd.cell.rows[0].get("hit_law")):
+        if is_imposed(self.ssd.cell.rows[0].hit_law):
             told += "; its hits are imposed and cost no branches"
         return f"{told}; not measured: {self.others.not_known}" if self.others.missing else told
 
@@ -93,23 +92,27 @@ def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
     setting = dict(found.setting)
     alike = [row for row in rows if is_row(row) and _is_alike(row, setting)]
     ways, uses = _ways(alike), _uses(alike)
-    tps = tps_of(str(setting["target"]), max((row["world_size"] for row in alike), default=0))
-    here = [row for row in alike if row["mode"] == "ssd" and row["tp"] == setting["tp"]]
-    cases = dict.fromkeys((row["world_size"], *(row.get(n) for n in _SAME)) for row in here)
+    tps = tps_of(str(setting["target"]), max((row.world_size for row in alike), default=0))
+    here = [row for row in alike if row.mode == "ssd" and row.tp == setting["tp"]]
     told = []
-    for gpus, *law in cases:
-        own = [r for r in here if [r["world_size"], *(r.get(n) for n in _SAME)] == [gpus, *law]]
+    for case in dict.fromkeys(map(_case, here)):
+        gpus, own = case[0], [row for row in here if _case(row) == case]
         ssd = max(_uses(own), key=lambda use: use.tok_per_s)
         every = tuple(u for u in ways if u.mode != "ssd" and Family.of(u).gpus <= gpus)
         told.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps)), every))
     return told
 
 
+def _case(row: Row) -> tuple[int, str | None, str | None]:
+    """GPUs, hit law and schedule: SSD under others of these is judged by itself."""
+    return row.world_size, row.hit_law, row.schedule
+
+
 def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
     """Whether a row is of a setting but for its T; AR has no draft."""
-    free = {*_OF_T, *(DRAFTED if row["mode"] == "ar" else ())}
+    free = {*_OF_T, *(DRAFTED if row.mode == "ar" else ())}
     same = all(row.get(name) == value for name, value in setting.items() if name not in free)
-    return same and other_draft_device(row) is None
+    return same and row.other_draft_device is None
 
 
 def _uses(rows: Sequence[Row]) -> list[MeasuredUse]:
@@ -128,8 +131,8 @@ def _ways(rows: Sequence[Row]) -> list[MeasuredUse]:
     """Every method on every T and D at every K, by their medians."""
     cells: dict[tuple[str, int, int, str, int], list[Row]] = {}
     for row in rows:
-        place = row["mode"], row["tp"], row["world_size"] - row["tp"]
-        cells.setdefault((*place, method_of(row), row["lookahead"]), []).append(row)
+        place = row.mode, row.tp, row.world_size - row.tp
+        cells.setdefault((*place, method_of(row), row.lookahead), []).append(row)
     found = []
     for (mode, tp, num_drafts, method, lookahead), of in cells.items():
         cell = Cell(lookahead, tuple(of))

@@ -20,8 +20,8 @@ from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import PAIRS
 from mpissd.common.rates import FEWEST_ROUNDS, Rounds
-from mpissd.common.rows import other_draft_device
-from mpissd.lab.tables.load import Row, forward_times
+from mpissd.common.row import Row
+from mpissd.lab.tables.load import forward_times
 from mpissd.lab.tables.milestone import ALPHA, REPORT, ReportRow
 
 Profiles = Mapping[str, Mapping[str, Any]]  # by run_id, as `run` writes them beside its rows
@@ -77,8 +77,8 @@ class Setting:
     @classmethod
     def of(cls, row: Row) -> Setting:
         """The setting of an AR or SD row."""
-        shared, other = {key: row[key] for key in _SHARED}, other_draft_device(row) or ""
-        return cls(**shared, num_drafts=row["num_drafts"], draft_device=other)
+        shared, other = {key: row[key] for key in _SHARED}, row.other_draft_device or ""
+        return cls(**shared, num_drafts=row.num_drafts, draft_device=other)
 
     @property
     def of_target(self) -> Setting:
@@ -107,7 +107,7 @@ def make_tables(
     tables: list[Table] = []
     for pair, report in REPORT.items():
         used = [row for row in rows if _fits(pair, row)]
-        settings = sorted({Setting.of(row) for row in used if row["mode"] == "sd"})
+        settings = sorted({Setting.of(row) for row in used if row.mode == "sd"})
         tables += [_table(pair, setting, used, profiles, rounds or {}) for setting in settings]
         if not settings:
             tables.append(Table(pair, tuple(map(TableRow, report))))
@@ -121,16 +121,16 @@ def is_usable(row: Row) -> bool:
 
 def _fits(pair: str, row: Row) -> bool:
     """AR or SD of the pair at full depth (a scaled target has another name), one sequence."""
-    if row.get("mode") not in ("ar", "sd"):
+    if row.mode not in ("ar", "sd"):
         return False
     _check(row)
     target, draft = PAIRS[pair]
-    is_pair = row["target"] == target and row["draft"] in (None, draft) and row["batch_size"] == 1
+    is_pair = row.target == target and row.draft in (None, draft) and row.batch_size == 1
     if row.get("backup", "jit") not in (None, "jit"):
         return False  # its tokens came from no draft step
-    if row.get("backup_lookahead") not in (None, row["lookahead"]):
+    if row.backup_lookahead not in (None, row.lookahead):
         return False  # shorter drafts than its K says
-    return is_pair and row["lookahead"] in (0, *(report.lookahead for report in REPORT[pair]))
+    return is_pair and row.lookahead in (0, *(report.lookahead for report in REPORT[pair]))
 
 
 _TEXTS = ("run_id", "target", "device_name", "backend", "dtype", "all_reduce")
@@ -150,10 +150,10 @@ def _check(row: Row) -> None:
     good |= {key: _is_number(row[key]) and isinstance(row[key], int) for key in _COUNTS}
     good |= {key: row[key] is None or _is_number(row[key]) for key in _NUMBERS}
     good |= {key: isinstance(row[key], Mapping) for key in ("round_us", "provenance")}
-    counts = row["accept_histogram"]
+    counts = row.accept_histogram
     good["accept_histogram"] = isinstance(counts, list) and all(map(_is_number, counts))
     if bad := [key for key, is_good in good.items() if not is_good]:
-        raise ConfigError(f"row {row['run_id']!r}: {bad[0]}={row[bad[0]]!r}: no value of `run`")
+        raise ConfigError(f"row {row.run_id!r}: {bad[0]}={row[bad[0]]!r}: no value of `run`")
 
 
 def _is_number(value: Any) -> bool:
@@ -165,13 +165,11 @@ def _table(
     pair: str, setting: Setting, used: Sequence[Row], profiles: Profiles, rounds: AllRounds
 ) -> Table:
     alike = [row for row in used if Setting.of(row).of_target == setting.of_target]
-    ars = [row for row in alike if row["mode"] == "ar"]
-    sds = [row for row in alike if row["mode"] == "sd" and Setting.of(row) == setting]
+    ars = [row for row in alike if row.mode == "ar"]
+    sds = [row for row in alike if row.mode == "sd" and Setting.of(row) == setting]
     ratios = _ratios(alike, _median(ars, "t_target_s"), profiles)
     rows = tuple(
-        _table_row(
-            report, [r for r in sds if r["lookahead"] == report.lookahead], ars, ratios, rounds
-        )
+        _table_row(report, [r for r in sds if r.lookahead == report.lookahead], ars, ratios, rounds)
         for report in REPORT[pair]
     )
     return Table(pair, rows, setting, bool(ars), _device_flag(sds))
@@ -203,15 +201,14 @@ def _table_row(
         theory=speedup,
         achieved=_achieved(wanted, ars, rounds),
         num_rows=len(wanted),
-        unstable=bool(timed) and any(row["stable"] is False for row in (*timed, *ars)),
+        unstable=bool(timed) and any(row.stable is False for row in (*timed, *ars)),
     )
 
 
 def _achieved(sds: Sequence[Row], ars: Sequence[Row], rounds: AllRounds) -> Comparison | None:
     """SD over AR; None where one side has no row of 20 rounds."""
     sides = [
-        [r for r in rows if r["tok_per_s"] and r["num_rounds"] >= FEWEST_ROUNDS]
-        for rows in (ars, sds)
+        [r for r in rows if r.tok_per_s and r.num_rounds >= FEWEST_ROUNDS] for rows in (ars, sds)
     ]
     return compare_rows(sides[0], sides[1], rounds) if all(sides) else None
 
@@ -224,13 +221,13 @@ def _ratios(
     tabled: dict[int, list[float]] = {}
     timed: dict[int, list[float]] = {}
     for row in rows:
-        profile = profiles.get(row["run_id"])
-        times = {} if profile is None else forward_times(f"profile {row['run_id']}", profile)
+        profile = profiles.get(row.run_id)
+        times = {} if profile is None else forward_times(f"profile {row.run_id}", profile)
         if times.get(1):
             for width, seconds in times.items():
                 tabled.setdefault(width, []).append(seconds / times[1])
-        if ar_t_target_s and row["t_target_s"]:
-            timed.setdefault(row["lookahead"] + 1, []).append(row["t_target_s"] / ar_t_target_s)
+        if ar_t_target_s and row.t_target_s:
+            timed.setdefault(row.lookahead + 1, []).append(row.t_target_s / ar_t_target_s)
     return {width: statistics.median(found) for width, found in (timed | tabled).items()}
 
 
@@ -251,7 +248,7 @@ def _median(rows: Iterable[Row], key: str) -> float | None:
 
 def _alpha(row: Row) -> float | None:
     """a of the law alpha:a; None for another law."""
-    name, _, value = str(row["acceptance"]).partition(":")
+    name, _, value = str(row.acceptance).partition(":")
     try:
         return float(value) if name == "alpha" else None
     except ValueError:
@@ -260,5 +257,5 @@ def _alpha(row: Row) -> float | None:
 
 def _device_flag(rows: Sequence[Row]) -> str | None:
     """What --device= says on the rows' command lines."""
-    words = [str(w) for row in rows for w in row["provenance"].get("command") or ()]
+    words = [word for row in rows for word in row.command]
     return min((w.partition("=")[2] for w in words if w.startswith("--device=")), default=None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.lab.tables.load import Row, load_rows
+from mpissd.common.row import Row
+from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.pair import siblings
 
 
-def find_rows(named: str | None, out: str) -> tuple[list[dict[str, Any]], Path]:
+def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
     """Returns the rows that a name stands for, latest last, and the file or folder that has them.
 
     named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
@@ -22,7 +22,7 @@ def find_rows(named: str | None, out: str) -> tuple[list[dict[str, Any]], Path]:
     path = Path(out if named is None or is_id else named)
     rows = load_rows([path]) if is_file or path.is_dir() else []
     if is_id:
-        rows = [row for row in rows if row.get("run_id") == named]
+        rows = [row for row in rows if row.run_id == named]
     elif not is_file:  # a folder may have several files: one of each shard
         rows.sort(key=_started_at)
     if not rows:
@@ -34,7 +34,7 @@ def find_rows(named: str | None, out: str) -> tuple[list[dict[str, Any]], Path]:
 
 
 def _started_at(row: Row) -> str:
-    return str((row.get("provenance") or {}).get("started_at") or "")
+    return str((row.provenance or {}).get("started_at") or "")
 
 
 def find_pair(a: str | None, b: str | None, out: str) -> tuple[Row, Row, list[Path]]:
@@ -77,5 +77,5 @@ def _by_configuration(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _of_one_seed(a: Sequence[Row], b: Sequence[Row]) -> tuple[Row, Row]:
-    pairs = ((x, y) for x in reversed(a) for y in reversed(b) if x.get("seed") == y.get("seed"))
+    pairs = ((x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed)
     return next(pairs, (a[-1], b[-1]))

@@ -11,26 +11,25 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
-from mpissd.common.row import SCHEMA
+from mpissd.common.row import SCHEMA, Row
 
-Row = Mapping[str, Any]
 Paths = Iterable[str | Path]
 
 
-def load_rows(paths: Paths) -> list[dict[str, Any]]:
+def load_rows(paths: Paths) -> list[Row]:
     """The rows of files, and of the runs*.jsonl under folders, in order; a row counts once.
 
     Raises ConfigError naming file and line: unreadable, cut off, another schema, one id for two.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     for path in _run_files(paths):
         for number, line in enumerate(_read(path).split("\n"), 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            row = _parse(where, line)
+            row = Row.from_dict(_parse(where, line))
             if rows.setdefault(str(row.get("run_id", line)), row) != row:
-                raise ConfigError(f"{where}: run_id {row['run_id']!r} is that of another row, too")
+                raise ConfigError(f"{where}: run_id {row.run_id!r} is that of another row, too")
     return list(rows.values())
 
 
@@ -39,7 +38,7 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
 
     Raises ConfigError naming the file: unreadable, cut off, another schema, no job's profile.
     """
-    ids = [str(row.get("run_id")) for row in rows]
+    ids = [str(row.run_id) for row in rows]
     found: dict[str, dict[str, Any]] = {}
     for folder in dict.fromkeys(path.parent / "profiles" for path in _run_files(paths)):
         for run_id in ids:
@@ -60,7 +59,7 @@ def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
     found: dict[str, Rounds] = {}
     for folder in dict.fromkeys(path.parent / "rounds" for path in _run_files(paths)):
         for row in known:
-            run_id = str(row.get("run_id"))
+            run_id = str(row.run_id)
             path = folder / f"{run_id}.npz"
             if run_id not in found and path.is_file():
                 found[run_id] = Rounds.read(path, row)

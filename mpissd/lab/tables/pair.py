@@ -10,8 +10,7 @@ from typing import Any
 from mpissd.common.compare import FEW_SEEDS, Comparison, How, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
-from mpissd.common.rows import draft_device
-from mpissd.lab.tables.load import Row
+from mpissd.common.row import Row
 
 _WIDTH = 100
 _HOW = {
@@ -57,12 +56,12 @@ class Pair:
         sides = [siblings(row, others) for row in (a, b)]
         for one in sides[0]:
             for other in sides[1]:
-                if one.get("seed") == other.get("seed"):
+                if one.seed == other.seed:
                     check_alike(one, other)
         found = compare_rows(sides[0], sides[1], rounds)
         if found.how is not How.SEEDS:  # of the two that were named
             found = compare_rows([a], [b], rounds)
-        share = a["world_size"] / b["world_size"]
+        share = a.world_size / b.world_size
         return cls(a=a, b=b, found=found, per_gpu=found.scaled(share), differ=_differ(a, b))
 
     def __str__(self) -> str:
@@ -71,13 +70,13 @@ class Pair:
         told = "; ".join(f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items())
         lines.append(f"differ in: {told or 'nothing'}")
         lines.append(f"b over a: {self.found}")
-        if self.a["world_size"] != self.b["world_size"]:
+        if self.a.world_size != self.b.world_size:
             lines.append(f"per GPU: {self.per_gpu}")
         lines.append(f"({_HOW[self.found.how].format(self.found.num_seeds)})")
         if self.found.is_real and not self.found.is_headline:
             lines.append(f"({FEW_SEEDS})")
         for name, row in (("a", self.a), ("b", self.b)):
-            if row.get("stable") is False:
+            if row.stable is False:
                 lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
         wrap = textwrap.TextWrapper(_WIDTH, initial_indent="   ", subsequent_indent="      ")
         return "\n".join(wrap.fill(line) for line in lines)
@@ -85,8 +84,8 @@ class Pair:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; a speedup is null where its interval holds 1."""
         return {
-            "a": self.a["run_id"],
-            "b": self.b["run_id"],
+            "a": self.a.run_id,
+            "b": self.b.run_id,
             **self.found.to_dict(),
             "per_gpu": self.per_gpu.to_dict(),
             "from_rounds": self.found.how in (How.BLOCKS, How.ROUNDS),
@@ -103,7 +102,7 @@ def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
 def _configuration(row: Row) -> tuple[Any, ...]:
     """All that a run was told but the seed, and where it ran."""
     names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
-    return (*(row.get(name) for name in names if name != "seed"), draft_device(row))
+    return (*(row.get(name) for name in names if name != "seed"), row.draft_device)
 
 
 def check_alike(a: Row, b: Row) -> None:
@@ -116,24 +115,24 @@ def check_alike(a: Row, b: Row) -> None:
         if key in _SAME and a.get(key) != b.get(key):
             told = f"{key}={a.get(key)!r} and {b.get(key)!r}"
             raise ConfigError(f"{told}: allowed: two runs of one {key}")
-    if (a["backend"] == "emulated") != (b["backend"] == "emulated"):
-        told = f"backend={a['backend']!r} and {b['backend']!r}"
+    if (a.backend == "emulated") != (b.backend == "emulated"):
+        told = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{told}: allowed: two measured runs, or two emulated ones")
     # Above temperature 0 equal laws may well give unequal tokens.
-    if not a.get("temperature") and _cover_alike(a, b) and a["token_digest"] != b["token_digest"]:
-        told = f"token_digest={a['token_digest']!r} and {b['token_digest']!r}"
+    if not a.temperature and _cover_alike(a, b) and a.token_digest != b.token_digest:
+        told = f"token_digest={a.token_digest!r} and {b.token_digest!r}"
         raise ConfigError(f"{told}: allowed: two runs that decoded the same tokens")
 
 
 def _cover_alike(a: Row, b: Row) -> bool:
     """Whether both digests are of as many tokens: num_tokens a sequence, else one a round."""
-    limits = a.get("token_limit"), b.get("token_limit")
-    return limits[0] == limits[1] and (limits[0] is not None or a["num_rounds"] == b["num_rounds"])
+    limits = a.token_limit, b.token_limit
+    return limits[0] == limits[1] and (limits[0] is not None or a.num_rounds == b.num_rounds)
 
 
 def _side(row: Row) -> str:
-    ranks = f"{row['world_size']} rank{'s' * (row['world_size'] > 1)}"
-    return f"{row['run_id']}: {row['tok_per_s']:.1f} tok/s, {ranks}, {row['num_rounds']} rounds"
+    ranks = f"{row.world_size} rank{'s' * (row.world_size > 1)}"
+    return f"{row.run_id}: {row.tok_per_s:.1f} tok/s, {ranks}, {row.num_rounds} rounds"
 
 
 def _short(value: Any) -> str:
@@ -144,5 +143,5 @@ def _short(value: Any) -> str:
 
 def _differ(a: Row, b: Row) -> dict[str, tuple[Any, Any]]:
     told = {key: (a.get(key), b.get(key)) for key in _CHOSEN}
-    told["draft_device_name"] = draft_device(a), draft_device(b)
+    told["draft_device_name"] = a.draft_device, b.draft_device
     return {key: values for key, values in told.items() if values[0] != values[1]}

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from mpissd.common.compare import How
+from mpissd.common.row import Row
 from mpissd.lab.tables.compare import (
     AllRounds,
     Profiles,
@@ -17,7 +18,6 @@ from mpissd.lab.tables.compare import (
     is_usable,
     make_tables,
 )
-from mpissd.lab.tables.load import Row
 from mpissd.lab.tables.milestone import ALPHA, REPORT
 
 _WIDTH = 100
