@@ -196,6 +196,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_from_the_shell_bad_input_is_a_line_and_exit_code_2(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "\n".join([*lines(), lines()[0][:99]]))
     out = tmp_path / "out"

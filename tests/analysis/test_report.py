@@ -18,6 +18,7 @@ from analysis.load import load
 from analysis.report import render, write_report
 from analysis.summary import best_of_each, sources
 
+pytestmark = pytest.mark.slow  # draws every figure
 FIXTURE = Path(__file__).parent / "fixture"
 H100 = "NVIDIA H100 80GB SXM (emulated)"
 VOID = {"meta", "img", "link", "br"}

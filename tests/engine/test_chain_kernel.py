@@ -23,6 +23,7 @@ from mpissd.engine.backend.chain_plan import GEOMETRIES, Geometry, Multiplicatio
 from tests.gpu.agreement import relative_error, tolerance
 from tests.needs import lack
 
+pytestmark = pytest.mark.slow  # builds the kernels
 ROOT = Path(__file__).parents[2]
 BLOCKS, GRID, DONE_COUNTS = 4, 2, 8
 FOREVER_NS, ROUNDS = 10**15, 200_000

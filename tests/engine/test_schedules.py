@@ -288,6 +288,7 @@ def test_a_backup_that_drafts_a_token_first_is_not_pearl() -> None:
     assert (rows[:, 3] + 1).tolist() != want
 
 
+@pytest.mark.slow
 def test_pearl_s_tokens_a_round_by_law() -> None:
     """Both coins of one chance, as at temperature 0: PEARL's chain of modes gives the mean and the
     share of post-verify rounds. Seed 11; each bound is 4 standard errors of block means (40 blocks;

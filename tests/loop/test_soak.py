@@ -121,6 +121,7 @@ def told(rig: Rig, records: RoundRecords, lead: Any, digest: int) -> dict[str, A
     }
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize("num_rounds", [30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_memory_stays_flat_and_the_clock_true(num_rounds: int) -> None:

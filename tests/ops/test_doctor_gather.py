@@ -50,6 +50,7 @@ def test_a_child_that_is_not_there() -> None:
     assert ask(["/nowhere/it"]).problem == "/nowhere/it: No such file or directory"
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_ended_with_its_own() -> None:
     """The grandchild holds the pipes, and would be waited for."""
     begun = time.monotonic()

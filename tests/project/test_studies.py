@@ -234,6 +234,7 @@ def test_a_cell_that_was_not_run_through_is_left_out(cells: list[Any]) -> None:
     assert "in 0 of 0 cells" in advisor.table(cells[:1], rows[:4], {})
 
 
+@pytest.mark.slow
 def test_both_studies_print_what_is_there(tmp_path: Path) -> None:
     for name in ("advisor", "predictions"):
         done = subprocess.run(
