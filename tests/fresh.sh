@@ -26,6 +26,7 @@ exec unshare --mount --pid --fork --kill-child bash -euc '
         mount --bind -o ro "$path" "$root$path"
     done
     mount -t proc none "$root/proc"
+    mount -t tmpfs none "$root/tmp" # what an earlier call left there has the names of its processes
     mount --rbind /sys "$root/sys"
     mount --rbind /dev "$root/dev"
     exec chroot --userspec="$user" "$root" env -i HOME="/home/$user" PATH=/usr/bin:/bin "${@:2}" \
