@@ -109,9 +109,11 @@ report:
 	$(call check_only,report,ARGS)$(setup)
 	@$(python) -m analysis report $(call given,ARGS)
 
+# All tests run in two halves at once; what ARGS picks, in one process.
 test:
 	$(call check_only,test,ARGS MPIRUN)$(setup) test
-	@$(python) -m pytest $(call given,ARGS) </dev/null
+	@$(if $(filter-out --long --durations=%,$(call given,ARGS)),$(python) -m pytest,PYTHON=$(python) \
+	    tests/both.sh) $(call given,ARGS) </dev/null
 
 test-mpi:
 	$(call check_only,test-mpi,ARGS MPIRUN)$(setup) test
