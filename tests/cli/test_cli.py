@@ -160,6 +160,7 @@ def test_only_the_first_rank_of_a_launcher_speaks(
 def test_the_launcher_says_the_world_size(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("mpissd.__main__.watch", lambda config: None)  # no rank: this is pytest
     monkeypatch.setenv("PMI_SIZE", "4")
     assert main(["run", "--backend=emulated", "--pair=toy"]) == 2
     assert "num_heads=8 is not divisible by tp=3" in capfd.readouterr().err

@@ -75,7 +75,9 @@ def test_a_sweep_measures_everything_and_says_what_was_best(swept: Job) -> None:
     assert (told["measured"], told["failed"], told["rows"]) == (8, 2, 8)
     methods = {found["method"]: found for found in told["best"][0]["methods"]}
     assert set(methods) == {"AR", "SD", "SD inline", "SSD fan_out=uniform:3 power:A=0.75,r=1.0"}
-    assert methods["AR"]["speedup"] == 1 < methods["SD"]["speedup"]
+    ar, sd = methods["AR"], methods["SD"]
+    assert ar["speedup"] == 1 and ar["tok_per_s"] < sd["tok_per_s"]
+    assert sd["speedup"] is None or sd["speedup"] > 1  # None: a busy machine hides it
     assert all(len(m["by_lookahead"].popitem()[1]["repeats"]) == 2 for m in methods.values())
     failed = rows_in(swept.folder, "failed")
     assert [(row["exit_code"], row["repeat"]) for row in failed] == [(2, 0), (2, 1)]
