@@ -1,1 +1,2 @@
-"""Figures and a report from result rows: `python -m analysis FIGURE`, offline and reproducible."""
+"""Draws figures and a report from result rows: `python -m analysis FIGURE`; offline,
+reproducible."""

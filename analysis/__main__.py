@@ -1,6 +1,8 @@
-"""`python -m analysis FIGURE [--results=…] [--out=…]`, `python -m analysis all`, `… report`.
+"""Runs `python -m analysis FIGURE [--results=…] [--out=…]`, `python -m analysis all` and `…
+report`.
 
-Exit codes: 0 done, 2 a usage error, or no row that could be drawn from, 141 nobody reads stdout.
+Exit codes: 0 done; 2 a usage error, or no row that a figure could be drawn from; 141 stdout was
+closed by its reader.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from mpissd.common.unread import unless_unread
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
+    """Runs a command and returns its exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         return unless_unread(lambda: execute(cli.parse(given)))
@@ -31,7 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def execute(plan: cli.Plan) -> int:
-    """Draws what the plan names; notes go to stderr, what was written to stdout."""
+    """Draws what the plan names, and returns the exit code.
+
+    Notes go to stderr, the names of written files to stdout.
+    """
     data = load(plan.paths)
     for line in data.notes.lines:
         print(f"analysis: {line}", file=sys.stderr)

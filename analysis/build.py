@@ -1,4 +1,4 @@
-"""Builds figures: for one machine or all, saved under OUT/MACHINE/FIGURE.png, .pdf and .svg."""
+"""Builds figures for one machine or all, saved under OUT/MACHINE/FIGURE.png, .pdf and .svg."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from analysis.style import Poster, save, themed
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that was drawn, and what was left out for it."""
+    """A figure that was drawn, with notes on the rows that were left out."""
 
     machine: str
     name: str
@@ -29,13 +29,13 @@ class Drawn:
 
     @property
     def stem(self) -> Path:
-        """MACHINE/FIGURE, no suffix."""
+        """The path MACHINE/FIGURE, without a suffix."""
         return Path(slug(self.machine), self.name)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A figure for which there are no rows."""
+    """A figure that was not drawn, and the reason."""
 
     machine: str
     name: str
@@ -43,12 +43,12 @@ class Skipped:
 
 
 def slug(machine: str) -> str:
-    """NVIDIA H100 80GB SXM (emulated) → nvidia-h100-80gb-sxm-emulated."""
+    """Makes a file name: NVIDIA H100 80GB SXM (emulated) → nvidia-h100-80gb-sxm-emulated."""
     return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
 
 
 def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn | Skipped]:
-    """One figure of one machine; several where each pair has its own."""
+    """Draws one figure of one machine; several if the figure is drawn for each pair."""
     spec = FIGURES[name]
     here = on_machine(replace(data, notes=Notes()), device)
     machine = str(here.rows["device_name"].iloc[0])
@@ -72,15 +72,14 @@ def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skippe
 
 
 def draw_all(data: Data) -> Iterator[Drawn | Skipped]:
-    """Every figure of every machine."""
+    """Draws every figure of every machine."""
     for device in machines(data.rows):
         for name in FIGURES:
             yield from draw(data, name, device)
 
 
 def build_all(data: Data, out: Path, kinds: Sequence[str], workers: int) -> Iterator[str]:
-    """Draws and saves everything, a machine's figure at a time over `workers` processes; a line
-    for each."""
+    """Draws and saves all figures in `workers` processes; yields a line for each figure."""
     jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
     if not jobs:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
@@ -103,7 +102,7 @@ def _job(job: tuple[str, str]) -> list[str]:
 
 
 def told(item: Drawn | Skipped, out: Path, kinds: Sequence[str]) -> str:
-    """Saves a figure; the line that says so, or why there is none."""
+    """Saves a figure; returns the line that reports it, or the reason why there is none."""
     if isinstance(item, Skipped):
         return f"{slug(item.machine)}/{item.name}: skipped: {item.why}"
     paths = save(item.poster, out / item.stem, kinds)

@@ -1,7 +1,7 @@
-"""The command line, by fire. A command only *returns* what is to be done; __main__ then does it.
+"""The command line, by fire. Commands only *return* a plan, which __main__ then executes.
 
-fire calls a function with its defaults before it complains about a flag that it doesn't know, so
-every command takes whatever comes and checks it itself.
+fire calls a function with its defaults before it reports an unknown flag, so every command accepts
+any flag and checks it itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OTHERS = {
 
 
 def formats(name: str, text: str) -> str:
-    """Parses known formats with commas between."""
+    """Parses a comma-separated list of known formats; raises ConfigError otherwise."""
     for kind in words(name, text).split(","):
         if kind not in FORMATS:
             raise unknown("format", kind, FORMATS)
@@ -35,7 +35,7 @@ def formats(name: str, text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options(Checked):
-    """The flags, the same of every figure."""
+    """The flags, which are the same for every figure."""
 
     results: str = flag("results", words, "folders (every runs*.jsonl below) and files, by commas")
     out: str = flag("figures", words, "where the files go")
@@ -49,24 +49,24 @@ class Options(Checked):
 
     @property
     def paths(self) -> list[str]:
-        """The results as paths."""
+        """The paths of the results."""
         return [path for path in self.results.split(",") if path]
 
     @property
     def kinds(self) -> list[str]:
-        """The formats, each known."""
+        """The file formats, all known."""
         return self.formats.split(",")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Options):
-    """What to do, and how."""
+    """What to draw (a figure, "all" or "report"), with its flags."""
 
     what: str = ""
 
 
 def _command(what: str, about: str) -> Callable[..., Plan]:
-    """A function for fire that takes the options."""
+    """Returns a function for fire that takes the options and returns a plan."""
 
     def collect(*words: str, **flags: str) -> Plan:
         if words:
@@ -78,7 +78,8 @@ def _command(what: str, about: str) -> Callable[..., Plan]:
 
 
 def checked(what: str, flags: dict[str, str]) -> Plan:
-    """Flags as text → a plan. ConfigError: an unknown flag or format, a value that can't be."""
+    """Makes a plan from flags as text; raises ConfigError for an unknown flag or format, or a bad
+    value."""
     return Plan(**dataclasses.asdict(parse_into(Options, flags)), what=what)
 
 
@@ -91,16 +92,17 @@ COMMANDS = {
 def parse(arguments: list[str]) -> Plan:
     """Returns the plan that the arguments name.
 
-    Help goes to stdout and ends with SystemExit(0). Raises ConfigError: an unknown figure or flag,
-    a value that can't be.
+    Help goes to stdout and ends with SystemExit(0). Raises ConfigError for an unknown figure or
+    flag, or a bad value.
     """
     command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
     if command and command[0] not in COMMANDS:
         raise unknown("figure", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
-        with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr
+        with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr.
             fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="analysis")
-    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+    # fire would interpret the arguments after these itself.
+    if stray := {"-", "--"} & set(arguments):
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     found = fire.Fire(COMMANDS, command=arguments, name="analysis", serialize=lambda _: None)
     assert isinstance(found, Plan), found

@@ -1,7 +1,7 @@
-"""What a figure's own numbers say, in a sentence or two: for the report and the command line.
+"""Summarises each figure's own numbers in a sentence or two, for the report and the command line.
 
-Each function gets the numbers that were drawn (Poster.table: panel, series, x, y, low, high, …), so
-no sentence can say what the figure doesn't show.
+Each function takes the numbers that were drawn (Poster.table: panel, series, x, y, low, high, …),
+so a sentence can only report what the figure shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Says = Callable[[pd.DataFrame], str]
 
 
 def equal_gpus(numbers: pd.DataFrame) -> str:
-    """SSD against the best other use of as many GPUs, by pair."""
+    """Reports SSD against the best other use of as many GPUs, by pair."""
     here = numbers[numbers["series"] == BESIDE]
     pairs = here.groupby("panel", sort=False)
     return " ".join(f"{pair}: {_over(points)}" for pair, points in pairs)
@@ -31,7 +31,8 @@ def _over(points: pd.DataFrame, share: str = "") -> str:
 
 
 def throughput(numbers: pd.DataFrame) -> str:
-    """SSD against the best other use of as many GPUs, and per GPU; which were not measured."""
+    """Reports SSD against the best other use of as many GPUs, and per GPU, with uses not
+    measured."""
     told = []
     for name, share in (("all GPUs", ""), ("per GPU", "per GPU ")):
         here = numbers[(numbers["panel"] == f"own best K, {name}") & (numbers["series"] == BESIDE)]
@@ -49,13 +50,14 @@ def _beside(point: pd.Series) -> str:
 
 
 def _real(point: pd.Series) -> str:
-    """The same, predicted with the hits of a real pair, where the rows tell."""
+    """Returns the gain predicted with a real pair's hits, in parentheses; "" if the rows lack
+    it."""
     gains = point.reindex(REAL).dropna()
     return f" ({gains.min():.2f}–{gains.max():.2f} with real hits)" if len(gains) else ""
 
 
 def cache_hits(numbers: pd.DataFrame) -> str:
-    """The gain at both ends, and per GPU."""
+    """Reports the gain at the lowest and highest hit rate, and per GPU."""
     parts = []
     for panel, here in numbers.groupby("panel"):
         text = f"{panel}: over SD {_ends(here, 'over SD on the same GPUs')}"
@@ -76,7 +78,7 @@ def _ends(here: pd.DataFrame, series: str) -> str:
 
 
 def fan_out(numbers: pd.DataFrame) -> str:
-    """Where geometric lists help, and what more branches bring."""
+    """Reports how much geometric lists and more branches raise the hit rate."""
     parts = []
     for panel, here in numbers[numbers["panel"].str.endswith("hit rate")].groupby("panel"):
         both = here.pivot_table(index="x", columns="series", values="y").dropna()
@@ -92,7 +94,7 @@ def fan_out(numbers: pd.DataFrame) -> str:
 
 
 def latency(numbers: pd.DataFrame) -> str:
-    """How long SD and SSD wait for the draft."""
+    """Reports how long SD and SSD wait for the draft."""
     waits = numbers[numbers["part"].str.startswith("waiting")]
     totals = (
         numbers[numbers["series"].str.endswith("lead")].groupby(["panel", "series"])["ms"].sum()
@@ -109,14 +111,14 @@ def latency(numbers: pd.DataFrame) -> str:
 
 
 def window(numbers: pd.DataFrame) -> str:
-    """Steps that fit, by pair."""
+    """Reports how many draft steps fit in a verification, by pair."""
     fit = numbers[numbers["panel"] == "draft steps that fit"].groupby("series")["y"].median()
     steps = ", ".join(f"{name} {value:.1f}" for name, value in fit.items())
     return f"Draft steps that fit in one verification: {steps}. Growth above 1 is not hidden."
 
 
 def roofline(numbers: pd.DataFrame) -> str:
-    """Forwards' share of the read rate at one row, and the smallest all-reduce."""
+    """Reports the forwards' share of the read rate at one row, and the smallest all-reduce."""
     one = numbers[numbers["series"].str.contains("forward") & (numbers["x"] == 1)]
     ceiling = numbers[numbers["series"].str.startswith("measured ceiling")].iloc[0]
     rate = ceiling["y"] / ceiling["x"]
@@ -135,7 +137,7 @@ def roofline(numbers: pd.DataFrame) -> str:
 
 
 def batch(numbers: pd.DataFrame) -> str:
-    """The gain over SD at the smallest and the largest batch."""
+    """Reports the gain over SD at the smallest and the largest batch."""
     parts = []
     for (panel, series), here in numbers.groupby(["panel", "series"]):
         if panel.endswith("over SD") and not series.startswith("_"):
@@ -146,7 +148,10 @@ def batch(numbers: pd.DataFrame) -> str:
 
 
 def pareto(numbers: pd.DataFrame) -> str:
-    """Who holds which end of the frontier, of those measured at all b; the others by themselves."""
+    """Reports the methods at both ends of the frontier.
+
+    Methods that were measured at some batch sizes only are reported separately.
+    """
     parts = []
     for panel, here in numbers.groupby("panel"):
         dots = here[(here["series"] != "frontier") & ~here["series"].str.contains("imposed")]
@@ -164,13 +169,13 @@ def pareto(numbers: pd.DataFrame) -> str:
 
 
 def _span(dot: pd.Series, axis: str = "y") -> str:
-    """A dot's number with its 95% interval; low and high are of y."""
+    """Formats a dot's number with its 95% interval; low and high are those of y."""
     low, high = (dot[axis] * dot[end] / dot["y"] for end in ("low", "high"))
     return f"{dot[axis]:.0f} ({low:.0f}–{high:.0f})"
 
 
 def _only(dots: pd.DataFrame, whole: pd.DataFrame, series: str) -> str:
-    """A method that was measured at some b alone, beside the best of the others at the largest."""
+    """Reports a method measured only at some b, against the best other at the largest of these."""
     mine = dots[dots["series"] == series].sort_values("b")
     point, told = mine.iloc[-1], ", ".join(f"{b:.0f}" for b in mine["b"])
     text = f"{series} only at b={told}: {_span(point)} a GPU"
@@ -182,7 +187,7 @@ def _only(dots: pd.DataFrame, whole: pd.DataFrame, series: str) -> str:
 
 
 def drafts(numbers: pd.DataFrame) -> str:
-    """Depth's price, and what the wide twin saves."""
+    """Reports the time cost of depth, and the savings of the wide twin."""
     parts = []
     deep = numbers[numbers["series"] == "draft step"].dropna(subset=["x"]).sort_values("x")
     if len(deep) > 1:
@@ -205,7 +210,7 @@ def drafts(numbers: pd.DataFrame) -> str:
 
 
 def saguaro(numbers: pd.DataFrame) -> str:
-    """What C = 0 gains in hits and costs in tokens, by fan-out."""
+    """Reports how C = 0 raises hits and lowers tokens, by fan-out."""
     trade = numbers[numbers["panel"] == "the trade"]
     parts = []
     for series, here in trade.groupby("series", sort=False):
@@ -218,7 +223,8 @@ def saguaro(numbers: pd.DataFrame) -> str:
 
 
 def predicted(numbers: pd.DataFrame) -> str:
-    """Errors by method: of the replay, and of the laws' mean, which holds the luck of the draws."""
+    """Reports prediction errors by method: of the replay, and of the laws' mean (with random
+    draws)."""
     rows = numbers.dropna(subset=["n"])
     told = [
         f"{r.series} {r.median:.2g}% (p95 {r.p95:.2g}%, n = {r.n:.0f})" for r in rows.itertuples()
@@ -230,7 +236,7 @@ def predicted(numbers: pd.DataFrame) -> str:
 
 
 def break_even(numbers: pd.DataFrame) -> str:
-    """The share of the map where SSD wins, and the best gain."""
+    """Reports the share of the map where SSD wins, and the best gain."""
     parts = []
     for panel, here in numbers[numbers["series"] == "formula"].groupby("panel", sort=False):
         wins = (here["gain"] > 1.001).mean()
@@ -241,7 +247,7 @@ def break_even(numbers: pd.DataFrame) -> str:
 
 
 def heterogeneity(numbers: pd.DataFrame) -> str:
-    """SSD's gain with a draft device twice as fast, the same, twice and four times as slow."""
+    """Reports SSD's gain with draft steps half, one, two and four times as long."""
     parts = []
     for panel, here in numbers[numbers["series"] == "SSD, raw"].groupby("panel"):
         near = [here.loc[(here["x"] - x).abs().idxmin()] for x in (0.5, 1.0, 2.0, 4.0)]
@@ -251,7 +257,7 @@ def heterogeneity(numbers: pd.DataFrame) -> str:
 
 
 def head(numbers: pd.DataFrame) -> str:
-    """T_SD and the gain, without a head and context and with most of them."""
+    """Reports T_SD and the gain, without LM head and context and with the most of them."""
     parts = []
     for panel, here in numbers.groupby("panel", sort=False):
         for series in ("T_SD / K", "SSD over SD on the same GPUs", "SSD over SD inline, per GPU"):

@@ -1,4 +1,4 @@
-"""The price of imposed hits: the branches that the default hit law would need for them."""
+"""The price of imposed hits: the branches that the default hit law would need for the same rate."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from mpissd.common.theory import fan_out_for
 
 
 def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:
-    """For a caption: branches run and needed by p_hit, and the closed formula's tok/s with the most
-    of them over its tok/s as run. "" without imposed hits above 0."""
+    """Returns a caption's text on the branches needed by each imposed p_hit; "" without imposed
+    hits.
+
+    It also has the closed formula's tok/s with the most branches, relative to its tok/s as run.
+    """
     rates = sorted(ssd.loc[ssd["p_hit"] > 0, "p_hit"].unique())
     if not rates:
         return ""
@@ -34,9 +37,9 @@ def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:
 
 
 def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: int) -> float | None:
-    """The closed formula with a growth step of so many rows over its value as run, at b = 1.
+    """Returns the closed formula's gain if a growth step has so many rows, at b = 1.
 
-    The step is the probed draft forward; None where no probed profile has it.
+    The step is the probed draft forward; the result is None if no probed profile has it.
     """
     times, step = Times.of(case), _step_s(data, case, branches)
     if times is None or step is None:
@@ -47,6 +50,6 @@ def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: in
 
 
 def _step_s(data: Data, case: Case, rows: int) -> float | None:
-    """A probed forward of the draft with so many rows."""
+    """Returns the seconds of the draft's probed forward with so many rows, or None."""
     found = forward(data, case, case.draft, 1)
     return found.at(rows) if found is not None and max(found.seconds) >= rows else None

@@ -1,7 +1,7 @@
-"""Reads result rows and device profiles; what can't be read costs a note, not the rest.
+"""Reads result rows and device profiles; an unreadable one causes a note, not a failure.
 
 `load(["results"])` takes folders (every runs*.jsonl and profiles/*.json below) and files. A line
-that is cut off, of another schema or without what a row has is left out and told by file and line.
+that is cut off, of another schema or incomplete is left out and noted with its file and line.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Data:
-    """rows: one measured run a row (docs/row.md and analysis/tidy.py name the columns); profiles:
-    probed device profiles; notes: what was left out."""
+    """Result rows and probed profiles, with notes on what was left out.
+
+    rows: one measured run a row (docs/row.md and analysis/tidy.py name the columns).
+    """
 
     rows: pd.DataFrame
     profiles: tuple[Row, ...] = ()
     notes: Notes = field(default_factory=Notes)
 
     def with_rows(self, rows: pd.DataFrame) -> Data:
-        """The same with other rows."""
+        """Returns the same data with other rows."""
         return replace(self, rows=rows)
 
 
 def load(paths: Iterable[str | Path]) -> Data:
-    """Everything below `paths`. ConfigError: no such path; NothingLeft: no row that can be used."""
+    """Reads everything below `paths`.
+
+    Raises ConfigError if a path does not exist, NothingLeft if no row can be used.
+    """
     notes = Notes()
     rows: dict[str, Row] = {}
     profiles: list[Row] = []
@@ -58,7 +63,7 @@ def load(paths: Iterable[str | Path]) -> Data:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # no name that a file could have
+    except OSError:  # The name cannot be that of a file.
         return False
 
 
@@ -67,7 +72,7 @@ def _files(path: Path, pattern: str) -> list[Path]:
 
 
 def _add(rows: dict[str, Row], found: Iterable[tuple[str, Row]], notes: Notes) -> None:
-    """A row counts once; of two rows with one run_id the first stays."""
+    """Adds rows by run_id; of two rows with one run_id the first is kept."""
     for where, row in found:
         kept = rows.setdefault(str(row["run_id"]), row)
         if kept is not row and not _same(kept, row):
@@ -75,12 +80,12 @@ def _add(rows: dict[str, Row], found: Iterable[tuple[str, Row]], notes: Notes) -
 
 
 def _same(a: Row, b: Row) -> bool:
-    """Equal but for where they lie; NaN equals NaN."""
+    """Compares two rows except for their folders; NaN equals NaN."""
     return repr({**a, "folder": ""}) == repr({**b, "folder": ""})
 
 
 def _rows(path: Path, notes: Notes) -> Iterator[tuple[str, Row]]:
-    """The usable rows of a file, each with its file and line."""
+    """Yields the usable rows of a file, each with its file and line number."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -117,7 +122,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _profiles(path: Path, notes: Notes) -> Iterator[Row]:
-    """Probed device profiles: those with tables."""
+    """Yields the probed device profiles, which are those with tables."""
     found = sorted(path.rglob("profiles/*.json")) if path.is_dir() else []
     for file in (file for file in found if file.is_file()):
         profile = _parse(file.read_bytes())

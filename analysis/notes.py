@@ -1,4 +1,4 @@
-"""What was left out and why: collected while rows are read and chosen, told in one line each."""
+"""Notes on rows that were left out and why, collected while reading, one line each."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from mpissd.common.errors import ConfigError
 
 
 class NothingLeft(ConfigError):
-    """No row that a figure could be drawn from; the message says what it would need."""
+    """Raised if there is no row that a figure could be drawn from; the message says what is
+    needed."""
 
 
 class Notes:
-    """Lines in the order in which they came up, each once."""
+    """A set of lines in the order in which they were added."""
 
     def __init__(self) -> None:
         self._lines: dict[str, None] = {}
 
     def add(self, line: str) -> None:
-        """Keeps a line."""
+        """Adds a line, unless it is there already."""
         self._lines[line] = None
 
     def left_out(self, count: int, what: str, why: str) -> None:
-        """Keeps "left out N rows …" where there were any."""
+        """Adds "left out N rows …" if N is not 0."""
         if count:
             self.add(f"left out {count} row{'s' if count > 1 else ''} {what}: {why}")
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Everything that was noted."""
+        """All lines."""
         return tuple(self._lines)

@@ -1,4 +1,4 @@
-"""The report's page: markup and style in one, for phones, screens and paper, light and dark."""
+"""The HTML template of the report, with its style for phones, screens and paper, light and dark."""
 
 from __future__ import annotations
 

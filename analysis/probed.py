@@ -1,4 +1,4 @@
-"""What probes measured, of several profiles of one machine: the newest counts."""
+"""Reads probed measurements from several profiles of one machine; the newest one counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Profile = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """Which forward: a model on one of T ranks, and how it is issued."""
+    """Identifies a forward: a model on one of T ranks, and how it is issued."""
 
     model: str
     tp: int
@@ -27,9 +27,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """Weights of a rank; seconds by rows, and the relative interquartile range of those.
+    """A probed forward: a rank's weights, seconds by rows, and their relative interquartile range.
 
-    kernels: (the most rows of a job that runs it, its seconds by rows), the fewest first.
+    kernels: (the most rows of a job that runs the kernel, its seconds by rows), fewest rows first.
     """
 
     params: int
@@ -38,16 +38,16 @@ class Forward:
     kernels: list[tuple[float, dict[int, float]]]
 
     def at(self, rows: int) -> float:
-        """Return the seconds of so many rows: straight lines between points of one kernel, flat
-        beyond its last."""
+        """Returns the seconds of so many rows, interpolated within one kernel, constant beyond its
+        last."""
         points = next(of for most, of in self.kernels if rows <= most)
         return float(np.interp(rows, *zip(*sorted(points.items()), strict=True)))
 
 
 def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
-    """Return every probed forward, at each row count by the kernel that a job of so many rows runs.
+    """Returns every probed forward; each row count uses the kernel of a job of so many rows.
 
-    Kernels are those of one probe: an entry with `most_rows` counts up to there, before others.
+    All kernels of a forward are from one probe: an entry with `most_rows` counts up to that number.
     """
     found: dict[Key, Forward] = {}
     for profile in newest(profiles):
@@ -60,14 +60,14 @@ def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
 
 
 def forward(data: Data, case: Case, model: str, tp: int) -> Forward | None:
-    """Return a model's forward, issued as the case's are; None: not probed."""
+    """Returns a model's forward, issued as in the case; None if it was not probed."""
     first = case.rows.iloc[0]
     issued = bool(first["fuse"]), bool(first["lm_head"]), int(first["context"])
     return forwards(data.profiles).get(Key(model, tp, *issued))
 
 
 def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a table, of equal identities the newest alone."""
+    """Yields the entries of a table; of entries with equal identities only the newest."""
     seen = set()
     for profile in newest(profiles):
         for entry in profile["tables"].get(name, ()):
@@ -77,7 +77,8 @@ def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[d
 
 
 def newest(profiles: Iterable[Profile]) -> list[Profile]:
-    """Return the profiles by when they were probed, those that do not say last."""
+    """Returns the profiles by the time of their probe, newest first; those without a time come
+    last."""
     return sorted(profiles, key=_started, reverse=True)
 
 

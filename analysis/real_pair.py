@@ -1,4 +1,5 @@
-"""What SSD rows would have given with the hits of a real pair, beside a figure's rows."""
+"""The tok/s that SSD rows would have with the hits of a real pair, shown next to the measured
+rows."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import pandas as pd
 
 from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
 
-REAL = tuple(f"real_{name}" for name in REAL_PAIRS)  # a frame's columns
+REAL = tuple(f"real_{name}" for name in REAL_PAIRS)  # The columns of a frame of rows.
 _BESIDE = "The default hit law is assumed: predicted with hits as"
 
 
 def sentence(rows: pd.DataFrame) -> str:
-    """What these rows' SSD would give with the real pair's hits, over what it gives; "" where no
-    row rests on the default law, or none can tell."""
+    """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
+
+    Returns "" if no row uses the default law, or none has the values that the prediction needs.
+    """
     parts = []
     for name, pair in REAL_PAIRS.items():
         share = (rows[f"real_{name}"] / rows["tok_per_s"]).dropna()
@@ -24,6 +27,6 @@ def sentence(rows: pd.DataFrame) -> str:
 
 
 def beside(caption: str) -> str:
-    """That sentence of a caption, for the finding beside the figure."""
+    """Returns that sentence from a caption, for the finding next to the figure."""
     found = [part for part in caption.split(". ") if part.startswith(_BESIDE)]
     return f" {found[0].rstrip('.')}." if found else ""

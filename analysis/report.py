@@ -1,6 +1,6 @@
-"""One self-contained HTML page: every figure with what it shows, its conditions and its numbers.
+"""Writes one self-contained HTML page: every figure with its finding, conditions and numbers.
 
-Nothing is fetched and no date is written: the same rows give the same page.
+The page fetches nothing and contains no date: the same rows give the same page.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ROWS_SHOWN = 400
 def write_report(data: Data, out: Path, tell: Callable[[str], None]) -> Path:
     """Writes OUT/report.html and returns its path.
 
-    tell: called with a line for each figure as it is drawn, and for each that is not. NothingLeft:
-    no figure could be drawn; ConfigError: OUT can't be written.
+    tell: called with a line for each figure that is drawn or skipped. Raises NothingLeft if no
+    figure could be drawn, ConfigError if OUT cannot be written.
     """
     path = out / "report.html"
     write(path, render(data, tell).encode())
@@ -38,7 +38,7 @@ def write_report(data: Data, out: Path, tell: Callable[[str], None]) -> Path:
 
 
 def render(data: Data, tell: Callable[[str], None]) -> str:
-    """The page; tell: as of write_report."""
+    """Returns the page as HTML; `tell` as in write_report."""
     items = []
     for item in draw_all(data):
         end = "drawn" if isinstance(item, Drawn) else f"skipped: {item.why}"

@@ -1,6 +1,6 @@
-"""Which rows meet in one figure: one machine, one set of rows, one way of issuing forwards.
+"""Selects the rows of one figure: one machine, one set of rows, one way of issuing forwards.
 
-What doesn't fit is left out and noted, never mixed in.
+Rows that do not match are left out and noted, never mixed in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
 from mpissd.common.errors import unknown
 
-# What a figure's rows share beside the machine, unless the figure varies it.
+# The conditions that a figure's rows share besides the machine, unless the figure varies one.
 CONDITIONS = (
     "dtype",
     "fuse",
@@ -25,13 +25,16 @@ CONDITIONS = (
     "all_reduce",
     "other_draft",
 )
-_OF_DRAFTS = ("all_reduce", "other_draft")  # AR may have another, or none
+_OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have another value of these, or none.
 POLICY = ("on_late", "backup", "backup_cut")
 
 
 def machines(rows: pd.DataFrame) -> list[str]:
-    """Device names: measured GPUs, then emulated ones, then CPUs; those with most rows first; not
-    the null device."""
+    """Returns device names without the null device.
+
+    Measured GPUs come first, then emulated ones, then CPUs; in each group those with most rows
+    first.
+    """
     real = rows[~rows["device_name"].str.startswith("null device")]
     counts = real["device_name"].value_counts()
     cpus = set(real.loc[real["backend"] == "numpy", "device_name"])
@@ -39,7 +42,7 @@ def machines(rows: pd.DataFrame) -> list[str]:
 
 
 def on_machine(data: Data, device: str | None = None) -> Data:
-    """The rows and profiles of one machine (None: the first of `machines`)."""
+    """Returns the rows and profiles of one machine (None: the first of `machines`)."""
     names = machines(data.rows)
     if not names:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
@@ -54,7 +57,7 @@ def on_machine(data: Data, device: str | None = None) -> Data:
 
 
 def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -> pd.DataFrame:
-    """The rows with the most common combination of `columns`."""
+    """Returns the rows with the most common combination of `columns`."""
     if rows.empty:
         return rows
     keys = key(rows, columns)
@@ -66,7 +69,7 @@ def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -
 
 
 def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
-    """Each row's values of `columns` as one tuple that compares equal where they do."""
+    """Returns each row's values of `columns` as one tuple, for comparison."""
     texts = rows[list(columns)].astype(object).where(rows[list(columns)].notna(), None)
     return pd.Series([tuple(map(_plain, v)) for v in texts.to_numpy()], rows.index, object)
 
@@ -76,8 +79,10 @@ def _plain(value: object) -> object:
 
 
 def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> pd.DataFrame:
-    """The rows of the combination of `fixed` under which `varies` takes most values, then has
-    most rows."""
+    """Returns the rows of the combination of `fixed` under which `varies` has the most values.
+
+    Of equal ones, the combination with most rows is taken.
+    """
     if rows.empty:
         return rows
     keys, values = key(rows, fixed), key(rows, varies)
@@ -87,7 +92,7 @@ def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> 
 
 
 def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Repeats as one point: medians, `n`, and low … high, the runs' widest interval."""
+    """Merges repeats into one point: medians, `n`, and low … high, the runs' widest interval."""
     numbers = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c]) and c not in by]
     grouped = rows.groupby(list(by), dropna=False, sort=True)
     found = grouped[numbers].median()
@@ -97,8 +102,11 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def best_point(found: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
-    """The fastest of `points`, by their predicted mean where all have one, which no measured round
-    enters: so that luck does not choose what is then compared (docs/definitions.md)."""
+    """Returns the fastest of `points`, by their predicted mean if all have one.
+
+    The predicted mean contains no measured round, so luck does not choose what is then compared
+    (docs/definitions.md).
+    """
     predicted = found["expected_tok_per_s"]
     rate = (
         predicted * found[column] / found["tok_per_s"] if predicted.notna().all() else found[column]
@@ -108,9 +116,10 @@ def best_point(found: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
 
 @dataclass(frozen=True)
 class Case:
-    """A pair on T target GPUs: its SD and SSD rows under one set of conditions, its target's AR.
+    """A pair on T target GPUs: its SD and SSD rows under the same conditions, and its target's AR
+    rows.
 
-    wide: its SD rows on other T, on at most T + 1 GPUs.
+    wide: SD rows of the pair with other T, on at most T + 1 GPUs.
     """
 
     target: str
@@ -122,18 +131,18 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For a panel's title."""
+        """The name in a panel's title."""
         return f"{short(self.target)}/{short(self.draft)}, T={self.tp}"
 
     def method(self, name: str, **values: object) -> pd.DataFrame:
-        """The rows of a method, with these values in columns."""
+        """Returns the rows of a method with these values in columns."""
         found = self.rows[self.rows["method"] == name]
         for column, value in values.items():
             found = found[found[column] == value]
         return found
 
     def ar_on(self, gpus: int, batch_size: int = 1) -> pd.Series | None:
-        """AR on so many GPUs, repeats as one point."""
+        """Returns AR on so many GPUs, with repeats merged into one point; None if not measured."""
         rows = self.ar[(self.ar["gpus"] == gpus) & (self.ar["batch_size"] == batch_size)]
         return None if rows.empty else points(rows, ["gpus"]).iloc[0]
 
@@ -145,12 +154,13 @@ def cases(
     vary: Sequence[str] = (),
     most: int = 9,
 ) -> list[Case]:
-    """The pairs and T with most `wanted` rows (none with under a quarter of the first one's); those
-    without SSD, which are no more than rivals of others, only where none has it.
+    """Returns the pairs and T with most `wanted` rows; none with less than a quarter of the
+    first's.
 
-    Each has its rows from one folder (others are other days and versions): of those that have its
-    target's AR, if any has, that in which `varies` takes most values. Only AR and SD inline on
-    T + 1 GPUs may come from another. vary: conditions that the figure is about.
+    Pairs without SSD rows are returned only if no pair has any. Each case's rows come from one
+    folder, as other folders are from other days and versions: of those with its target's AR, the
+    one in which `varies` takes most values. Only AR and SD inline on T + 1 GPUs may come from
+    another folder. vary: conditions that the figure is about.
     """
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
     columns = [c for c in CONDITIONS if c not in vary]
@@ -194,8 +204,11 @@ def _baselines(
     columns: list[str],
     varies: list[str],
 ) -> pd.DataFrame:
-    """Rivals as `kept` was measured: of its folder; on T + 1 GPUs, which a draft GPU has to beat,
-    also of another one where that has none."""
+    """Returns the rivals that were measured like `kept`, from its folder.
+
+    Rivals on T + 1 GPUs, which a draft GPU must beat, may come from another folder if that has
+    none.
+    """
     if rivals.empty:
         return rivals
     alike = rivals[(key(rivals, columns) == key(kept, columns).iloc[0]).to_numpy(dtype=bool)]
@@ -212,7 +225,8 @@ def _baselines(
 
 
 def by_pair(data: Data) -> dict[str, Data]:
-    """{"8b-1b-t1": rows of that pair on T targets, and its rivals on T + 1 GPUs}, up to three."""
+    """Returns {"8b-1b-t1": rows of that pair on T targets, with its rivals on T + 1 GPUs}, up to
+    three."""
     rows = data.rows
     parts = {}
     for case in cases(data, plain(rows), ["alpha", "lookahead", "method"], most=3):
@@ -225,13 +239,13 @@ def by_pair(data: Data) -> dict[str, Data]:
 
 
 def plain(rows: pd.DataFrame) -> pd.Series:
-    """Rows of imposed laws, whole targets, no named schedule and lists that don't adapt."""
+    """Marks the rows of imposed laws, whole targets, no named schedule and fixed lists."""
     whole = rows["num_layers"].fillna(0) == rows["full_num_layers"].fillna(0)
     return (rows["workload"] == "gemm") & whole & rows["schedule"].isna() & rows["learned"].isna()
 
 
 def short(name: str | None) -> str:
-    """llama-3.1-8b → 8B, gen:layers=24,hidden=1024,… → 24×1024."""
+    """Shortens a model's name: llama-3.1-8b → 8B, gen:layers=24,hidden=1024,… → 24×1024."""
     if name is None:
         return "–"
     if name.startswith("gen:"):

@@ -1,4 +1,4 @@
-"""One look for all figures, and one way to save them: poster-sized, colour-blind safe, repeatable.
+"""The common style of all figures, and how they are saved: poster-sized, colour-blind safe.
 
 A Poster is a matplotlib Figure that keeps the numbers it draws, for the report's downloads. Saved
 files are byte-identical on a second run: no dates, fixed ids, embedded TrueType.
@@ -27,7 +27,7 @@ from PIL import Image
 
 from mpissd.common.errors import ConfigError
 
-# Okabe and Ito's palette: told apart with any colour vision; a marker tells the same again.
+# Okabe and Ito's palette, whose colours are distinct for any colour vision; markers differ as well.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
 )
@@ -83,7 +83,7 @@ class Poster(Figure):
         self.caption = ""
 
     def panels(self, rows: int, columns: int, **options: Any) -> np.ndarray[Any, Any]:
-        """[rows, columns] axes."""
+        """Returns an array of axes, [rows, columns]."""
         grid: np.ndarray[Any, Any] = self.subplots(rows, columns, squeeze=False, **options)
         return grid
 
@@ -99,7 +99,8 @@ class Poster(Figure):
         also: Mapping[str, Iterable[float]] | None = None,
         **options: Any,
     ) -> None:
-        """A series with its intervals; its numbers are kept, and `also` with them."""
+        """Draws a series with its intervals, and keeps its numbers together with those of
+        `also`."""
         xs, ys = np.asarray(list(x), float), np.asarray(list(y), float)
         options = {"label": label, "zorder": 3, **options}
         ends = [ys if v is None else np.asarray(list(v), float) for v in (low, high)]
@@ -113,12 +114,12 @@ class Poster(Figure):
             self.keep(ax, label, **dict(zip(names, values, strict=True)))
 
     def keep(self, ax: Axes, series: str, **values: Any) -> None:
-        """Remembers a point that was drawn."""
+        """Keeps the numbers of a point that was drawn."""
         panel = str(ax.get_label()) or ax.get_title() or ax.get_title(loc="left")
         self.numbers.append({"panel": panel, "series": series, **values})
 
     def finish(self, heading: str, caption: str, *, legend: bool = True) -> Poster:
-        """Heading, below it one legend for all panels, and the conditions at the bottom."""
+        """Adds the heading, one legend for all panels below it, and the caption at the bottom."""
         self.heading, self.caption = heading, caption
         for ax in self.axes:
             sns.despine(ax=ax)
@@ -131,11 +132,12 @@ class Poster(Figure):
         rect = (0.0, below / tall, 1.0, 1 - (above + below) / tall)
         engine = ConstrainedLayoutEngine(rect=rect)
         engine.execute(self)
-        self.set_layout_engine("none")  # every format gets this layout, however often it is drawn
+        # The layout is fixed now, so that every format and every drawing gets the same one.
+        self.set_layout_engine("none")
         return self
 
     def _legend(self, tall: float) -> float:
-        """Draws it; its height in inches."""
+        """Draws the legend and returns its height in inches."""
         found: dict[str, Any] = {}
         for ax in self.axes:
             for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -156,19 +158,19 @@ class Poster(Figure):
         return 0.1 + 0.27 * -(-len(found) // columns)
 
     def table(self) -> pd.DataFrame:
-        """The numbers behind the figure."""
+        """Returns the numbers behind the figure."""
         frame = pd.DataFrame(self.numbers)
         return frame.loc[:, frame.notna().any()] if len(frame) else frame
 
 
 def themed() -> Any:
-    """The look, for the length of a `with`."""
+    """Returns a context manager that applies the style."""
     rc = {**sns.axes_style("ticks"), **sns.plotting_context("talk"), **_LOOK, **_FIXED}
     return mpl.rc_context(rc)
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """The file's bytes, the same on every run."""
+    """Returns the file's bytes, the same on every run."""
     empty: dict[str, Any] = {
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": "mpissd", "Producer": None},
@@ -182,7 +184,8 @@ def rendered(figure: Figure, kind: str) -> bytes:
 
 
 def _small(png: io.BytesIO) -> bytes:
-    """The picture in 256 colours of its own, a third of the bytes; too few for a shaded map."""
+    """Reduces the picture to 256 colours, a third of the bytes; a shaded map would need more
+    colours."""
     with Image.open(png) as picture:
         few = picture.convert("RGB").quantize(
             256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
@@ -193,7 +196,7 @@ def _small(png: io.BytesIO) -> bytes:
 
 
 def save(figure: Figure, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes stem.png, stem.pdf and stem.svg. ConfigError: it can't be written there."""
+    """Writes stem.png, stem.pdf and stem.svg; raises ConfigError if that fails."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path, kind in zip(paths, kinds, strict=True):
         write(path, rendered(figure, kind))
@@ -201,7 +204,7 @@ def save(figure: Figure, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Pat
 
 
 def write(path: Path, content: bytes) -> None:
-    """Makes a file and its folder. ConfigError: it can't be written there."""
+    """Writes a file and makes its folder; raises ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -210,7 +213,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """On a logarithmic axis: numbers as one reads them (300, not 3·10²), at 1, or at 1, 2 and 5."""
+    """Labels a logarithmic axis with plain numbers (300, not 3·10²), at 1, or at 1, 2 and 5."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0,) if high > 200 * low else (1.0, 2.0, 5.0)))
     axis.set_major_formatter("{x:g}")
@@ -218,7 +221,7 @@ def plain_ticks(axis: Axis) -> None:
 
 
 def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
-    """A line where nothing is gained."""
+    """Draws a horizontal line at the value that means no gain."""
     ax.axhline(value, color=BLACK, linewidth=1.2, linestyle=(0, (1, 1.5)), zorder=1)
     if text:
         ax.annotate(

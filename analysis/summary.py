@@ -1,4 +1,4 @@
-"""Tables of the report: the best of each method, and where the rows came from."""
+"""Tables of the report: the best configuration of each method, and the sources of the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpissd.common.rivals import Family
 
 
 def best_of_each(data: Data, machine: str) -> pd.DataFrame:
-    """For every pair and T of a machine: each method at its best K, at the alpha with most rows."""
+    """Returns each method at its best K for every pair and T, at the alpha with most rows."""
     try:
         here = on_machine(Data(data.rows, (), Notes()), machine)
     except NothingLeft:
@@ -69,7 +69,7 @@ def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict
 
 
 def _over(case: Case, ssd: pd.DataFrame) -> str:
-    """SSD's gain over the best other use of its GPUs, or over the fastest that was measured."""
+    """Formats SSD's gain over the best other use of its GPUs, or over the fastest measured one."""
     found = others(case, float(ssd["alpha"].iloc[0]))
     if found.fastest is None:
         return "none measured"
@@ -82,7 +82,7 @@ def _over(case: Case, ssd: pd.DataFrame) -> str:
 
 
 def sources(data: Data) -> pd.DataFrame:
-    """A line a folder and machine: rows, when, which version, hosts, packages."""
+    """Returns a line for each folder and machine: rows, dates, versions, packages."""
     lines = []
     for (folder, machine), group in data.rows.groupby(["folder", "device_name"], sort=True):
         facts = [p for p in group["provenance"] if isinstance(p, dict)]

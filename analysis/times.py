@@ -1,9 +1,9 @@
-"""A case's measured times, and what the closed formulas (mpissd/common/theory.py) make of them.
+"""A case's measured times, and the closed formulas (mpissd/common/theory.py) evaluated with them.
 
-Medians of rows at batch 1: t_ar (a round of AR), verify (a verification), step (a draft step),
-grow (a step over all branches), host (what a round of SD costs beside verification and drafting).
+Medians of rows at batch 1: t_ar (a round of AR), verify (a verification), step (a draft step), grow
+(a step over all branches), host (the time of an SD round beyond verification and drafting).
 Verification and draft step hardly depend on K (r(M) is flat while reading weights bounds both), so
-one number each stands for every K.
+one value of each is used for every K.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from mpissd.common.theory import expected_tokens, speedup_sd, speedup_ssd
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds; tp target GPUs; ar_wide: a round of AR on tp + 1 GPUs, None where no row says.
+    """Median seconds of a case on tp target GPUs.
 
-    verify_wide: a verification there, of SD inline's rows, else as much shorter as a round of AR.
+    ar_wide: a round of AR on tp + 1 GPUs, None if not measured. verify_wide: a verification there,
+    from SD inline's rows, or else scaled like a round of AR.
     """
 
     tp: int
@@ -35,7 +36,8 @@ class Times:
 
     @classmethod
     def of(cls, case: Case, batch_size: int = 1) -> Times | None:
-        """From a case's rows; None without AR, and SD and SSD at one alpha and K."""
+        """Computes the times from a case's rows; None without AR, or without SD and SSD at one
+        alpha and K."""
         ar, wide = (case.ar_on(case.tp + extra, batch_size) for extra in (0, 1))
         rows = case.rows[case.rows["batch_size"] == batch_size]
         sd, ssd = (rows[rows["method"] == name] for name in ("SD", "SSD"))
@@ -43,7 +45,7 @@ class Times:
         cells = (set(zip(r["alpha"], r["lookahead"], strict=True)) for r in (sd, ssd))
         if ar is None or not set.intersection(*cells):
             return None
-        growth = ssd["t_growth_s"] / (ssd["lookahead"] + 1)  # glue and K steps
+        growth = ssd["t_growth_s"] / (ssd["lookahead"] + 1)  # One glue forward and K steps.
         verify = float(sd["t_target_s"].median())
         return cls(
             tp=case.tp,
@@ -57,16 +59,16 @@ class Times:
         )
 
     def drafting(self, factor: float) -> Times:
-        """With a draft device whose steps take `factor` times as long."""
+        """Returns the times with a draft device whose steps take `factor` times as long."""
         return replace(self, step=self.step * factor, grow=self.grow * factor)
 
     def sd(self, alpha: float, lookahead: int) -> float:
-        """Gain of SD over AR on the same target GPUs."""
+        """Returns the gain of SD over AR on the same target GPUs."""
         tokens = expected_tokens(alpha, lookahead)
         return speedup_sd(tokens, self._verify, lookahead * self.step / self.ar)
 
     def ssd(self, alpha: float, lookahead: int, p_hit: float, batch_size: int = 1) -> float:
-        """Gain of SSD over AR on the same target GPUs; a miss is drafted just in time."""
+        """Returns the gain of SSD over AR on the same target GPUs, with backup jit."""
         tokens = expected_tokens(alpha, lookahead)
         return speedup_ssd(
             p_hit,
@@ -79,23 +81,24 @@ class Times:
         )
 
     def best_sd(self, alpha: float, most: int = 16) -> float:
-        """SD at its best K."""
+        """Returns the gain of SD at its best K."""
         return max(self.sd(alpha, k) for k in range(1, most + 1))
 
     def best_sd_wide(self, alpha: float, most: int = 16) -> float:
-        """SD inline on tp + 1 GPUs at its best K; 0 where nothing is known of them."""
+        """Returns the gain of SD inline on tp + 1 GPUs at its best K; 0 if its times are not
+        known."""
         if self.verify_wide is None:
             return 0.0
         wide = replace(self, verify=self.verify_wide)
         return wide.best_sd(alpha, most)
 
     def best_other(self, alpha: float) -> float:
-        """The best other use of tp + 1 GPUs than SSD, as far as it is known."""
+        """Returns the gain of the best other use of tp + 1 GPUs, of those that are known."""
         ar = max(1.0, 0.0 if self.ar_wide is None else self.ar / self.ar_wide)
         return max(ar, self.best_sd(alpha), self.best_sd_wide(alpha))
 
     def best_ssd(self, alpha: float, p_hit: float, most: int = 16) -> float:
-        """SSD at its best K."""
+        """Returns the gain of SSD at its best K."""
         return max(self.ssd(alpha, k, p_hit) for k in range(1, most + 1))
 
     @property
@@ -114,14 +117,15 @@ def _verify_wide(
 
 
 def correlated(p_hit: float, batch_size: int, rho: float) -> float:
-    """P(all sequences hit): with probability rho they hit or miss together, else independently."""
+    """Returns P(all hit): with probability rho all hit or miss together, else independently."""
     return rho * p_hit + (1 - rho) * p_hit**batch_size
 
 
 def over_batch(
     times: Times, alpha: float, lookahead: int, p_hit: float, b: int, rho: float
 ) -> float:
-    """Gain of SSD over SD when P(all hit) is `correlated`: SD's round is one that all miss."""
+    """Returns the gain of SSD over SD if P(all hit) is `correlated`; SD's round is one that all
+    miss."""
     all_hit = correlated(p_hit, b, rho)
     same = 1.0 if all_hit <= 0 else float(np.exp(np.log(all_hit) / b))
     if all_hit <= 0:

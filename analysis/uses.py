@@ -1,4 +1,5 @@
-"""SSD beside the other uses of as many GPUs (mpissd/common/rivals.py), from the rows of a case."""
+"""Compares SSD with other uses of as many GPUs (mpissd/common/rivals.py), from the rows of a
+case."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from analysis.style import Poster
 from mpissd.common.compare import Comparison
 from mpissd.common.rivals import Family, Others, families, other_uses, tps_of, widest
 
-BESIDE = "SSD over the fastest other use"  # the series of a figure's numbers that findings read
+BESIDE = "SSD over the fastest other use"  # The name of the series whose numbers findings.py reads.
 
 
 @dataclass(frozen=True)
 class RowsUse:
-    """A mode on T + D GPUs at its own best K. tok_per_s: what ranks it, of all GPUs or of one; rows
-    of one configuration."""
+    """A mode on T + D GPUs at its own best K, with the rows of that configuration.
+
+    tok_per_s: its rank, either for all GPUs together or for each GPU.
+    """
 
     mode: str
     tp: int
@@ -30,7 +33,7 @@ class RowsUse:
 
 
 def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the best K and policy."""
+    """Returns the rows of the best K and policy."""
     by = ["lookahead", "policy"]
     if rows.empty:
         return rows
@@ -41,8 +44,10 @@ def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
 def others(
     case: Case, alpha: float, batch_size: int = 1, *, per_gpu: bool = False
 ) -> Others[RowsUse]:
-    """What else T + 1 GPUs did, every T and D that was measured; per_gpu: a GPU, where AR and SD
-    inline on T have to be known and wider ones count where they are."""
+    """Ranks the other uses of T + 1 GPUs, over every T and D that was measured.
+
+    per_gpu: by tok/s a GPU; then AR and SD inline on T must be known, and wider uses are optional.
+    """
     drafted = pd.concat([case.rows[case.rows["mode"] == "sd"], case.wide])
     rows = pd.concat([case.ar, drafted[drafted["alpha"] == alpha]])
     rows = rows[rows["batch_size"] == batch_size]
@@ -54,7 +59,8 @@ def others(
 def keep_beside(
     poster: Poster, ax: Axes, case: Case, alpha: float, ssd: pd.DataFrame, *, per_gpu: bool
 ) -> None:
-    """Remembers SSD's gain at an alpha, over which use, and which were not measured."""
+    """Records SSD's gain at an alpha, the use it is compared with, and the uses that were not
+    measured."""
     found = others(case, alpha, per_gpu=per_gpu)
     if found.fastest is not None:
         over = beside(ssd, found, per_gpu=per_gpu)
@@ -75,7 +81,7 @@ def keep_beside(
 
 
 def beside(ssd: pd.DataFrame, found: Others[RowsUse], *, per_gpu: bool = False) -> Comparison:
-    """The gain of rows of one configuration over the fastest of the others; there has to be one."""
+    """Returns the gain of one configuration's rows over the fastest other use, which must exist."""
     assert found.fastest is not None
     rows = found.fastest.rows
     share = rows["gpus"].iloc[0] / ssd["gpus"].iloc[0] if per_gpu else 1.0
@@ -83,7 +89,7 @@ def beside(ssd: pd.DataFrame, found: Others[RowsUse], *, per_gpu: bool = False) 
 
 
 def _uses(rows: pd.DataFrame, per_gpu: bool) -> list[RowsUse]:
-    """Ranked by the predicted mean where all have one, as best_point."""
+    """Ranks uses by the predicted mean if all have one, as best_point does."""
     cells = [best_rows(group) for _, group in rows.groupby(["mode", "tp", "num_drafts"])]
     predicted = all(cell["expected_tok_per_s"].notna().all() for cell in cells)
     column = "expected_tok_per_s" if predicted else "tok_per_s"

@@ -1,4 +1,4 @@
-"""One function a figure: rows in, a matplotlib figure out."""
+"""The figures: one function each, from rows to a matplotlib figure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _MARKERS = "v^P"
 
 
 def batch_scaling(data: Data) -> Poster:
-    """Above: SSD over SD on the same GPUs, over b. Below: every method per GPU, over AR."""
+    """Above: SSD over SD on the same GPUs, by b. Below: every method's tok/s per GPU over AR's."""
     rows = data.rows
     shown = [(c, *_sweep(c)) for c in cases(data, plain(rows), ["batch_size"])]
     shown = [item for item in shown if all(p["batch_size"].nunique() >= 3 for p in item[1:])]
@@ -59,7 +59,8 @@ def batch_scaling(data: Data) -> Poster:
 
 
 def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """SSD under the alpha, K and backup with most batch sizes, and SD beside it."""
+    """Returns SSD rows of the alpha, K and backup with most batch sizes, and the SD rows to
+    compare."""
     ssd = richest(case.method("SSD"), ["alpha", "lookahead"], ["batch_size", "hit_law"])
     if not len(ssd):
         return ssd, ssd
@@ -74,7 +75,7 @@ def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _laws(ssd: pd.DataFrame) -> list[tuple[str, float, pd.DataFrame]]:
-    """(label, hit rate a sequence, rows) of each hit law, the rarest hits first."""
+    """Returns (label, hit rate of a sequence, rows) for each hit law, the lowest hit rate first."""
     found = []
     for (law, _policy), group in ssd.groupby(["hit_law", "policy"]):
         rate = group["p_hit"].iloc[0] if group["p_hit"].notna().all() else group["hit_rate"].mean()
@@ -117,7 +118,7 @@ def _model(case: Case, alpha: float, lookahead: int, rate: float, rho: float) ->
 
 
 def _rates(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
-    """Per GPU, over AR on the targets' GPUs at the same b."""
+    """Draws tok/s per GPU over AR's on the targets' GPUs at the same b."""
     ar = case.ar[case.ar["gpus"] == case.tp]
     for method in ("SD inline", "SD"):
         _per_gpu(poster, ax, method, sd[sd["method"] == method], ar, look(method))

@@ -1,4 +1,4 @@
-"""Where the extra GPU pays: SSD on T+1 GPUs against the best other use, over alpha and p_hit."""
+"""The gain of the extra GPU: SSD on T+1 GPUs against the best other use, over alpha and p_hit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NORM = TwoSlopeNorm(1.0, 0.4, 2.0)
 
 
 def break_even(data: Data) -> Poster:
-    """Colour: the gain, by the closed formulas with measured times; dots: measured rows."""
+    """Colour: the gain by the closed formulas with measured times. Dots: measured rows."""
     rows = data.rows
     found = cases(data, plain(rows) & (rows["batch_size"] == 1), ["alpha", "hit_law"])
     shown = [(c, t) for c in found if (t := Times.of(c)) is not None]
@@ -111,14 +111,16 @@ def _rivals(case: Case, times: Times) -> str:
 
 
 def _missing(case: Case) -> set[str]:
-    """Uses of T + 1 GPUs that no row holds at some alpha."""
+    """Returns the uses of T + 1 GPUs that were not measured at some alpha."""
     alphas = case.method("SSD", batch_size=1)["alpha"].dropna().unique()
     return {str(family) for alpha in alphas for family in others(case, alpha).missing}
 
 
 def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison, bool]]:
-    """(alpha, hit rate, gain, whether hits were imposed) of SSD at each alpha, hit law and fan-out:
-    at its best K."""
+    """Returns (alpha, hit rate, gain, whether hits were imposed) of SSD at its best K.
+
+    There is one for each alpha, hit law and fan-out.
+    """
     rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
     found = []
     for alpha, group in rows.groupby("alpha"):

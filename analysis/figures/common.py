@@ -1,4 +1,4 @@
-"""What figures share: a caption of their conditions, small helpers of one case."""
+"""Helpers that figures share: the caption of conditions, titles, and series of gains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def caption(
     vary: Sequence[str] = (),
     what: str = "GEMM-only forwards, random weights, imposed acceptance and hits",
 ) -> str:
-    """Hardware, what is real, LM head, context, how forwards were issued, rows and commits."""
+    """Returns the caption: hardware, what is real, LM head, context, forwards, rows and commits."""
     used = pd.concat([part for part in parts if len(part)])
     used = used[~used.index.duplicated()]
     words = [machine(used), what, _dtype(used)]
@@ -56,7 +56,7 @@ def caption(
 
 
 def no_claim(parts: Iterable[pd.DataFrame]) -> str:
-    """A sentence where none of their SSD rows has what a speedup is claimed from; else ""."""
+    """Returns a sentence if none of the SSD rows allows a claimed speedup; else ""."""
     rows = pd.concat([part for part in parts if len(part)])
     ssd = rows[rows["mode"] == "ssd"]
     long = ssd[pd.to_numeric(ssd["num_rounds"]) >= HEADLINE_ROUNDS]
@@ -64,7 +64,7 @@ def no_claim(parts: Iterable[pd.DataFrame]) -> str:
 
 
 def machine(rows: pd.DataFrame) -> str:
-    """Device names, said to be emulated where they are."""
+    """Returns the device names, marked as emulated if they are."""
     names = sorted(rows["device_name"].unique())
     emulated = all("emulated" in name for name in names)
     state = "EMULATED: durations from a device profile, slept" if emulated else "measured"
@@ -83,19 +83,19 @@ def _several(values: pd.Series) -> str:
 
 
 def need(condition: object, what: str) -> None:
-    """NothingLeft unless the condition holds."""
+    """Raises NothingLeft unless the condition holds."""
     if not condition:
         raise NothingLeft(f"no rows for it: it needs {what}")
 
 
 def look(method: str) -> dict[str, Any]:
-    """Colour and marker of a method."""
+    """Returns the colour and marker of a method."""
     color, marker = METHODS[method]
     return {"color": color, "marker": marker}
 
 
 def draw_gains(poster: Poster, ax: Axes, label: str, found: pd.DataFrame, **options: Any) -> None:
-    """A series of gains (analysis/gain.py: what it is over, value, low, high, headline)."""
+    """Draws a series of gains (analysis/gain.py: the `by` column, value, low, high, headline)."""
     if len(found):
         poster.line(
             ax,
@@ -110,6 +110,6 @@ def draw_gains(poster: Poster, ax: Axes, label: str, found: pd.DataFrame, **opti
 
 
 def best(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The best configuration at each value of `by`, repeats as one point."""
+    """Returns the best configuration at each value of `by`, with repeats merged into one point."""
     found = points(rows, [by, "lookahead", "policy"])
     return pd.DataFrame([best_point(part) for _, part in found.groupby(by)], columns=found.columns)

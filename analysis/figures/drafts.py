@@ -1,4 +1,5 @@
-"""What a draft's shape costs: depth against width at ~350M parameters, NoFT against NoFT-Wide."""
+"""The cost of a draft's shape: depth against width at ~350M parameters, and NoFT against
+NoFT-Wide."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def drafts(data: Data) -> Poster:
 
 
 def _shapes(names: pd.Series) -> dict[str, pd.Series]:
-    """Layers, parameters and KV bytes a token of each draft; NaN for a name that is no shape."""
+    """Returns layers, parameters and KV bytes a token of each draft; NaN if the name is no
+    shape."""
     found = {}
     for name in names.unique():
         try:
@@ -138,7 +140,8 @@ def _twins(poster: Poster, axes: list[Axes], rows: pd.DataFrame) -> None:
 
 
 def _keep_gain(poster: Poster, ax: Axes, method: str, rows: pd.DataFrame) -> None:
-    """The wide draft's tok/s over the narrow one's, with its interval, for the sentence beside."""
+    """Keeps the ratio of the wide draft's tok/s to the narrow one's, with its interval, for the
+    finding."""
     narrow, wide = (rows[rows["draft"] == name] for name in _NOFT)
     if len(narrow) and len(wide):
         over = gain(wide, narrow)

@@ -1,6 +1,6 @@
-"""What G GPUs give: SSD on T+1 of them beside the other uses of as many, over alpha.
+"""Equal GPUs: SSD on T+1 GPUs against the other uses of as many, over alpha.
 
-The numbers are those of `mpissd claims` on the same folder: its rows, its choice of K, its gains.
+The numbers are those of `mpissd claims` on the same folder: the same rows, K and gains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpissd.common.rivals import Family, tps_of, widest
 from mpissd.lab.sweep.claims import Claim, claims
 from mpissd.lab.sweep.uses import MeasuredUse
 
-_WIDTH = 10.0  # inches: README shows it at 700 pixels, where its words are still to be read
+_WIDTH = 10.0  # Inches; README shows the figure 700 pixels wide, where its text must stay readable.
 PREDICTED = "SSD, real hits (predicted)"
 _ABOVE: dict[str, Any] = {
     **{"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 12},
@@ -40,7 +40,7 @@ _NEEDED = (
 
 
 def equal_gpus(data: Data) -> Poster:
-    """A line a use of all GPUs, each at its best K; below, SSD over the best of the others."""
+    """Draws a line for each use of all GPUs at its best K; below, SSD over the best other use."""
     shown = _pairs(data)
     need(shown, _NEEDED)
     poster = Poster(8.2, _WIDTH)
@@ -63,8 +63,11 @@ def equal_gpus(data: Data) -> Poster:
 
 
 def _pairs(data: Data) -> list[list[Claim]]:
-    """At most two pairs' claims by rising alpha, each of one folder and one way of issuing: with
-    the LM head where one has it, then of most alphas."""
+    """Returns the claims of at most two pairs by rising alpha, each from one folder and
+    configuration.
+
+    Claims with the LM head come first, then those with most alphas.
+    """
     rows = data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]
     groups: dict[tuple[object, ...], list[Claim]] = {}
     for _, folder in rows.groupby("folder"):
@@ -103,7 +106,7 @@ def _label(claim: Claim) -> str:
 
 
 def _say(ax: Axes, told: Sequence[str], height: float) -> None:
-    """Lines between a panel and its title, which is `height` points above it."""
+    """Writes lines between a panel and its title, which is `height` points above the panel."""
     place: dict[str, Any] = {
         "xytext": (0, height - 6),
         "textcoords": "offset points",
@@ -133,7 +136,7 @@ def _rates(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
 
 
 def _uses(claim: Claim) -> list[MeasuredUse]:
-    """SSD, and of each other mode the widest that fits."""
+    """Returns SSD, and for each other mode the use on most target ranks that fits."""
     gpus = _gpus(claim)
     wanted = widest(gpus, tps_of(str(claim.setting["target"]), gpus))
     others = [use for use in claim.verdict.others.judged if Family.of(use) in wanted]
@@ -145,7 +148,7 @@ def _name(use: MeasuredUse) -> str:
 
 
 def _places(found: Sequence[Claim]) -> list[str]:
-    """How each line splits the GPUs; which others were not measured."""
+    """Describes how each line splits the GPUs, and which other uses were not measured."""
     names: dict[str, set[str]] = {}
     for use in (use for claim in found for use in _uses(claim)):
         idle = _gpus(found[0]) - Family.of(use).gpus
@@ -157,7 +160,7 @@ def _places(found: Sequence[Claim]) -> list[str]:
 
 
 def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
-    """A line for each real pair's hits, shaded between them."""
+    """Draws a dashed line for each real pair's hits, and shades the area between them."""
     for place, points in enumerate(filter(None, lines)):
         label = f"_{PREDICTED}" if place else PREDICTED
         ax.errorbar(*zip(*points, strict=True), fmt="--", color=RED, linewidth=2, label=label)
@@ -167,13 +170,13 @@ def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
 
 
 def _under(found: Sequence[Claim], name: str) -> list[tuple[float, float]]:
-    """(alpha, tok/s) where every seed's row can tell."""
+    """Returns (alpha, tok/s) for the claims whose rows of every seed have the predicted value."""
     told = ((_alpha(c), [row.get(name) for row in c.verdict.ssd.cell.rows]) for c in found)
     return [(alpha, geometric_mean(rates)) for alpha, rates in told if all(rates)]
 
 
 def _real(claim: Claim) -> dict[str, float]:
-    """The gain with each real pair's hits, predicted; empty where one can't tell."""
+    """Returns the gain predicted with each real pair's hits; empty if it cannot be predicted."""
     return dict(zip(REAL, claim.real, strict=True)) if len(claim.real) == len(REAL) else {}
 
 
@@ -193,7 +196,7 @@ def _gains(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
 
 
 def _told(claim: Claim) -> str:
-    """A ratio is a claim only where every use that fits was measured."""
+    """Formats a gain; it is a ratio only if every use that fits was measured."""
     gain = claim.gain
     if claim.verdict.others.missing:
         return "no\nclaim"
@@ -218,7 +221,7 @@ def _keep(poster: Poster, ax: Axes, claim: Claim) -> None:
 
 
 def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
-    """Of the rows that were drawn."""
+    """Returns the caption of the rows that were drawn."""
     uses = [use for found in shown for claim in found for use in (*_uses(claim), claim.other)]
     drawn = {row["run_id"] for use in uses for row in use.cell.rows}
     rows = data.rows[data.rows["run_id"].isin(drawn)]

@@ -19,7 +19,8 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def fan_out(data: Data) -> Poster:
-    """x = branches ΣF; hit rate, growth over a verification, gain over AR (raw and per GPU)."""
+    """x = branches ΣF; y = hit rate, growth over a verification, and gain over AR (raw and per
+    GPU)."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
     wanted &= (rows["mode"] != "ssd") | (rows["hit_law"].fillna("").str.startswith("power"))

@@ -1,4 +1,4 @@
-"""What an LM head and a context do to T_SD, and to the verdict on SSD."""
+"""The effect of an LM head and of context on T_SD and on SSD's gain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from analysis.style import BLUE, RED, SKY, Poster, parity
 
 
 def lm_head_context(data: Data) -> Poster:
-    """x = what a forward includes; T_SD a draft token, and SSD's gain: over SD, and per GPU."""
+    """x = what a forward includes; y = T_SD of a draft token, and SSD's gain over SD and per
+    GPU."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
     found = cases(data, wanted, ["lm_head", "context"], vary=("lm_head", "context"))
@@ -41,7 +42,8 @@ def lm_head_context(data: Data) -> Poster:
 
 
 def _sweep(case: Case) -> pd.DataFrame:
-    """SD, SD inline and SSD of one alpha, K, law and fan-out under most heads and contexts."""
+    """Returns SD, SD inline and SSD of the alpha, K, law and fan-out with most heads and
+    contexts."""
     rows = case.rows[case.rows["batch_size"] == 1]
     ssd = richest(
         rows[rows["method"] == "SSD"],

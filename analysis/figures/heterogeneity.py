@@ -1,4 +1,4 @@
-"""A draft device slower or faster than the targets': only its step time enters the round."""
+"""A draft device slower or faster than the targets': only its step time changes the round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAW = ("hit_law", "policy")
 
 
 def heterogeneity(data: Data) -> Poster:
-    """x = draft step time over this machine's; y = gain over AR of SD and SSD, raw and per GPU."""
+    """x = draft step time over this machine's; y = gain of SD and SSD over AR, raw and per GPU."""
     wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
     found = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
     shown = [(c, t) for c in found if (t := Times.of(_own(c))) is not None]
@@ -44,7 +44,7 @@ def heterogeneity(data: Data) -> Poster:
 
 
 def _own(case: Case) -> Case:
-    """The rows whose draft sits on a device like the targets'."""
+    """Returns the rows whose draft runs on a device like the targets'."""
     return replace(case, rows=case.rows[case.rows["other_draft"].isna()])
 
 
@@ -94,7 +94,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times) -> list[pd.DataFr
 def _points(
     poster: Poster, ax: Axes, case: Case, times: Times, rows: pd.DataFrame
 ) -> list[pd.DataFrame]:
-    """The best measured K of each method, for each draft device."""
+    """Returns the best measured K of each method, for each draft device."""
     ar = case.ar[(case.ar["gpus"] == case.tp) & (case.ar["batch_size"] == 1)]
     used = [rows]
     for method, color in (("SSD", RED), ("SD", BLUE)):
@@ -125,6 +125,6 @@ def _points(
 
 
 def _name(ax: Axes, device: str, x: float, y: float) -> None:
-    """Which device drafted, over its point."""
+    """Writes the draft device's name above its point."""
     told = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
     ax.annotate(told, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=9)

@@ -1,4 +1,4 @@
-"""What a hit rate is worth: SSD over SD while the imposed p_hit goes from 0 to 1."""
+"""The value of a hit rate: SSD over SD with imposed p_hit from 0 to 1."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from analysis.times import Times
 
 
 def cache_hits(data: Data) -> Poster:
-    """x = imposed hit rate, y = gain: over SD on the same GPUs, over SD without a draft GPU (raw
-    and per GPU), and the closed formula from the rows' own times."""
+    """x = imposed hit rate; y = gain over SD on the same GPUs, over SD without a draft GPU (raw and
+    per GPU), and by the closed formula with the rows' own times."""
     rows = data.rows
     wanted = (
         plain(rows) & (rows["batch_size"] == 1) & (rows["p_hit"].notna() | (rows["mode"] != "ssd"))

@@ -1,4 +1,4 @@
-"""Where a round goes: the mean round of each method, taken apart, lead and draft."""
+"""The parts of a round: each method's mean round by phase, for lead and draft."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORDER = ("AR", "SD inline", "SD", "SSD")
 
 
 def latency(data: Data) -> Poster:
-    """Stacked bars, ms: the lead's round above, what the draft rank does meanwhile below it."""
+    """Stacked bars in ms: the lead's round above the axis, the draft rank's phases below it."""
     wanted = plain(data.rows) & (data.rows["batch_size"] == 1) & data.rows["forward_s"].notna()
     shown = [(case, _bars(case)) for case in cases(data, wanted, ["method", "hit_law"])]
     shown = [(case, bars) for case, bars in shown if len(bars) >= 3]
@@ -51,7 +51,7 @@ def latency(data: Data) -> Poster:
 
 
 def _bars(case: Case) -> list[tuple[str, pd.Series]]:
-    """One row a method at the commonest K and alpha; SSD at up to three hit laws."""
+    """Returns one row a method at the commonest K and alpha; SSD with up to three hit laws."""
     rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["forward_s"].notna()]
     cells = rows.groupby(["alpha", "lookahead"]).agg(
         laws=("hit_law", "nunique"), methods=("method", "nunique"), n=("method", "size")
@@ -74,7 +74,7 @@ def _bars(case: Case) -> list[tuple[str, pd.Series]]:
 
 
 def _ssd(rows: pd.DataFrame) -> list[tuple[str, pd.Series]]:
-    """p_hit 0, a power law or one between, and 1; of equals the middle one."""
+    """Returns p_hit 0, a power law or a p_hit in between, and p_hit 1; of equals the middle one."""
     found = []
     imposed = rows[rows["p_hit"].notna()]
     power = rows[rows["p_hit"].isna()]
@@ -95,7 +95,7 @@ def _ssd(rows: pd.DataFrame) -> list[tuple[str, pd.Series]]:
 
 
 def _middle(rows: pd.DataFrame) -> pd.Series:
-    """The row of the median round."""
+    """Returns the row with the median round."""
     return rows.sort_values(["round_s", "run_id"]).iloc[(len(rows) - 1) // 2]
 
 
@@ -124,7 +124,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, bars: list[tuple[str, pd.Series
 
 
 def _drafting(phases: dict[str, float]) -> list[tuple[str, float, str]]:
-    """The draft's phases, ms; what is not named is the rest."""
+    """Returns the draft's phases in ms; phases that are not named are summed as the rest."""
     named = {name for name, _, _ in _DRAFT}
     rest = sum(value for name, value in phases.items() if name not in named)
     values = {**phases, "rest": rest}

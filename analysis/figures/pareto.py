@@ -16,7 +16,7 @@ _SSD = ("alpha", "lookahead", "hit_law", "policy")
 
 
 def pareto(data: Data) -> Poster:
-    """A point a method and batch size; the line joins those that nothing else beats in both."""
+    """Draws a point for each method and batch size; the line joins the Pareto-optimal ones."""
     shown = [(case, _rows(case)) for case in cases(data, plain(data.rows), ["batch_size"])]
     shown = [(case, rows) for case, rows in shown if _is_sweep(rows)]
     shown = shown[:2]
@@ -41,7 +41,8 @@ def pareto(data: Data) -> Poster:
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """One alpha and K; SSD under the hit law with most batch sizes, and under imposed hits."""
+    """Returns the rows of one alpha and K; SSD with the hit law of most batch sizes, and imposed
+    hits."""
     ssd = case.method("SSD")
     law = richest(ssd[ssd["p_hit"].isna()], _SSD, ["batch_size"])
     law = law if law["batch_size"].nunique() >= 3 else law.iloc[:0]
@@ -118,7 +119,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
 
 
 def _frontier(points_: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that no other beats in both, fastest sequence first."""
+    """Returns the points that no other exceeds in both values, fastest sequence first."""
     found: list[tuple[float, float]] = []
     for x, y in sorted(points_, reverse=True):
         if not found or y > found[-1][1]:

@@ -14,7 +14,7 @@ _MEAN = "laws' mean"
 
 
 def predicted(data: Data) -> Poster:
-    """Left: the replay over measured tok/s. Right: how large errors (a) and (b) are, by method."""
+    """Left: the replay over measured tok/s. Right: the size of errors (a) and (b), by method."""
     rows = data.rows[data.rows["predicted_tok_per_s"] > 0]
     need(len(rows) >= 5, "five or more rows with predicted_tok_per_s")
     rows = rows.assign(
@@ -48,7 +48,7 @@ def predicted(data: Data) -> Poster:
 
 
 def _method(poster: Poster, method: str, group: pd.DataFrame) -> None:
-    """A method's points, and the distributions of its two errors."""
+    """Draws a method's points, and the distributions of its two errors."""
     left, right = poster.axes
     replay, mean = group["replay"], group["mean"].dropna()
     p95 = float(np.quantile(replay, 0.95))
@@ -66,5 +66,5 @@ def _method(poster: Poster, method: str, group: pd.DataFrame) -> None:
 
 
 def _percent(value: float) -> str:
-    """To two digits, without an exponent."""
+    """Formats a number with two digits and without an exponent."""
     return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"

@@ -1,4 +1,4 @@
-"""The figures by name: what draws them, and what each shows."""
+"""The figures by name: the function that draws each, and a description."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from analysis.style import Poster
 
 @dataclass(frozen=True)
 class Spec:
-    """A figure: its function, what it shows, and whether each pair has one of its own."""
+    """A figure: its function, its description, and whether it is drawn for each pair."""
 
     draw: Callable[[Data], Poster]
     about: str

@@ -12,7 +12,7 @@ from analysis.probed import Forward, forwards, tables
 from analysis.select import plain, short
 from analysis.style import BLACK, BLUE, MARKERS, ORANGE, RED, SERIES, SKY, Poster
 
-_BYTES = 2  # of a 16-bit number
+_BYTES = 2  # Bytes of a 16-bit number.
 
 
 def roofline(data: Data) -> Poster:
@@ -46,7 +46,7 @@ def roofline(data: Data) -> Poster:
         (upper, "upper left", 9, 2),
         (lower, "upper left", 9, 2),
     ):
-        if ax.get_legend_handles_labels()[0]:  # a machine without GPUs has no all-reduce
+        if ax.get_legend_handles_labels()[0]:  # A machine without GPUs has no all-reduce.
             ax.legend(frameon=False, loc=loc, fontsize=size, ncols=ncols)
     heading = "Roofline: what the machine gives, what the forwards take"
     return poster.finish(heading, text, legend=False)
@@ -115,7 +115,8 @@ def _forwards(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
 
 
 def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
-    """The verifications of rows, as their floor counts them; how many rows."""
+    """Draws the verifications of rows by their floor's bytes and flops; returns the number of
+    rows."""
     if "floor_flops" not in rows:
         return 0
     told = rows[(rows["t_target_s"] > 0) & (rows["floor_flops"] > 0) & (rows["floor_bytes"] > 0)]
@@ -189,7 +190,7 @@ def _links(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
 
 
 def _message_axis(ax: Axes, rate: float, unit: str) -> None:
-    """Log axes, and the ceiling: the message at the best rate seen."""
+    """Sets log axes and draws the ceiling: a message's time at the best rate measured."""
     ax.set(xscale="log", yscale="log", xlabel="message, KB", ylabel=unit)
     ax.set_xscale("log", base=4)
     ax.xaxis.set_major_formatter("{x:g}")

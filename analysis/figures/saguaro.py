@@ -1,4 +1,5 @@
-"""Saguaro sampling: hit rate against acceptance as C goes from 1 to 0, one line a fan-out."""
+"""Saguaro sampling: hit rate against acceptance as C goes from 1 to 0, one line for each
+fan-out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _SHARED += ("divergence", "order")
 
 
 def saguaro(data: Data) -> Poster:
-    """x = hit rate, y = tokens a round: C trades one for the other. Right: both over C."""
+    """x = hit rate, y = tokens a round, which C trades for each other. Right: both over C."""
     rows = data.rows
     wanted = rows[(rows["workload"] == "markov") & (rows["mode"] == "ssd")]
     wanted = wanted[(wanted["temperature"] > 0) & wanted["saguaro_c"].notna()]

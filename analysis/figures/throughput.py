@@ -61,16 +61,17 @@ def _is_sweep(case: Case) -> bool:
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """SD, SD inline also on T + 1 GPUs, and SSD under the law and budget that cover most cells."""
+    """Returns SD, SD inline (also on T + 1 GPUs), and SSD of the law and budget with most cells."""
     every = pd.concat([case.rows, case.wide[case.wide["gpus"] == case.tp + 1]])
     rows = every[every["batch_size"] == 1]
-    lawful = (rows["method"] == "SSD") & rows["p_hit"].isna()  # imposed hits would be best for free
+    # Imposed hits would always be the best, because they cost nothing.
+    lawful = (rows["method"] == "SSD") & rows["p_hit"].isna()
     ssd = richest(rows[lawful], ["hit_law", "policy"], ["alpha", "lookahead"])
     return pd.concat([rows[rows["method"] != "SSD"], ssd])
 
 
 def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """(label, method, rows) of each line: SD on another T is a line of its own."""
+    """Returns (label, method, rows) of each line; SD on another T has its own line."""
     for method in _METHODS:
         here = rows[rows["method"] == method]
         for other, group in sorted(here.groupby("tp"), key=lambda item: item[0] != tp):
@@ -78,7 +79,7 @@ def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFram
 
 
 def _spread(values: list[float]) -> list[float]:
-    """At most three of them: the ends and the middle."""
+    """Returns at most three of the values: the ends and the middle."""
     return values if len(values) <= 3 else [values[0], values[len(values) // 2], values[-1]]
 
 
@@ -122,7 +123,7 @@ def _draw(
 
 
 def _baselines(poster: Poster, ax: Axes, case: Case, per_gpu: bool) -> None:
-    """AR on the targets' GPUs, and on as many GPUs as SD and SSD take."""
+    """Returns AR on the targets' GPUs, and on as many GPUs as SD and SSD use."""
     for gpus, style, color in ((case.tp, "--", GREY), (case.tp + 1, ":", BLACK)):
         point = case.ar_on(gpus)
         if point is not None:
