@@ -1,30 +1,30 @@
-// Products in a row, out = x @ weight each, as one kernel that stays on every multiprocessor.
+// Computes consecutive products out = x @ weight in one kernel that stays on every multiprocessor.
 //
-// Weights do not depend on what is computed: one warp of each block (the reader) copies the block's
-// share of all weights, product after product, through a ring in shared memory, as fast as memory
-// gives it. The other warps multiply what is there. Between two products they wait until all blocks
-// have written (2.2 us on an H200); the ring, 176 KiB a block, keeps the memory busy meanwhile.
+// Weights do not depend on computed values, so one warp of each block (the reader) copies the
+// block's share of all weights, product after product, through a ring in shared memory, at the
+// memory's full rate. The other warps multiply what has arrived. Between two products they wait until all blocks
+// have written (2.2 us on an H200); meanwhile the ring, 176 KiB a block, keeps the memory busy.
 //
 // A block owns some columns of each product, 16 at a time (a tile), and multiplies at most TILES
 // tiles at once (a unit). Its warps share the depth: a slot of the ring holds 512 rows of a tile, of
-// which each warp takes 64. So every lane reads its own part of x and no other's, some slots before
-// it is needed, and the warps' sums meet at the end of a unit.
+// which each warp multiplies 64. So every lane reads only its own part of x, some slots ahead, and
+// the warps' sums are added at the end of a unit.
 //
-// Weights lie in the order in which lanes take them (pack in chain_plan.py): [tile][pair of 16
+// Weights are stored in the order in which lanes read them (pack in chain_plan.py): [tile][pair of 16
 // rows][2][lane][8]. Lane 4 r + c of step h holds columns r and r + 8, rows 8 c + 4 h to 8 c + 4 h + 3
-// of the pair's 32; so 16 bytes of x, rows 8 c to 8 c + 7, are its share of both steps.
+// of the pair's 32; so its share of x for both steps is 16 bytes, rows 8 c to 8 c + 7.
 //
-// Macros: ROW_TILES (of 8 rows of x); SLOTS of the ring; AHEAD, places for x; TILES of a unit, as many
-// as 168 registers a thread hold, which is what nine warps get; FLYING, copies that a block has under
-// way: more than memory needs to be busy would only queue, and what the blocks tell each other behind
-// them (8B, one row: 3.34 ms with 6, 3.25 with 3).
+// Macros: ROW_TILES (of 8 rows of x); SLOTS of the ring; AHEAD, slots of x that are
+// prefetched; TILES of a unit, as many as fit in 168 registers a thread, the limit with nine warps;
+// FLYING, copies that a block has under way. More than needed to keep the memory busy would only
+// queue, and delay the blocks' messages to each other (8B, one row: 3.34 ms with 6, 3.25 with 3).
 __device__ void read_weights(const Product* products, int count, u32 memory) {
   Ring ring(memory), arriving(memory);
   int flying = 0;
   const u64 policy = read_once();
   Product product = products[0];
   for (int p = 0; p < count; ++p) {
-    const Product next = products[min(p + 1, count - 1)];  // is here when it is needed
+    const Product next = products[min(p + 1, count - 1)];  // loaded early, before it is needed
     const Share share = share_of(product);
     const Depth depth(product);
     for (int unit = 0; unit < share.units; ++unit) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product
   }
 }
 
-// Where a warp leaves its sums of a tile: sum j of lane l is row 2 (l % 4) + j % 2 of x and column
+// The place of a warp's sums of a tile: sum j of lane l is row 2 (l % 4) + j % 2 of x and column
 // l / 4 + 8 (j / 2) of the tile.
 __device__ __forceinline__ int word_of(int tile, int j, int lane) {
   return tile * TILE_WORDS + j / 2 * 65 + j % 2 * 32 + lane;
@@ -99,7 +99,7 @@ struct Both {
   float a, b;
 };
 
-// The sums of all warps, of two neighbouring columns in one row: of tile lane / 8, columns
+// Adds the sums of all warps for two neighbouring columns in one row: tile lane / 8, columns
 // 2 (lane % 8) and the next, row `warp`.
 __device__ __forceinline__ Both sum_of_warps(const float* sums, const Place& at) {
   const int column = 2 * (at.lane % 8);
@@ -114,7 +114,7 @@ __device__ __forceinline__ Both sum_of_warps(const float* sums, const Place& at)
   return both;
 }
 
-// A round's sums meet: of row tile r / GROUPS, and of ROUND tiles from r % GROUPS * ROUND on.
+// Adds a round's sums: those of row tile r / GROUPS, and of ROUND tiles from r % GROUPS * ROUND on.
 __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, const Product& product,
                                        int tiles, const Place& at) {
   float* memory = (float*)(block_memory() + SUMS_AT);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
     const int m = r / GROUPS, t = r % GROUPS * ROUND;
     both[r] = {0, 0};
     if (t < tiles && 8 * m < product.rows) {
-      sync_some(MULTIPLIERS);  // the sums of the round before were read
+      sync_some(MULTIPLIERS);  // wait until the sums of the round before were read
 #pragma unroll
       for (int u = 0; u < ROUND; ++u)
         if (t + u < TILES && t + u < tiles)
@@ -136,8 +136,8 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
   }
 }
 
-// Adds up a unit's sums and writes them, over the ranks too if the product says so: everything is
-// sent before anything is waited for.
+// Adds up a unit's sums, over the ranks too if the product is summed, and writes them. All messages
+// are sent before any is waited for.
 __device__ __forceinline__ void finish_unit(const Sums& sums, const Product& product, int first,
                                             int tiles, u32 number, const Watch& watch,
                                             const Place& at) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, c
   sync_some(MULTIPLIERS);
 }
 
-// number: of exchanges before this chain.
+// number: the number of exchanges before this chain.
 __device__ __forceinline__ void multiply(const Product* products, int count, u32* finished, u32 goal,
                                          u32 number, const Watch& watch, u32 memory) {
   const Place at = {(int)threadIdx.x / 32, (int)threadIdx.x % 32};
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
   int seen = -1;
   Product product = products[0];
   for (int p = 0; p < count; ++p) {
-    const Product next = products[min(p + 1, count - 1)];  // is here when it is needed
+    const Product next = products[min(p + 1, count - 1)];  // loaded early, before it is needed
     const Share share = share_of(product);
     const Depth depth(product);
     if (share.units && product.after > seen) {
@@ -204,8 +204,8 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
   }
 }
 
-// finished[count + 1]: blocks that have finished each awaited product (the last is), over all
-// launches; then the launches.
+// finished[count + 1]: for each awaited product (the last always is), how many blocks have finished
+// it, over all launches; then the number of launches.
 extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
     chain(const Product* products, int count, u32* finished, const Peers* everybody, int exchanges,
           int done_counts, int* stop, u64 limit) {
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
     if (threadIdx.x == MULTIPLIERS) read_weights(products, count, memory);
   } else {
     multiply(products, count, finished, goal, number, watch, memory);
-    if (blockIdx.x == 0) {  // all blocks have read `launches` and `done`: they may change now
+    if (blockIdx.x == 0) {  // all blocks have read `launches` and `done`, so they may change now
       wait_for_blocks(finished + count - 1, goal, watch);
       if (threadIdx.x == 0) finished[count] = launches + 1;
       if (exchanges)

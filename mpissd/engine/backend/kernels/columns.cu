@@ -1,18 +1,18 @@
-// How x comes to the warps that multiply.
+// Brings x to the warps that multiply, some slots ahead.
 struct Place {
   int warp, lane;
 };
 
-// This lane's part of x for a slot: rows lane / 4 of each row tile, of the warp's two pairs.
+// A lane's part of x for one slot: row lane / 4 of each row tile, for the warp's two pairs.
 typedef uint4 Columns[2][ROW_TILES];
 
-// Brings them, AHEAD slots at a time, to places that no other lane reads.
+// Prefetches the columns of the next AHEAD slots into places that no other lane reads.
 class ColumnsAhead {
  public:
   __device__ __forceinline__ ColumnsAhead(u32 memory, const Place& at)
       : memory_(memory + COLUMNS_AT + 16 * (32 * at.warp + at.lane)), at_(at) {}
 
-  // For so many units: the depth is run through once for each.
+  // Starts a product of so many units; each unit runs through the whole depth once.
   __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units) {
     left_ = units * depth.slots;
     slot_ = place_ = free_ = 0;
@@ -20,7 +20,7 @@ class ColumnsAhead {
     for (int i = 0; i < AHEAD - 1; ++i) fetch(product, depth);
   }
 
-  // Those of the next slot; the ones that are AHEAD - 1 later are on their way then.
+  // Returns the columns of the next slot, and starts the copy of those AHEAD - 1 slots later.
   __device__ __forceinline__ void take(Columns& x, const Product& product, const Depth& depth) {
     wait_for_copies<AHEAD - 2>();
     const u32 from = memory_ + place_ * (LANE_BYTES * MULTIPLIERS);
@@ -28,7 +28,7 @@ class ColumnsAhead {
     for (int i = 0; i < 2 * ROW_TILES; ++i)
       x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
     if (++place_ == AHEAD) place_ = 0;
-    fetch(product, depth);  // to the place that was taken before this one
+    fetch(product, depth);  // into the place that was read last
   }
 
  private:

@@ -1,6 +1,6 @@
-// The exchange as a kernel of its own. A thread sends two words (16 bytes with their numbers) to all
-// other ranks and waits for theirs. mode 0: out = the ranks' sums; 1: out[rank] = what it sent.
-// The grid is always the same, so that every block can count the exchanges by itself.
+// The all-reduce or all-gather as a separate kernel. A thread sends two words (16 bytes with their
+// numbers) to all other ranks and waits for theirs. mode 0: out = the ranks' sums; 1: out[rank] = what it sent.
+// The grid never changes, so that every block can count the exchanges by itself.
 constexpr int EXCHANGE_SUM = 0;
 
 __device__ __forceinline__ u32 word_at(const u32* from, long long i, long long words) {

@@ -1,6 +1,6 @@
-// out[r][c] = hash of (key, first_row + r, first_column + c): the numbers of weights.py.
-// The float32 steps are the same, in the same order and without fused multiply-adds, so the
-// float16 values are those of NumPy to the last bit.
+// out[r][c] = hash of (key, first_row + r, first_column + c): the values of weights.py.
+// The float32 operations and their order are those of NumPy, without fused multiply-adds, so the
+// float16 values are bit-identical.
 __device__ __forceinline__ u32 element(u32 row_hash, u32 column, float scale) {
   u32 h = row_hash ^ (column * 0x85EBCA77u);
   h ^= h >> 16;
@@ -34,7 +34,7 @@ extern "C" __global__ void fill(u16* out, long long stride, u32 key, u32 first_r
   }
 }
 
-// The same numbers in the order of chain.cu; a thread writes the 16 bytes of one lane.
+// Writes the same values in the order of chain.cu; a thread writes the 16 bytes of one lane.
 extern "C" __global__ void fill_packed(uint4* out, long long lanes, int pairs, u32 key, u32 first_row,
                                        u32 first_column, float scale) {
   long long step = (long long)gridDim.x * blockDim.x;

@@ -1,5 +1,5 @@
-// out[row] = table[tokens[row] mod entries], one block a row. The tokens may lie in page-locked host
-// memory: one thread a row reads across the bus.
+// out[row] = table[tokens[row] mod entries], one block a row. The tokens may be in page-locked host
+// memory, so only one thread a row reads them across the bus.
 extern "C" __global__ void gather(const u16* table, int entries, int width, const int* tokens,
                                   u16* out, long long stride) {
   __shared__ int entry;

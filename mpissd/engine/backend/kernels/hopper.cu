@@ -13,7 +13,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return at;
 }
 
-// A barrier in shared memory: a phase is over when `arrivals` arrived and all bytes are there.
+// A barrier in shared memory: a phase ends when `arrivals` threads and all bytes have arrived.
 __device__ __forceinline__ void barrier_make(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 // Starts a copy of `bytes` (a multiple of 16) from device memory; the barrier counts its bytes.
-// What is read once should not push out of the cache what is read again.
+// Data that are read once should not evict data that are read again.
 __device__ __forceinline__ u64 read_once() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -62,9 +62,9 @@ __device__ __forceinline__ uint4 load_shared(u32 at) {
   return v;
 }
 
-// Starts a copy of 16 bytes by this thread, of zeros where it is not wanted; past the first-level
-// cache, which knows nothing of what other multiprocessors wrote. Copies between two calls of
-// end_of_copies are waited for together, by the thread that started them.
+// Starts a copy of 16 bytes by this thread, or of zeros if `wanted` is false. It bypasses the
+// first-level cache, which does not see the writes of other multiprocessors. The thread waits for
+// all copies between two calls of end_of_copies together.
 __device__ __forceinline__ void copy_own(u32 to, const u16* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
@@ -75,7 +75,7 @@ __device__ __forceinline__ void end_of_copies() {
 }
 
 template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {  // all but the last PENDING groups
+__device__ __forceinline__ void wait_for_copies() {  // leaves the last PENDING groups under way
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& a, u
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// Of `threads` threads of a block.
+// A barrier for `threads` threads of a block.
 __device__ __forceinline__ void sync_some(int threads) {
   asm volatile("barrier.cta.sync 1, %0;" ::"r"(threads) : "memory");
 }

@@ -2,19 +2,19 @@
 // all others: [2 slots][senders][capacity] messages of 8 bytes, a word of two float16 and, in the
 // same store, the number of the exchange. The sender writes it across NVLink; the reader polls its
 // own memory until the number is there. Numbers rise by one an exchange and choose the slot. A rank
-// sends exchange n + 2 only when it has n + 1 from everybody, who had read n before they sent that:
-// two slots are enough, and nothing is ever cleared.
+// sends exchange n + 2 only when it has n + 1 from all ranks, each of which read n before it sent
+// n + 1: two slots are enough, and nothing is ever cleared.
 constexpr int MAX_RANKS = 8;
 
 struct Peers {
   u64* inbox[MAX_RANKS];  // of every rank
-  u32* done;              // exchanges that are over; one count for each block of `exchange`
+  u32* done;              // finished exchanges, one count for each block of `exchange`
   int rank, size;
   long long capacity;
 };
 
-// What ends a wait for a peer that never comes, or for blocks that do not run: the host's word, or
-// this many nanoseconds, and then the word tells the host.
+// Ends a wait for a peer that never answers, or for blocks that do not run: when the host sets the
+// stop word, or after this many nanoseconds, when the kernel sets the word itself.
 struct Watch {
   int* stop;
   u64 limit;
@@ -24,7 +24,7 @@ class Patience {
  public:
   __device__ __forceinline__ explicit Patience(const Watch& watch) : watch_(watch) {}
 
-  // To be asked after every fruitless poll.
+  // Call this after every poll that found nothing.
   __device__ __forceinline__ bool over() {
     if (++polls_ & 1023) return false;
     u64 now = nanoseconds();
@@ -56,8 +56,8 @@ __device__ __forceinline__ u32 halves(float a, float b) {
 
 constexpr u32 POISON = 0x7FFF7FFFu;  // two NaN
 
-// Sends a word to all other ranks. (Not inline: code that one round in a hundred runs should not lie
-// between that of the others.)
+// Sends a word to all other ranks. (Not inline, so that this rarely run code does not separate the
+// code that always runs.)
 __device__ __noinline__ void send(const Peers& peers, u32 number, long long index, u32 own) {
 #pragma unroll
   for (int r = 0; r < MAX_RANKS; ++r)
@@ -65,8 +65,8 @@ __device__ __noinline__ void send(const Peers& peers, u32 number, long long inde
       push(place_of(peers, r, peers.rank, number, index), message(own, number));
 }
 
-// The sum over the ranks, once they have sent, of two float16, added in float32 in the order of the
-// ranks: everywhere the same bits. NaN where a rank never sent.
+// Waits for all ranks and returns the sum of their two float16, added in float32 in rank order, so
+// that all ranks get the same bits. NaN if a rank never sent.
 __device__ __noinline__ u32 sum_over_ranks(const Peers& peers, u32 number, long long index, u32 own,
                                            const Watch& watch) {
   u64 words[MAX_RANKS];

@@ -1,5 +1,5 @@
-// out = x @ weight for a weight in the order of chain.cu, one thread an output: slow, simple, for any
-// alignment and any number of rows. The chain is compared with it.
+// out = x @ weight for a weight in the order of chain.cu, one thread an output. It is slow and
+// simple, takes any alignment and number of rows, and serves as the reference for the chain.
 extern "C" __global__ void packed_product(const u16* x, long long x_step, const u16* weight, int pairs,
                                           u16* out, long long out_step, int columns) {
   int column = blockIdx.x * blockDim.x + threadIdx.x;

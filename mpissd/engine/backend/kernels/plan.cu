@@ -1,11 +1,12 @@
-// What a chain is told (chain_plan.py), how blocks share it out, and where a block keeps what.
+// The chain's table of products (chain_plan.py), its division among blocks, and the layout of a
+// block's shared memory.
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
 constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
-constexpr int ROUND = 4;                            // tiles whose sums meet at once
-constexpr int TILE_WORDS = 130;                     // 128 sums, and no two lanes in one bank
+constexpr int ROUND = 4;                            // tiles whose sums are added at once
+constexpr int TILE_WORDS = 130;                     // 128 sums, padded against bank conflicts
 constexpr int WARP_WORDS = ROUND * TILE_WORDS;
 constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
-constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // of x, for one slot
+constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // bytes of x for one slot
 constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
 constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * WARP_WORDS * 4;
@@ -23,11 +24,11 @@ struct Product {
   int after;        // the product that all blocks must have finished before this one; or -1
   int awaited;      // whether some product waits for this one
   int exchange;     // n: out is the n-th sum over the ranks in this chain; 0: it is not summed
-  int group_tiles;  // of all products of its group: those that read one x, shared out as one
+  int group_tiles;  // tiles of its group: products with the same x, divided as one
   int before;       // tiles of the group before this product's
 };
 
-struct Share {  // of a block
+struct Share {  // the part of a product that one block computes
   int first, last;  // tiles
   int units;
 };
@@ -45,7 +46,7 @@ __device__ __forceinline__ int unit_start(const Share& share, int unit) {
   return share.first + (share.last - share.first) * unit / share.units;
 }
 
-// The depth in slots. Blocks begin at different ones: all would want the same lines of x at once.
+// The depth in slots. Blocks start at different slots, or all would read the same part of x.
 struct Depth {
   int pairs, slots, first;
   __device__ __forceinline__ explicit Depth(const Product& product)

@@ -1,6 +1,6 @@
 // Reads `words` 16-byte words `passes` times and leaves each block's sum in sums[block], so that
 // no load can be optimised away and a test can see that every word was read.
-// Loads bypass the first-level cache: a small buffer is read from the last-level cache.
+// Loads bypass the first-level cache, so that a small buffer is read from the last-level cache.
 __device__ __forceinline__ uint4 load(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,7 +1,7 @@
-// What kernels say to other GPUs and to the host: accesses that everybody sees, and sees whole.
+// Memory accesses that other GPUs and the host see, undivided.
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
-// 8 bytes, a word and its flag, are written and read at once, also across NVLink.
+// 8 bytes, a word and its flag, are written and read as a whole, also across NVLink.
 __device__ __forceinline__ void push(u64* to, u64 message) {
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(message) : "memory");
 }

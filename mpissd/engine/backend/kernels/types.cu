@@ -1,4 +1,4 @@
-// What the kernels share. float16 travels as its bits: no header is needed for a conversion.
+// Types that the kernels share. float16 is passed as its bits, so that no header is needed.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
