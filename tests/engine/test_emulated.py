@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from mpissd.common.presets import resolve_model
@@ -109,8 +110,10 @@ def test_a_70b_steps_on_a_laptop(tp: int) -> None:
     stepper = Stepper(
         backend, SoloGroup(tp), shard, options, buckets=[1, 8], num_sequences=1, seed=0
     )
-    stepper.upload(5, stepper.result[:0])
+    stepper.upload(5, np.zeros(0, np.int32))
     stepper.launch()
+    with pytest.raises(NotImplementedError, match="holds no numbers"):
+        stepper.results()
     assert stepper.elapsed_s() == profile.forward_s(shard.cost(8, 1, 2, options))
     assert stepper.elapsed_s() > profile.forward_s(shard.cost(8, 1, 2, ForwardOptions()))
     stepper.close()

@@ -15,6 +15,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.gemm_stack import GemmStack
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
@@ -160,29 +161,33 @@ def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> None:
-    """Each rank gathers every rank's k best, ids counted within the shard, rank by rank."""
-    options = ForwardOptions(lm_head=True, top_k=k)
+    """Each rank gathers every rank's k best; merged, they are those of the unsharded model."""
+    options = ForwardOptions(lm_head=True, top_k=k, values=True)
     whole = forward(build(GATED, options, SoloGroup()))
     assert whole.buffers.logits is not None
     logits = np.sort(whole.buffers.logits[:ROWS], axis=1)
     assert (np.diff(logits[:, -k - 1 :], axis=1) > 1e-4).all(), "a tie: choose another seed"
-    stacks = sharded(GATED, options, tp) if tp > 1 else [whole]
-    want_ids, want_values = whole.buffers.top_ids[:ROWS], whole.buffers.top_values[:ROWS]
-    for stack in stacks:
-        buffers = stack.buffers
-        ids, values = buffers.top_ids[:ROWS], buffers.top_values[:ROWS]
-        if tp > 1:
-            shards = np.arange(tp).repeat(ROWS)[:, None] * stack.shard.vocab
-            ids = (buffers.all_ids[: tp * ROWS] + shards).reshape(tp, ROWS, k)
-            ids = ids.transpose(1, 0, 2).reshape(ROWS, -1)
-            values = buffers.all_values[: tp * ROWS].reshape(tp, ROWS, k)
-            values = values.transpose(1, 0, 2).reshape(ROWS, -1)
-        order = np.argsort(-values, axis=1, kind="stable")[:, :k]
-        assert np.array_equal(np.take_along_axis(ids, order, axis=1), want_ids)
-        got = np.take_along_axis(values, order, axis=1)
-        np.testing.assert_allclose(got, want_values, rtol=2e-4, atol=2e-5)
-        told = stack.buffers.result[: tp * ROWS * k]
-        assert np.array_equal(told, np.ravel(buffers.all_ids if tp > 1 else ids)[: len(told)])
+    for stack in sharded(GATED, options, tp) if tp > 1 else [whole]:
+        ids, values = stack.read(ROWS)
+        assert values is not None and ids.shape == values.shape == (1, tp, ROWS, k)
+        found = merged(ids, values, stack.shard.vocab)
+        assert np.array_equal(found.ids[0], whole.buffers.top_ids[:ROWS])
+        want = whole.buffers.top_values[:ROWS]
+        np.testing.assert_allclose(found.values[0], want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_values_of_several_shards_go_to_the_lowest_id(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    heads, tp, rows, k = dice.integers(1, 5, 4)
+    width = k + dice.integers(0, 4)
+    logits = dice.integers(0, 3, (heads, tp, rows, width)).astype(np.float32)  # full of ties
+    ids = np.argsort(-logits, axis=-1, kind="stable")[..., :k].astype(np.int32)
+    found = merged(ids, np.take_along_axis(logits, ids, -1), int(width))
+    whole = logits.swapaxes(1, 2).reshape(heads, rows, tp * width)
+    want = np.argsort(-whole, axis=-1, kind="stable")[..., :k]
+    assert np.array_equal(found.ids, want)
+    assert np.array_equal(found.values, np.take_along_axis(whole, want, -1))
 
 
 def test_deep_stacks_neither_vanish_nor_overflow() -> None:
@@ -248,9 +253,19 @@ class TestStepper:
         stepper.wait(Waiter(60.0, spin=False))
         assert stepper.done() and stepper.elapsed_s() > 0
         whole = forward(build(GATED, ForwardOptions(), SoloGroup()), rows)
-        assert stepper.result[:rows].tolist() == whole.buffers.result[:rows].tolist()
+        assert stepper.results().ids.tolist() == whole.read(rows)[0][:, 0].tolist()
+        assert stepper.results().values is None
         got, want = stepper.stack.buffers.hidden[:rows], whole.buffers.hidden[:rows]
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+    def test_shards_without_values_cannot_be_merged(self) -> None:
+        options, shard = ForwardOptions(lm_head=True), Shard(GATED, 2)
+        backend, group = NumpyBackend(), SoloGroup(2)
+        stepper = Stepper(backend, group, shard, options, buckets=[4], num_sequences=1, seed=7)
+        stepper.upload(3, TOKENS[:3])
+        stepper.launch()
+        with pytest.raises(NotImplementedError, match=r"need ForwardOptions\.values"):
+            stepper.results()
 
     def test_a_seed_makes_a_model(self) -> None:
         def table(seed: int) -> Any:

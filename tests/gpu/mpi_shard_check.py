@@ -204,7 +204,7 @@ def ids_are_best(sharded: Stepper, whole: Stepper, bound: float) -> bool:
     if buffers.logits is None:
         return True
     parts = np.split(buffers.logits, COMM.size, axis=1)
-    ids = sharded.result[: COMM.size * 8 * TOP_K].reshape(COMM.size, 8, TOP_K)
+    ids = sharded.stack.buffers.result[: COMM.size * 8 * TOP_K].reshape(COMM.size, 8, TOP_K)
     slack = 8 * bound * buffers.logits.std()
     return all(
         (np.take_along_axis(part, mine, 1) >= -np.sort(-part, axis=1)[:, :TOP_K] - slack).all()

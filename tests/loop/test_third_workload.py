@@ -18,7 +18,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.workload.base import (

@@ -9,7 +9,7 @@ from mpissd.engine.decode.controls import AdaptiveControls, Controls
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.share import Share
 from mpissd.engine.job import PRIOR_ALPHA, Job
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import DEFAULT_HIT_A, DEFAULT_HIT_R
 from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
 from mpissd.engine.spec.control import BackupController

@@ -10,9 +10,12 @@ heads side by side on the hidden vector, each with its own LM head and read out 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
@@ -37,6 +40,7 @@ class Buffers:
     all_ids: Any
     all_values: Any
     result: Any  # host [outputs · T · max_rows · k] int32; an output is a head that is read out
+    values: Any | None  # host, likewise, float32: the logits of result
 
 
 class GemmStack:
@@ -126,13 +130,32 @@ class GemmStack:
                 self.backend.matmul(state, self.lm_heads[number], scores)
             ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
             self.backend.top_k(scores, k, ids, values)
-            if self.lm_heads and self.group.size > 1:
-                every = self.group.size * rows
+            if self._shards > 1:
+                every = self._shards * rows
                 ids, local = view(memory.all_ids, every, 0, k), ids
                 self.group.all_gather(local, ids)
-                self.group.all_gather(values, view(memory.all_values, every, 0, k))
-            count = rows * k * self.group.size
-            self.backend.read_out(ids, memory.result[number * count : (number + 1) * count])
+                values, local = view(memory.all_values, every, 0, k), values
+                self.group.all_gather(local, values)
+            count = rows * k * self._shards
+            part = slice(number * count, (number + 1) * count)
+            self.backend.read_out(ids, memory.result[part])
+            if memory.values is not None:
+                self.backend.read_out(values, memory.values[part])
+
+    @property
+    def _shards(self) -> int:
+        """Ranks whose candidates are read out side by side; 1 where there is no LM head."""
+        return self.group.size if self.lm_heads else 1
+
+    def read(self, rows: int) -> tuple[Any, Any | None]:
+        """Returns what a forward of `rows` rows read out: ids, and values where they are asked for.
+
+        Both are [heads, T, rows, k]; ids count from the shard's first column.
+        """
+        shape = max(1, len(self.heads)), self._shards, rows, self.options.top_k
+        size, memory = math.prod(shape), self.buffers
+        values = None if memory.values is None else memory.values[:size].reshape(shape)
+        return memory.result[:size].reshape(shape), values
 
     def _states(self, rows: int, hidden: Any) -> Iterator[Any]:
         """What is read out: the hidden vector, or what each head makes of it."""
@@ -159,6 +182,7 @@ class GemmStack:
         entry, states = shard.shape.fused_width, sum(shard.shape.head_widths)
         ids, values = backend.top_buffers(rows, k)
         all_ids, all_values = backend.top_buffers(rows * self.group.size, k)
+        told = rows * k * self.group.size * max(1, len(self.heads))
         return Buffers(
             tokens=backend.host_ints(rows),
             entry=backend.activation(rows, entry) if entry else None,
@@ -172,5 +196,6 @@ class GemmStack:
             top_values=values,
             all_ids=all_ids,
             all_values=all_values,
-            result=backend.host_ints(rows * k * self.group.size * max(1, len(self.heads))),
+            result=backend.host_ints(told),
+            values=backend.host_ints(told).view(np.float32) if self.options.values else None,
         )

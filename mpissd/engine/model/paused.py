@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
+from mpissd.engine.model.forwards import Places, Results
 
 
 class PausedForwards:
@@ -24,7 +25,7 @@ class PausedForwards:
         self._pause_s, self._tokens, self._sleep = pause_s, tokens, sleep
         self._end = self._elapsed_s = 0.0
 
-    def upload(self, rows: int, tokens: Ints) -> None:
+    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
         """Copies the tokens [<= rows] and says how long the next pause is."""
         self._tokens[: len(tokens)] = tokens
         self._elapsed_s = self._pause_s(rows)
@@ -47,6 +48,10 @@ class PausedForwards:
     def elapsed_s(self) -> float:
         """The pause."""
         return self._elapsed_s
+
+    def results(self) -> Results:
+        """Raises NotImplementedError: a pause computes nothing."""
+        raise NotImplementedError("a paused forward computes nothing")
 
     def close(self) -> None:
         """Holds nothing."""

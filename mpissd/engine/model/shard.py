@@ -22,6 +22,7 @@ class ForwardOptions:
     context: int = 0  # tokens of KV cache that the rows of a sequence share; 0: no KV is read
     top_k: int = 1
     own_tokens: int = 1  # of KV cache that each row reads for itself, its own token included
+    values: bool = False  # read out the candidates' logits beside their ids
 
 
 @dataclass(frozen=True)

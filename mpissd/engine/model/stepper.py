@@ -9,37 +9,17 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Iterable
-from typing import Protocol
+
+import numpy as np
 
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
+from mpissd.engine.model.forwards import Places, Results, merged
 from mpissd.engine.model.gemm_stack import GemmStack
 from mpissd.engine.model.gemm_weights import GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
-
-
-class Forwards(Protocol):
-    """What a worker needs of a model: forwards, launched and waited for."""
-
-    def upload(self, rows: int, tokens: Ints) -> None:
-        """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them."""
-
-    def launch(self) -> None:
-        """Starts the forward that was last uploaded."""
-
-    def done(self) -> bool:
-        """Whether the last launched forward is over."""
-
-    def wait(self, waiter: Waiter) -> None:
-        """Returns when the last launched forward is over."""
-
-    def elapsed_s(self) -> float:
-        """Device time of the last finished forward."""
-
-    def close(self) -> None:
-        """Frees the forwards."""
 
 
 class Stepper:
@@ -74,6 +54,7 @@ class Stepper:
             weights=weights,
         )
         self._programs: dict[int, Program] = {}
+        self._uploaded: tuple[int, Ints] = 0, np.zeros(0, np.int32)
         self._current: Program
         if compiled:
             self.compile()
@@ -114,12 +95,14 @@ class Stepper:
         assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
         return self._buckets[bisect.bisect_left(self._buckets, rows)]
 
-    def upload(self, rows: int, tokens: Ints) -> None:
+    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
         """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them.
 
-        The device reads them from the (page-locked) host buffer when the forward begins.
+        The device reads them from the (page-locked) host buffer when the forward begins. The stack
+        keeps no cache, so places are not read.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
+        self._uploaded = rows, tokens
         self._current = self._programs[self.bucket(rows)]
 
     def launch(self) -> None:
@@ -138,11 +121,22 @@ class Stepper:
         """Device time of the last finished forward."""
         return self._current.elapsed_s()
 
-    @property
-    def result(self) -> Ints:
-        """Host ids that the last finished forward read out."""
-        result: Ints = self.stack.buffers.result
-        return result
+    def results(self) -> Results:
+        """Returns what the last finished forward read out, of the rows that were last uploaded.
+
+        Raises NotImplementedError on the emulated backend, and for several shards whose values were
+        not asked for: their candidates cannot be told apart.
+        """
+        if self.backend.info.kind == "emulated":
+            raise NotImplementedError("the emulated backend holds no numbers")
+        rows, tokens = self._uploaded
+        ids, values = self.stack.read(self.bucket(rows))
+        if ids.shape[1] > 1 and values is None:
+            raise NotImplementedError("the best of several shards need ForwardOptions.values")
+        ids = ids[:, :, : len(tokens)]
+        if values is None:
+            return Results(ids[:, 0])
+        return merged(ids, values[:, :, : len(tokens)], self.shard.vocab)
 
     def close(self) -> None:
         """Destroys the programs: a graph that outlives its communicator hangs the teardown."""

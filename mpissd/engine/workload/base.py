@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpissd.common.rounds import Batch, Request, Source, Speculation
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.workload.base import (

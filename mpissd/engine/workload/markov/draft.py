@@ -8,7 +8,7 @@ import numpy as np
 
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Source, Speculation
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout

@@ -15,7 +15,7 @@ import numpy as np
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.base import Admissions, LogitsGather, Proposals, TargetWorker
 from mpissd.engine.workload.markov.history import Histories, History, trunk

@@ -7,7 +7,7 @@ from functools import cached_property
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
 from mpissd.common.workload_flags import DEFAULT_VOCAB
-from mpissd.engine.model.stepper import Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.workload.base import OpenGather, RowFields, Workload
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
 from mpissd.engine.workload.markov.laws import MarkovLaws
