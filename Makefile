@@ -1,5 +1,5 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
-## make doctor TP=2            what is wrong here for such a run, how to mend it, what it would choose
+## make doctor TP=2            what is wrong here for such a run, how to fix it, what it would choose
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit

@@ -57,9 +57,9 @@ def make_output(out: str) -> None:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one line to a file that others may be adding to; mends its end first.
+    """Adds one line to a file that others may be adding to; repairs its end first.
 
-    Raises OSError: the disk is full (the line is not there, or mended by the next).
+    Raises OSError: the disk is full (the line is not there, or repaired by the next).
     """
     line = f"{json.dumps(row)}\n".encode()
     with path.open("ab", buffering=0) as file, _alone(file.fileno()):
@@ -70,7 +70,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(descriptor: int) -> Iterator[None]:
-    """No other job mends or adds meanwhile; file systems without locks do without."""
+    """No other job repairs or adds meanwhile; file systems without locks do without."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:

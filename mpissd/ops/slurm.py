@@ -154,8 +154,8 @@ class Request:
     def _check_ranks(self, ranks: int, gpus: int, nodes: int) -> None:
         if self.needs_gpus and gpus and ranks > gpus:
             is_whole = self.limits is not None and self.limits.most_gpus is None
-            mend = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if is_whole else f"GPUS={ranks}"
-            raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {mend}")
+            fix = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if is_whole else f"GPUS={ranks}"
+            raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {fix}")
         if nodes > ranks:
             raise ConfigError(f"NODES={nodes}: allowed: up to T + D = {ranks}")
 

@@ -30,7 +30,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.jobfile import JobFile
-from mpissd.lab.predict.row import is_foretold, predict_row
+from mpissd.lab.predict.row import is_predictable, predict_row
 from mpissd.lab.sweep.grid import read_grid
 from mpissd.lab.sweep.plan import make_plan
 from mpissd.lab.tables import load_rows
@@ -70,7 +70,7 @@ def predict(said: argparse.Namespace) -> int:
     lines, left = [], 0
     for config in configurations(said.grid):
         job = resolve(config, said.tp, backend="cupy", memory_bytes=None)
-        if job.verify_rows > max(verify) or not is_foretold(job):
+        if job.verify_rows > max(verify) or not is_predictable(job):
             left += 1
             continue
         device = DeviceCosts.from_points(verify, None if job.draft is None else draft)

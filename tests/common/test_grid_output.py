@@ -49,7 +49,7 @@ def test_no_file_has_no_rows(tmp_path: Path) -> None:
 
 
 def test_a_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes half of a line: the row is not there, and the next mends it."""
+    """A disk that takes half of a line: the row is not there, and the next fixes it."""
     path = tmp_path / "runs.jsonl"
     append_row(path, {"a": 1})
     full = path.read_bytes()

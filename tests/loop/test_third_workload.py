@@ -34,7 +34,7 @@ from mpissd.engine.workload.base import (
     Workload,
 )
 from mpissd.engine.workload.registry import workload_of
-from mpissd.lab.predict.row import is_foretold
+from mpissd.lab.predict.row import is_predictable
 
 V = 101
 
@@ -145,7 +145,7 @@ def test_it_decodes_in_every_mode(mode: str, drafts: int) -> None:
 def test_the_rest_of_the_program_takes_it_as_it_is() -> None:
     job = resolve(config_of("ssd"), 1, backend="emulated", memory_bytes=None)
     workload = workload_of(job)
-    assert isinstance(workload, Counting) and not is_foretold(job)
+    assert isinstance(workload, Counting) and not is_predictable(job)
     assert workload.row_fields() == RowFields()
     assert parse_flags({"workload": "counting", "vocab": "9"}).vocab == 9
     with pytest.raises(ConfigError, match=r"alpha=0.5 .*counting: allowed: workload=gemm"):

@@ -41,7 +41,7 @@ class Told:
     err: str
 
     def line(self, what: str, verdict: str) -> str:
-        """The line about `what`, and its mend, which is there unless it is ok."""
+        """The line about `what`, and its fix, which is there unless it is ok."""
         lines = self.out.splitlines()
         for line, after in zip(lines, [*lines[1:], ""], strict=True):
             if re.match(rf"{verdict} +{re.escape(what)}  ", line):
@@ -113,7 +113,7 @@ def test_where_the_doctor_says_ok_a_run_works(
 
 
 BEFORE_MPI: list[tuple[str, tuple[str, ...], dict[str, str], str, str]] = [
-    # what is wrong, flags, environment, the line, a word of its mend
+    # what is wrong, flags, environment, the line, a word of its fix
     ("no mpirun", TOY, {"MPIRUN": "/nowhere/mpirun"}, "mpirun", "pip install"),
     ("no library", TOY, {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "MPI library", "MPI4PY_LIBMPI"),
     ("T divides nothing", ("--tp=3", *TOY), {}, "run", "another TP"),
@@ -125,13 +125,13 @@ BEFORE_MPI: list[tuple[str, tuple[str, ...], dict[str, str], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("flags", "env", "what", "mend"), [b[1:] for b in BEFORE_MPI], ids=[b[0] for b in BEFORE_MPI]
+    ("flags", "env", "what", "fix"), [b[1:] for b in BEFORE_MPI], ids=[b[0] for b in BEFORE_MPI]
 )
 def test_what_is_wrong_before_mpi_starts(
-    flags: tuple[str, ...], env: dict[str, str], what: str, mend: str, tmp_path: Path
+    flags: tuple[str, ...], env: dict[str, str], what: str, fix: str, tmp_path: Path
 ) -> None:
     told = doctor(*flags, env=env)
-    assert told.code == 2 and mend in told.line(what, "BAD")
+    assert told.code == 2 and fix in told.line(what, "BAD")
     assert told.out.splitlines()[-1].startswith(f"doctor: this run fails: {what}")
     tp = next((int(flag[5:]) for flag in flags if flag.startswith("--tp=")), 1)
     rest = [flag for flag in flags if not flag.startswith("--tp=")]

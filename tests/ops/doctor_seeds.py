@@ -42,7 +42,7 @@ TWO_HOSTS = replace(
 USER = HOST.gpus[0].uuid
 
 SEEDED: list[tuple[str, Facts, str, str, str]] = [
-    # what is wrong, the facts, the line that says so, how bad, a word of its mend
+    # what is wrong, the facts, the line that says so, how bad, a word of its fix
     ("an old Python", launch(python_version="3.9.2"), "python", BAD, "PYTHON="),
     ("another Python", ranks(2, python_version="3.10.1"), "python", WARN, "one Python"),
     ("another mpissd", ranks(1, mpissd="0.0.9"), "mpissd", BAD, "install 0.1.0"),

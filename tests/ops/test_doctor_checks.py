@@ -19,14 +19,14 @@ from tests.ops.doctor_seeds import NO_GPU, OLDER, SEEDED, USER, VOLTA
 
 
 @pytest.mark.parametrize(
-    ("facts", "what", "how", "mend"),
+    ("facts", "what", "how", "fix"),
     [seed[1:] for seed in SEEDED],
     ids=[seed[0].replace(" ", "-") for seed in SEEDED],
 )
-def test_a_misconfiguration(facts: Facts, what: str, how: str, mend: str) -> None:
+def test_a_misconfiguration(facts: Facts, what: str, how: str, fix: str) -> None:
     found = [finding for finding in judge(facts) if finding.verdict != OK]
     assert {(finding.what, finding.verdict) for finding in found} == {(what, how)}, found
-    assert mend in found[0].mend
+    assert fix in found[0].fix
 
 
 @pytest.mark.parametrize("facts", [HEALTHY, NO_GPU, asked(HEALTHY, backend="emulated")])
@@ -63,7 +63,7 @@ def test_other_users_of_a_gpu() -> None:
 def test_a_control_group_smaller_than_the_weights() -> None:
     tight = replace(NO_GPU, hosts=[replace(NO_GPU.hosts[0], memory_limit=2 << 30)])
     found = [finding for finding in judge(tight) if finding.verdict != OK]
-    assert [finding.what for finding in found] == ["memory"] and "--mem" in found[0].mend
+    assert [finding.what for finding in found] == ["memory"] and "--mem" in found[0].fix
 
 
 def test_nothing_is_known() -> None:
@@ -87,7 +87,7 @@ def test_the_verdict_names_what_to_mend_first() -> None:
         Finding("run", "no", BAD, "another"),
     ]
     assert verdict(found) == (
-        "doctor: this run fails: mpirun (and 1 more); 1 warning. To mend: install one"
+        "doctor: this run fails: mpirun (and 1 more); 1 warning. To fix: install one"
     )
     table = render(found).splitlines()
     assert table[0] == "ok    python  3.12"

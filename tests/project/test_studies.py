@@ -15,7 +15,7 @@ import pytest
 from mpissd.common.config import parse_flags
 from mpissd.common.row import Row
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.row import is_foretold
+from mpissd.lab.predict.row import is_predictable
 from mpissd.lab.tables import load_rows
 from mpissd.lab.tables.load import Rounds
 from tests.scripts import load
@@ -97,7 +97,7 @@ def test_cells_are_the_same_each_time_and_their_lines_run(cells: list[Any]) -> N
         for choice, line in zip(cell.rivals, lines, strict=True):
             config = parse_flags(dict(flag[2:].split("=", 1) for flag in line))
             job = resolve(config, choice.tp, backend="emulated", memory_bytes=None)
-            assert job.world_size == choice.gpus <= cell.gpus and is_foretold(job)
+            assert job.world_size == choice.gpus <= cell.gpus and is_predictable(job)
             assert config.rounds is not None and config.rounds >= 20
 
 

@@ -98,12 +98,12 @@ def check_memory(
     """More bytes a rank than its device has; None: not known."""
     target, draft = job.rank_bytes(itemsize)
     more = "" if itemsize == _FLOAT32 else "a larger TP, "  # ranks share a host's one memory
-    for name, need, have, mend in (
+    for name, need, have, fix in (
         (f"{job.target.name} at tp={job.tp}", target, memory_bytes, f"{more}--num_layers or "),
         (job.draft.name if job.draft else "", draft, draft_memory, ""),
     ):
         if have is not None and need and need + _SPARE_BYTES > have:
             raise ConfigError(
                 f"{name} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; "
-                f"the device has {have / 1e9:.1f} GB: use {mend}another pair"
+                f"the device has {have / 1e9:.1f} GB: use {fix}another pair"
             )

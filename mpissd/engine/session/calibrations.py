@@ -1,7 +1,7 @@
 """What a machine has measured of itself so far, for the configurations to come.
 
 Forwards are timed once for each row count of a model, host costs once for each configuration that
-differs in more than its draws. A row says since when what it was foretold from is known.
+differs in more than its draws. A row says since when what it was predicted from is known.
 """
 
 from __future__ import annotations

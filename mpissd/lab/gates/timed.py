@@ -245,17 +245,17 @@ def _depth(row: Row, t_target: float | None) -> Iterator[str]:
 
 def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
     """The errors of the replay, and of its draws, are those of the rates beside them."""
-    rate, foretold = number(row, "tok_per_s"), number(row, "predicted_tok_per_s")
-    if rate is not None and foretold:
-        error = rate / foretold - 1
-        quantum = 2e-5 + 1e-3 / foretold
+    rate, predicted = number(row, "tok_per_s"), number(row, "predicted_tok_per_s")
+    if rate is not None and predicted:
+        error = rate / predicted - 1
+        quantum = 2e-5 + 1e-3 / predicted
         yield from differs(row, "prediction_error", error, "tok_per_s / prediction - 1", quantum)
     mean, count = number(row, "predicted_round_us.mean"), number(row, "predicted_round_us.n")
     same_draws = row.on_late != "serve" and row.get("token_limit", 0) is None
-    if foretold is not None and mean and count and same_draws:  # the replay emits the same tokens
-        total = foretold * mean * count * 1e-6
+    if predicted is not None and mean and count and same_draws:  # the replay emits the same tokens
+        total = predicted * mean * count * 1e-6
         yield from differs(row, "num_tokens", total, "predicted rate times time")
     expected = number(row, "expected_tok_per_s")
-    if foretold is not None and expected:
-        draws = foretold / expected - 1
+    if predicted is not None and expected:
+        draws = predicted / expected - 1
         yield from differs(row, "sampling_error", draws, "prediction / expected - 1", 1e-9)

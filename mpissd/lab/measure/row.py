@@ -31,7 +31,7 @@ from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.measure.whole import whole_file
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.row import is_foretold, predict_row
+from mpissd.lab.predict.row import is_predictable, predict_row
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
@@ -156,7 +156,7 @@ def _speculation(
     }
 
 
-_FORETOLD = (
+_PREDICTED = (
     "predicted_tok_per_s",
     "predicted_round_us",
     "prediction_error",
@@ -170,10 +170,10 @@ _FORETOLD = (
 def _prediction(
     session: Session, measured: Measured, sequences: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """What this job's own profile foretold for these very draws, and measured / predicted - 1."""
+    """What this job's own profile predicted for these very draws, and measured / predicted - 1."""
     job, profile = session.job, measured.profile
-    if not is_foretold(job) or measured.lead.draft_lost_round is not None:
-        return dict.fromkeys(_FORETOLD)
+    if not is_predictable(job) or measured.lead.draft_lost_round is not None:
+        return dict.fromkeys(_PREDICTED)
     records = measured.lead.records
     count = len(records)
     known = job.config.digest, count, profile.device, profile.host

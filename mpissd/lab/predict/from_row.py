@@ -24,7 +24,7 @@ from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.jobfile import JobFile
 from mpissd.lab.predict.label import all_derived_from, derived_from
-from mpissd.lab.predict.row import is_foretold
+from mpissd.lab.predict.row import is_predictable
 
 _SAID = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
@@ -125,7 +125,7 @@ def job_of_row(row: Row) -> Job:
     if reason := _unpredictable(row):
         raise ConfigError(f"no law's mean: {reason}")
     job = resolve(config_of_row(row), int(row.tp), backend="emulated", memory_bytes=None)
-    if not is_foretold(job):
+    if not is_predictable(job):
         raise ConfigError("no law's mean: they draft several tokens a forward")
     return job
 

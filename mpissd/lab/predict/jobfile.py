@@ -1,7 +1,7 @@
 """A job's own profile as a file: its flags, T, and what it measured of itself.
 
 `run` writes one beside each row (OUT/profiles/RUN_ID.json); `predict --profile=` reads it and, with
-no other flag, foretells the very number that the row carries.
+no other flag, predicts the very number that the row carries.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _CHAINS = 64
 _LAW_ROUNDS = 32
 
 
-def is_foretold(job: Job) -> bool:
+def is_predictable(job: Job) -> bool:
     """Whether the recurrence holds this job: imposed laws, nothing that adapts, and a draft that
     takes K steps over lists that are the same in every round."""
     fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
@@ -41,9 +41,9 @@ def predict_row(
     deviation of that error over runs of as many rounds) and imposed_hits (predict.imposed).
     Measured / tok_per_s − 1 is the error of
     the replay; what a prediction without these draws errs by is predict/accuracy's.
-    Raises ConfigError for a job that can't be foretold.
+    Raises ConfigError for a job that can't be predicted.
     """
-    if not is_foretold(job):
+    if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), adapts (adaptive, auto), follows the last "
             "served token (tail) or drafts several tokens a forward: allowed: fixed choices, gemm"

@@ -13,7 +13,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.row import is_foretold
+from mpissd.lab.predict.row import is_predictable
 from mpissd.lab.sweep.plan import Plan
 
 _CPU_BYTES_PER_S = 4e9
@@ -53,7 +53,7 @@ def _rounds(config: RunConfig, tokens: float) -> float:
 def _round(job: Job, backend: str) -> tuple[float, float]:
     """(seconds, tokens of a sequence) of a round."""
     device = _costs(job, backend)
-    if is_foretold(job):
+    if is_predictable(job):
         found = expected(job, device, HostCosts())
         host = _CPU_ROUND_S if backend != "cupy" else 0.0
         return float(found.round_s[0]) + host, float(found.tokens[0]) / job.config.batch_size

@@ -45,8 +45,8 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
         return
     for host in facts.hosts:
         if host.gpu_error:
-            mend = "nvidia-smi has to answer: reload the driver, reboot, or ask your site"
-            yield warn("driver", f"{host.gpu_error} on {host.host}", mend)
+            fix = "nvidia-smi has to answer: reload the driver, reboot, or ask your site"
+            yield warn("driver", f"{host.gpu_error} on {host.host}", fix)
     gpus = [gpu for host in facts.hosts for gpu in host.gpus]
     yield from _check_extra(facts, gpus)
     views = [rank for rank in facts.ranks if rank.cuda is not None]
@@ -68,16 +68,16 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
 def _check_extra(facts: Facts, gpus: list[Gpu]) -> Iterator[Finding]:
     installed = sorted(name for name in facts.launch.packages if _CUPY.fullmatch(name))
     if len(installed) > 1:
-        mend = f"pip uninstall -y {' '.join(installed)}; then install the one: {wanted(gpus)}"
-        yield warn("CuPy", f"{' and '.join(installed)} overwrite each other's files", mend)
+        fix = f"pip uninstall -y {' '.join(installed)}; then install the one: {wanted(gpus)}"
+        yield warn("CuPy", f"{' and '.join(installed)} overwrite each other's files", fix)
         return
     if not gpus:
         return
     drivers = [_major(gpu.driver) for gpu in gpus]
     driver, told = min(drivers), gpus[drivers.index(min(drivers))].driver
     if driver and driver < _DRIVER_12:
-        mend = f"driver >= {_DRIVER_12} (CUDA 12) or >= {_DRIVER_13} (CUDA 13)"
-        yield warn("driver", f"{told} is too old for CUDA 12", mend)
+        fix = f"driver >= {_DRIVER_12} (CUDA 12) or >= {_DRIVER_13} (CUDA 13)"
+        yield warn("driver", f"{told} is too old for CUDA 12", fix)
         return
     if not installed:
         if not any(name.startswith("cupy") for name in facts.launch.packages):
@@ -106,10 +106,10 @@ def _check_view(facts: Facts, rank: RankFacts, seen: CudaView) -> Iterator[Findi
     """Finds what is wrong with one rank's CuPy."""
     asked, where = facts.asked.backend, f"rank {rank.rank} ({rank.host})"
     if seen.error and not seen.cupy:  # `run` would import it as well, and fail
-        mend = "pip uninstall -y cupy-cuda12x cupy-cuda13x; then " + wanted(
+        fix = "pip uninstall -y cupy-cuda12x cupy-cuda13x; then " + wanted(
             [gpu for host in facts.hosts for gpu in host.gpus]
         )
-        yield bad("CuPy", f"cannot be imported on {where}: {seen.error}", mend)
+        yield bad("CuPy", f"cannot be imported on {where}: {seen.error}", fix)
     elif seen.error or seen.count == 0:
         found = f"{seen.error or 'no GPU is visible'} on {where}"
         blind = f" (CUDA_VISIBLE_DEVICES={rank.visible})" if rank.visible is not None else ""
@@ -119,14 +119,14 @@ def _check_view(facts: Facts, rank: RankFacts, seen: CudaView) -> Iterator[Findi
         elif has_gpus:
             yield warn("CUDA", found + blind, "unset CUDA_VISIBLE_DEVICES; else: nvidia-smi -q")
     elif rank.local_rank >= seen.count:
-        mend = "fewer ranks on this node, more GPUs, or BACKEND=numpy"
-        yield bad("CUDA", f"{seen.count} visible GPU(s) for {where}, its {_nth(rank)}", mend)
+        fix = "fewer ranks on this node, more GPUs, or BACKEND=numpy"
+        yield bad("CUDA", f"{seen.count} visible GPU(s) for {where}, its {_nth(rank)}", fix)
     elif (seen.runtime or 0) // 1000 > (seen.driver or 10**6) // 1000:
         found = f"runtime {cuda_version(seen.runtime)}, driver serves {cuda_version(seen.driver)}"
         yield warn("CUDA", f"{found} on {where}", f"pip uninstall CuPy; {wanted([])}")
     elif seen.nvmath_error:
-        mend = "pip install nvmath-python (without it forwards are not CUDA graphs)"
-        yield warn("nvmath", f"{seen.nvmath_error} on {where}", mend)
+        fix = "pip install nvmath-python (without it forwards are not CUDA graphs)"
+        yield warn("nvmath", f"{seen.nvmath_error} on {where}", fix)
 
 
 def _nth(rank: RankFacts) -> str:
@@ -143,8 +143,8 @@ def check_nccl(facts: Facts) -> Iterator[Finding]:
         seen = _view(rank)
         where = f"on rank {rank.rank} ({rank.host})"
         if seen.nccl is None:
-            mend = "pip install nvidia-nccl-cu12 (CUDA 12) or nvidia-nccl-cu13"
-            yield warn("NCCL", f"{seen.nccl_error or 'none'} {where}", mend)
+            fix = "pip install nvidia-nccl-cu12 (CUDA 12) or nvidia-nccl-cu13"
+            yield warn("NCCL", f"{seen.nccl_error or 'none'} {where}", fix)
             return
         if seen.nccl != first.nccl:
             found = f"{nccl_version(first.nccl)}, but {nccl_version(seen.nccl)} {where}"
@@ -236,28 +236,28 @@ def _health(host: HostFacts, gpu: Gpu) -> Iterator[Finding]:
     name = f"GPU {gpu.index}"
     slowed = [word for bit, word in _SLOWED.items() if (gpu.throttle or 0) & bit]
     if slowed:
-        mend = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE; application clocks: nvidia-smi -rac"
-        yield warn(name, f"slowed down by {', '.join(slowed)}: {_vital(host, gpu)}", mend)
+        fix = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE; application clocks: nvidia-smi -rac"
+        yield warn(name, f"slowed down by {', '.join(slowed)}: {_vital(host, gpu)}", fix)
     if gpu.ecc_errors:
-        mend = f"use another GPU, and ask your site to reset this one ({gpu.uuid})"
-        yield warn(name, f"{gpu.ecc_errors} uncorrected memory errors on {host.host}", mend)
+        fix = f"use another GPU, and ask your site to reset this one ({gpu.uuid})"
+        yield warn(name, f"{gpu.ecc_errors} uncorrected memory errors on {host.host}", fix)
     if "Exclusive" in gpu.compute_mode or "Prohibited" in gpu.compute_mode:
-        mend = f"as root: nvidia-smi -i {gpu.index} -c 0"
-        yield warn(name, f"compute mode {gpu.compute_mode} on {host.host}", mend)
+        fix = f"as root: nvidia-smi -i {gpu.index} -c 0"
+        yield warn(name, f"compute mode {gpu.compute_mode} on {host.host}", fix)
     if gpu.mig:
-        mend = "GPUs in MIG mode cannot reach each other: ask for whole GPUs"
-        yield warn(name, f"in MIG mode on {host.host}", mend)
+        fix = "GPUs in MIG mode cannot reach each other: ask for whole GPUs"
+        yield warn(name, f"in MIG mode on {host.host}", fix)
     if gpu.persistence is False:
-        mend = f"as root: nvidia-smi -i {gpu.index} -pm 1 (each start waits for the driver)"
-        yield warn(name, f"not in persistence mode on {host.host}", mend)
+        fix = f"as root: nvidia-smi -i {gpu.index} -pm 1 (each start waits for the driver)"
+        yield warn(name, f"not in persistence mode on {host.host}", fix)
 
 
 def _users(host: HostFacts, gpu: Gpu, ours: set[int]) -> Iterator[Finding]:
     others = [user for user in host.gpu_users if user.uuid == gpu.uuid and user.pid not in ours]
     if others:
         who = ", ".join(f"{user.name} ({user.pid})" for user in others[:3])
-        mend = "times would be another's: end them, or choose other GPUs (CUDA_VISIBLE_DEVICES)"
-        yield warn(f"GPU {gpu.index}", f"also used by {who} on {host.host}", mend)
+        fix = "times would be another's: end them, or choose other GPUs (CUDA_VISIBLE_DEVICES)"
+        yield warn(f"GPU {gpu.index}", f"also used by {who} on {host.host}", fix)
         return
     total, free = gpu.memory_total, gpu.memory_free
     if total is not None and free is not None and total - free > _BUSY_BYTES + total // 20:

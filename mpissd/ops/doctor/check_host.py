@@ -139,8 +139,8 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
         if host.memory_free is not None:
             found += f", {_size(host.memory_free)} free"
         if host.memory_limit is not None and need + _GIB > host.memory_limit:
-            mend = "ask for more memory (--mem, docker run --memory), a larger TP or another PAIR"
-            yield warn("memory", f"{found}, {_size(host.memory_limit)} left to this job", mend)
+            fix = "ask for more memory (--mem, docker run --memory), a larger TP or another PAIR"
+            yield warn("memory", f"{found}, {_size(host.memory_limit)} left to this job", fix)
         else:
             yield ok("memory", found)
 

@@ -10,7 +10,7 @@ from mpissd.ops.doctor.finding import Finding, bad, ok, warn
 _OUT_LEAST, _OUT_FEW = 1 << 20, 256 << 20
 _SHORT_S = 600.0  # an allocation that ends sooner is worth a warning
 # (words in a refusal, how to fix it); the first that fits is used.
-_MENDS = (
+_FIXES = (
     ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
     ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
     ("needs", "a larger TP, --num_layers=…, or a smaller PAIR (PAIR=toy always fits)"),
@@ -34,9 +34,9 @@ _MENDS = (
 )
 
 
-def mend_of(error: str) -> str:
+def fix_of(error: str) -> str:
     """Returns how to fix what a run was refused for."""
-    return next((mend for words, mend in _MENDS if words in error), "see docs/troubleshooting.md")
+    return next((fix for words, fix in _FIXES if words in error), "see docs/troubleshooting.md")
 
 
 def check_request(facts: Facts) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def check_request(facts: Facts) -> Iterator[Finding]:
     asked, launch = facts.asked, facts.launch
     found = f"MODE={asked.mode}, T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
     if launch.config_error:
-        yield bad("run", f"{found}: {launch.config_error}", mend_of(launch.config_error))
+        yield bad("run", f"{found}: {launch.config_error}", fix_of(launch.config_error))
     else:
         yield ok("run", found)
 
@@ -79,42 +79,40 @@ def check_slurm(facts: Facts) -> Iterator[Finding]:
     found = f"job {job}: {tasks or '?'} tasks, {gpus or 'no'} GPUs a node, {nodes or 1} node(s)"
     num_ranks, left = launch.num_ranks, launch.slurm_seconds_left
     if tasks.isdigit() and int(tasks) < num_ranks:
-        mend = f"sbatch --ntasks={num_ranks} (ranks would share the cores of {tasks})"
-        yield warn("Slurm", f"{found}, for {num_ranks} ranks", mend)
+        fix = f"sbatch --ntasks={num_ranks} (ranks would share the cores of {tasks})"
+        yield warn("Slurm", f"{found}, for {num_ranks} ranks", fix)
     elif facts.asked.backend in ("auto", "cupy") and gpus.isdigit() and nodes in ("", "1"):
         if int(gpus) < num_ranks:
-            mend = f"sbatch --gpus={num_ranks}, or a smaller TP"
-            yield warn("Slurm", f"{found}, for {num_ranks} ranks", mend)
+            fix = f"sbatch --gpus={num_ranks}, or a smaller TP"
+            yield warn("Slurm", f"{found}, for {num_ranks} ranks", fix)
         else:
             yield ok("Slurm", found)
     else:
         yield ok("Slurm", found)
     if left is not None and left < _SHORT_S:
-        mend = "scontrol update needs an operator: start a new job with a longer --time"
-        yield warn("Slurm time", f"{left:.0f} s left", mend)
+        fix = "scontrol update needs an operator: start a new job with a longer --time"
+        yield warn("Slurm time", f"{left:.0f} s left", fix)
 
 
 def check_choice(facts: Facts) -> Iterator[Finding]:
     """Says what the run would choose and why; finds a session that cannot be opened."""
     session, asked = facts.session, facts.asked
     if facts.tried and session is None and facts.ranks:
-        yield bad("session", "the ranks ended before it was open", mend_of(""))
+        yield bad("session", "the ranks ended before it was open", fix_of(""))
     if session is None:
         return
     if session.error:
         mismatch = any(r.launcher_size not in (None, r.world_size) for r in facts.ranks)
         if not mismatch and session.error != facts.launch.config_error:
-            yield bad("session", session.error, mend_of(session.error))
+            yield bad("session", session.error, fix_of(session.error))
         return
     yield _backend(facts, session)
     yield ok("all-reduce", f"{session.all_reduce}: {session.all_reduce_why}")
     if session.all_reduce == "oneshot":
         yield ok("CUDA IPC", "target ranks map each other's memory, and sums are right")
     elif "failed on rank" in session.all_reduce_why:
-        mend = (
-            "in containers: docker run --ipc=host; else: the same CUDA_VISIBLE_DEVICES everywhere"
-        )
-        yield warn("CUDA IPC", session.all_reduce_why, mend)
+        fix = "in containers: docker run --ipc=host; else: the same CUDA_VISIBLE_DEVICES everywhere"
+        yield warn("CUDA IPC", session.all_reduce_why, fix)
     memory = [have for have in session.memory if have is not None]
     fits = f", {min(memory) / 1e9:.1f} GB a rank at least" if memory else ""
     why = "asked for" if asked.pair else f"the default here{_default(session)}"
@@ -142,7 +140,7 @@ def _backend(facts: Facts, session: SessionFacts) -> Finding:
         return warn(
             "backend",
             f"{found}, though {idle.host} has {len(idle.gpus)} × {idle.gpus[0].name}",
-            "mend CUDA as told above, or: make venv on this node installs CuPy",
+            "fix CUDA as told above, or: make venv on this node installs CuPy",
         )
     cuda = next((rank.cuda for rank in facts.ranks if rank.cuda is not None), None)
     why = "CuPy is not installed" if cuda is None else "CuPy finds no GPU"

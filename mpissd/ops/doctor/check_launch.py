@@ -59,12 +59,12 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
     for rank in facts.ranks:
         where = f"{rank.mpissd} {rank.folder} on rank {rank.rank} ({rank.host})"
         if rank.mpissd != launch.mpissd:
-            mend = f"install {launch.mpissd} there too, or share one .venv between the hosts"
-            yield bad("mpissd", f"{told}, but {where}", mend)
+            fix = f"install {launch.mpissd} there too, or share one .venv between the hosts"
+            yield bad("mpissd", f"{told}, but {where}", fix)
             return
         if rank.folder != launch.folder and rank.host == facts.ranks[0].host:
-            mend = "two copies are installed: pip uninstall one, or unset PYTHONPATH"
-            yield warn("mpissd", f"{told}, but {where}", mend)
+            fix = "two copies are installed: pip uninstall one, or unset PYTHONPATH"
+            yield warn("mpissd", f"{told}, but {where}", fix)
             return
     yield ok("mpissd", told)
 
@@ -97,10 +97,10 @@ def check_library(facts: Facts) -> Iterator[Finding]:
         yield bad("MPI library", f"{found}, but {where}", "load one MPI on every host")
         return
     if differ(library, launch.mpirun_version):
-        mend = "use one MPI: set MPIRUN to its mpirun, or MPI4PY_LIBMPI to its libmpi.so"
+        fix = "use one MPI: set MPIRUN to its mpirun, or MPI4PY_LIBMPI to its libmpi.so"
         alone = not facts.ranks or any(r.world_size != r.launcher_size for r in facts.ranks)
         make = bad if facts.tried and alone else warn
-        yield make("MPI library", f"{found}, but mpirun is {launch.mpirun_version}", mend)
+        yield make("MPI library", f"{found}, but mpirun is {launch.mpirun_version}", fix)
         return
     yield ok("MPI library", found)
 
@@ -182,7 +182,7 @@ def check_started(facts: Facts) -> Iterator[Finding]:
 
 
 def _complaint_mend(problem: str) -> str:
-    fitting = (mend for words, mend in _COMPLAINTS if any(word in problem for word in words))
+    fitting = (fix for words, fix in _COMPLAINTS if any(word in problem for word in words))
     return next(fitting, "try: mpirun -np 2 hostname; then the same with python -m mpi4py")
 
 

@@ -12,16 +12,17 @@ class Finding:
     """One line of the table.
 
     what: the thing that was examined. found: its state. verdict: ok; warn for a run that works but
-    is slower or less trustworthy; BAD for a run that fails. mend: how to fix it, "" where it is ok.
+    is slower or less trustworthy; BAD for a run that fails. fix: what
+    repairs it, "" where it is ok.
     """
 
     what: str
     found: str
     verdict: str = OK
-    mend: str = ""
+    fix: str = ""
 
     def __post_init__(self) -> None:
-        assert (self.verdict == OK) == (not self.mend), f"{self.what}: a mend for what is not ok"
+        assert (self.verdict == OK) == (not self.fix), f"{self.what}: a fix for what is not ok"
 
 
 def ok(what: str, found: str) -> Finding:
@@ -29,11 +30,11 @@ def ok(what: str, found: str) -> Finding:
     return Finding(what, found)
 
 
-def warn(what: str, found: str, mend: str) -> Finding:
+def warn(what: str, found: str, fix: str) -> Finding:
     """Returns a finding about something with which the run still works."""
-    return Finding(what, found, WARN, mend)
+    return Finding(what, found, WARN, fix)
 
 
-def bad(what: str, found: str, mend: str) -> Finding:
+def bad(what: str, found: str, fix: str) -> Finding:
     """Returns a finding about something with which the run fails."""
-    return Finding(what, found, BAD, mend)
+    return Finding(what, found, BAD, fix)

@@ -13,8 +13,8 @@ def render(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         lines.append(f"{finding.verdict:4}  {finding.what:{width}}  {_line(finding.found)}")
-        if finding.mend:
-            lines.append(f"{'':4}  {'':{width}}  → {_line(finding.mend)}")
+        if finding.fix:
+            lines.append(f"{'':4}  {'':{width}}  → {_line(finding.fix)}")
     return "\n".join([*lines, "", verdict(findings), ""])
 
 
@@ -27,7 +27,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         return f"doctor: this run works{noted}"
     first = found[0]
     count = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"doctor: this run fails: {first.what}{count}{noted}. To mend: {_line(first.mend)}"
+    return f"doctor: this run fails: {first.what}{count}{noted}. To fix: {_line(first.fix)}"
 
 
 def _line(text: str) -> str:
