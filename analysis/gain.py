@@ -18,9 +18,9 @@ _GAIN = ("value", "low", "high", "headline")
 
 
 def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison:
-    """How much faster the rows of one configuration are than those of another.
+    """Returns the speedup of one configuration's rows over another's.
 
-    Rows that say too little of themselves count by the interval that they have (interval.py).
+    If the rows lack what compare_rows needs, their own intervals are used (interval.py).
     """
     sides = [records(side) for side in (base, rows)]
     try:
@@ -31,15 +31,15 @@ def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison:
 
 
 def gains(rows: pd.DataFrame, base: pd.DataFrame, by: str, share: float = 1.0) -> pd.DataFrame:
-    """The gain at every value of `by` that both have: columns by, value, low, high, headline.
+    """Returns the gain at every value of `by` that both have: by, value, low, high, headline.
 
-    share: a factor without error, such as GPUs over GPUs.
+    share: an exact factor, such as a ratio of GPUs.
     """
     return _frame(by, {x: (part, base[base[by] == x]) for x, part in rows.groupby(by)}, share)
 
 
 def gains_over(rows: pd.DataFrame, base: pd.DataFrame, by: str, share: float = 1.0) -> pd.DataFrame:
-    """The same over one base, that of every value."""
+    """Returns the same columns with one common base for every value."""
     return _frame(by, {x: (part, base) for x, part in rows.groupby(by)}, share)
 
 
@@ -55,12 +55,13 @@ def _frame(
 
 
 def claim(point: Mapping[str, Any] | pd.Series) -> str:
-    """What a sentence may say of a drawn gain: y, low, high and headline."""
+    """Formats a drawn gain for a sentence, from its y, low, high and headline."""
     return claim_of(*(float(point[name]) for name in ("y", "low", "high")), bool(point["headline"]))
 
 
 def records(rows: pd.DataFrame) -> list[Row]:
-    """Return the rows of a frame, its other columns as `extra`; None for what they do not say."""
+    """Returns the rows of a frame, with its other columns as `extra`; missing values become
+    None."""
     names, is_said = [str(name) for name in rows], rows.notna().to_numpy().tolist()
     values = zip(*(rows[name].tolist() for name in rows), strict=True)
     return [
@@ -70,7 +71,7 @@ def records(rows: pd.DataFrame) -> list[Row]:
 
 
 def _rounds(rows: Sequence[Row]) -> dict[str, Rounds]:
-    """The rounds of rows that kept them: FOLDER/rounds/RUN_ID.npz."""
+    """Reads the rounds of rows that kept them, FOLDER/rounds/RUN_ID.npz, by run_id."""
     paths = {row.run_id: Path(row["folder"], "rounds", f"{row.run_id}.npz") for row in rows}
     by_id = {row.run_id: row for row in rows}
     return {name: Rounds.read(p, by_id[name]) for name, p in paths.items() if p.is_file()}

@@ -1,8 +1,7 @@
-"""The 95% interval of a row's tok/s, from what the row says of itself.
+"""The 95% interval of a row's tok/s, from the row alone.
 
-Two things move it: the luck of the draws and the spread of its rounds, as Rate.of_row in
-mpissd.common.rates takes them; here a row that does not say one of them has an interval all the
-same.
+Its variance is that of the draws plus that of the rounds, as in Rate.of_row of mpissd.common.rates;
+here a row that lacks one of them still has an interval.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from mpissd.common.row import Row
 
 
 def interval(row: Row) -> tuple[float, float]:
-    """Low and high tok/s; both the rate itself where the row doesn't say."""
+    """Returns the low and high tok/s; both equal the rate if the row has no data on its
+    variance."""
     rate, round_us = float(row.tok_per_s), row.round_us
     luck, histogram = row.sampling_sd, row.accept_histogram or []
     if luck is None:

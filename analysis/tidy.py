@@ -53,9 +53,9 @@ _NUMBERS = (
 
 
 def complete(line: Line) -> Line:
-    """A row with the derived columns, and defaults for keys that it lacks.
+    """Adds the derived columns to a row, and defaults for keys that it lacks.
 
-    ValueError, saying what is wrong: a key that is missing, or of another type than a row's.
+    Raises ValueError if a needed key is missing, or a value has another type than a row's.
     """
     if missing := [name for name in NEEDED if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")
@@ -70,7 +70,7 @@ def complete(line: Line) -> Line:
 
 
 def _check(row: Row) -> None:
-    """ValueError: a value of another kind than rows have; what is compared has to be comparable."""
+    """Raises ValueError for a value of another type than rows have, as rows must be comparable."""
     wrong = [name for name in _TEXTS if not isinstance(row.get(name), (str, type(None)))]
     wrong += [name for name, least in _WHOLE.items() if not _is_whole(row[name], least)]
     wrong += [name for name in _SWITCHES if type(row[name]) is not bool]
@@ -84,7 +84,7 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def tidy(rows: list[Line]) -> pd.DataFrame:
-    """Complete rows as a frame."""
+    """Makes a frame of complete rows."""
     frame = pd.DataFrame(rows)
     for name in (*_NUMBERS, *REAL):
         frame[name] = pd.to_numeric(frame[name], errors="coerce").astype(float)
@@ -124,7 +124,7 @@ def _method(row: Row) -> str:
 
 
 def _law(text: str | None, name: str) -> float:
-    """The number of a law `name:number`; NaN for another."""
+    """Returns the number of a law `name:number`, or NaN for another law."""
     found = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
     return float(found[1]) if found else float("nan")
 
@@ -139,14 +139,15 @@ def _policy(row: Row) -> str:
 
 
 def _said_fan_out(row: Row) -> str:
-    """--fan_out as the sweep or the command line had it; "" where neither says."""
+    """Returns --fan_out as given to the sweep or on the command line; "" if neither has it."""
     flags = (row.sweep or {}).get("flags") or {}
     said = [word.split("=", 1)[1] for word in row.command if word.startswith("--fan_out=")]
     return str(flags.get("fan_out") or (said[-1] if said else ""))
 
 
 def _parts(row: Row) -> Line:
-    """Mean seconds a round of the lead: forward, all-reduces, waiting for the draft, the rest."""
+    """Returns mean seconds of the lead's round: forward, all-reduces, waiting for the draft, the
+    rest."""
     mean = row.round_us.get("mean")
     device, lead = row.device_us or {}, (row.phases_us or {}).get("lead") or {}
     forward, reduce = device.get("forward"), device.get("all_reduce")

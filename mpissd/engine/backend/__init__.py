@@ -1,1 +1,2 @@
-"""The machine's arithmetic behind few methods: numpy (oracle), cupy (GPUs), emulated (a model)."""
+"""Compute devices behind one small interface: numpy (the reference), cupy (GPUs), emulated (a
+model)."""

@@ -112,7 +112,7 @@ class Backend(ABC):
 
     name: str
     info: DeviceInfo
-    itemsize: int  # bytes of a weight or activation
+    itemsize: int  # Bytes of one weight or activation element.
     dtype_name: str
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
 

@@ -83,7 +83,8 @@ class CupyBackend(Backend):
         return self._graph and self._gemm is not None
 
     def plan_rows(self, max_rows: int | None) -> None:
-        """More rows than a chain's registers hold would read the weights more than once."""
+        """Stores weights in the chain's order if no product has more rows than its registers
+        hold."""
         self._packs = max_rows is not None and max_rows <= self.few_rows
 
     def kernel(self, weight: Weight) -> str:

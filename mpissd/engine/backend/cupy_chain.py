@@ -33,7 +33,7 @@ from mpissd.engine.backend.cupy_device import device_empty, step
 FIRST_CAPABILITY = 90
 TOLERANCE = 2e-3  # The largest relative error of a product, compared with the slow kernel.
 _CHECK_LIMIT_S = 5.0
-_MAX_SHARED_BYTES = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+_MAX_SHARED_BYTES = 97  # The number of the attribute cudaDevAttrMaxSharedMemoryPerBlockOptin.
 Launch = Callable[..., None]
 
 

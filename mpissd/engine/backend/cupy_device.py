@@ -13,7 +13,7 @@ from cupy.cuda import runtime
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.engine.backend.base import DeviceInfo
 
-_NOT_READY = 600  # cudaErrorNotReady
+_NOT_READY = 600  # The error code cudaErrorNotReady.
 
 
 def check_devices(local_rank: int) -> None:

@@ -75,10 +75,11 @@ class Profile:
         return self.tables.few_rows
 
     def forward_s(self, cost: Cost) -> float:
-        """Duration of one forward, all-reduces included, in seconds.
+        """Returns the duration of one forward in seconds, all-reduces included.
 
-        As measured, where a table covers this forward. Else modelled: the roofline (floor_s) plus
-        what every product and all-reduce loses beyond it; ConfigError where that is not known.
+        If a table covers this forward, the value is measured. Otherwise it is modelled: the
+        roofline (floor_s) plus the overheads of products, all-reduces and the launch. Raises
+        ConfigError if an all-reduce's time is not known.
         """
         measured = self.tables.forward(cost)
         if measured is not None:

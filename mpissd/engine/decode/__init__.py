@@ -1,1 +1,2 @@
-"""The decoding loops: one target loop, one draft loop; a method is a choice of speculator."""
+"""The decoding loops: one target loop and one draft loop; AR, SD and SSD are choices of
+speculator."""

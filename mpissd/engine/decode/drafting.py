@@ -1,4 +1,4 @@
-"""From a job to the parts of its draft side: the messages' sizes, the worker and the drafter."""
+"""Makes the parts of a job's draft side: the messages' sizes, the worker and the drafter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def link_shape(job: Job) -> LinkShape:
         0,
         job.config.batch_size,
         job.lookahead,
-        vocab=workload.vocab if sampled else 0,  # greedy tokens are certain
+        # Greedy tokens are certain, so no distributions are sent.
+        vocab=workload.vocab if sampled else 0,
         num_drafts=job.config.drafts,
         num_tokens=workload.vocab,
     )
@@ -46,7 +47,7 @@ def make_drafter(
 ) -> Drafter:
     """Returns draft `index` of D over `worker`.
 
-    ahead=False: nothing is grown while the target verifies (SD's half of an SSD job).
+    With ahead=False nothing is grown while the target verifies (the SD rounds of an SSD job).
     """
     policy = DraftPolicy(
         lookahead=job.lookahead,
@@ -62,13 +63,14 @@ def make_drafter(
 
 
 def _controls(job: Job, policy: DraftPolicy) -> Controls:
-    """What adapts in this job."""
+    """Returns the controls of this job: adaptive ones if a flag asks for them, else fixed ones."""
     fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
     config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
     late, chooses = config.on_late == "auto", config.backup == "auto"
     reports = workload_of(job).reports_outcomes
     watched = reports or job.adaptive_budget is not None or late or chooses
-    if job.is_tail or not watched:  # what a tail keeps is in no list that could be learned
+    # A tail keeps candidates only after the last token, so no fan-out list could be learned.
+    if job.is_tail or not watched:
         return fixed
     fan_out = None
     if job.adaptive_budget is not None:
@@ -92,7 +94,7 @@ def _controls(job: Job, policy: DraftPolicy) -> Controls:
 
 
 def _share(job: Job, index: int) -> Share:
-    """Which of the drafts this one is; inline it is the only one."""
+    """Returns this draft's share among several; a draft on the lead is the only one."""
     if job.config.drafts < 2:
         return Share()
     weights = job.acceptance[Source.CACHE].probabilities()

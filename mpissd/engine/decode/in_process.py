@@ -1,7 +1,8 @@
-"""A whole job in one process: the loops of `mpissd run`, with threads and queues for ranks and MPI.
+"""Runs a whole job in one process: the loops of `mpissd run` with threads and queues instead of
+MPI.
 
 It is for tests, notebooks and first steps. The draft's thread shares Python's lock with the target,
-so that its times say little; tokens and outcomes are those of the same job under mpirun.
+so its times mean little; tokens and outcomes are those of the same job under mpirun.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.registry import workload_of
 
 _BACKENDS = ("numpy", "emulated")
-_JOIN_S = 10.0  # longest wait for a draft's thread to end its last forward
+_JOIN_S = 10.0  # The longest wait, in seconds, for a draft's thread to end its last forward.
 
 
 class NoPlans:
@@ -54,7 +55,7 @@ class Decoder:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Opens the models; raises ConfigError for a job that makes no sense, and on a GPU."""
+        """Opens the models; raises ConfigError for an impossible job, and for a GPU backend."""
         self._backend = choose(config.backend)
         if self._backend not in _BACKENDS:
             allowed = ", ".join(_BACKENDS)
@@ -79,7 +80,7 @@ class Decoder:
     def _stepper(
         self, shape: ModelShape, options: ForwardOptions, buckets: list[int], *, drafts: bool
     ) -> Stepper:
-        """Returns a whole model with the weights that `mpissd run` has, on its own backend."""
+        """Returns a whole model with the weights of `mpissd run`, on a backend of its own."""
         config = self.job.config
         device = (drafts and config.draft_device) or config.device
         backend = open_backend(self._backend, device=device, local_rank=0)

@@ -40,13 +40,15 @@ _PER_POSITION = re.compile(
 
 
 def read_histogram(path: Path) -> list[int]:
-    """Counts of rounds with k = 0, 1, 2, … tokens accepted; ConfigError naming the file."""
+    """Reads counts of rounds with k = 0, 1, 2, … accepted tokens; raises ConfigError naming the
+    file."""
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
-    if len(models := sorted(set(_MODEL.findall(text)))) > 1:  # each has a law of its own
+    # Each model has its own acceptance law, so their counts must not be added.
+    if len(models := sorted(set(_MODEL.findall(text)))) > 1:
         raise ConfigError(f"{str(path)!r}: of models {', '.join(models)}: allowed: one model")
     counts = _of_metrics(text) if "vllm:spec_decode" in text else _of_text(text)
     if not counts or min(counts) < 0 or sum(counts) == 0:
@@ -59,9 +61,11 @@ def read_histogram(path: Path) -> list[int]:
 
 
 def _of_metrics(text: str) -> list[int] | None:
-    """Of Prometheus text: c_k = n_k − n_{k+1}, n_0 the drafts, n_i those accepted up to i.
+    """Reads Prometheus text: c_k = n_k − n_{k+1}, with n_0 drafts and n_i tokens accepted at
+    position i.
 
-    Engines (labels) add up. None where a count is missing, or rises with the position.
+    The counts of several engines (labels) are added. Returns None if a count is missing, or rises
+    with the position.
     """
     try:
         drafts = sum(float(value) for value in _DRAFTS.findall(text))
@@ -79,7 +83,7 @@ def _of_metrics(text: str) -> list[int] | None:
 
 
 def _of_text(text: str) -> list[int] | None:
-    """Of JSON, JSON lines, or whole numbers; None where it holds anything else."""
+    """Reads JSON, JSON lines or whole numbers; returns None for anything else."""
     try:
         return _of_json(json.loads(text))
     except (ValueError, RecursionError):
@@ -111,7 +115,8 @@ def _of_json(data: Any) -> list[int] | None:
 
 
 def _histograms(data: Any) -> Iterator[list[int] | None]:
-    """Every histogram inside a document; of one object only the first name that it uses."""
+    """Yields every histogram inside a document; of one object only the first key in _KEYS
+    counts."""
     if isinstance(data, list):
         for item in data:
             yield from _histograms(item)
@@ -126,7 +131,7 @@ def _histograms(data: Any) -> Iterator[list[int] | None]:
 
 
 def _dense(value: Any) -> list[int] | None:
-    """A list of counts, also from {k: count}."""
+    """Returns a list of counts, also from {k: count}; None if it is neither."""
     if isinstance(value, dict):
         keys = {_integer(str(key)): count for key, count in value.items()}
         if None in keys or max(map(int, keys), default=0) > 1_000_000:  # type: ignore[arg-type]

@@ -283,7 +283,7 @@ def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
     """
     (rejected, end), width = p_hits.swapaxes(0, 1), p_hits.shape[2]
     reached = np.cumprod(np.column_stack([np.ones(len(hazards)), hazards]), axis=1)  # P(k >= i)
-    ended = reached[:, :-1] * (1 - hazards) * rejected[:, :-1]  # P(k = i < m, hit)
+    ended = reached[:, :-1] * (1 - hazards) * rejected[:, :-1]  # P(k = i < m, and a hit)
     before = np.column_stack([np.zeros(len(hazards)), np.cumsum(ended, axis=1)])
     # The case k = m: the bonus token after m accepted tokens.
     hit = before[:, :width] + reached * end

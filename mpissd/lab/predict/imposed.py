@@ -37,9 +37,9 @@ def under_default_law(job: Job) -> Job | None:
 
 
 def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any] | None:
-    """{hit_law, branch_budget, expected_tok_per_s} of that job; None where no hits are imposed.
+    """Returns {hit_law, branch_budget, expected_tok_per_s} of that job; None without imposed hits.
 
-    The last two are None where no fan-out hits as often. Forwards of more rows than were measured
+    The last two are None if no fan-out hits as often. Forwards with more rows than were measured
     are extrapolated.
     """
     if not job.fan_out or not job.hit_law.p_hit:

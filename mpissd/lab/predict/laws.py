@@ -1,4 +1,4 @@
-"""What the tokens do in an advisor's search, whatever the configuration."""
+"""The laws of an advisor's search: acceptance and hits, the same for every configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ MOST_LOOKAHEAD = 16
 
 @dataclass(frozen=True)
 class Laws:
-    """Hazards of the longest K that is tried, where outcomes hit, and the most candidates that a
-    row may keep (an LM head has its top 64)."""
+    """Acceptance hazards up to the longest K that is tried, the hit law, and the most candidates.
+
+    most_candidates limits what a row may keep (an LM head returns only its top 64).
+    """
 
     hazards: tuple[float, ...]
     hazards_fast: tuple[float, ...]
@@ -23,7 +25,7 @@ class Laws:
 
     @classmethod
     def of(cls, config: RunConfig) -> Laws:
-        """The laws of a configuration; a list of rates limits K to its length."""
+        """Returns the laws of a configuration; a list of rates limits K to its length."""
         texts = config.acceptance_text, config.acceptance_fast
         most = min(_length(text) for text in texts)
         hazards, fast = (resolve_acceptance(cut_law(t, most), most).hazards for t in texts)
@@ -32,14 +34,14 @@ class Laws:
 
 
 def _length(text: str) -> int:
-    """The longest K that a law reaches, up to MOST_LOOKAHEAD."""
+    """Returns the longest K that a law covers, up to MOST_LOOKAHEAD."""
     kind, _, values = text.strip().partition(":")
     listed = values.count(",") + 1 if kind in ("rates", "marginal") else MOST_LOOKAHEAD
     return min(listed, MOST_LOOKAHEAD)
 
 
 def cut_law(text: str, most: int) -> str:
-    """A list of rates, shortened to `most` values; any other law as it is."""
+    """Shortens a list of rates to `most` values; returns any other law unchanged."""
     kind, _, values = text.strip().partition(":")
     if kind not in ("rates", "marginal"):
         return text

@@ -32,7 +32,7 @@ class Placement:
 
     tp: int
     device: DeviceCosts
-    num_drafts: tuple[int, ...] = (0, 1)  # the D that this machine has memory for
+    num_drafts: tuple[int, ...] = (0, 1)  # The numbers of drafts for which this machine has memory.
     label: Callable[[Choice], str | None] = lambda _: None
     hosts: Mapping[tuple[str, int], HostCosts | None] = field(default_factory=dict)
 

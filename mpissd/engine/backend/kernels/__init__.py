@@ -1,8 +1,8 @@
 """CUDA sources of the cupy backend, one operation a file, compiled at run time by NVRTC.
 
-They include no header. All but the chain use nothing newer than compute capability 7.0 and CUDA 12,
-so that a V100 and an H200 run the same text. To check one without a GPU: put types.cu and what else
-it builds on before it, and nvcc -arch=sm_75 -cubin.
+They include no header. All except the chain need only compute capability 7.0 and CUDA 12, so that a
+V100 and an H200 run the same source. To check a file without a GPU, put types.cu and the other
+files that it needs before it, and compile with nvcc -arch=sm_75 -cubin.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ENTRIES = (
     "copy_ints",
     "packed_product",
 )
-EXCHANGE = ("types", "system", "inbox", "exchange")  # entry: exchange
-# entry: chain; from 9.0 on
+EXCHANGE = ("types", "system", "inbox", "exchange")  # The sources of the kernel `exchange`.
+# The sources of the kernel `chain`, for compute capability 9.0 or more.
 CHAIN = ("types", "system", "hopper", "inbox", "plan", "columns", "chain")
 
 
 def source(files: tuple[str, ...] = FILES) -> str:
-    """The sources of some kernels, one translation unit; of the backend's own unless told."""
+    """Returns the sources of some kernels as one translation unit; by default the backend's own."""
     folder = Path(__file__).parent
     return "\n".join((folder / f"{name}.cu").read_text() for name in files)
