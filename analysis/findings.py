@@ -13,6 +13,7 @@ import pandas as pd
 from analysis.gain import claim
 from analysis.real_pair import REAL
 from analysis.uses import BESIDE
+from mpissd.common.compare import bound
 
 Says = Callable[[pd.DataFrame], str]
 
@@ -44,7 +45,7 @@ def throughput(numbers: pd.DataFrame) -> str:
 def _beside(point: pd.Series) -> str:
     of = f"of {point['rival']} at α={point['x']:g}"
     if missing := point["missing"]:
-        told = f"{point['low']:.2f}–{point['high']:.2f}{_real(point)} {of}"
+        told = f"{bound(point['low'])}–{bound(point['high'])}{_real(point)} {of}"
         return f"{told}, no claim (not measured: {missing})"
     return f"{claim(point)}{_real(point)} {of}"
 

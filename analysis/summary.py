@@ -74,7 +74,7 @@ def _over(case: Case, ssd: pd.DataFrame) -> str:
     if found.fastest is None:
         return "none measured"
     gain = beside(ssd, found)
-    claim = f"{gain.low:.2f}–{gain.high:.2f}" if found.missing else gain.claim
+    claim = gain.interval if found.missing else gain.claim
     told = f"{claim} of {Family.of(found.fastest)}"
     imposed = " (hits imposed: no branch was paid for)" * bool(ssd["p_hit"].notna().all())
     missing = f", the fastest measured: no claim (not measured: {found.not_known})"

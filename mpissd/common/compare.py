@@ -91,7 +91,7 @@ class Comparison:
     def __str__(self) -> str:
         """Returns the speedup, or "no difference", with the interval."""
         digits = 2 if self.high - self.low > 0.02 else 3
-        interval = f"95% interval {self.low:.{digits}f} to {self.high:.{digits}f}"
+        interval = f"95% interval {bound(self.low, digits)} to {bound(self.high, digits)}"
         if not self.is_real:
             return f"no difference ({interval})"
         return f"{self.speedup:.{digits}f}× ({interval})"
@@ -101,7 +101,12 @@ class Comparison:
         """The text for a table: the speedup or "no difference", the interval, and + for a claim."""
         told = f"{self.speedup:.2f}" if self.is_real else "no difference"
         mark = "+" * (self.is_headline and self.is_real)
-        return f"{told} ({self.low:.2f}–{self.high:.2f}){mark}"
+        return f"{told} ({self.interval}){mark}"
+
+    @property
+    def interval(self) -> str:
+        """The two bounds as text."""
+        return f"{bound(self.low)}–{bound(self.high)}"
 
     @property
     def claim(self) -> str:
@@ -123,9 +128,15 @@ class Comparison:
         }
 
 
+def bound(value: float, digits: int = 2) -> str:
+    """Returns a bound of an interval, with as many more digits (up to 6) as show its side of 1."""
+    shown = (f"{value:.{more}f}" for more in range(digits, 7))
+    return next((text for text in shown if value == 1 or float(text) != 1), f"{value:.{digits}f}")
+
+
 def claim_of(speedup: float, low: float, high: float, is_headline: bool) -> str:
     """Returns the sentence text of a speedup and its interval, as Comparison.claim."""
-    interval = f"{low:.2f}–{high:.2f}"
+    interval = f"{bound(low)}–{bound(high)}"
     if low <= 1 <= high:
         return f"no difference ({interval})"
     return f"{speedup:.2f}× ({interval})" if is_headline else f"{interval} (few seeds)"

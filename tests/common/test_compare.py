@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.common.compare import Comparison, compare_rates
+from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison, How, compare_rates
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rate, Samples, student_t
 from mpissd.common.row import Row
@@ -160,3 +161,25 @@ def test_a_row_that_tells_too_little(changed: dict[str, Any]) -> None:
 def test_students_t(freedom: int, t: float) -> None:
     """Tables give these 97.5% points."""
     assert student_t(freedom) == pytest.approx(t, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown", "real"),
+    [
+        (0.97, 0.998, "0.97–0.998", True),
+        (1.0021, 1.07, "1.002–1.07", True),
+        (0.97, 0.99997, "0.97–0.99997", True),
+        (0.97, 1.0031, "0.97–1.003", False),
+        (1.0, 1.0, "1.00–1.00", False),
+        (0.9, 1.1, "0.90–1.10", False),
+    ],
+)
+def test_a_bound_that_rounds_to_1_shows_its_side(
+    low: float, high: float, shown: str, real: bool
+) -> None:
+    """Two digits said 0.98x (0.97–1.00) of a difference, and the same interval of none."""
+    found = Comparison(0.98, low, high, How.SEEDS, HEADLINE_SEEDS, HEADLINE_ROUNDS)
+    assert found.interval == shown and found.is_real == real
+    assert all(f"({shown})" in text for text in (found.brief, found.claim))
+    digits = [float(text) for text in re.findall(r"[\d.]+", str(found).partition("interval")[2])]
+    assert (digits[0] <= 1 <= digits[1]) == (not real)

@@ -69,7 +69,7 @@ class Claim:
 def told_of(gain: Comparison, not_known: str) -> str:
     """A claim, or where a use is not known the interval and why it is none."""
     if not_known:
-        return f"{gain.low:.2f}–{gain.high:.2f}, no claim: {not_known} not measured"
+        return f"{gain.interval}, no claim: {not_known} not measured"
     return gain.claim
 
 

@@ -56,8 +56,8 @@ class Verdict:
         what = "fastest measured" if self.others.missing else "best other use"
         told += f"; {what} of {self._gpus} GPUs, {self.others.fastest}"
         if self.gain is not None:
-            limits = f"{self.gain.low:.2f}–{self.gain.high:.2f}"
-            told += f", {f'{limits}, no claim' if self.others.missing else self.gain.brief}"
+            unclaimed = f"{self.gain.interval}, no claim"
+            told += f", {unclaimed if self.others.missing else self.gain.brief}"
         if is_imposed(self.ssd.cell.rows[0].hit_law):
             told += "; its hits are imposed and cost no branches"
         return f"{told}; not measured: {self.others.not_known}" if self.others.missing else told

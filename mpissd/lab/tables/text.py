@@ -112,7 +112,7 @@ def _line(row: TableRow) -> str:
         achieved = "no difference"
         marks = "+" * found.is_headline + "*" * (found.how is How.ROWS) + marks
         if found.is_real:
-            achieved = f"{found.speedup:.2f} ({found.low:.2f}–{found.high:.2f})"
+            achieved = f"{found.speedup:.2f} ({found.interval})"
             relative = _number(found.speedup / row.theory if row.theory else None, 2)
     ours = (
         f"{report.lookahead}",
