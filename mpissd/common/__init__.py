@@ -1,1 +1,1 @@
-"""Nouns that every wing speaks of; NumPy alone."""
+"""Types and helpers that all parts of mpissd use; they need NumPy only."""

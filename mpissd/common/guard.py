@@ -51,7 +51,7 @@ class Guard:
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
     def tell(self, kind: str, **said: Any) -> bool:
-        """Sends a message to the warden; returns whether it could be sent."""
+        """Sends a message to the warden; returns whether it was sent."""
         self.has_spoken = True
         try:
             self._link.send(json.dumps({"kind": kind, **said}).encode())
@@ -117,7 +117,7 @@ def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (
     if not sys.platform.startswith("linux"):
         return
     if process.stat(os.getpid()) is None:
-        return  # without /proc every rank would look dead
+        return  # Without /proc every rank would seem dead.
     sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
     told = {
         "rank": rank,
@@ -128,7 +128,8 @@ def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (
         "deadline_s": deadline_s,
         "may_lose": list(may_lose),
     }
-    ends: list[int] = []  # kept open, because a second warden would get the same descriptors
+    # They are kept open, because a second warden would otherwise get the same descriptors.
+    ends: list[int] = []
 
     def enter() -> socket.socket | None:
         try:

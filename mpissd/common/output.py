@@ -1,7 +1,7 @@
-"""The output folder: judged before the run; its *.jsonl files grow by whole lines.
+"""The output folder: checked before the run; its *.jsonl files grow by whole lines.
 
-A line is one write in append mode, so that jobs which share a folder never mix theirs. What a kill
-left of a line is cut off before the next one is added, and skipped by who reads.
+A line is one write in append mode, so that jobs which share a folder never mix their lines. A line
+that was cut off by a kill is removed before the next one is added, and readers skip it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mpissd.common.errors import ConfigError
 
 
 def check_output(out: str) -> None:
-    """ConfigError where the folder can't be made or written; creates nothing."""
+    """Raises ConfigError if the folder cannot be made or written; creates nothing."""
     _check_folder(f"out={out!r}", Path(out).absolute())
 
 
 def check_file(flag: str, path: str) -> None:
-    """ConfigError where the file that `flag` names can't be written; creates nothing."""
+    """Raises ConfigError if the file that `flag` names cannot be written; creates nothing."""
     file = Path(path).absolute()
     _check_folder(f"{flag}={path!r}", file.parent)
     if file.is_dir():
@@ -34,7 +34,7 @@ def check_file(flag: str, path: str) -> None:
 def _check_folder(told: str, folder: Path) -> None:
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except OSError as error:  # a name too long, a parent that may not be searched
+    except OSError as error:  # The name is too long, or a parent folder may not be searched.
         raise ConfigError(f"{told}: {error.strerror}") from error
     if not existing.is_dir():
         raise ConfigError(f"{told}: {str(existing)!r} is not a folder")
@@ -43,23 +43,24 @@ def _check_folder(told: str, folder: Path) -> None:
 
 
 def make_output(out: str) -> None:
-    """Creates OUT, OUT/rounds and OUT/profiles; ConfigError where that fails."""
+    """Creates OUT, OUT/rounds and OUT/profiles; raises ConfigError if that fails."""
     folder = Path(out)
     try:
         for name in ("rounds", "profiles"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder / "rounds"):  # no name, so a kill leaves none
+        # The file has no name, so a kill leaves none behind.
+        with tempfile.TemporaryFile(dir=folder / "rounds"):
             pass
-        if (folder / "runs.jsonl").exists():  # better now than when the rounds are measured
+        if (folder / "runs.jsonl").exists():  # Fail now rather than after the rounds were measured.
             (folder / "runs.jsonl").open("a").close()
     except OSError as error:
         raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one line to a file that others may be adding to; repairs its end first.
+    """Adds one line to a file that other jobs may be adding to, after repairing its last line.
 
-    Raises OSError: the disk is full (the line is not there, or repaired by the next).
+    Raises OSError if the disk is full; then the line is missing, or cut off and removed later.
     """
     line = f"{json.dumps(row)}\n".encode()
     with path.open("ab", buffering=0) as file, _alone(file.fileno()):
@@ -70,7 +71,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(descriptor: int) -> Iterator[None]:
-    """No other job repairs or adds meanwhile; file systems without locks do without."""
+    """Keeps other jobs from writing for the block; does nothing on file systems without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
@@ -83,7 +84,7 @@ def _alone(descriptor: int) -> Iterator[None]:
 
 
 def _mend(path: Path) -> None:
-    """Ends a last line that is whole, and cuts off one that is not."""
+    """Ends a last line that is whole with a newline, and removes one that was cut off."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         start = _last_line(file, end)
@@ -98,7 +99,7 @@ def _mend(path: Path) -> None:
 
 
 def _last_line(file: Any, end: int) -> int:
-    """Where what follows the last newline begins; `end` where nothing does."""
+    """Returns where the text after the last newline begins; `end` if there is none."""
     at = end
     while at > 0:
         size = min(at, 1 << 16)
@@ -118,7 +119,7 @@ def _is_row(text: bytes) -> bool:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that jobs may be adding to; [] where there is none."""
+    """Returns the whole rows of a file that jobs may be adding to; [] if it does not exist."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -46,10 +46,10 @@ class Request:
 
 
 class Outcome:
-    """What round `round` decided: (k, t*) for each sequence, and who was admitted or released.
+    """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
 
-    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*).
-    The speculation of round + 1 answers the rows that are not releases, in their order.
+    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*). The
+    speculation of round + 1 answers the rows that are not releases, in their order.
     """
 
     WIDTH = 5
@@ -113,7 +113,8 @@ class Speculation:
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """[b] The served tokens that were not certain; PROPOSALS brings each one's distribution."""
+        """Counts each row's tokens that were not certain, [b]; PROPOSALS brings a distribution for
+        each."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]

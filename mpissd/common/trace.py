@@ -82,8 +82,8 @@ class Ledger:
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
-        # One number a mark: the end of the phase in ns. One a mark: the phase. Three a round: its
-        # number, its begin in ns, and how many marks there are up to its end.
+        # Each mark stores two numbers: the end of its phase in ns, and the phase. Each round stores
+        # three: its number, its beginning in ns, and the number of marks up to its end.
         self._tapes = Tape("q"), Tape("b"), Tape("q")
         self._ends, self._phases, self._rounds = (tape.tail for tape in self._tapes)
         self._spilled = self._closed = 0  # how many marks are in the file, and in closed rounds
@@ -126,7 +126,7 @@ class Ledger:
         found = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
         row = np.repeat(np.arange(len(rounds)), counts)
         taken = slices[:, 3] - slices[:, 2]
-        np.add.at(found, (row, 2 + slices[:, 1]), taken)  # adds where a phase occurs twice
+        np.add.at(found, (row, 2 + slices[:, 1]), taken)  # Adds up a phase that occurs twice.
         found[:, 0] = rounds
         found[:, 1] = found[:, 2:].sum(axis=1)
         return found

@@ -1,7 +1,8 @@
-"""What decodes: the algorithm, the machine, the models, the workloads and the two loops.
+"""The engine, which decodes: the algorithm, the devices, the models, the workloads and the two
+loops.
 
-The names below are the engine's public face (docs/engine.md). Each is imported when it is used, so
-that importing the package costs nothing.
+The names below are the engine's public interface (docs/engine.md). Each is imported when it is
+used, so that importing the package takes no time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""What keeps jobs honest on clusters."""
+"""Tools for jobs on clusters: the doctor checks a machine, the warden finds lost ranks, and
+Slurm."""

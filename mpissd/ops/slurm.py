@@ -1,8 +1,8 @@
-"""A Slurm request: judged by the limits of its cluster before it waits in a queue, then one line.
+"""Builds a Slurm request: checks it against the cluster's limits, then writes the sbatch command.
 
 Refusals name the make variable to change. Bridges-2's limits are those of the PSC user guide
-(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"); of another cluster only
-what no cluster can give is refused.
+(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"); for another cluster only
+requests that no cluster can meet are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)=(\S+)")
 
 @dataclass(frozen=True)
 class GpuType:
-    """memory_bytes: of one. cores: of the host for each, where known."""
+    """A type of GPU: its memory, and the host's cores that come with each GPU (None: unknown)."""
 
     memory_bytes: int
     cores: int | None = None
@@ -30,7 +30,8 @@ class GpuType:
 
 @dataclass(frozen=True)
 class Partition:
-    """most_gpus: of a job on part of one node; None where only whole nodes are given."""
+    """A partition: the most GPUs of a job on part of one node; None if it gives whole nodes
+    only."""
 
     most_gpus: int | None
 
@@ -50,11 +51,11 @@ CLUSTERS = ("bridges2", "other")
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Slurm; None: as the script says, or the cluster's default.
+    """A request to Slurm; a field that is None takes the script's value or the cluster's default.
 
-    header: the script's own #SBATCH options. ranks: T + D, one GPU each where needs_gpus; a
-    partition of GPUs is asked for some all the same. exports: variables for the
-    job beside those of the shell. extra: further sbatch options. flags: the script's arguments.
+    header: the script's own #SBATCH options. ranks: T + D, each with a GPU if needs_gpus (a GPU
+    partition is asked for GPUs in any case). exports: variables for the job in addition to the
+    shell's. extra: further sbatch options. flags: the script's arguments.
     """
 
     script: str
@@ -76,12 +77,13 @@ class Request:
 
     @property
     def limits(self) -> Partition | None:
-        """Of the partition, where it is one of Bridges-2's."""
+        """The limits of the partition; None if it is not one of Bridges-2's."""
         name = self.partition or self.header.get("partition", "")
         return BRIDGES2.get(name) if self.cluster == "bridges2" else None
 
     def resolve(self) -> dict[str, str]:
-        """sbatch's options, those of the header included; ConfigError where it would be refused."""
+        """Returns sbatch's options with those of the header; raises ConfigError for what Slurm
+        would refuse."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
         nodes = self.nodes or self._said("nodes") or 1
@@ -111,14 +113,14 @@ class Request:
         return {**self.header, **{name: text for name, text in told.items() if text is not None}}
 
     def _said(self, name: str) -> int:
-        """A count that the script's header says; 0 where it says none."""
+        """Returns a count from the script's header; 0 if the header lacks it."""
         text = self.header.get(name, "0")
         if not text.isdecimal():
             raise ConfigError(f"{self.script}: #SBATCH --{name}={text}: allowed: a whole number")
         return int(text)
 
     def command(self) -> list[str]:
-        """The sbatch command; what the script says itself is not repeated."""
+        """Returns the sbatch command, without options that the script's header has already."""
         options = self.resolve().items()
         said = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
         return ["sbatch", *said, *self.extra, self.script, *self.flags]
@@ -128,7 +130,7 @@ class Request:
         return 5 if self.limits else 0
 
     def _gpus(self, ranks: int, nodes: int) -> tuple[str | None, int]:
-        """(type, number) that are asked for."""
+        """Returns (type, number) of the GPUs to ask for."""
         kind, _, count = self.header.get("gpus", "").rpartition(":")
         if self.limits is not None:
             kind = kind or "v100-32"
@@ -190,7 +192,10 @@ class Request:
 
 
 def minutes(time: str) -> float:
-    """Of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; ConfigError for anything else."""
+    """Returns the minutes of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises ConfigError for anything else.
+    """
     found = _TIME.fullmatch(time)
     if found is None:
         raise ConfigError(f"TIME={time}: allowed: minutes, H:MM:SS or D-HH:MM:SS")
@@ -206,10 +211,10 @@ def minutes(time: str) -> float:
 
 
 def read_header(script: str) -> dict[str, str]:
-    """The #SBATCH --name=value options in a script's text."""
+    """Returns the #SBATCH --name=value options in a script's text."""
     return dict(_DIRECTIVE.findall(script))
 
 
 def shown(command: list[str]) -> str:
-    """A command as a shell would take it."""
+    """Returns a command as one line, quoted for a shell."""
     return shlex.join(command)

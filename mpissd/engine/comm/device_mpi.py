@@ -38,7 +38,7 @@ _LAUNCHER = tuple(
     "OMPI_ PMIX_ PMI_ PRTE_ MPI_LOCAL HYDRA_ HYDI_ PALS_ MPIEXEC_ SLURM_ PBS_ FLUX_".split()
 )
 _FRAMEWORKS = "accelerator btl coll mtl opal plm pml rmaps".split()
-_USER = (  # of those, the settings of a user or a site, which the trial job needs as well
+_USER = (  # Settings among these of a user or a site, which the trial job needs as well.
     "OMPI_ALLOW_RUN_AS_ROOT",
     "PMIX_MCA_",
     "PRTE_MCA_",
@@ -99,7 +99,7 @@ def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpi
 
     Raises ConfigError on every rank where device-aware MPI is not claimed or fails its trial.
     """
-    deadline_s = min(TRIAL_DEADLINE_S, waiter.deadline_s / 2)  # the other ranks wait meanwhile
+    deadline_s = min(TRIAL_DEADLINE_S, waiter.deadline_s / 2)  # The other ranks wait meanwhile.
     reason = refusal(deadline_s) if comm.rank == 0 else None
     line = np.zeros(_REASON_BYTES, np.uint8)
     text = (reason or "").encode()[:_REASON_BYTES]

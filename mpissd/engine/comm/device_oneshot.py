@@ -141,7 +141,7 @@ class OneshotGroup(Group):
         handles = np.empty((self.size, _HANDLE_BYTES), np.uint8)
         self._wait(self._comm.Iallgather(handle, handles), "the inboxes' handles")
         if reason is not None or not handles.any(axis=1).all():
-            return reason  # None where another rank failed
+            return reason  # It is None if only another rank failed.
         try:
             self._map(handles)
         except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""Where the ranks sit: host, device, NUMA node, who reaches whom; all of it for the reader."""
+"""Describes where the ranks run, for the result row: host, device, NUMA node, links between
+GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from mpissd.engine.comm.topology import Topology, usable_cores
 
 _SMI_S = 10.0
 _SMI_CHARACTERS = 8000
-_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines its heading
+# nvidia-smi underlines its heading by control sequences.
+_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def seat(topology: Topology, info: DeviceInfo) -> dict[str, Any]:
-    """What this rank knows of its place; a host's first rank also tells how its GPUs are linked."""
+    """Returns this rank's place; the first rank of a host adds how its GPUs are linked."""
     rank = topology.world.rank
     first = info.kind == "gpu" and topology.local_rank == 0
     return {
@@ -36,7 +38,7 @@ def seat(topology: Topology, info: DeviceInfo) -> dict[str, Any]:
 
 
 def numa_node(bus_id: str | None, root: str = "/sys") -> int | None:
-    """The NUMA node of a PCI device; None where the system doesn't tell."""
+    """Returns the NUMA node of a PCI device; None if the system does not report it."""
     if bus_id is None:
         return None
     try:
@@ -47,7 +49,7 @@ def numa_node(bus_id: str | None, root: str = "/sys") -> int | None:
 
 
 def core_numa_nodes(cores: set[int], root: str = "/sys") -> list[int] | None:
-    """The NUMA nodes of these cores, rising; None where the system doesn't tell."""
+    """Returns the NUMA nodes of these cores, ascending; None if the system does not report them."""
     found = set()
     for path in Path(root, "devices/system/node").glob("node[0-9]*/cpulist"):
         try:
@@ -62,14 +64,16 @@ def core_numa_nodes(cores: set[int], root: str = "/sys") -> list[int] | None:
 
 
 def peer_access() -> list[list[bool]]:
-    """[i][j]: GPU i of this host can map GPU j's memory, by the numbers that this process sees."""
+    """Returns [i][j]: whether GPU i of this host can map GPU j's memory, by this process's
+    numbers."""
     from mpissd.engine.backend.cupy_device import can_access_peers
 
     return can_access_peers()
 
 
 def gpu_links(command: str = "nvidia-smi") -> str | None:
-    """`nvidia-smi topo -m` as it is (NV#, PIX, NODE, SYS); None where there is none in time."""
+    """Returns the output of `nvidia-smi topo -m` (NV#, PIX, NODE, SYS); None if it fails or takes
+    10 s."""
     if shutil.which(command) is None:
         return None
     try:

@@ -53,7 +53,7 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
     for rank in views:
         found = list(_check_view(facts, rank, _view(rank)))
         yield from found
-        if found:  # other ranks would repeat it
+        if found:  # Other ranks would repeat this finding.
             return
     if views and _view(views[0]).count:
         seen = _view(views[0])
@@ -105,7 +105,7 @@ def wanted(gpus: list[Gpu]) -> str:
 def _check_view(facts: Facts, rank: RankFacts, seen: CudaView) -> Iterator[Finding]:
     """Finds what is wrong with one rank's CuPy."""
     asked, where = facts.asked.backend, f"rank {rank.rank} ({rank.host})"
-    if seen.error and not seen.cupy:  # `run` would import it as well, and fail
+    if seen.error and not seen.cupy:  # `run` would import CuPy as well, and fail.
         fix = "pip uninstall -y cupy-cuda12x cupy-cuda13x; then " + wanted(
             [gpu for host in facts.hosts for gpu in host.gpus]
         )

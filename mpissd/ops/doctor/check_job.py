@@ -35,7 +35,7 @@ _FIXES = (
 
 
 def fix_of(error: str) -> str:
-    """Returns how to fix what a run was refused for."""
+    """Returns how to fix the cause of a refusal."""
     return next((fix for words, fix in _FIXES if words in error), "see docs/troubleshooting.md")
 
 

@@ -140,7 +140,7 @@ class LaunchFacts:
     trial_error: str = ""  # why mpirun could not start the ranks
     slurm: dict[str, str] = field(default_factory=dict)
     slurm_seconds_left: float | None = None
-    has_slurm: bool = False  # whether sbatch is on PATH
+    has_slurm: bool = False  # Whether sbatch is on PATH.
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def find_mpirun(mpirun: str) -> str:
 
     It is looked for on PATH and beside Python.
     """
-    words = mpirun.split()  # as a shell splits $MPIRUN
+    words = mpirun.split()  # Split like a shell splits $MPIRUN.
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
     return (shutil.which(words[0], path=path) if words else None) or ""
@@ -104,7 +104,7 @@ def packages() -> dict[str, str]:
     for one in metadata.distributions():
         name = str(one.metadata["Name"] or "").lower()
         if _PACKAGES.fullmatch(name):
-            found.setdefault(name, one.version)  # Python imports the first on its path
+            found.setdefault(name, one.version)  # Python imports the first one on its path.
     return dict(sorted(found.items()))
 
 

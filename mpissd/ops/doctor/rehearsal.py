@@ -1,4 +1,4 @@
-"""Opens the session that a run would open, tells what it chose, and closes it."""
+"""Opens the session that a run would open, reports what it chose, and closes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHY = {
 
 
 def rehearse(config: RunConfig) -> SessionFacts:
-    """Collective; the same answer on every rank. Leaves no folder that was not there."""
+    """Returns the same facts on every rank; collective. Removes the folders that it had to make."""
     sharpen_sleep()
     made = _missing(Path(config.out))
     try:
@@ -37,7 +37,7 @@ def rehearse(config: RunConfig) -> SessionFacts:
 
 
 def _missing(out: Path) -> list[Path]:
-    """Folders that opening a session makes; the deepest first."""
+    """Returns the folders that opening a session would make, the deepest first."""
     wanted = [out / "rounds", out / "profiles", out, *out.parents]
     return [folder for folder in wanted if not folder.exists()]
 
@@ -46,7 +46,7 @@ def _remove(made: list[Path]) -> None:
     for folder in made:
         try:
             folder.rmdir()
-        except OSError:  # another rank was here first, or somebody else wrote
+        except OSError:  # Another rank has removed it, or somebody else wrote into it.
             continue
 
 
@@ -68,14 +68,14 @@ def _chosen(session: Session) -> SessionFacts:
 
 
 def _devices(session: Session) -> str:
-    """The lead's device, and the first draft's where it is of another kind."""
+    """Returns the lead's device, and the first draft's if that is of another kind."""
     names, tp = [info.name for info in session.infos], session.job.tp
     apart = len(names) > tp and names[tp] != names[0]
     return f"{names[0]}, drafts on {names[tp]}" if apart else names[0]
 
 
 def _why(session: Session) -> str:
-    """Why this all-reduce; where it is not the fastest, why not that."""
+    """Returns the reason for this all-reduce; if a faster one exists, why that was not chosen."""
     group, config = session.group, session.job.config
     if session.topology.tp == 1:
         return "one target rank"
@@ -86,7 +86,7 @@ def _why(session: Session) -> str:
         return "asked for" if config.all_reduce == group.name else _WHY.get(group.name, "")
     try:
         fast: Group = open_group(session.backend, session.topology.group, "oneshot", session.waiter)
-    except ConfigError as error:  # the same on every target rank
+    except ConfigError as error:  # All target ranks raise the same error here.
         return str(error).partition("; allowed")[0]
     fast.close()
     return "oneshot opens now, but did not a moment ago"

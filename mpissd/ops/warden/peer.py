@@ -1,4 +1,4 @@
-"""What the warden knows of one rank: what it does, whether it has ended, and how."""
+"""The warden's view of one rank: what it does, whether it has ended, and how."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Peer:
         self._signals = signals
         self.ordered_at = 0.0
         self.ordered: int | None = None  # the signal with which the launcher or a user ended it
-        self.left: int | None = None  # the exit code that it announced
+        self.left: int | None = None  # The exit code that it announced.
         self.left_at: float | None = None
         self.gone = False
         self.is_lost = False  # whether it is gone and the job goes on without it
         self.gone_at = 0.0
         self.is_orphan = False  # whether its launcher was gone before it
-        self.status: int | None = None  # its wait status, as os.waitpid's, where it is known
+        self.status: int | None = None  # Its wait status as of os.waitpid, if known.
         self.stopped_at: float | None = None
 
     def __str__(self) -> str:

@@ -44,7 +44,8 @@ class Host:
 
     @property
     def told(self) -> Mapping[str, Any]:
-        """What guard.join sent; it is read from one rank, as all say the same of the job."""
+        """The message of guard.join; it is read from one rank, as all send the same about the
+        job."""
         return next(iter(self.peers.values())).told if self.peers else {}
 
     @property
@@ -82,7 +83,7 @@ class Host:
         if own:
             line = f"{own[0]} {own[0].how()} in {self.phase(own[0])}"
             if own[0].status and own[0].signal is None and not self.is_whole_job:
-                line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
+                line += _ELSEWHERE  # MPI ends a rank that loses its connection to another.
             return Verdict(line, own[0])
         if not odd:
             return None
