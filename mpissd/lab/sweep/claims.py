@@ -14,8 +14,9 @@ writes it anew from the rows, and a test makes it again and finds what else clai
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -25,10 +26,21 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import under_real_pairs
 from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods, is_row, method_of, setting_of
-from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts
+from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts, ways_of
 
 _BLOCK = re.compile(r"(<!-- claims (\S+)( lm_head)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
-_RATIO = re.compile(r"\d*\.\d+(?:×| times\b)(?! \(\d*\.\d+[–-]\d*\.\d+\))")
+_CODE = re.compile(r"```.*?```|<!--.*?-->", re.DOTALL)
+_RATIO = re.compile(
+    r"(?<![\w.])(?:\d*\.?\d+(?:×|x\b)|\d*\.\d+ times\b)(?! \(\d*\.\d+[–-]\d*\.\d+\))"
+)
+_INTERVAL = re.compile(r"(?<![\w.])\d\.\d\d–\d\.\d\d(?![\w])")
+_SHARE = re.compile(r"\d\s?%(?! interval)|(?<![\w.])\d+ times\b")
+_TWICE = re.compile(r"\b(?:doubl|halv|tripl)(?:es?|ed|ing)\b|\b(?:twice|half) (?:as|the)\b")
+_FASTER = re.compile(
+    r"\b(?:faster|slower|quicker|beats?|gains? (?:over|of|\d)|(?:ahead|behind) (?:of )?S?S?D\b"
+    r"|throughput|tok/s|speed-?up of)\b"
+)
+_LABEL = re.compile(r"predict|forecast|formula|[Ee]mulated|[Ss]imulated|few seeds|one seed|one run")
 _HEAD = """\
 | alpha | LM head | SSD | tok/s | best other use of {gpus} GPUs | tok/s | SSD over it | with a real pair's hits, predicted |
 |---|---|---|---|---|---|---|---|"""  # noqa: E501
@@ -166,10 +178,31 @@ def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
     return _BLOCK.sub(table, text)
 
 
-def unbacked(text: str) -> list[str]:
-    """Ratios outside such blocks with no interval behind them ("1.3× (1.2–1.4)"), each with what
-    is around it; what a sentence says to be predicted or forecast is no claim."""
-    plain = _BLOCK.sub("", text)
-    sentences = re.split(r"(?<=[.:;])\s|\n\n|\n\|", plain)
-    claimed = (s for s in sentences if not re.search(r"predict|forecast|formula", s))
-    return [" ".join(s.split()) for s in claimed if _RATIO.search(" ".join(s.split()))]
+def intervals(rows: Iterable[Row]) -> set[str]:
+    """The intervals ("1.03–1.10") of every use over every other, at each K, of enough seeds and
+    rounds: all that a sentence may show as measured."""
+    kept, found = enough(rows), set()
+    for comparison in compare_methods(kept):
+        ways = ways_of(dict(comparison.setting), kept)
+        gains = (a.cell.over(b.cell) for a, b in itertools.permutations(ways, 2))
+        found |= {gain.interval for gain in gains if gain is not None and gain.is_headline}
+    return found
+
+
+def unbacked(text: str, known: Collection[str] | None = None) -> list[str]:
+    """Sentences outside such blocks that claim a gain with no interval behind it ("1.3×
+    (1.2–1.4)"), or with one that is not among `known` (intervals; None: any).
+
+    A gain is a factor, or a percentage or "twice" beside faster, slower and the like. What a
+    sentence says to be predicted, emulated or of few seeds is no claim.
+    """
+    plain = _CODE.sub("", _BLOCK.sub("", text))
+    sentences = (" ".join(s.split()) for s in re.split(r"(?<=[.:;])\s|\n\n|\n\|", plain))
+    return [s for s in sentences if not _LABEL.search(s) and _claims(s, known)]
+
+
+def _claims(sentence: str, known: Collection[str] | None) -> bool:
+    about = _FASTER.search(sentence) and (_SHARE.search(sentence) or _TWICE.search(sentence))
+    if _RATIO.search(sentence) or about:
+        return True
+    return known is not None and any(of not in known for of in _INTERVAL.findall(sentence))

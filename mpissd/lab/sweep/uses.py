@@ -90,7 +90,7 @@ def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
     Rows whose drafts sit on another kind of device are left out: their GPUs are not the same.
     """
     setting = dict(found.setting)
-    alike = [row for row in rows if is_row(row) and _is_alike(row, setting)]
+    alike = _alike(setting, rows)
     ways, uses = _ways(alike), _uses(alike)
     tps = tps_of(str(setting["target"]), max((row.world_size for row in alike), default=0))
     here = [row for row in alike if row.mode == "ssd" and row.tp == setting["tp"]]
@@ -106,6 +106,15 @@ def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
 def _case(row: Row) -> tuple[int, str | None, str | None]:
     """GPUs, hit law and schedule: SSD under others of these is judged by itself."""
     return row.world_size, row.hit_law, row.schedule
+
+
+def ways_of(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[MeasuredUse]:
+    """Every method of a setting on every T and D at every K, SSD too."""
+    return _ways(_alike(setting, rows))
+
+
+def _alike(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if is_row(row) and _is_alike(row, setting)]
 
 
 def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
