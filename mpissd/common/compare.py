@@ -219,8 +219,10 @@ def _of_pairs(differences: NDArray[np.float64]) -> Comparison:
 def _of_blocks(
     a: Sequence[Row], b: Sequence[Row], rounds: Mapping[str, Rounds]
 ) -> Comparison | None:
-    """Compares one row each, of the same draws, with the rounds of both; None if that is not
-    given."""
+    """Compares one row on each side by blocks of their rounds.
+
+    Returns None for several rows, for different draws, and without the rounds of both.
+    """
     if len(a) != 1 or len(b) != 1 or not shares_draws(a[0], b[0]):
         return None
     runs = [rounds.get(str(row.run_id)) for row in (a[0], b[0])]

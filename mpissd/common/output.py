@@ -99,7 +99,7 @@ def _mend(path: Path) -> None:
 
 
 def _last_line(file: Any, end: int) -> int:
-    """Returns where the text after the last newline begins; `end` if there is none."""
+    """Returns where the text after the last newline begins; that is `end` if there is no text."""
     at = end
     while at > 0:
         size = min(at, 1 << 16)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 
-NUM_BLOCKS = 20  # A run is cut into at most so many blocks …
-_PER_BLOCK = 5  # … of at least so many rounds each.
+NUM_BLOCKS = 20  # the most blocks into which a run is cut
+_PER_BLOCK = 5  # the fewest rounds of a block
 FEWEST_ROUNDS = 4 * _PER_BLOCK
 NORMAL_Z = 1.959964  # The 97.5% quantile of a standard normal.
 # Percentiles, and their standard normal quantiles.

@@ -15,7 +15,8 @@ from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
 
 Floats = NDArray[np.float32]
-_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05  # Constants of peak_flops.
+# peak_flops starts with this side, takes products of at most 5 ms, and lasts for 50 ms.
+_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 

@@ -48,7 +48,7 @@ class Carrier(ABC):
 class LinkShape:
     """The sizes of messages, the same at both ends.
 
-    batch: b at most. vocab: V where tokens are sampled, else 0. num_tokens: tokens are below it.
+    batch: the largest b. vocab: V if tokens are sampled, else 0. num_tokens: exceeds every token.
     """
 
     def __init__(

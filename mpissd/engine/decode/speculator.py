@@ -22,8 +22,7 @@ _DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 class Speculator(ABC):
     """The source of draft tokens: asked once a round, it answers once a round."""
 
-    # The first round without the draft, which is drafted by nobody; None while the draft is
-    # present.
+    # The first round after the draft was lost, with K = 0 from there on; None while it is present.
     lost_round: int | None = None
 
     @abstractmethod

@@ -28,7 +28,7 @@ EXPLORE = 0.005  # The largest share of the time that may go to trying the backu
 # Two are enough to time JIT; its acceptance length is known from cached tokens.
 _FIRST_JIT_ROUNDS = 2
 _FIRST_FAST_ROUNDS, _FIRST_FAST_ROWS = 8, 32
-# After so many rounds and rows FAST may be dropped early, by this many standard errors.
+# After 4 rounds and 4 rows FAST may be dropped early, if JIT is better by 2 standard errors.
 _LEAST_FAST, _ERRORS = 4, 2.0
 _MEMORY_ROWS = 2048.0  # Outcomes of one source that are remembered (exponential forgetting).
 _MEMORY_ROUNDS = 4096.0

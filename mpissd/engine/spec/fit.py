@@ -33,7 +33,7 @@ _DROP = 3.841458820694124 / 2
 _LOG_R = (math.log(1e-4), math.log(1e3))
 _GRID = 33
 # Standard deviations of the priors of a shrunken fit: log A and log r about their prior means, and
-# log A between kinds of outcome (real pairs miss .20 and .32, and log .2/.32 is .47).
+# log A between kinds of outcome (two kinds that hit .80 and .68 differ by log .32/.20 = .47).
 _SPREAD_A = 1.0
 _SPREAD_R = 0.5
 _SPREAD_GROUP = 0.2

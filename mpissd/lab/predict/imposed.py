@@ -53,7 +53,7 @@ def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, An
 
 
 def price_of(price: Mapping[str, Any] | None, imposed_tok_per_s: float) -> str:
-    """What is said of imposed_hits beside the rate with imposed hits; "" where none are imposed."""
+    """Formats the result of imposed_hits next to the measured rate; "" without imposed hits."""
     if price is None:
         return ""
     if price["branch_budget"] is None:

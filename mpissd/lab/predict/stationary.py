@@ -23,7 +23,7 @@ _MOST_ITERATIONS = 100
 # Iterations that follow the chain round by round; later ones jump to its long run.
 _SINGLE_ROUNDS = 15
 _DOUBLINGS = 24  # log2 of the rounds in a long run.
-_ALL_COUNTS = 64  # Up to so many sequences every n is used.
+_ALL_COUNTS = 64  # Up to this batch size every n is used.
 
 
 @dataclass(frozen=True)

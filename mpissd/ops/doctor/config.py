@@ -10,7 +10,7 @@ from mpissd.common.flags import Checked, contained, flag, integer, number, switc
 
 @dataclass(frozen=True)
 class DoctorConfig(Checked):
-    """Of `doctor`: the flags of the run that is examined."""
+    """The configuration of `doctor`: the flags of the run that is examined, and its own."""
 
     run: RunConfig = contained(
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")

@@ -109,7 +109,7 @@ def peek(pid: int, address: int, count: int) -> bytes | None:
 
 
 def watch_error() -> str:
-    """Returns what the warden (mpissd.watch) lacks on this host; "" where it lacks nothing."""
+    """Returns what the warden (mpissd.ops.warden) lacks on this host; "" where it lacks nothing."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

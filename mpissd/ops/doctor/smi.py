@@ -23,7 +23,7 @@ _FIELDS = (
     "persistence_mode compute_mode mig.mode.current ecc.errors.uncorrected.volatile.total "
     "clocks.sm clocks.max.sm"
 ).split()
-# The same field; drivers from 535 on know the first name.
+# Two names of one field; drivers from 535 on know the first.
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 _USERS = "gpu_uuid,pid,used_memory,process_name"
 _MIB = 1 << 20

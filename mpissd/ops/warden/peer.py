@@ -23,7 +23,7 @@ class Peer:
         """Takes over a rank's descriptors.
 
         link: the connection. page: of the rank's page, closed here. signals: of the pipe with the
-        numbers of the signals that the rank got. told: what guard.join sent.
+        numbers of the signals that the rank got. told: the message of guard.join.
         """
         self.link, self.pid, self.told = link, pid, told
         self.rank: int = told["rank"]
