@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.lab.limits.bars import add
 
-Row = dict[str, Any]
 _SKIPPED = 1  # The first round, which admits the sequences and is a miss.
 
 
@@ -46,27 +46,27 @@ def hit_paths(trace: Mapping[str, Any], tp: int) -> dict[str, NDArray[np.float64
     }
 
 
-def rounds_of(row: Row) -> Row:
+def rounds_of(row: Row) -> dict[str, Any]:
     """Returns the values of a run's row that the bars read."""
-    times = row["round_us"]
+    times, idle = row.round_us, (row.device_us or {}).get("idle")
     return {
         "what": "rounds",
-        "run_id": row["run_id"],
-        "mode": row["mode"],
-        "model": row["target"],
-        "tp": row["tp"],
-        "lookahead": row["lookahead"],
+        "run_id": row.run_id,
+        "mode": row.mode,
+        "model": row.target,
+        "tp": row.tp,
+        "lookahead": row.lookahead,
         "num_rounds": times["n"],
-        "stable": row["stable"],
+        "stable": row.stable,
         "p99_over_p50": times["p99"] / times["p50"],
         "p50_s": times["p50"] * 1e-6,
-        "tok_per_s": row["tok_per_s"],
-        "acceptance_length": row["acceptance_length"],
-        "hit_rate": row["hit_rate"],
-        "t_target_s": row["t_target_s"],
-        "floor_fraction": row["floor_fraction"],
-        "idle_s": row["device_us"]["idle"] * 1e-6,
-        "phases_us": row["phases_us"],
+        "tok_per_s": row.tok_per_s,
+        "acceptance_length": row.acceptance_length,
+        "hit_rate": row.hit_rate,
+        "t_target_s": row.t_target_s,
+        "floor_fraction": row.floor_fraction,
+        "idle_s": None if idle is None else idle * 1e-6,
+        "phases_us": row.phases_us,
     }
 
 
@@ -74,7 +74,7 @@ def last_row(out: Path) -> Row:
     """Returns the last row of OUT/runs.jsonl; raises ConfigError if there is none."""
     try:
         lines = (out / "runs.jsonl").read_text().splitlines()
-        found: Row = json.loads(lines[-1])
+        found = Row.from_dict(json.loads(lines[-1]))
     except (OSError, IndexError, ValueError) as error:
         raise ConfigError(f"{out}/runs.jsonl: no row ({error})") from error
     return found
@@ -84,11 +84,11 @@ def main(arguments: Iterable[str]) -> int:
     """Adds the run's rows and returns the exit code."""
     out, path = (Path(argument) for argument in arguments)
     row, trace = last_row(out), json.loads(path.read_text())
-    if trace["otherData"]["config_digest"] != row["config_digest"]:
-        raise ConfigError(f"{path}: not the trace of {row['run_id']}")
+    if trace["otherData"]["config_digest"] != row.config_digest:
+        raise ConfigError(f"{path}: not the trace of {row.run_id}")
     told = [rounds_of(row)]
-    if row["mode"] == "ssd":
-        for start, seconds in hit_paths(trace, row["tp"]).items():
+    if row.mode == "ssd":
+        for start, seconds in hit_paths(trace, row.tp).items():
             p50, p99 = (float(p) for p in np.percentile(seconds, [50, 99]))
             same = {key: told[0][key] for key in ("run_id", "model", "tp", "lookahead", "stable")}
             told.append({"what": "hit_path", "start": start, **same, "num_rounds": len(seconds),

@@ -62,12 +62,12 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         draft_device_name=session.infos[job.tp].name if config.drafts else None,
         **_options(session),
         **asdict(session.workload.row_fields()),
-        **_throughput(session, measured, sequences),
+        **_throughput(session, measured),
         **_speculation(session, sequences, lead.draft_lost_round),
         draft_lost_round=lead.draft_lost_round,
         learned=None if measured.draft is None else measured.draft.learned or None,
         **device_times(session, measured),
-        **_prediction(session, measured, sequences),
+        **_prediction(session, measured),
         **_digests(session, measured, sequences),
         messages_per_round=round(lead.messages_per_round, 2),
         bytes_per_round=round(lead.bytes_per_round, 1),
@@ -102,9 +102,7 @@ def _options(session: Session) -> dict[str, Any]:
     }
 
 
-def _throughput(
-    session: Session, measured: Measured, sequences: NDArray[np.int64]
-) -> dict[str, Any]:
+def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
     lead, limit = measured.lead, session.job.config.num_tokens
     num_tokens = _num_tokens(lead.records, limit)
     rate = num_tokens / lead.wall_s
@@ -156,40 +154,24 @@ def _speculation(
     }
 
 
-_PREDICTED = (
-    "predicted_tok_per_s",
-    "predicted_round_us",
-    "prediction_error",
-    "expected_tok_per_s",
-    "sampling_error",
-    "sampling_sd",
-    "imposed_hits",
-)
-
-
-def _prediction(
-    session: Session, measured: Measured, sequences: NDArray[np.int64]
-) -> dict[str, Any]:
-    """What this job's own profile predicted for these very draws, and measured / predicted - 1."""
-    job, profile = session.job, measured.profile
-    if not is_predictable(job) or measured.lead.draft_lost_round is not None:
-        return dict.fromkeys(_PREDICTED)
-    records = measured.lead.records
-    count = len(records)
+def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
+    """What this job's own profile predicts for these draws; empty where it does not."""
+    job, profile, lead = session.job, measured.profile, measured.lead
+    if not is_predictable(job) or lead.draft_lost_round is not None:
+        return {}
+    count = len(lead.records)
     known = job.config.digest, count, profile.device, profile.host
     found = session.calibrations.once(  # repeats of a configuration have one prediction
         session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
     )
     rate = found["tok_per_s"]
-    measured_rate = _num_tokens(records, job.config.num_tokens) / measured.lead.wall_s
+    measured_rate = _num_tokens(lead.records, job.config.num_tokens) / lead.wall_s
+    same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
     return {
         "predicted_tok_per_s": rate,
         "predicted_round_us": found["round_us"],
         "prediction_error": None if not rate else round(measured_rate / rate - 1, 5),
-        "expected_tok_per_s": found["expected_tok_per_s"],
-        "sampling_error": found["sampling_error"],
-        "sampling_sd": found["sampling_sd"],
-        "imposed_hits": found["imposed_hits"],
+        **{name: found[name] for name in same},
     }
 
 
