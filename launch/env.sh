@@ -59,4 +59,5 @@ hosts_told=${PBS_NODEFILE:-}${LSB_HOSTS:-}${LSB_MCPU_HOSTS:-}${PE_HOSTFILE:-}${S
 hosts_told+=${OMPI_MCA_orte_default_hostfile:-}${PRTE_MCA_prte_default_hostfile:-}
 if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] && [ -z "$hosts_told" ] && [ "$MPIRUN" = "${MPIRUN%% *}" ]; then
     default OMPI_MCA_btl self,vader
+    default MPISSD_ONE_HOST 1 # all ranks share this machine's memory
 fi

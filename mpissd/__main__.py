@@ -58,7 +58,7 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(sys.argv[1:] if arguments is None else arguments)
         if command.name not in ("run", "probe", "sweep"):
             return alone(command)
-        watch(command.run)
+        watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
             check_sweep(command.config, command.given)
         else:
@@ -111,7 +111,8 @@ def check_before_mpi(config: RunConfig) -> None:
 
     size = config.world_size or launcher_size()
     tp = check_world(size, config.drafts) if size is not None else 1
-    resolve_unopened(config, tp)
+    is_shared = config.dry_run and bool(os.environ.get("MPISSD_ONE_HOST"))  # launch/env.sh
+    resolve_unopened(config, tp, size if is_shared else None)
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)
@@ -119,8 +120,11 @@ def check_before_mpi(config: RunConfig) -> None:
         check_file("trace", config.trace)
 
 
-def watch(config: RunConfig) -> None:
-    """Has this rank watched from outside from now on, where a launcher started it."""
+def watch(config: RunConfig, resumes: bool) -> None:
+    """Has this rank watched from outside from now on, where a launcher started it.
+
+    resumes: whether the same command goes on where this one was ended.
+    """
     size = launcher_size()
     if size is not None and not config.dry_run:
         guard.join(
@@ -128,6 +132,7 @@ def watch(config: RunConfig) -> None:
             size,
             deadline_s=config.deadline_s,
             may_lose=[size - 1] if config.on_draft_loss == "ar" else [],
+            hint="; the same command resumes" if resumes else "",
         )
 
 

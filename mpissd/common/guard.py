@@ -107,11 +107,13 @@ class Guard:
 _guard: Guard | None = None
 
 
-def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = ()) -> None:
+def join(
+    rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (), hint: str = ""
+) -> None:
     """Joins this host's warden, and starts it where there is none. Called once, before MPI starts.
 
     rank, size: in the world. deadline_s: how long a rank may stand still. may_lose: ranks without
-    which the job goes on once it measures.
+    which the job goes on once it measures. hint: ends the line that reports a user's signal.
     """
     global _guard
     if not sys.platform.startswith("linux"):
@@ -127,6 +129,7 @@ def join(rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (
         "launcher": os.getppid(),
         "deadline_s": deadline_s,
         "may_lose": list(may_lose),
+        "hint": hint,
     }
     # They are kept open, because a second warden would otherwise get the same descriptors.
     ends: list[int] = []

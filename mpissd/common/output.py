@@ -19,12 +19,12 @@ from mpissd.common.errors import ConfigError
 
 
 def check_output(out: str) -> None:
-    """Raises ConfigError if the folder cannot be made or written; creates nothing."""
+    """Raises ConfigError if the folder cannot be made or written; leaves nothing behind."""
     _check_folder(f"out={out!r}", Path(out).absolute())
 
 
 def check_file(flag: str, path: str) -> None:
-    """Raises ConfigError if the file that `flag` names cannot be written; creates nothing."""
+    """Raises ConfigError if the file that `flag` names cannot be written; leaves nothing behind."""
     file = Path(path).absolute()
     _check_folder(f"{flag}={path!r}", file.parent)
     if file.is_dir():
@@ -38,8 +38,11 @@ def _check_folder(told: str, folder: Path) -> None:
         raise ConfigError(f"{told}: {error.strerror}") from error
     if not existing.is_dir():
         raise ConfigError(f"{told}: {str(existing)!r} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{told}: {str(existing)!r} cannot be written")
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # it has no name; root may try even in /proc
+            pass
+    except OSError as error:
+        raise ConfigError(f"{told}: {str(existing)!r} cannot be written") from error
 
 
 def make_output(out: str) -> None:

@@ -160,10 +160,30 @@ def test_only_the_first_rank_of_a_launcher_speaks(
 def test_the_launcher_says_the_world_size(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mpissd.__main__.watch", lambda config: None)  # no rank: this is pytest
+    monkeypatch.setattr("mpissd.__main__.watch", lambda *_: None)  # no rank: this is pytest
     monkeypatch.setenv("PMI_SIZE", "4")
     assert main(["run", "--backend=emulated", "--pair=toy"]) == 2
     assert "num_heads=8 is not divisible by tp=3" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("one_host", "memory_gb", "code"), [("1", 40, 2), ("1", 80, 0), ("", 40, 0)]
+)
+def test_a_dry_run_knows_the_memory_that_ranks_of_one_host_share(
+    one_host: str,
+    memory_gb: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """launch/local.sh refuses it in a line, where mpirun would add a box of its own."""
+    monkeypatch.setenv("MPISSD_ONE_HOST", one_host)
+    monkeypatch.setattr(
+        "mpissd.engine.job.resolving.available_memory_bytes", lambda: memory_gb * 10**9
+    )
+    words = ["--backend=numpy", "--pair=8b/1b", "--world_size=2"]
+    assert main(["run", "--dry_run", *words]) == code
+    assert ("the device has 20.0 GB" in capfd.readouterr().err) == bool(code)
 
 
 def test_a_dry_run_says_and_writes_nothing(

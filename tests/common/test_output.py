@@ -9,7 +9,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import check_output, make_output
-from tests.needs import IS_ROOT, needs
+from tests.needs import IS_ROOT, needs, needs_linux
 
 JUDGES = [check_output, make_output]
 
@@ -46,6 +46,13 @@ def test_a_file_is_no_folder(judge: Callable[[str], None], out: str, tmp_path: P
 def test_a_name_too_long(judge: Callable[[str], None], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name too long"):
         judge(str(tmp_path / ("n" * 300)))
+
+
+@needs_linux
+@pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y"])
+def test_a_file_system_that_takes_no_files_not_even_of_root(out: str) -> None:
+    with pytest.raises(ConfigError, match="'/proc' cannot be written"):
+        check_output(out)
 
 
 @needs("another user than root", not IS_ROOT)

@@ -33,8 +33,10 @@ def test_the_default_pair_is_the_largest_that_fits() -> None:
     assert name(10 * GB) == "toy-target"
     assert name(30 * GB, num_layers=8) == "llama-3.1-70b@8L"
     assert job(1, "numpy", 150 * GB).target.name == "toy-target"
-    with pytest.raises(ConfigError, match="tp=3"):
+    with pytest.raises(ConfigError, match="tp=3: no built-in pair divides by 3"):
         name(150 * GB, tp=3)
+    with pytest.raises(ConfigError, match=r"tp=3: no built-in pair divides by 3 \(tried toy\)"):
+        job(3, mode="ar")
 
 
 def test_ar_has_no_draft_and_drafts_nothing() -> None:

@@ -39,7 +39,9 @@ def test_a_world_is_t_and_d() -> None:
     assert [check_world(size, 1) for size in (2, 3, 9)] == [1, 2, 8]
     assert check_world(1, 0) == 1
     for size, drafts in ((1, 1), (2, 2), (1, 3)):
-        with pytest.raises(ConfigError, match=f"of {size} rank.* at least {drafts + 1}"):
+        with pytest.raises(
+            ConfigError, match=f"of {size} rank.* T=0 beside D={drafts}: .* at least {drafts + 1}"
+        ):
             check_world(size, drafts)
 
 

@@ -83,6 +83,9 @@ def test_a_card_says_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str
     print_summary(Row.from_dict({**shown, "imposed_hits": price}))
     assert "imposed: with the 40 branches" in (text := capsys.readouterr().out)
     assert "827.1 tok/s predicted, 906.0 as run" in text
+    whole, floor = row["t_target_s"] * 1e3, row["floor_us"] / 1e3
+    share = f"its floor is {floor:.2f} ms, {floor / whole:.0%} of that"
+    assert f"  target  {whole:.2f} ms a forward; {share}\n" in text
     print_summary(Row.from_dict(shown))  # a row from before there was this key
     print_summary(Row.from_dict({**shown, "imposed_hits": None}))
     assert "imposed:" not in capsys.readouterr().out

@@ -182,6 +182,7 @@ link.connect(sys.argv[1])
 read, write = os.pipe()
 os.set_blocking(read, False)
 told = {"rank": 0, "size": 1, "local_size": 1, "host": "h", "launcher": 0, "deadline_s": 10.0}
+told["hint"] = sys.argv[3]
 socket.send_fds(link, [json.dumps(told).encode()], [OWN.share(), read])
 sys.stdin.readline()
 code = int(sys.argv[2])
@@ -195,9 +196,21 @@ os._exit(code)
 TERMINATED = "mpissd: ended by signal 15 to all ranks (Ctrl-C, scancel or the launcher) in start\n"
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, ""), (3, ""), (128 + 15, TERMINATED)])
+RESUMES = "; the same command resumes"
+
+
+@pytest.mark.parametrize(
+    ("code", "hint", "said"),
+    [
+        (0, RESUMES, ""),
+        (3, "", ""),
+        (128 + 15, "", TERMINATED),
+        (128 + 15, RESUMES, TERMINATED.replace("\n", f"{RESUMES}\n")),
+    ],
+)
 def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
     code: int,
+    hint: str,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -210,7 +223,7 @@ def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
         listener.listen()
-        command = [sys.executable, "-c", LEAVER, name, str(code)]
+        command = [sys.executable, "-c", LEAVER, name, str(code), hint]
         rank = subprocess.Popen(command, stdin=subprocess.PIPE)
 
         class Late(Peer):

@@ -26,6 +26,11 @@ def choose(name: str) -> str:
         return "numpy"
 
 
+def unopened(name: str) -> str:
+    """Resolves `auto` to numpy where CuPy is not installed; else returns the name as it is."""
+    return "numpy" if name == "auto" and importlib.util.find_spec("cupy") is None else name
+
+
 def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:
     """Opens the backend `name` (not `auto`) on this rank's device.
 

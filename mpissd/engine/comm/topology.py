@@ -50,7 +50,8 @@ def check_world(world_size: int, num_drafts: int) -> int:
     if tp < 1:
         raise ConfigError(
             f"world of {world_size} rank{'s' * (world_size != 1)} is too small for "
-            f"num_drafts={num_drafts}: mpirun -np T+D needs at least {num_drafts + 1}"
+            f"num_drafts={num_drafts}, which leaves T={max(0, tp)} beside D={num_drafts}: "
+            f"mpirun -np T+D needs at least {num_drafts + 1}"
         )
     return tp
 

@@ -9,7 +9,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP, ModelShape, resolve_model, resolve_pair
 from mpissd.common.rounds import Source
 from mpissd.common.schedules import tail_list
+from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
+from mpissd.engine.backend.registry import unopened
 from mpissd.engine.job.checks import (
     check_draft,
     check_draft_device,
@@ -53,20 +55,24 @@ def resolve(
     return job
 
 
-def resolve_unopened(config: RunConfig, tp: int) -> Job:
-    """The same before any device is open: memory is known of emulated ones alone.
+def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> Job:
+    """The same before any device is open: memory is known of emulated ones and of this host alone.
 
-    Raises ConfigError, also where an emulated device's all-reduces over T ranks are not known.
+    sharing: ranks that share this host's memory, if all of them will run on it. Raises ConfigError,
+    also where an emulated device's all-reduces over T ranks are not known.
     """
     memory = draft_memory = None
-    if config.backend == "emulated":
+    backend = unopened(config.backend)
+    if backend == "numpy" and sharing and (there := available_memory_bytes()):
+        memory = there // sharing
+    if backend == "emulated":
         profile, drafts = role_profiles(config.device, config.draft_device)
         profile.all_reduce_s(tp, 1)
         memory, draft_memory = profile.memory_bytes, drafts.memory_bytes
     return resolve(
         config,
         tp,
-        backend=config.backend,
+        backend=backend,
         memory_bytes=memory,
         draft_memory_bytes=draft_memory,
     )
@@ -81,6 +87,10 @@ def _default_pair(
     draft_memory: int | None,
 ) -> Job:
     names = ("toy",) if backend == "numpy" else _DEFAULT_PAIRS
+    targets = [resolve_pair(name)[0] for name in names]
+    if not any(_divides(config, target, tp) for target in targets):
+        tried = ", ".join(names)
+        raise ConfigError(f"tp={tp}: no built-in pair divides by {tp} (tried {tried}): another TP")
     reason: ConfigError | None = None
     for name in names:
         try:
@@ -92,6 +102,14 @@ def _default_pair(
         return job
     assert reason is not None
     raise reason
+
+
+def _divides(config: RunConfig, target: ModelShape, tp: int) -> bool:
+    try:
+        check_shards(config, target, tp)
+    except ConfigError:
+        return False
+    return True
 
 
 def _shapes(config: RunConfig) -> tuple[ModelShape, ModelShape | None]:

@@ -144,7 +144,7 @@ def _target(row: Row) -> str:
         return "no full round was measured"
     text = f"{_us(row.t_target_s * 1e6)} a forward"
     if row.floor_fraction is not None:
-        text += f", {row.floor_fraction:.0%} of the floor ({_us(row.floor_us)})"
+        text += f"; its floor is {_us(row.floor_us)}, {row.floor_fraction:.0%} of that"
     return text
 
 

@@ -54,7 +54,10 @@ def find_pair(a: str | None, b: str | None, out: str) -> tuple[Row, Row, list[Pa
         kinds = _by_configuration(rows)
         if len(kinds) != 2:
             held = f"{len(kinds)} configuration{'s' * (len(kinds) != 1)}"
-            raise ConfigError(f"compare: needs two results: {a!r} holds {held}: allowed: 2")
+            ids = " ".join(str(kind[-1].run_id) for kind in kinds[-2:])
+            folder = path if path.is_dir() else path.parent
+            hint = f"; or two run ids, such as: compare {ids} --out={folder}" * (len(kinds) > 1)
+            raise ConfigError(f"compare: needs two results: {a!r} holds {held}: allowed: 2{hint}")
         return (*_of_one_seed(*kinds), [path])
     others, other_path = find_rows(b, out)
     return (*_of_one_seed(_alike(rows), _alike(others)), [path, other_path])

@@ -96,6 +96,7 @@ class Host:
         )
         if self.absent:
             line += f"; rank {self.absent[0]} had not come up yet"
+        line += self.told.get("hint", "")
         return Verdict(line, late=True)
 
     def can_do_without(self, peer: Peer) -> bool:
