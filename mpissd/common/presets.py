@@ -135,7 +135,7 @@ _SHAPES = (
     ModelShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, False, 50272),
     ModelShape("opt-2.7b", 32, 2560, 32, 32, 80, 10240, False, 50272),
     ModelShape("opt-1.3b", 24, 2048, 32, 32, 64, 8192, False, 50272),
-    # The projections between its embeddings, 512 wide, and its hidden state are not modelled.
+    # Its embeddings are 512 wide; their projections to the hidden width are not modelled.
     ModelShape("opt-350m", 24, 1024, 16, 16, 64, 4096, False, 50272),
     ModelShape("opt-125m", 12, 768, 12, 12, 64, 3072, False, 50272),
     # Depth against width at equal size: Decoding Speculative Decoding (2402.01528), table 1.

@@ -32,10 +32,7 @@ def expected_tokens(alpha: float, lookahead: int) -> float:
 
 
 def expected_tokens_from_rates(hazards: Sequence[float]) -> float:
-    """Returns 1 + Σ_i Π_{j≤i} a_j for hazards a_i = P(x_i accepted
-
-    x_1..x_{i−1} accepted) [D].
-    """
+    """Returns 1 + Σ_i Π_{j≤i} a_j for hazards a_i = P(x_i accepted | x_1..x_{i−1} accepted) [D]."""
     return math.fsum(k * p for k, p in enumerate(accept_probabilities(hazards))) + 1.0
 
 

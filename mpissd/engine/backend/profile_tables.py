@@ -99,7 +99,9 @@ class HostEntry:
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    lanes: int = 0  # Branches of a sequence, whose keys count in `keys`; 0: none, or not known.
+    lanes: int = (
+        0  # branches of a sequence; seconds["keys"] includes their keys; 0: none or unknown
+    )
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:

@@ -43,7 +43,12 @@ PEERS = np.dtype(  # struct Peers
 _SUM, _GATHER = 0, 1
 _HANDLE_BYTES = 64
 _CLOSE_S, _TRIAL_S = 1.0, 20.0
-_TRIAL_SIZES = (2, 510, 8192, 2 * CAPACITY + 4)  # float16; from less than a block to two exchanges
+_TRIAL_SIZES = (
+    2,
+    510,
+    8192,
+    2 * CAPACITY + 4,
+)  # counts of float16, from less than one block up to two exchanges
 _TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
 
 

@@ -1,15 +1,15 @@
 """The laws of a synthetic workload: how many drafted tokens are accepted, and which outcomes hit.
 
 acceptance  alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
-            rates:.9,.8,…      K hazards P(x_i accepted
-
-x_1..x_{i−1} accepted)~            marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as
-vLLM logs them~            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted,
-also in the~                               formats of vLLM and SGLang (spec/histogram.py)~hits
-p_hit:.9             imposed: every outcome hits with probability .9 if F_k ≥ 1~
-power:A=.75,r=1      miss(F) = min(1, A·F^{−r})~            power:A=.64/.23,r=.4/.5    one law after
-a rejection / another where every served token~                                 was accepted~
-smollm2-own, …       measured on a real pair (mpissd/common/real_pairs.py)
+            rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
+            marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
+            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also in the
+                               formats of vLLM and SGLang (spec/histogram.py)
+hits        p_hit:.9             imposed: every outcome hits with probability .9 if F_k ≥ 1
+            power:A=.75,r=1      miss(F) = min(1, A·F^{−r})
+            power:A=.64/.23,r=.4/.5    one law after a rejection / another where every served token
+                                 was accepted
+            smollm2-own, …       measured on a real pair (mpissd/common/real_pairs.py)
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ DEFAULT_HIT_A, DEFAULT_HIT_R = ASSUMED.hit_a[0], ASSUMED.hit_r[0]
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """Acceptance hazards a_1..a_K: P(x_i accepted
-
-    x_1..x_{i−1} accepted).
+    """Acceptance hazards a_1..a_K: P(x_i accepted | x_1..x_{i−1} accepted).
 
     Raises ConfigError for a hazard outside 0..1.
     """

@@ -100,9 +100,7 @@ class OutcomeEstimator:
         return min(self._seen, self._rows.shape[1])
 
     def hazards(self, *, fast: bool = False) -> tuple[float, ...]:
-        """Returns P(x_i accepted
-
-        x_1..x_{i−1} accepted) for i = 1..K.
+        """Returns P(x_i accepted | x_1..x_{i−1} accepted) for i = 1..K.
 
         Each position's rate is drawn towards the prior, whose rejections are first scaled to the
         overall rejection rate. The prior weighs c outcomes: c follows from how much the positions

@@ -128,7 +128,7 @@ class BackupController:
         return other if paid else self._best
 
     def _wants_fast(self, batch: int) -> bool:
-        """Returns whether FAST was tried too seldom to be judged."""
+        """Returns whether FAST was tried too seldom to compare it with JIT."""
         rounds, rows = self._miss_rounds[Source.FAST], self._outcomes[Source.FAST].ever
         if rounds >= _FIRST_FAST_ROUNDS and rows >= _FIRST_FAST_ROWS:
             return False

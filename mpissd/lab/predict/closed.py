@@ -4,11 +4,9 @@ The rounds form a renewal process whose state is the row count of the verificati
 verified m cached tokens each, the others K_b tokens of the backup. That sets how long the draft may
 grow, hence the steps j taken when the outcome is seen, hence the next answer:
 
-    P(n
-
-m)   = Binomial(b, h_m), h_m the mean hit probability of the rounds that led to m~    j(n, m)    =
-steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows~    tok/s      = E[tokens] /
-E[round]                    (renewal reward)
+    P(n | m)   = Binomial(b, h_m), h_m the mean hit probability of the rounds that led to m
+    j(n, m)    = steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows
+    tok/s      = E[tokens] / E[round]                    (renewal reward)
 
 m is what is served: j with on_late=serve, K with finish (m then only labels rounds). The result is
 exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
@@ -35,9 +33,7 @@ from mpissd.lab.predict.timing import Ints, answer_s, found_after_s, in_buckets,
 class Cells:
     """G configurations with one draft model and equal K ≥ 1, b and place of the draft.
 
-    branches: ΣF, 0 in SD. p_hits: P(hit
-
-    k accepted) if not all, or all, served tokens were accepted. hazards: of cached and JIT tokens.
+    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted) if not all, or all, served tokens were accepted. hazards: of cached and JIT tokens.
     *_miss: after a trunk that a backup drafted.
     """
 

@@ -62,7 +62,7 @@ def real_hits(
 
 
 def lines(found: Sequence[RealHits]) -> list[str]:
-    """Returns the lines that `plan` prints of them; none without results."""
+    """Returns the lines in which `plan` prints the results; none without results."""
     title = f"predicted with hits as {SOURCE}:"
     return [title, *(f"  {hits}" for hits in found)] if found else []
 

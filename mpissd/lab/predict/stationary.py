@@ -1,9 +1,8 @@
 """The stationary law of a chain of rounds, for many cells at once.
 
-A cell is a chain over the states m = 0..D−1. From m, n of b sequences hit with P(n
-
-m) = Binomial(b, h_m), and (m, n) leads to the state next[m, n]. The unknowns are P(m) and h_m, the
-mean hit probability of the rounds that led to m.
+A cell is a chain over the states m = 0..D−1. From m, n of b sequences hit with P(n | m) =
+Binomial(b, h_m), and (m, n) leads to the state next[m, n]. The unknowns are P(m) and h_m, the mean
+hit probability of the rounds that led to m.
 """
 
 from __future__ import annotations
@@ -81,9 +80,7 @@ def long_run(weight: Floats, ways: Floats, steps: Ints) -> Floats:
     """Returns P(m) after 2^24 rounds of a chain that stays put with probability 1/2 each round, [G,
     D].
 
-    ways: P(n
-
-    m), [G, D, N]. Staying put leaves the stationary law unchanged and damps oscillation.
+    ways: P(n | m), [G, D, N]. Staying put leaves the stationary law unchanged and damps oscillation.
     """
     cells, depth = weight.shape
     pairs = steps + depth * np.arange(cells * depth).reshape(cells, depth, 1)

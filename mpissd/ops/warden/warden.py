@@ -30,7 +30,7 @@ _OTHERS_S = 3.0  # how long a verdict is held that another host's warden may kno
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
 _END_S = 1.5  # time for a rank to end after it was told to
 _LAUNCHER_S = 2.0  # time for ranks to end by themselves when their launcher is gone
-_WAKE_S = 0.01  # sleep between looks while something is about to be decided
+_WAKE_S = 0.01  # sleep between two checks while a verdict or a kill is due soon
 _LINGER_S = 60.0  # longest wait for the first rank, and for ranks that come after the job is over
 
 
