@@ -126,7 +126,7 @@ def _group_log_a(group: Group, log_a: float, r: float) -> float:
 
 
 class _Likelihood:
-    """The function log P(ranks | A, r), from the counts of each rank and of misses at each limit."""
+    """The function log P(ranks | A, r), from how often each rank hit and each limit held none."""
 
     def __init__(self, ranks: Ranks, limits: Ranks) -> None:
         if len(ranks) and (ranks.min() < 0 or (ranks > limits).any()):

@@ -33,8 +33,8 @@ from mpissd.lab.predict.timing import Ints, answer_s, found_after_s, in_buckets,
 class Cells:
     """G configurations with one draft model and equal K ≥ 1, b and place of the draft.
 
-    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted) if not all, or all, served tokens were accepted. hazards: of cached and JIT tokens.
-    *_miss: after a trunk that a backup drafted.
+    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted) if not all, or all, served tokens were
+    accepted. hazards: of cached and JIT tokens. *_miss: after a trunk that a backup drafted.
     """
 
     lookahead: int

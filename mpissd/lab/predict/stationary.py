@@ -80,7 +80,8 @@ def long_run(weight: Floats, ways: Floats, steps: Ints) -> Floats:
     """Returns P(m) after 2^24 rounds of a chain that stays put with probability 1/2 each round, [G,
     D].
 
-    ways: P(n | m), [G, D, N]. Staying put leaves the stationary law unchanged and damps oscillation.
+    ways: P(n | m), [G, D, N]. Staying put leaves the stationary law unchanged and damps
+    oscillation.
     """
     cells, depth = weight.shape
     pairs = steps + depth * np.arange(cells * depth).reshape(cells, depth, 1)
