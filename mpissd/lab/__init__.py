@@ -1,1 +1,1 @@
-"""What measures and explains."""
+"""The laboratory, which measures runs, predicts them, and explains the differences."""

@@ -1,7 +1,7 @@
-"""A job's own profile as a file: its flags, T, and what it measured of itself.
+"""A job's own profile as a file: its flags, T, and the durations measured in it.
 
-`run` writes one beside each row (OUT/profiles/RUN_ID.json); `predict --profile=` reads it and, with
-no other flag, predicts the very number that the row carries.
+`run` writes one for each row (OUT/profiles/RUN_ID.json). `predict --profile=` reads it and, without
+other flags, predicts exactly the number that the row has.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def to_dict(
     host: HostCosts,
     rates: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    """What the file holds. rates: of the lead's device, by their keys in a row."""
+    """Returns the content of the file; rates: of the lead's device, by their keys in a row."""
     config = dataclasses.asdict(job.config)
-    if config["pair"] is None and config["target"] is None:  # what the machine chose
+    # The machine chose the pair, so the file must name it.
+    if config["pair"] is None and config["target"] is None:
         config["target"] = job.full_target.name
         config["draft"] = None if job.draft is None else job.draft.name
     return {
@@ -48,7 +49,7 @@ def to_dict(
 
 @dataclasses.dataclass(frozen=True)
 class JobFile:
-    """What was read."""
+    """The content of a job's profile."""
 
     config: dict[str, Any]
     backend: str
@@ -59,9 +60,9 @@ class JobFile:
 
 
 def load(name: str) -> JobFile | None:
-    """A job's profile; None where `name` is not one (a device profile's name or file).
+    """Loads a job's profile; returns None if `name` is a device profile's name or file.
 
-    Raises ConfigError: unreadable, another schema, a missing field.
+    Raises ConfigError for an unreadable file, another schema or a missing field.
     """
     if not name.endswith(".json"):
         return None
@@ -89,7 +90,7 @@ def load(name: str) -> JobFile | None:
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were said or have a default, typed and bounded as on the command line."""
+    """Returns the flags that are not null, typed and bounded as on the command line."""
     fields = {field.name: field for field in dataclasses.fields(RunConfig)}
     said = {k: v for k, v in given.items() if k in fields and v is not None}
     return {name: fields[name].metadata["parse"](name, str(value)) for name, value in said.items()}

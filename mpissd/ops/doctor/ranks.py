@@ -231,6 +231,7 @@ def _session(config: RunConfig, seen: Seen) -> SessionFacts:
     from mpissd.ops.doctor.rehearsal import rehearse
 
     broken = [rank for rank in seen.ranks if rank.cuda and rank.cuda.error and not rank.cuda.cupy]
-    if broken and config.backend in ("auto", "cupy"):  # to import it here could end every rank
+    # A failing import of CuPy here could end every rank.
+    if broken and config.backend in ("auto", "cupy"):
         return SessionFacts(error=f"CuPy on rank {broken[0].rank}: {broken[0].cuda.error}")  # type: ignore[union-attr]
     return rehearse(config)
