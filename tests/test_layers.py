@@ -181,8 +181,7 @@ def test_imports_go_downward(module: str) -> None:
             )
         elif is_in(module, NUMPY_ALONE):
             top = found.module.split(".")[0]
-            may = top in BELOW_ALL or (top == "scipy" and not found.at_import)
-            assert may, f"{module}:{found.line} imports {found.module}"
+            assert top in BELOW_ALL, f"{module}:{found.line} imports {found.module}"
 
 
 def test_nothing_imports_itself_around_a_corner() -> None:
