@@ -17,6 +17,7 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.gemm_stack import GemmStack
+from mpissd.engine.model.gemm_weights import GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
 
@@ -55,9 +56,10 @@ def build(
     shape: ModelShape, options: ForwardOptions, group: Group, sequences: int = 1
 ) -> GemmStack:
     shard = Shard(shape, group.size, group.rank)
-    return GemmStack(
-        NumpyBackend(), group, shard, options, max_rows=MOST, max_sequences=sequences, seed=7
-    )
+    backend = NumpyBackend()
+    weights = GemmWeights(backend, shard, options, max_rows=MOST, seed=7)
+    parts = backend, group, shard, options, weights
+    return GemmStack(*parts, max_rows=MOST, max_sequences=sequences)
 
 
 def forward(stack: GemmStack, rows: int = ROWS) -> GemmStack:

@@ -24,6 +24,7 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.comm.topology import Refused, agree, open_topology
 from mpissd.engine.model.gemm_stack import GemmStack
+from mpissd.engine.model.gemm_weights import GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 
 WAITER = Waiter(60.0, spin=False)
@@ -34,7 +35,9 @@ ROWS = 5
 def forward(group: Group) -> GemmStack:
     options = ForwardOptions(lm_head=True, top_k=2)
     shard = Shard(SHAPE, group.size, group.rank)
-    stack = GemmStack(NumpyBackend(), group, shard, options, max_rows=8, max_sequences=1, seed=7)
+    backend = NumpyBackend()
+    weights = GemmWeights(backend, shard, options, max_rows=8, seed=7)
+    stack = GemmStack(backend, group, shard, options, weights, max_rows=8, max_sequences=1)
     stack.buffers.tokens[:ROWS] = np.arange(ROWS)
     stack.body(ROWS)()
     return stack

@@ -92,6 +92,7 @@ class Decoder:
             options,
             buckets=buckets,
             num_sequences=config.batch_size,
+            stacks=self._workload.stacks,
             seed=2 * config.seed + drafts,
         )
         self._resources.callback(stepper.close)

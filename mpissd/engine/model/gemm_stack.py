@@ -19,6 +19,7 @@ import numpy as np
 
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
+from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.gemm_weights import GemmWeights, Layer
 from mpissd.engine.model.shard import ForwardOptions, Shard
 
@@ -52,15 +53,13 @@ class GemmStack:
         group: Group,
         shard: Shard,
         options: ForwardOptions,
+        weights: GemmWeights,
         *,
         max_rows: int,
         max_sequences: int,
-        seed: int,
-        weights: GemmWeights | None = None,
     ) -> None:
-        """weights: of the same shard and options, made for as many rows; None: new ones."""
+        """weights: of the same shard and options, made for as many rows."""
         self.backend, self.group, self.shard, self.options = backend, group, shard, options
-        weights = weights or GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
         self.weights, self.layers, self.table = weights, weights.layers, weights.table
         self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
         self.buffers = self._buffers(max_rows)
@@ -73,6 +72,9 @@ class GemmStack:
         """What a forward of so many rows reads of one layer's buffer."""
         read = self.shard.kv_read(rows, self._max_sequences, self.options)
         return read // max(1, len(self.layers))
+
+    def place(self, places: Places) -> None:
+        """Does nothing: the products keep no cache."""
 
     def body(self, rows: int) -> Callable[[], None]:
         """The operations of one forward of `rows` rows, in order."""
@@ -198,4 +200,31 @@ class GemmStack:
             all_values=all_values,
             result=backend.host_ints(told),
             values=backend.host_ints(told).view(np.float32) if self.options.values else None,
+        )
+
+
+@dataclass(frozen=True)
+class GemmStacks:
+    """Makes the stack of products (stacks.Stacks)."""
+
+    def weights(
+        self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
+    ) -> GemmWeights:
+        """Returns random weights (gemm_weights)."""
+        return GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
+
+    def stack(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        weights: GemmWeights,
+        *,
+        max_rows: int,
+        max_sequences: int,
+    ) -> GemmStack:
+        """Returns a GemmStack on these weights."""
+        return GemmStack(
+            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
         )

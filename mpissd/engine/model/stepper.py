@@ -17,9 +17,11 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places, Results, merged
-from mpissd.engine.model.gemm_stack import GemmStack
-from mpissd.engine.model.gemm_weights import GemmWeights
+from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import Stacks, Weights
+
+_PRODUCTS = GemmStacks()
 
 
 class Stepper:
@@ -35,24 +37,23 @@ class Stepper:
         buckets: Iterable[int],
         num_sequences: int,
         seed: int,
-        weights: GemmWeights | None = None,
+        stacks: Stacks = _PRODUCTS,
+        weights: Weights | None = None,
         compiled: bool = True,
     ) -> None:
-        """weights: to stand on (None: its own). compiled=False: the caller will call compile."""
+        """Makes the stack and its programs.
+
+        stacks: which kind of model. weights: to stand on, made by `stacks` (None: its own).
+        compiled=False: the caller will call compile.
+        """
         self.backend, self.shard, self.options = backend, shard, options
         self._num_sequences = num_sequences
         self._buckets = sorted(set(buckets))
         self._shares = False
-        self.stack = GemmStack(
-            backend,
-            group,
-            shard,
-            options,
-            max_rows=self._buckets[-1],
-            max_sequences=num_sequences,
-            seed=seed,
-            weights=weights,
-        )
+        most = self._buckets[-1]
+        weights = weights or stacks.weights(backend, shard, options, max_rows=most, seed=seed)
+        parts = backend, group, shard, options, weights
+        self.stack = stacks.stack(*parts, max_rows=most, max_sequences=num_sequences)
         self._programs: dict[int, Program] = {}
         self._uploaded: tuple[int, Ints] = 0, np.zeros(0, np.int32)
         self._current: Program
@@ -98,10 +99,12 @@ class Stepper:
     def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
         """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them.
 
-        The device reads them from the (page-locked) host buffer when the forward begins. The stack
-        keeps no cache, so places are not read.
+        The device reads them from the (page-locked) host buffer when the forward begins. Where the
+        rows stand is the stack's affair.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
+        if places is not None:
+            self.stack.place(places)
         self._uploaded = rows, tokens
         self._current = self._programs[self.bucket(rows)]
 

@@ -21,9 +21,10 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused, Topology, agree
 from mpissd.engine.job import Job
-from mpissd.engine.model.gemm_weights import GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.registry import workload_of
 
 StepperKey = tuple[ForwardOptions, int]
 _TARGET, _DRAFT = 0, 1
@@ -35,6 +36,7 @@ class WeightsKey:
     """Which weights: equal keys read the same ones."""
 
     which: int
+    stacks: Stacks
     shape: ModelShape
     tp: int
     fuse: bool
@@ -47,6 +49,7 @@ class Need:
     """What one configuration needs of one model."""
 
     which: int
+    stacks: Stacks
     shard: Shard
     options: ForwardOptions
     buckets: tuple[int, ...]
@@ -55,7 +58,9 @@ class Need:
     def weights(self, few_rows: int) -> WeightsKey:
         told, shard = self.options, self.shard
         few = self.buckets[-1] <= few_rows
-        return WeightsKey(self.which, shard.shape, shard.tp, told.fuse, told.lm_head, few)
+        return WeightsKey(
+            self.which, self.stacks, shard.shape, shard.tp, told.fuse, told.lm_head, few
+        )
 
     @property
     def stepper(self) -> StepperKey:
@@ -69,12 +74,12 @@ class Need:
 
 def needs(job: Job) -> list[Need]:
     """Of the target, and of the draft where there is one."""
-    batch = job.config.batch_size
+    batch, stacks = job.config.batch_size, workload_of(job).stacks
     target = Shard(job.target, job.tp)
-    found = [Need(_TARGET, target, job.options, tuple(job.target_buckets()), batch)]
+    found = [Need(_TARGET, stacks, target, job.options, tuple(job.target_buckets()), batch)]
     if job.draft is not None:
         draft, rows = Shard(job.draft), tuple(job.draft_buckets())
-        found.append(Need(_DRAFT, draft, job.draft_options, rows, batch))
+        found.append(Need(_DRAFT, stacks, draft, job.draft_options, rows, batch))
     return found
 
 
@@ -83,7 +88,7 @@ class _Held:
     """Weights that are there, and the steppers on them; None where the lead alone has them."""
 
     num_bytes: int
-    weights: GemmWeights | None = None
+    weights: Weights | None = None
     steppers: dict[StepperKey, Stepper | None] = field(default_factory=dict)
     kv_bytes: dict[StepperKey, int] = field(default_factory=dict)
     rows: dict[StepperKey, frozenset[int]] = field(default_factory=dict)
@@ -214,7 +219,7 @@ class Models:
         rows = self._wanted(need)
         seed = 2 * self._seed + need.which
         if held.weights is None and is_here:
-            held.weights = GemmWeights(
+            held.weights = need.stacks.weights(
                 self._backend, shard, need.options, max_rows=max(rows), seed=seed
             )
         held.kv_bytes[need.stepper], held.rows[need.stepper] = need.kv_bytes, rows
@@ -228,6 +233,7 @@ class Models:
                 buckets=rows,
                 num_sequences=need.num_sequences,
                 seed=seed,
+                stacks=need.stacks,
                 weights=held.weights,
                 compiled=False,
             )

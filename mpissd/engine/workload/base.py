@@ -19,6 +19,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.gemm_stack import GemmStacks
+from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.spec.fanout import FanOuts
 
 if TYPE_CHECKING:
@@ -231,6 +233,11 @@ class Workload(ABC):
         if draft is not None and draft.num_tokens > 1 and not self.drafts_in_parallel:
             name = self.job.config.workload
             raise ConfigError(f"draft={draft.name} with workload={name}: allowed: gemm")
+
+    @property
+    def stacks(self) -> Stacks:
+        """Makes the two models; the stack of products, where a workload says no other."""
+        return GemmStacks()
 
     @property
     @abstractmethod
