@@ -33,7 +33,7 @@ _CODE = re.compile(r"```.*?```|<!--.*?-->", re.DOTALL)
 _RATIO = re.compile(
     r"(?<![\w.])(?:\d*\.?\d+(?:×|x\b)|\d*\.\d+ times\b)(?! \(\d*\.\d+[–-]\d*\.\d+\))"
 )
-_INTERVAL = re.compile(r"(?<![\w.])\d\.\d\d–\d\.\d\d(?![\w])")
+_INTERVAL = re.compile(r"(?<![\w.])\d\.\d{2,6}–\d\.\d{2,6}(?!\w)")
 _SHARE = re.compile(r"\d\s?%(?! interval)|(?<![\w.])\d+ times\b")
 _TWICE = re.compile(r"\b(?:doubl|halv|tripl)(?:es?|ed|ing)\b|\b(?:twice|half) (?:as|the)\b")
 _FASTER = re.compile(
