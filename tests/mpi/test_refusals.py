@@ -17,7 +17,7 @@ BAD: list[tuple[int, tuple[str, ...], str]] = [
     (2, (*EMULATED, "--fan_out=list:1,2,3"), "has 3 values: allowed: lookahead + 1 = 5"),
     (1, EMULATED, "world of 1 rank is too small for num_drafts=1"),
     (4, (*EMULATED, "--pair=toy"), "num_heads=8 is not divisible by tp=3"),
-    (4, ("--backend=numpy",), "num_heads=8 is not divisible by tp=3"),
+    (4, ("--backend=numpy",), "tp=3: no built-in pair divides by 3 (tried toy)"),
     (
         2,
         ("--backend=emulated", "--device=v100-32", "--pair=70b/1b"),
@@ -89,7 +89,7 @@ def test_the_shards_of_the_default_pair(backend: str, tmp_path: Path) -> None:
     """T = 3 divides no default pair; what auto is, is known when MPI runs."""
     done = launch(4, f"--backend={backend}", folder=tmp_path / "out", direct=True)
     assert done.code == 2
-    assert len(done.lines) == 1 and "is not divisible by tp=3" in done.lines[0]
+    assert len(done.lines) == 1 and "tp=3: no built-in pair divides by 3" in done.lines[0]
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
