@@ -1,1 +1,1 @@
-"""A measured run: calibration, the pass that counts, its row."""
+"""Measures a run: it calibrates the job, measures its rounds, and writes the result row."""

@@ -1,6 +1,7 @@
-"""What the ledger costs: blocks of rounds with it and without it, interleaved in one run.
+"""Measures what the ledger costs: one run alternates blocks of rounds with and without it.
 
-The order is on, off, off, on, and again: a machine that slows down steadily slows both alike.
+The order of the blocks is on, off, off, on, repeated: a machine that slows down steadily then slows
+both kinds equally.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.target import TargetLoop
 
 if TYPE_CHECKING:
-    from mpissd.engine.session.rank import Rank  # which starts MPI
+    from mpissd.engine.session.rank import Rank  # importing it starts MPI
 
 RunRounds = Callable[[int, bool], Sequence[float]]
 _ORDER = (True, False, False, True)
 _RESAMPLES = 1000
-_SETTLE = 2  # rounds of a block that still belong to the block before
+_SETTLE = 2  # first rounds of a block, dropped: the previous block still affects them
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Median round with the ledger over the median round without, less one; its 95% interval."""
+    """The relative cost of the ledger in the median round, with its 95% interval.
+
+    overhead is the median round with the ledger over the median round without it, minus 1.
+    """
 
     overhead: float
     low: float
     high: float
     on_us: float
     off_us: float
-    num_rounds: int  # of each kind
+    num_rounds: int  # rounds with the ledger; as many were run without it
 
     def __str__(self) -> str:
         return (
@@ -46,16 +50,17 @@ class Overhead:
 
 
 def is_on(round_: int, per_block: int) -> bool:
-    """Whether the ledger is on in this round: A B B A, in blocks."""
+    """Returns whether the ledger is on in this round; blocks follow each other on, off, off, on."""
     return _ORDER[round_ // per_block % 4]
 
 
 def ledger_overhead(run_rounds: RunRounds, *, quads: int = 10, per_block: int = 50) -> Overhead:
-    """The overhead by quads of four blocks of per_block rounds; one more quad warms up.
+    """Returns the ledger's overhead, measured over `quads` groups of four blocks.
 
-    run_rounds(n, ledger_on) runs n rounds and returns their seconds (as many for every block). The
-    interval is a bootstrap over quads, which keeps what neighbouring rounds have in common; its
-    draws are fixed.
+    A block has per_block rounds, and one more group runs first as a warm-up. run_rounds(n,
+    ledger_on) runs n rounds and returns their durations in seconds, the same number for every
+    block. The interval is a bootstrap over the groups, because neighbouring rounds are correlated.
+    Its random seed is fixed.
     """
     blocks = [(on, run_rounds(per_block, on)) for _ in range(quads + 1) for on in _ORDER][4:]
     on = _by_quad([seconds for was_on, seconds in blocks if was_on])
@@ -64,7 +69,7 @@ def ledger_overhead(run_rounds: RunRounds, *, quads: int = 10, per_block: int = 
 
 
 def _by_quad(blocks: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """[quads, rounds] of one kind: a quad has two blocks of it."""
+    """Returns the durations of one kind as [quads, rounds]; two blocks of that kind make a quad."""
     return np.array(blocks, np.float64).reshape(len(blocks) // 2, -1)
 
 
@@ -86,7 +91,7 @@ def _overhead(on: NDArray[np.float64], off: NDArray[np.float64]) -> Overhead:
 
 
 class _Relay(Ledger):
-    """A draft's ledger that asks at the end of a round whose turn is next."""
+    """A draft's ledger that calls next_round(n + 1) when it closes round n."""
 
     def __init__(self, next_round: Callable[[int], None]) -> None:
         super().__init__(DraftPhase)
@@ -98,13 +103,13 @@ class _Relay(Ledger):
 
 
 class _RelayOff(_Relay, NullLedger):
-    """The same, switched off."""
+    """A draft's ledger that records nothing, but still calls next_round when a round closes."""
 
 
 def alternate(drafter: Drafter, per_block: int) -> None:
-    """From round 0 on, this drafter's ledger is on and off by blocks.
+    """Makes the draft's ledger alternate between on and off in blocks, starting at round 0.
 
-    A draft does not hear of the lead's blocks: it counts rounds itself.
+    The lead does not tell the draft where its blocks begin, so the draft counts the rounds itself.
     """
 
     def next_round(round_: int) -> None:
@@ -118,10 +123,11 @@ def alternate(drafter: Drafter, per_block: int) -> None:
 
 
 def ledger_pass(rank: Rank, *, quads: int = 10, per_block: int = 50) -> Overhead | None:
-    """A pass of the job's own loops, ledgers on and off by blocks on lead and draft.
+    """Runs a pass of the job's decoding loops that alternates the ledgers of lead and draft.
 
-    Collective over the world; the result is the lead's. Sequences of its own: run it before or
-    after the pass that counts, with workers that may be used again (calibrate's are).
+    Collective over the world; returns the overhead on the lead and None elsewhere. The pass admits
+    sequences of its own, so run it before or after the measured pass, with workers that can be
+    reused (as calibration's can).
     """
     drafter = None
     if rank.draft is not None:
@@ -137,7 +143,10 @@ def ledger_pass(rank: Rank, *, quads: int = 10, per_block: int = 50) -> Overhead
 
 
 def blocks_of(loop: TargetLoop) -> RunRounds:
-    """run_rounds for ledger_overhead: this loop's own rounds, the lead's ledger on or off."""
+    """Returns the run_rounds function that ledger_overhead needs, made from a target loop.
+
+    The function steps this loop with the lead's ledger on or off and returns seconds per round.
+    """
     ledgers = {True: Ledger(LeadPhase), False: NullLedger(LeadPhase)}
 
     def run_rounds(count: int, ledger_on: bool) -> list[float]:

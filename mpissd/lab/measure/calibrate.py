@@ -1,8 +1,8 @@
-"""The job's own profile: what its forwards, its host code and its link take on this machine, now.
+"""Measures the job's own profile: how long its forwards, host code and link take on this machine.
 
-Forwards are timed bucket by bucket while the other ranks wait. The host's phases are medians of
-passes of the very decoding loops over paused forwards (model/paused), once with nothing grown and,
-for SSD, once with growth (host_costs).
+Forwards are timed bucket by bucket while the other ranks wait. Host costs are medians over passes
+of the real decoding loops in which pauses replace the forwards (model/paused). One pass grows no
+branches; SSD adds a second pass that does (host_costs).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpissd.lab.measure.host_costs import ForwardTimes, PassLedgers, Table, host
 from mpissd.lab.measure.naps import measure_nap
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
-WARM_ID = 1 << 30  # request ids of throw-away sequences begin here
+WARM_ID = 1 << 30  # first request id of the sequences used for calibration alone
 _REPEATS = 5
 _PAUSED_ROUNDS = 18
 _BUILDING_S = 3600.0
@@ -47,30 +47,31 @@ _UNSEEN = (
     "schedule",
 )
 _GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law", "on_late")
-_SKIP = 3  # rounds of a pass that still warm up
+_SKIP = 3  # first rounds of a pass, dropped as warm-up
 
 
 @dataclass(frozen=True)
 class JobProfile:
-    """What the predictor needs, measured in this job."""
+    """What the predictor needs to know of this machine, measured within this job."""
 
     device: DeviceCosts
     host: HostCosts
-    read_bytes_per_s: float | None  # of the lead's device, as is the peak
+    read_bytes_per_s: float | None  # of the lead's device, like peak_flops_per_s
     peak_flops_per_s: float | None
-    all_reduce_s: float | None  # the collectives of one verification, on their own
-    calibrated_at: str  # when the oldest of all this was measured (ISO 8601, UTC)
+    all_reduce_s: float | None  # all collectives of one verification, without the rest of it
+    calibrated_at: str  # when the oldest of these values was measured (ISO 8601, UTC)
 
 
 def calibrate(rank: Rank) -> JobProfile | None:
-    """Runs on every rank; the profile is made on the lead.
+    """Measures the job's profile; returns it on the lead and None on the other ranks.
 
-    What the machine's calibrations hold already is taken from there.
+    Collective: every rank calls it. Values that this machine has measured before in the same
+    process are reused.
     """
     session, known = rank.session, rank.session.calibrations
     topology = session.topology
     known.restart()
-    session.barrier(Waiter(_BUILDING_S, spin=False))  # others may still make their weights
+    session.barrier(Waiter(_BUILDING_S, spin=False))  # others may still be making weights
     target = _forward_times(session, rank.target) if rank.target else None
     reduces = _reduces_s(session, rank.target) if rank.target else None
     session.barrier()
@@ -92,7 +93,10 @@ def calibrate(rank: Rank) -> JobProfile | None:
 
 
 def _key(job: Job, unseen: Iterable[str]) -> Hashable:
-    """Equal for configurations that differ in these flags alone, and in what no round sees."""
+    """Returns a key that is equal for configurations that differ only in what no round depends on.
+
+    unseen: names of further flags to ignore.
+    """
     flags = asdict(job.config)
     told = json.dumps({n: v for n, v in flags.items() if n not in {*unseen, *_UNSEEN}})
     return told, job.lookahead, job.config.drafts, job.draft
@@ -101,9 +105,11 @@ def _key(job: Job, unseen: Iterable[str]) -> Hashable:
 def _host_costs(
     rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None
 ) -> HostCosts | None:
-    """Of the job's loops over paused forwards; on the lead. Collective over the job's world.
+    """Measures the host costs of the job's decoding loops over paused forwards.
 
-    What nothing that is grown bears on is shared by all hit laws and fan-outs of equal pauses.
+    Collective over the job's world; returns the costs on the lead and None elsewhere. The pass
+    without branches does not depend on the hit law or the fan-out, so configurations with equal
+    pauses share it.
     """
     session, known = rank.session, rank.session.calibrations
     topology, plain = session.topology, _pass_key(session.job, target, draft)
@@ -123,15 +129,18 @@ def _host_costs(
 
 
 def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None) -> Hashable:
-    """Equal for configurations whose rounds with nothing grown are the same over pauses: those of a
-    draft that may grow more rows can be of another kernel."""
+    """Returns a key for configurations that can share one paused pass without branches.
+
+    The lengths of the pauses are part of the key: a draft that may grow more rows can run another
+    kernel, and its forward then takes a different time.
+    """
     rows = -(-job.config.batch_size // max(1, job.config.drafts))
     drafting = None if draft is None else pause_of(draft)(rows)
     return _key(job, _GROWN), pause_of(target)(job.verify_rows), drafting
 
 
 def _forward_times(session: Session, worker: Any) -> ForwardTimes:
-    """Of every bucket of a worker's model; collective over the ranks of that model."""
+    """Times the forward of every bucket of a worker's model; collective over that model's ranks."""
     stepper, known = _stepper(worker), session.calibrations
     timed = {
         rows: known.once(stepper.stack, rows, partial(_time, stepper, rows, session))
@@ -142,9 +151,12 @@ def _forward_times(session: Session, worker: Any) -> ForwardTimes:
 
 
 def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
-    """Medians of back-to-back forwards: seconds on the device, and on the host beyond those."""
+    """Times repeated forwards of `rows` rows.
+
+    Returns two medians in seconds: time on the device, and time that the host adds to it.
+    """
     tokens, times = np.arange(rows, dtype=np.int32), []
-    for _ in range(_REPEATS + 1):  # as often on every rank: a forward is collective
+    for _ in range(_REPEATS + 1):  # the same count on every rank: a forward is collective
         stepper.upload(rows, tokens)
         start = perf_counter()
         stepper.launch()
@@ -156,7 +168,7 @@ def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
 
 
 def _rates(session: Session, worker: Any, times: ForwardTimes) -> tuple[float | None, float | None]:
-    """What bounds a forward on the lead: bytes and flops a second."""
+    """Returns the rates that bound a forward on the lead: bytes and flops per second, or None."""
     stepper, known = _stepper(worker), session.calibrations
     weights, _ = session.job.rank_bytes(session.backend.itemsize)
     read = known.once(
@@ -181,8 +193,11 @@ def _stepper(worker: Any) -> Stepper:
 
 
 def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | None:
-    """Flop a second of the fastest thing measured: a large product, or one of the forwards, which a
-    busy CPU may have done in a quieter moment."""
+    """Returns the peak flops per second of the lead's device, or None where it is unknown.
+
+    The peak is the highest rate measured, whether in a large matrix product or in one of the
+    forwards: on a busy CPU a forward may have run in a quieter moment than the product.
+    """
     assert isinstance(stepper, Stepper), "calibration times real forwards"
     peak = session.backend.peak_flops()
     if peak is None or session.backend.info.kind == "emulated":
@@ -192,10 +207,11 @@ def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | 
 
 
 def _all_reduce_s(session: Session, stepper: Any) -> float | None:
-    """The collectives of a forward of b(K+1) rows; 0 at T = 1, None where they aren't known.
+    """Returns the seconds that the all-reduces of a forward of b(K+1) rows take.
 
-    Inside a captured forward none can be timed by itself, so on GPUs they are timed as a chain of
-    their own. On CPUs they are timed where they run (Group.spent_s). Collective over the targets.
+    The result is 0 at T = 1 and None where the time is unknown. An all-reduce inside a captured
+    forward cannot be timed alone, so on GPUs the same number of them is timed as a separate chain.
+    On CPUs they are timed where they run (Group.spent_s). Collective over the target ranks.
     """
     assert isinstance(stepper, Stepper), "calibration times real forwards"
     cost, backend = stepper.cost(stepper.bucket(session.job.verify_rows)), session.backend
@@ -204,7 +220,7 @@ def _all_reduce_s(session: Session, stepper: Any) -> float | None:
     if isinstance(backend, EmulatedBackend):
         try:
             once = backend.profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
-        except ConfigError:  # it was probed with one rank
+        except ConfigError:  # the profile was probed on one rank and has no all-reduces
             return None
         return cost.num_all_reduces * once
     if session.group.spent_s is not None:
@@ -213,8 +229,10 @@ def _all_reduce_s(session: Session, stepper: Any) -> float | None:
 
 
 def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Waiter) -> float:
-    """Median seconds of a forward's all-reduces alone: as many, of [rows, width], one after the
-    other in one program, captured where the forward is."""
+    """Returns the median seconds of a forward's all-reduces alone, run one after another.
+
+    They run as one program on an array [rows, width], captured where the forward is captured.
+    """
     array = backend.activation(cost.rows, width)
 
     def reduce_all() -> None:
@@ -233,7 +251,7 @@ def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Wait
 def _paused_pass(
     rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None, *, ahead: bool
 ) -> PassLedgers:
-    """The loops over pauses as long as the forwards (host_costs.pause_of)."""
+    """Runs the loops with pauses for forwards; `ahead` grows branches. Returns their ledgers."""
     session = rank.session
     sleep = session.backend.info.kind == "emulated"
     worker = drafter = None
@@ -262,7 +280,10 @@ def _paused_pass(
 
 
 def _nap(rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None) -> float:
-    """How late a nap ends, after waits as long as those of rounds with nothing grown."""
+    """Returns how many seconds late a napping rank notices a message.
+
+    The ranks wait for as long as they do in a round in which no branches are grown.
+    """
     job, session = rank.session.job, rank.session
     if draft is None:
         return 0.0

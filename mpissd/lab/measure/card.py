@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: a static card, a progress bar, a table, the JSON line."""
+"""Prints what a person at the terminal sees: settings, a progress bar, a table, the JSON line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpissd.lab.predict.imposed import price_of, under_default_law
 
 
 def print_card(session: Session) -> None:
-    """Who runs what on which device, before anything is measured (stdout)."""
+    """Prints the job's settings, ranks and devices to stdout, before anything is measured."""
     job, config, topology = session.job, session.job.config, session.topology
     target_bytes, draft_bytes = job.rank_bytes(session.backend.itemsize)
     lines = [
@@ -59,7 +59,7 @@ def _law(session: Session) -> str:
 
 
 def _imposed(job: Job) -> str:
-    """What imposed hits stand for: the branches that the default law would need."""
+    """Describes how many branches the default hit law would need for the imposed hit rate."""
     if not job.hit_law.p_hit:
         return ""
     honest = under_default_law(job)
@@ -72,7 +72,11 @@ def _bytes(count: int) -> str:
 
 
 class _Lines:
-    """Turns a bar's redraws into lines: Open MPI 5 holds a rank's output back until it ends one."""
+    """A stream that prints each redraw of a bar as a line of its own.
+
+    Open MPI 5 holds back a rank's output until the line ends, so a bar that redraws one line would
+    not appear.
+    """
 
     encoding = "utf-8"
 
@@ -87,7 +91,7 @@ class _Lines:
 
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
-    """A bar on stderr where a person watches; yields its advance(n)."""
+    """Shows a bar on stderr if a person is watching; yields advance(n), which adds n rounds."""
     shown = config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty())
     if not shown:
         yield lambda count: None
@@ -100,8 +104,11 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 
 
 def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = False) -> Any:
-    """A bar on stderr, redrawn twice a second: or, where a launcher or a file stands between this
-    rank and a terminal, a line every lines_s seconds."""
+    """Opens a progress bar on stderr, redrawn twice a second.
+
+    If stderr is a launcher's pipe or a file instead of a terminal, the bar prints a line every
+    lines_s seconds.
+    """
     direct = sys.stderr.isatty()
     return tqdm(
         total=total,
@@ -114,7 +121,7 @@ def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = Fals
 
 
 def print_summary(row: Row) -> None:
-    """The short table, then the JSON line, which is the last line on stdout."""
+    """Prints a short table, then the row as JSON on the last line of stdout."""
     rounds = row.round_us
     lines = [
         ("tok/s", f"{row.tok_per_s:.1f}   per GPU {row.tok_per_s_per_gpu:.1f}"),

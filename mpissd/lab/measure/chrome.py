@@ -41,7 +41,7 @@ class Clock:
 
     @property
     def error_ns(self) -> int:
-        """The largest error_ns of the readings."""
+        """Returns the largest error_ns of the readings."""
         return max(reading.error_ns for reading in self.readings)
 
     def on_lead(self, times_ns: Int64s) -> Int64s:
@@ -78,7 +78,7 @@ class RankTrace:
 
     @property
     def name(self) -> str:
-        """The name that the trace shows for this rank."""
+        """Returns the name that the trace shows for this rank."""
         return f"rank {self.rank} {self.role} · {self.host} · {self.device}"
 
 

@@ -1,8 +1,9 @@
-"""Whose clock is ahead: every rank's perf_counter against rank 0's, by ping-pong.
+"""Compares every rank's perf_counter with rank 0's by ping-pong.
 
-Rank 0 notes when it sends and when the answer is there; in between the other rank reads its clock.
-So offset = t_remote − (t_send + t_received)/2 is true within half the round trip, whatever the
-network does: the exchange with the least round trip is kept. Needs about 0.2 ms a rank.
+Rank 0 notes when it sends a question and when the answer arrives; the other rank reads its clock in
+between. The estimate offset = t_remote − (t_send + t_received)/2 is therefore wrong by at most half
+the round trip, whatever the network does. The exchange with the shortest round trip is kept. The
+comparison takes about 0.2 ms per rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _TAG = 77
 def compare_clocks(
     comm: MPI.Comm, waiter: Waiter, exchanges: int = EXCHANGES
 ) -> list[ClockReading] | None:
-    """Collective over `comm`: a reading of every rank's clock on rank 0, None elsewhere.
+    """Returns a reading of every rank's clock on rank 0, and None on the other ranks.
 
-    FaultError where a rank does not answer within the waiter's deadline.
+    Collective over `comm`. Raises FaultError if a rank does not answer within the waiter's
+    deadline.
     """
     if comm.rank:
         _answer(comm, waiter, exchanges)
@@ -34,7 +36,7 @@ def compare_clocks(
 
 
 def _ask(comm: MPI.Comm, rank: int, waiter: Waiter, exchanges: int) -> ClockReading:
-    """Rank 0's side: the exchange with the least round trip."""
+    """Reads another rank's clock from rank 0; keeps the exchange with the shortest round trip."""
     question, remote = np.zeros(1, np.int64), np.zeros(1, np.int64)
     send = comm.Send_init(question, dest=rank, tag=_TAG)
     receive = comm.Recv_init(remote, source=rank, tag=_TAG)
@@ -57,7 +59,7 @@ def _ask(comm: MPI.Comm, rank: int, waiter: Waiter, exchanges: int) -> ClockRead
 
 
 def _answer(comm: MPI.Comm, waiter: Waiter, exchanges: int) -> None:
-    """The other side: reads its clock when a question is there."""
+    """Answers each of rank 0's questions with a reading of this rank's clock."""
     question, answer = np.zeros(1, np.int64), np.zeros(1, np.int64)
     send = comm.Send_init(answer, dest=0, tag=_TAG)
     receive = comm.Recv_init(question, source=0, tag=_TAG)

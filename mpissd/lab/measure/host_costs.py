@@ -1,8 +1,8 @@
-"""HostCosts from passes of the decoding loops over paused forwards: medians of the ledgers' phases.
+"""Computes HostCosts from ledgers of decoding loops in which pauses replace the forwards.
 
-The first pass grows nothing, the second (SSD) does. What the lead waited beyond the draft's own
-phases is the link's, less what belongs to naps (naps) and to reading an OUTCOME that had to
-wait for a growth step.
+Each cost is the median of a phase. The first pass grows no branches; SSD adds a second pass that
+does. The part of the lead's wait that the draft's own phases do not explain is spent on the link,
+in naps (naps), or in reading an OUTCOME that arrived during a growth step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpissd.engine.model.paused import PausedForwards
 from mpissd.engine.session.session import Session
 from mpissd.lab.predict.costs import HostCosts
 
-_LONGEST_PAUSE_S = 8e-3  # so that a pass stays short
+_LONGEST_PAUSE_S = 8e-3  # keeps a pass short
 _OVERSHOOTS = 5
 _GLUE = 2 + DraftPhase.GLUE
 
@@ -31,7 +31,10 @@ Table = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ForwardTimes:
-    """Median device seconds of a forward by rows, and what a launch and a wait add on the host."""
+    """Median device seconds of a forward by row count, and the host time that it adds.
+
+    host_s: seconds that launching and waiting take beyond the forward itself.
+    """
 
     seconds: dict[int, float]
     host_s: float
@@ -39,15 +42,18 @@ class ForwardTimes:
 
 @dataclass(frozen=True)
 class PassLedgers:
-    """Ledgers of one pass: lead rows on the lead, draft rows where the draft is."""
+    """The ledgers of one paused pass on this rank.
+
+    lead is set on the lead; the other fields are set on the rank that runs the draft.
+    """
 
     lead: Table | None
     draft: Table | None = None
-    rounds: NDArray[Any] | None = None  # [n, Drafter.COLUMNS] of each draft row
-    grow_s: float | None = None  # median growth step; None where nothing was grown
+    rounds: NDArray[Any] | None = None  # [n, Drafter.COLUMNS], a row for each draft row
+    grow_s: float | None = None  # median growth step; None if no branches were grown
 
     def column(self, name: str) -> NDArray[Any]:
-        """One of Drafter.COLUMNS."""
+        """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
         assert self.rounds is not None, "a pass without a draft"
         found: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
         return found
@@ -72,7 +78,11 @@ def host_costs(
     draft: ForwardTimes | None,
     nap: float,
 ) -> HostCosts:
-    """HostCosts of the paused passes: the first grows nothing, the second (SSD) does."""
+    """Computes the job's HostCosts from the ledgers of its paused passes.
+
+    leads, drafts: the passes as the lead and the draft recorded them. The first grows no branches;
+    the second, which SSD alone has, does. nap: seconds that a napping rank is late.
+    """
     job = session.job
     lead = _phases(leads[-1].lead, LeadPhase)
     late = _overshoot(session)
@@ -103,10 +113,10 @@ _LEAD_COSTS = (
 def _draft_costs(
     session: Session, drafts: list[PassLedgers], draft: ForwardTimes, late: float
 ) -> dict[str, float]:
-    """The draft's fields."""
+    """Returns the costs of the draft's host by their field names in HostCosts."""
     job = session.job
     plain, pause_s = _phases(drafts[0].draft, DraftPhase), pause_of(draft)
-    again = draft.host_s - late  # what a real launch and wait take beyond a pause's
+    again = draft.host_s - late  # extra host time of a real forward over a paused one
     backup = job.num_forwards(job.backup_lookahead) if job.config.backup != "fast" else 0
     costs = {
         "draft_commit": plain[DraftPhase.COMMIT],
@@ -140,21 +150,22 @@ def _growth_costs(
     }
     assert grown.draft is not None, "a grown pass without a draft"
     hits = grown.draft[grown.column("num_jit") == 0]
-    if len(hits):  # the quickest: its branches were all grown
+    if len(hits):  # the fastest hit: all its branches were already grown
         costs["draft_assemble"] = float(hits[:, 2 + DraftPhase.SPECULATE].min()) * 1e-9
         step = pause_s(job.config.batch_size)
         if job.config.on_late == "finish" and costs["draft_assemble"] > step:
-            costs["draft_assemble"] = 0.0  # no hit found its branches grown
+            costs["draft_assemble"] = 0.0  # even the fastest hit had to wait for its branches
     return costs
 
 
 def _link_costs(
     waiter: Waiter, lead: PassLedgers, drafts: list[PassLedgers], nap: float
 ) -> dict[str, float]:
-    """What lies between the two ranks; `lead` and drafts[0] are of the pass with nothing grown.
+    """Returns the costs of the link between lead and draft: link, nap, patience and draft_read.
 
-    What the lead waited beyond the draft's own phases is two ways, one reading, and the naps of
-    those that waited for longer than their patience.
+    `lead` and drafts[0] are of the pass without branches. The part of the lead's wait that the
+    draft's own phases do not explain is two messages, one read, and a nap for each rank that waited
+    for longer than its patience.
     """
     patience, plain = 0.0 if waiter.spin else waiter.spin_s, drafts[0].draft
     assert lead.lead is not None and plain is not None, "a link needs both ends"
@@ -170,8 +181,11 @@ def _link_costs(
 
 
 def _read_s(grown: PassLedgers) -> float:
-    """WAIT of rounds whose OUTCOME was there before the draft looked, as growth was cut short; 0
-    where that never happened (the link then holds the reading)."""
+    """Returns the median seconds that the draft needs to read an OUTCOME that has already arrived.
+
+    These are the rounds in which the OUTCOME cut growth short. Returns 0 if there were none; the
+    link's cost then includes the read.
+    """
     assert grown.draft is not None, "a link without a draft"
     cut_short = np.isnan(grown.column("t_growth_s")[:-1]) & (grown.draft[:-1, _GLUE] > 0)
     waits = grown.draft[1:, 2 + DraftPhase.WAIT][cut_short]
@@ -179,14 +193,14 @@ def _read_s(grown: PassLedgers) -> float:
 
 
 def _phases(table: Table | None, phases: Any) -> dict[Any, float]:
-    """Median seconds of each phase."""
+    """Returns the median seconds of each phase of a ledger's table."""
     assert table is not None and len(table), "a pass without rounds"
     medians = np.median(table[:, 2:], axis=0) * 1e-9
     return {phase: float(medians[phase]) for phase in phases}
 
 
 def _overshoot(session: Session) -> float:
-    """How much later than its pause a paused forward ends, launch included; median."""
+    """Returns the median seconds by which a paused forward exceeds its pause, launch included."""
     waiter = session.waiter
     sleep, tokens = session.backend.info.kind == "emulated", np.zeros(1, np.int32)
     pause = PausedForwards(lambda rows: 1e-3, tokens, sleep=sleep)

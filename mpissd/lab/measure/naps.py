@@ -1,8 +1,8 @@
-"""How much later a message is found by a rank that naps for it than by one that still polls.
+"""Measures how much later a rank notices a message when it naps than when it polls.
 
-Lead and draft ping each other. One idles, so that the other waits as long as it does in a round and
-naps (wait.Waiter, its patience over), then sends; once it has the answer it sends again at once,
-and finds the other polling. The difference of the two round trips is the nap.
+Lead and draft exchange messages. One stays idle for as long as the other waits in a round, so that
+the other runs out of patience and naps (wait.Waiter), then sends. As soon as it has the answer it
+sends again and finds the other rank polling. The difference of the two round trips is the nap.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from mpissd.engine.comm.topology import Topology
 
 EXCHANGES = 24
 _TAG = 78
-_LEAST_IDLE_S = 1e-3  # many naps
+_LEAST_IDLE_S = 1e-3  # long enough for the other rank to nap many times
 
 
 def measure_nap(topology: Topology, waiter: Waiter, lead_s: float, draft_s: float) -> float:
-    """Seconds, mean of both ends, on the lead; collective over the world.
+    """Returns the seconds that a nap delays a message, averaged over both ends.
 
-    lead_s, draft_s: how long the lead waits for the draft in a round, and the draft for the lead.
-    0 where ranks spin, where lead and draft are one rank, and on the other ranks.
+    Collective over the world; the result is on the lead, and 0 on other ranks, when ranks spin, or
+    when lead and draft are one rank. lead_s: how long the lead waits for the draft in a round.
+    draft_s: how long the draft waits for the lead.
     """
     if waiter.spin or not topology.num_drafts:
         return 0.0
     world, lead, draft = topology.world, 0, topology.tp
-    asking = Waiter(waiter.deadline_s, spin=False, spin_s=PATIENT_SPIN_S)  # its naps would count
+    asking = Waiter(waiter.deadline_s, spin=False, spin_s=PATIENT_SPIN_S)  # must not nap itself
     late = []
     for asks, answers, idle_s in ((lead, draft, draft_s), (draft, lead, lead_s)):
         if world.rank == asks:
@@ -42,7 +43,7 @@ def measure_nap(topology: Topology, waiter: Waiter, lead_s: float, draft_s: floa
 
 
 def _ask(ping: _Ping, idle_s: float) -> float:
-    """How much longer the exchange after an idle time takes than the next one; median."""
+    """Returns the median seconds by which an exchange after idling exceeds the next exchange."""
     late = []
     for _ in range(EXCHANGES):
         time.sleep(idle_s)
@@ -65,7 +66,7 @@ def _answer(ping: _Ping) -> None:
 
 
 class _Ping:
-    """One end: persistent requests on one number each way."""
+    """One end of the ping-pong: a persistent MPI request each way, one int32 per message."""
 
     def __init__(self, comm: MPI.Comm, rank: int, waiter: Waiter) -> None:
         self._waiter, self._what = waiter, f"rank {rank}: ping"

@@ -1,4 +1,4 @@
-"""Where a row comes from: versions as loaded, hosts, devices, the command line, the commit."""
+"""Records where a row comes from: library versions, hosts, devices, command line and commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STARTED = datetime.now(timezone.utc)
 
 
 def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str) -> dict[str, Any]:
-    """Everything that could explain a different number on another day."""
+    """Returns everything that could explain a different result on another day."""
     return {
         "mpissd": mpissd.__version__,
         "commit": commit(),
@@ -40,7 +40,7 @@ def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str
 
 @cache
 def version(package: str) -> str | None:
-    """Installed version; None where it is not installed."""
+    """Returns the installed version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -48,7 +48,10 @@ def version(package: str) -> str | None:
 
 
 def cuda_versions() -> dict[str, Any] | None:
-    """Loaded (not compiled-against) CUDA libraries; None where CuPy was not imported."""
+    """Returns the versions of the CUDA libraries that are loaded; None if CuPy was not imported.
+
+    These can differ from the versions that CuPy was compiled against.
+    """
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return None
@@ -64,8 +67,11 @@ def cuda_versions() -> dict[str, Any] | None:
 
 @cache
 def commit() -> str | None:
-    """The checkout's commit, with + where it has changes; outside a checkout what MPISSD_COMMIT
-    says (a copy of the tree without .git), else None."""
+    """Returns the checkout's commit, with "+" appended if files have changed.
+
+    Outside a checkout (a copy of the tree without .git) it is the value of MPISSD_COMMIT, else
+    None.
+    """
     folder = Path(mpissd.__file__).parent
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the ranks measured in the pass that counts; the result row is made of it."""
+"""What each rank measured in the measured pass; the result row is built from these reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from mpissd.lab.measure.calibrate import JobProfile
 
 @dataclass(frozen=True)
 class LeadReport:
-    """What the lead measured. ledger [rounds, 2 + phases]: round, wall_ns, ns of each phase."""
+    """What the lead measured in the measured rounds.
+
+    ledger: int64 [rounds, 2 + phases], with columns round, wall_ns, and ns of each phase.
+    """
 
     records: RoundRecords
     first_round: int
@@ -26,30 +29,33 @@ class LeadReport:
     phases: list[str]
     messages_per_round: float
     bytes_per_round: float
-    all_reduce_s: float | None  # in all rounds, where the host runs the collectives
-    draft_lost_round: int | None  # of the measured rounds: the first without a draft
+    all_reduce_s: float | None  # sum over all rounds, if the host runs the collectives
+    draft_lost_round: int | None  # the first measured round without a draft
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What a draft, on its rank or inline, measured in the same rounds; ledger as the lead's."""
+    """What a draft measured in the measured rounds, on a rank of its own or inline on the lead.
 
-    rounds: NDArray[Any]  # Drafter.COLUMNS
+    ledger: as in LeadReport.
+    """
+
+    rounds: NDArray[Any]  # [n, Drafter.COLUMNS]
     ledger: NDArray[np.int64]
     phases: list[str]
-    learned: dict[str, Any]  # Controls.learned
+    learned: dict[str, Any]  # from Controls.learned
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """A column of `rounds` by its name in Drafter.COLUMNS."""
+        """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
         return np.asarray(self.rounds[:, Drafter.COLUMNS.index(name)], np.float64)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The reports of all ranks, and what the job measured of itself beside them."""
+    """The reports of all ranks, with the job's profile and the ledger's overhead."""
 
     lead: LeadReport
-    draft: DraftReport | None  # of the first draft; None in AR, and where it was lost
+    draft: DraftReport | None  # of the first draft; None in AR or if the draft was lost
     profile: JobProfile
-    rank_digests: list[int | None]  # by world rank: of the outcomes it heard
+    rank_digests: list[int | None]  # by world rank: digest of the outcomes it received
     ledger_overhead: Overhead | None

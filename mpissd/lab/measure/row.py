@@ -1,4 +1,4 @@
-"""The result row: every key of the contract, from raw rounds. Unknown is None."""
+"""Builds the result row, with every key of its schema, from raw rounds; unknown values are None."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
-    """The row of the contract, schema 1. sweep: which sweep it is of, if of one."""
+    """Builds the result row (schema 1) of a measured job.
+
+    sweep: what the row says about the sweep that it belongs to; None if it belongs to none.
+    """
     job, config, lead = session.job, session.job.config, measured.lead
     sequences = lead.records.sequences()
     return Row(
@@ -93,7 +96,7 @@ def _options(session: Session) -> dict[str, Any]:
         "lm_head": config.lm_head,
         "context": config.context,
         "on_late": config.on_late if job.fan_out else None,
-        "backup": config.backup if job.draft else None,  # SD drafts by its backup alone
+        "backup": config.backup if job.draft else None,  # SD drafts with its backup alone
         "backup_lookahead": job.backup_lookahead if job.draft else None,
         "num_layers": job.target.num_layers,
         "full_num_layers": job.full_target.num_layers,
@@ -125,13 +128,13 @@ def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
 
 
 def _num_tokens(records: RoundRecords, enough: int | None) -> int:
-    """Tokens of all sequences; what a sequence emits past num_tokens doesn't count."""
+    """Returns the tokens of all sequences; tokens beyond num_tokens of a sequence do not count."""
     counts = [len(tokens) for tokens in records.token_arrays().values()]
     return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
 
 
 def _phase_means(report: LeadReport | DraftReport) -> dict[str, float] | None:
-    """Mean microseconds a round of each phase: they add up to the mean round."""
+    """Returns the mean µs a round of each phase; together they are the mean round."""
     if not len(report.ledger):
         return None
     means = report.ledger[:, 2:].mean(axis=0) * 1e-3
@@ -155,13 +158,13 @@ def _speculation(
 
 
 def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
-    """What this job's own profile predicts for these draws; empty where it does not."""
+    """Returns the prediction for these draws from the job's own profile; empty if there is none."""
     job, profile, lead = session.job, measured.profile, measured.lead
     if not is_predictable(job) or lead.draft_lost_round is not None:
         return {}
     count = len(lead.records)
     known = job.config.digest, count, profile.device, profile.host
-    found = session.calibrations.once(  # repeats of a configuration have one prediction
+    found = session.calibrations.once(  # repeats of a configuration share one prediction
         session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
     )
     rate = found["tok_per_s"]
@@ -176,8 +179,11 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
 
 
 def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64]) -> dict[str, Any]:
-    """token_digest covers the tokens that every mode has emitted by then: num_tokens a sequence,
-    or one a round."""
+    """Returns the row's digests of the emitted tokens.
+
+    token_digest covers only tokens that every mode has emitted: num_tokens a sequence, or one token
+    a round if there is no such limit.
+    """
     config = session.job.config
     first = config.num_tokens or config.max_rounds or 0
     if config.num_tokens and config.rounds:
@@ -195,14 +201,14 @@ def _mpi_library() -> str:
 
 
 def _overhead(found: Overhead | None) -> dict[str, float] | None:
-    """A/B of the ledger: median round with it over without, less one, and its 95% interval."""
+    """Returns the ledger's overhead and its 95% interval for the row; None if not measured."""
     if found is None:
         return None
     return {"overhead": found.overhead, "low": found.low, "high": found.high}
 
 
 def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
-    """The emitted token ids, sequence by sequence in the order of their request ids."""
+    """Returns the emitted token ids by sequence, in the order of their request ids."""
     found = records.token_arrays()
     emitted = [found[request_id] for request_id in sorted(found)]
     return {
@@ -212,7 +218,7 @@ def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
 
 
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
-    """The raw rounds, as they are saved."""
+    """Returns the raw rounds as the named arrays that are saved to OUT/rounds."""
     lead, draft = measured.lead, measured.draft
     arrays: dict[str, NDArray[Any]] = {
         "round_s": np.asarray(lead.records.round_s),
@@ -237,8 +243,11 @@ def write_row(
     profile: JobProfile,
     violations: list[str],
 ) -> None:
-    """Raw rounds to OUT/rounds/RUN_ID.npz, the job's profile to OUT/profiles/RUN_ID.json, then the
-    row to OUT/runs.jsonl (OUT/flagged.jsonl where a gate failed); none by halves."""
+    """Writes the raw rounds, the job's profile and the row, each file completely or not at all.
+
+    They go to OUT/rounds/RUN_ID.npz, OUT/profiles/RUN_ID.json, and OUT/runs.jsonl, or
+    OUT/flagged.jsonl if a gate failed.
+    """
     out = Path(session.job.config.out)
     with whole_file(out / "rounds" / f"{row.run_id}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)

@@ -1,4 +1,4 @@
-"""What a row says of time on the devices: forwards, drafts, the floor, the device's share."""
+"""Computes the device times of a row: forwards, draft steps, the floor, and the device's share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpissd.lab.measure.reports import Measured
 
 
 def device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """t_target_s to t_target_full_depth_s: forwards, drafts and the floor."""
+    """Returns the row's keys from t_target_s to t_target_full_depth_s."""
     job, records = session.job, measured.lead.records
     full = records.num_rows() == job.verify_rows
     t_target = median(np.asarray(records.t_target_s)[full])
@@ -39,7 +39,11 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
 
 
 def _t_draft(job: Job, measured: Measured) -> float | None:
-    """p50 of K sequential steps: of the measured full misses, else of the calibrated forward."""
+    """Returns the median seconds of K sequential draft steps; None without a draft model.
+
+    Measured if at least 10 rounds missed the cache completely, else computed from the calibrated
+    draft forward.
+    """
     if measured.draft is not None:
         times = measured.draft.column("t_draft_s")
         if np.isfinite(times).sum() >= 10:
@@ -51,8 +55,12 @@ def _t_draft(job: Job, measured: Measured) -> float | None:
 
 
 def _floor(session: Session, profile: JobProfile) -> tuple[dict[str, Any], float | None]:
-    """What a verification must read and compute on a target rank, at which measured rates, and the
-    longer of the two times (THEORY, floors); None where a rate is unknown."""
+    """Returns the floor of a verification: row keys for its work and rates, and its seconds.
+
+    The work is the bytes that a target rank must read and the flops that it must compute. The floor
+    is the longer of the two times at the measured rates (THEORY, floors), or None if a rate is
+    unknown.
+    """
     job = session.job
     shard = Shard(job.target, job.tp)
     itemsize = session.backend.itemsize
@@ -63,7 +71,7 @@ def _floor(session: Session, profile: JobProfile) -> tuple[dict[str, Any], float
 
 
 def rates(profile: JobProfile) -> dict[str, float | None]:
-    """What bounds a forward on the lead's device, by their keys in a row."""
+    """Returns the read rate and peak flops of the lead's device by their row keys."""
     return {
         "read_bytes_per_s": profile.read_bytes_per_s,
         "peak_flops_per_s": profile.peak_flops_per_s,
@@ -71,7 +79,7 @@ def rates(profile: JobProfile) -> dict[str, float | None]:
 
 
 def _full_depth(session: Session, t_target: float | None) -> float | None:
-    """A depth-scaled target's forward, times the layers left out; None at full depth."""
+    """Returns the forward's seconds scaled to all layers; None if no layers were left out."""
     job = session.job
     if t_target is None or job.target.num_layers == job.full_target.num_layers:
         return None
@@ -79,11 +87,14 @@ def _full_depth(session: Session, t_target: float | None) -> float | None:
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
-    """Mean microseconds a round of the lead's device: the target's forward without its collectives,
-    those, and no target forward; together the mean round. None: not known."""
+    """Returns how the lead's device spends the mean round, in microseconds.
+
+    forward: the target's forward without collectives; all_reduce: its collectives; idle: the rest
+    of the round. Unknown parts are None.
+    """
     lead = measured.lead
     busy = float(np.mean(lead.records.t_target_s)) * 1e6
-    reduce_s = measured.profile.all_reduce_s  # of a verification of b(K+1) rows
+    reduce_s = measured.profile.all_reduce_s  # per verification of b(K+1) rows
     if lead.all_reduce_s is not None:
         reduce_s = lead.all_reduce_s / len(lead.records)
     reduced = None if reduce_s is None else min(busy, reduce_s * 1e6)

@@ -1,7 +1,7 @@
-"""The command `run`: one configuration from launch to JSON line.
+"""The command `run`: measures one configuration, from launch to JSON line.
 
-Rank 0 leads: it prints, decides how long, and writes. Every rank runs the same passes; then the raw
-rows are gathered and rank 0 makes the result row of them.
+Rank 0 leads: it prints, decides how long to measure, and writes the files. Every rank runs the same
+passes; their raw rounds are then gathered, and rank 0 builds the result row from them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, Tracing
 
 _INSTANT_S = 5e-6
-_ATTEMPTS = 100  # to have two clocks read without losing the core in between
+_ATTEMPTS = 100  # to read two clocks without being descheduled in between
 
 
 def execute(config: RunConfig) -> int:
@@ -53,16 +53,16 @@ def _run(session: Session) -> None:
 
 
 def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None:
-    """One configuration, on all of its ranks; its row, on the lead, which has written it.
+    """Measures one configuration; returns its row, already written, on the lead and None elsewhere.
 
-    sweep: what the row says of the sweep that it is of. Raises Refused on every rank: no room for
-    its models, or a row that contradicts itself.
+    Collective. sweep: what the row says about the sweep that it belongs to. Raises Refused on every
+    rank if the models do not fit in memory or the row contradicts itself.
     """
     rank = Rank(session)
     guard.stage(Stage.WARM_UP)
     try:
         row = _passes(rank, sweep)
-    except Refused:  # by all ranks; after a fault, closing would wait for who is gone
+    except Refused:  # raised on all ranks; after a fault, close would wait for lost ranks
         rank.close()
         raise
     rank.close()
@@ -70,14 +70,17 @@ def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None
 
 
 def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
-    """Those that calibrate, the one that counts, and what is made of it."""
+    """Runs the calibration and the measured pass, then writes the row; returns it on the lead.
+
+    Collective. Raises GateError on every rank if the row contradicts itself.
+    """
     session = rank.session
     config = session.job.config
     profile = calibrate(rank)
     drafter = None if rank.draft is None else rank.drafter(rank.draft)
     rank.prepare(session.requests(0, config.batch_size))
     tracing = None if config.trace is None else Tracing(session)
-    if not session.topology.is_lead:  # who is told when the warm-up ends
+    if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
     lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
     guard.stage(Stage.GATHER)
@@ -110,10 +113,10 @@ def _conclude(
     overhead: Overhead | None,
     sweep: dict[str, Any] | None,
 ) -> Row:
-    """Rank 0, when all is measured: row, gates, files.
+    """Builds the row on rank 0, checks it against the gates, and writes the files.
 
-    Raises GateError: the row contradicts itself or physics; it goes to OUT/flagged.jsonl instead.
-    Raises FaultError: the row could not be written.
+    Raises GateError if the row contradicts itself or physics; it then goes to OUT/flagged.jsonl.
+    Raises FaultError if the row could not be written.
     """
     silent = [None] * (session.job.world_size - len(digests))
     measured = Measured(lead, draft, profile, [*digests, *silent], overhead)
@@ -121,7 +124,7 @@ def _conclude(
     found = violations(row, arrays)
     try:
         write_row(session, row, arrays, profile, found)
-    except OSError as error:  # a full disk, a file system that is gone
+    except OSError as error:  # for example a full disk, or a file system that has gone away
         out = session.job.config.out
         raise FaultError(f"out={out!r}: the row was not written: {error.strerror}") from error
     if found:
@@ -142,7 +145,7 @@ def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport
 
 
 def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
-    """Warm-up on throw-away sequences, then the measured rounds."""
+    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on the lead."""
     config = rank.session.job.config
     warm = rank.session.requests(WARM_ID, config.batch_size)
     loop.admit(warm)
@@ -184,14 +187,17 @@ def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundR
             records.add(result.t_target_s, result.speculation, result.outcome)
             advance(1)
             loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-            now = perf_counter()  # a clock of its own: the ledger has to close against it
+            now = perf_counter()  # read separately: the ledger's sum is checked against it
             records.round_s.append(now - last)
             last = now
     return records, last - start
 
 
 def _begin(ledger: Ledger) -> float:
-    """Starts the ledger and the clock beside it at one instant, if this rank keeps its core."""
+    """Starts the ledger and returns the time of a second clock, read at the same instant.
+
+    If the rank loses its core between the two readings, it tries again.
+    """
     for _ in range(_ATTEMPTS):
         before = perf_counter()
         ledger.restart()
@@ -202,7 +208,10 @@ def _begin(ledger: Ledger) -> float:
 
 
 def _finished(emitted: dict[int, int], result: RoundResult, config: RunConfig) -> list[int]:
-    """Counts tokens a sequence; the ids that have enough, or their stop token, leave `emitted`."""
+    """Adds the round's tokens to `emitted`; removes and returns the request ids that have finished.
+
+    A sequence is finished when it has num_tokens tokens or its stop token.
+    """
     gone = []
     drafts = result.speculation.tokens.tolist()
     for row, tokens in zip(result.outcome.rows.tolist(), drafts, strict=True):

@@ -1,7 +1,7 @@
-"""--trace=FILE: what every rank's host did in the measured rounds, as one Chrome trace.
+"""Writes --trace=FILE: what every rank's host did in the measured rounds, as a Chrome trace.
 
-Nothing is added to a round: the ledgers' stamps are read when the pass is over. The clocks are
-compared before and after it, so that clocks of two hosts that drift apart still line up.
+Rounds do no extra work: the ledgers' timestamps are read after the pass. The clocks are compared
+before and after the pass, so that times line up even if the hosts' clocks drift apart.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpissd.lab.measure import chrome
 from mpissd.lab.measure.chrome import Arrow, Clock, ClockReading, Int64s, RankTrace, Track
 from mpissd.lab.measure.clock import compare_clocks
 
-MOST_ROUNDS = 1000  # of a trace: 3 MB of JSON with three ranks
+MOST_ROUNDS = 1000  # in one trace: 3 MB of JSON with three ranks
 
 
 @dataclass(frozen=True)
 class Span:
-    """The measured rounds, as the lead counts them, and the lead's forwards in them (seconds)."""
+    """The range of the measured rounds, and the seconds of the lead's forward in each of them."""
 
     first_round: int
     last_round: int
@@ -35,15 +35,15 @@ class Span:
 
 
 class Tracing:
-    """Opened by all ranks before the pass that counts, written by all ranks after it."""
+    """Collects a trace: every rank creates one before the measured pass and writes it after."""
 
     def __init__(self, session: Session) -> None:
-        """Collective over the world: compares the clocks."""
+        """Compares the clocks of all ranks; collective over the world."""
         self._session = session
         self._before = self._compare()
 
     def _compare(self) -> list[ClockReading] | None:
-        self._session.barrier()  # nobody is late: a question waits for its answer
+        self._session.barrier()  # all ranks arrive first, because a question waits for its answer
         return compare_clocks(self._session.topology.world, self._session.waiter)
 
     def write(
@@ -53,9 +53,10 @@ class Tracing:
         span: Span | None,
         path: str,
     ) -> None:
-        """Collective over the world, after Rank.run_pass: rank 0 (which has the span) writes.
+        """Writes the trace on rank 0, after Rank.run_pass; collective over the world.
 
-        drafter: where there is one. ConfigError where the file can't be written.
+        span: set on rank 0 alone. drafter: set on ranks that run a draft. Raises ConfigError if the
+        file cannot be written.
         """
         world = self._session.topology.world
         after = self._compare()
@@ -74,7 +75,7 @@ class Tracing:
             raise ConfigError(f"trace={path!r}: cannot be written: {error.strerror}") from error
 
     def _about(self, span: Span) -> dict[str, Any]:
-        """Which run it is (a row with this config_digest), and what of it is shown."""
+        """Returns the trace's metadata: the run's config_digest and which rounds are shown."""
         config = self._session.job.config
         return {
             "mode": config.mode,
@@ -91,7 +92,7 @@ class Tracing:
 
 
 def _tracks(rank: Rank, drafter: Drafter | None, span: Span) -> list[Track]:
-    """This rank's rows: its host; the lead's also its device and, inline, the draft's host."""
+    """Returns this rank's thread rows: its host; on the lead also device and inline draft."""
     assert rank.ledger is not None, "a trace before the pass"
     topology = rank.session.topology
     host = _host_track("host", rank.ledger, span)
@@ -110,9 +111,10 @@ def _host_track(name: str, ledger: Ledger, span: Span) -> Track:
 
 
 def _device_track(host: Track, span: Span) -> Track:
-    """The lead's forwards: as long as the device says; ended, at the latest, when the host saw it.
+    """Returns the lead's forwards as a thread row, each as long as the device measured.
 
-    Events give durations and no place on the host's clock, so the place is this bound.
+    Device events give durations but no time on the host's clock. A forward is therefore drawn to
+    end when the host noticed its end, which is the latest time possible.
     """
     waits: Int64s = host.slices[host.slices[:, 1] == LeadPhase.DEVICE_WAIT]
     seconds = span.t_target_s[: len(waits)]
@@ -125,7 +127,7 @@ def _device_track(host: Track, span: Span) -> Track:
 
 
 def _arrows(session: Session) -> list[Arrow]:
-    """Messages, from the phase that packs one to the phase that follows its arrival."""
+    """Returns the arrows of messages: from the phase that packs one to the one that uses it."""
     topology = session.topology
     arrows = [
         Arrow("plan", (0, 0, LeadPhase.BROADCAST), (rank, 0, FollowPhase.COMMIT))

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and of which a kill leaves no half."""
+"""Files that appear complete or not at all, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import IO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, named `path` when the block is over without an error.
+    """Opens a file for writing that gets the name `path` once the block ends without an error.
 
-    Until then it has no name, where the file system can do that (most on Linux; NFS can't: there
-    it is PATH.part).
+    Until then it has no name if the file system allows that (most on Linux do). On NFS, which does
+    not, it is named PATH.part.
     """
     try:
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
@@ -27,5 +27,5 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     with os.fdopen(fd, "wb") as file:
         yield file
         file.flush()
-        # src_dir_fd: only so does Python let the kernel follow the link to the open file.
+        # With src_dir_fd Python lets the kernel follow the link to the open file.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=0, follow_symlinks=True)
