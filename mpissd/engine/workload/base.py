@@ -1,7 +1,8 @@
-"""A workload and its two workers; the loops in `decode` know nothing else of a model.
+"""The interfaces of a workload and of its target and draft workers.
 
-Workers start forwards and say when they are over; they never send, wait for a peer or look at a
-clock. Every rank's worker sees the same batch, kept by applying the same outcomes.
+The decoding loops in `decode` use a model through these classes alone. Workers start forwards and
+report when they are over; they never send messages, wait for a peer or read a clock. Every rank's
+worker sees the same batch, because every rank applies the same outcomes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 W = TypeVar("W", bound="Worker")
 Admissions = Sequence[tuple[int, Request]]
-# (batch row, i) → float32 [V]: the distribution that drafted token i was drawn from.
+# (batch row, i) → float32 [V]: the distribution from which drafted token i was drawn.
 Proposals = Callable[[int, int], NDArray[np.float32]]
 
 
 class LogitsGather(Protocol):
-    """T ranks' shares of the logits → the lead."""
+    """Gathers the T target ranks' shares of the logits on the lead."""
 
     def start(self, local: NDArray[np.float32]) -> None:
         """Starts to gather `local` [rows, V/T] (collective)."""
@@ -42,51 +43,63 @@ class LogitsGather(Protocol):
         """Returns whether the gather is over (never blocks)."""
 
     def result(self) -> NDArray[np.float32]:
-        """Returns [T, rows, V/T], on the lead."""
+        """Returns the gathered logits on the lead: float32 [T, rows, V/T]."""
 
 
 OpenGather = Callable[[], LogitsGather]
 
 
 class Worker(ABC):
-    """What both sides have in common: sequences come and go, forwards run and end."""
+    """Base class of target and draft workers: follows the batch and runs forwards."""
 
     stepper: Forwards
 
     @abstractmethod
     def twin(self: W, stepper: Forwards) -> W:
-        """The same laws over other forwards (calibration)."""
+        """Returns a worker with the same laws that runs its forwards on `stepper`.
+
+        Calibration uses it to run the loops over forwards that only pause.
+        """
 
     def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """Draws what these sequences will need first, while none is live."""
+        """Draws the first tokens of these sequences ahead of the rounds that admit them.
+
+        Called while no sequence is live. The default does nothing.
+        """
 
     @abstractmethod
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Follows an applied outcome: takes new sequences into their slots (a slot taken again
-        forgets its last tenant) and makes what the round will need available."""
+        """Admits new sequences to their slots and prepares the tokens that this round needs.
+
+        Called after an outcome was applied to `batch`. A slot that is used again forgets its
+        previous sequence.
+        """
 
     def done(self) -> bool:
-        """Whether the launched forward is over (never blocks)."""
+        """Returns whether the launched forward is over; never blocks."""
         return self.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the launched forward is over."""
+        """Waits until the launched forward is over."""
         self.stepper.wait(waiter)
 
     def elapsed_s(self) -> float:
-        """Device time of the last finished forward."""
+        """Returns the device time of the last finished forward, in seconds."""
         return self.stepper.elapsed_s()
 
     def close(self) -> None:
-        """Frees the forwards; before the group's communicator."""
+        """Frees the forwards; must be called before the group's communicator is freed."""
         self.stepper.close()
 
 
 class TargetWorker(Worker):
-    """One target rank's share of the target model."""
+    """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
     def upload(self, batch: Batch, speculation: Speculation) -> None:
-        """Hands the tokens of Σ(num_draft+1) rows to the device, for the next launch."""
+        """Hands the tokens that the next launch verifies to the device.
+
+        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens.
+        """
         tokens = verify_rows(batch.last_tokens, speculation)
         self.stepper.upload(len(tokens), tokens)
 
@@ -98,25 +111,27 @@ class TargetWorker(Worker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule to the finished forward: (num_accepted, bonus), both [b].
+        """Applies the acceptance rule to the finished forward.
 
-        proposals: asked only where a token is rejected that was not certain (q < 1).
+        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only where the rule
+        rejects a token that was drawn with q < 1.
         """
 
 
 class Rollout:
-    """Lanes that a draft grows together, one token a lane a step.
+    """Token sequences (lanes) that a draft grows together, one token a lane in each step.
 
-    tokens: int32 [lanes, K], columns up to `steps` are grown. rows: the batch row of each lane;
-    empty while several lanes grow for one sequence and nobody knows which will win.
-    q: float64 [lanes, K] where tokens are sampled, the probability that each was drawn with.
+    tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
+    empty while a sequence has several lanes and the outcome has not yet chosen one.
+    q: float64 [lanes, K], the probability with which each token was drawn; None where tokens are
+    not sampled.
     """
 
     q: NDArray[np.float64] | None = None
 
     def __init__(self, rows: NDArray[np.int64], first: Ints, tokens: Ints) -> None:
         self.rows = rows
-        self.first = first  # [lanes] the token that each lane starts from
+        self.first = first  # [lanes], the token from which each lane starts
         self.tokens = tokens
         self.steps = 0
 
@@ -125,24 +140,27 @@ class Rollout:
 
     @property
     def inputs(self) -> Ints:
-        """The token that each lane's next step reads."""
+        """Token that each lane's next step reads, int32 [lanes]."""
         return self.tokens[:, self.steps - 1] if self.steps else self.first
 
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
-        """Prunes to `lanes`, which won for batch rows `rows`; what the others grew is given up."""
+        """Keeps only `lanes`, chosen for batch rows `rows`, and drops all other lanes."""
         chosen = np.array(lanes, np.int64)
         self.rows = np.array(rows, np.int64)
         self.first, self.tokens = self.first.take(chosen), self.tokens.take(chosen, axis=0)
 
     def proposals(self, lane: int) -> list[NDArray[np.float32]]:
-        """The distributions [V] that the lane's tokens were drawn from, of those with q < 1."""
+        """Returns the distributions [V] of the lane's tokens that were drawn with q < 1."""
         return []
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """What each lane of a growth stands for, [lanes]: its batch row, the k of its outcome, and the
-    place of its candidate among k's."""
+    """The outcome for which each lane is grown; all arrays are [lanes].
+
+    rows: the lane's batch row. k: the number of accepted tokens in its outcome. place: the rank of
+    its bonus candidate among the candidates of that k, from 0.
+    """
 
     rows: NDArray[np.int64]
     k: Ints
@@ -150,42 +168,49 @@ class Lanes:
 
     @cached_property
     def lists(self) -> tuple[list[int], list[int]]:
-        """(rows, k) as lists: lanes that stay the same are read once."""
+        """Pair (rows, k) as lists, cached because the same lanes serve many rounds."""
         return self.rows.tolist(), self.k.tolist()
 
 
 class Branches(NamedTuple):
-    """A lane for each bonus candidate, and the rollout that grows from it."""
+    """One lane for each bonus candidate, and the rollout that grows these lanes."""
 
     lanes: Lanes
     rollout: Rollout
 
 
 class DraftWorker(Worker):
-    """The draft model of one draft rank (or inline, on the lead)."""
+    """Runs the whole draft model on a draft rank, or on the lead where the draft is inline."""
 
     lookahead: int
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
-        """Starts the (K+1)-row forward a sequence that scores the trunk just served."""
+        """Starts the forward that scores the served trunk, K+1 rows a sequence."""
         tokens = verify_rows(batch.last_tokens, speculation)
         self.stepper.upload(len(batch) * (self.lookahead + 1), tokens)
         self.stepper.launch()
 
     def served(self, batch: Batch, speculation: Speculation) -> None:
-        """Hears what was served, of all drafts; before the glue, and where there is none."""
+        """Records the speculation that was served, whichever draft made it.
+
+        Called before the glue forward, and also in rounds that have none. The default does nothing.
+        """
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """After the glue: a lane for each bonus candidate t*, the `first` of its rollout.
+        """Returns a lane for each bonus candidate t*, after the glue forward.
 
-        A sequence whose speculation was a hit keeps fan_outs.after_hit candidates at each k, else
-        after_miss; never the token that was served there.
+        The candidates are the rollout's `first`. A sequence whose speculation was a hit keeps
+        fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that
+        was served behind k accepted tokens is never one of them.
         """
 
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        """Lanes that continue batch rows `rows` from their newest committed token."""
+        """Returns new lanes that continue batch rows `rows` from their last committed token.
+
+        source: which backup drafts them (JIT or FAST).
+        """
 
     def launch_step(self, rollouts: Sequence[Rollout]) -> None:
         """Starts one forward that grows every lane of every rollout by one token."""
@@ -196,12 +221,12 @@ class DraftWorker(Worker):
 
     @abstractmethod
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
-        """Takes the tokens of the finished step into the rollouts."""
+        """Stores the tokens of the finished step in the rollouts."""
 
 
 @dataclass(frozen=True)
 class RowFields:
-    """The keys of a result row that a workload fills; None is null in the row."""
+    """Values of the result-row keys that a workload fills; None is written as null."""
 
     acceptance: str | None = None
     acceptance_fast: str | None = None
@@ -215,20 +240,20 @@ class RowFields:
 
 
 class Workload(ABC):
-    """What a job decodes: its sequences, and the workers that verify and draft their tokens.
+    """Base class of workloads: makes the sequences of a job and the workers that decode them.
 
     A new workload is a subclass in a folder of its own and one call of common.workloads.register.
     """
 
-    is_imposed: ClassVar[bool] = False  # outcomes follow job.acceptance and job.hit_law alone
-    drafts_in_parallel: ClassVar[bool] = False  # takes drafts of several tokens a forward (Medusa)
+    is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
+    drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)
     reports_outcomes: ClassVar[bool] = False  # rows report fitted laws though nothing adapts
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def check(self) -> None:
-        """Raises ConfigError where the job asks for what this workload cannot decode."""
+        """Raises ConfigError if this workload cannot decode the job."""
         draft = self.job.draft
         if draft is not None and draft.num_tokens > 1 and not self.drafts_in_parallel:
             name = self.job.config.workload
@@ -236,23 +261,23 @@ class Workload(ABC):
 
     @property
     def stacks(self) -> Stacks:
-        """Makes the two models; the stack of products, where a workload says no other."""
+        """Factory of the two models' stacks; by default stacks of matrix products."""
         return GemmStacks()
 
     @property
     @abstractmethod
     def vocab(self) -> int:
-        """V: token ids are below it."""
+        """Size V of the vocabulary; token ids are 0 … V − 1."""
 
     @property
     def samples(self) -> bool:
-        """Whether drafted tokens are random, so that their distributions travel with them."""
+        """Whether drafted tokens are sampled, so that a speculation carries their distributions."""
         return False
 
     @property
     @abstractmethod
     def law(self) -> str:
-        """Describes what decides the outcomes, in one line for the card."""
+        """One line for the printed card that describes what decides the outcomes."""
 
     @abstractmethod
     def target_worker(
@@ -272,5 +297,5 @@ class Workload(ABC):
         """Returns `count` sequences to decode, numbered from first_id."""
 
     def row_fields(self) -> RowFields:
-        """Returns what a result row says of this workload."""
+        """Returns the values of this workload's keys in the result row."""
         return RowFields()

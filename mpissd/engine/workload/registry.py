@@ -1,4 +1,4 @@
-"""From the name of a workload to the workload of a job."""
+"""Find the class of a workload by its name, and make the workload of a job."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def workload_kind(name: str) -> type[Workload]:
-    """Imports and returns the class of this name; raises ConfigError for a name that is none."""
+    """Imports and returns the workload class `name`; raises ConfigError if it is not registered."""
     module, _, kind = known(name).where.partition(":")
     found: type[Workload] = getattr(import_module(module), kind)
     return found
 
 
 def workload_of(job: Job) -> Workload:
-    """Returns the workload that this job decodes."""
+    """Returns a new workload object for this job."""
     return workload_kind(job.config.workload)(job)

@@ -1,9 +1,9 @@
-"""One outcome alone is grown for: that all tokens which were served are accepted (fan_out=tail:F).
+"""Draft worker that prepares for one outcome: all served tokens are accepted (fan_out=tail:F).
 
-PEARL and AMUSD draft on behind what the target verifies as if all of it were accepted. A list
-F_0 … F_K can say so only while every speculation is K tokens long; this worker keeps its candidates
-behind the last *served* token, wherever that is. Which one it is depends on time and length alone,
-so decoding stays lossless [THEORY, losslessness 1].
+PEARL and AMUSD continue drafting behind the tokens under verification as if the target accepted all
+of them. A list F_0 … F_K expresses this only while every speculation is K tokens long; this worker
+keeps its candidates behind the last *served* token, wherever that is. Its place depends on time and
+length alone, so decoding stays lossless [THEORY, losslessness 1].
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class TailWorker(DraftWorker):
     """A draft worker whose branches all grow behind the last served token."""
 
     def __init__(self, worker: DraftWorker) -> None:
-        """worker: does everything else."""
+        """Wraps `worker`, which does everything except choose the branches."""
         self._worker = worker
         self.stepper, self.lookahead = worker.stepper, worker.lookahead
 
     def twin(self, stepper: Forwards) -> TailWorker:
-        """The same laws over other forwards (calibration)."""
+        """Returns a tail worker over the wrapped worker's twin on `stepper`."""
         return TailWorker(self._worker.twin(stepper))
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """fan_outs.widest candidates behind each sequence's last served token; no others."""
+        """Returns fan_outs.widest candidates behind each sequence's last served token alone."""
         served, count = speculation.num_draft, fan_outs.widest
         every = len(batch) > 0 and bool((served != served[0]).any())
         rows = range(speculation.tokens.shape[1] + 1)

@@ -1,1 +1,1 @@
-"""The `gemm` workload: the forwards are products of random numbers, tokens follow imposed laws."""
+"""The `gemm` workload: forwards multiply random matrices; imposed laws decide the tokens."""

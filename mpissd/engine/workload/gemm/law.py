@@ -1,8 +1,8 @@
-"""The synthetic laws of the `gemm` workload: which tokens exist, are accepted, are predicted.
+"""Tables of the synthetic tokens of the `gemm` workload: emitted, drafted and predicted.
 
 Every draw is keyed by (seed, purpose, sequence, absolute position), so AR, SD and SSD with any K,
-hit law or timing emit the same tokens for one seed. What follows from the draws is tabulated a
-window of positions at a time: the hot path only gathers.
+hit law or timing emit the same tokens for one seed. Tables are filled a window of positions at a
+time, so that a round only gathers from them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.workload.base import Admissions
 
-WINDOW = 4096  # positions a slot's tables hold; a refill costs about a millisecond
-_CANDIDATES = 1 << 18  # positions · widest F of a slot at most: a wide fan-out has fewer positions
+WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
+_CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions
 _MARGIN = 4
 Index = NDArray[np.int64]
 
 
 class TokenStream:
-    """Y(s,p) = floor(V·U(token,s,p)), by slot and position: what the target emits.
+    """Table of the tokens that the target emits, Y(s,p) = floor(V·U(token,s,p)).
+
+    s is the sequence in a slot, p a position, and U a uniform draw.
 
     Offsets are relative to each sequence's newest committed length n: offset 0 is position n.
     """
@@ -36,27 +38,29 @@ class TokenStream:
         self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
     ) -> None:
         self._seed, self.vocab, self.lookahead = seed, vocab, lookahead
-        self._reach = 2 * lookahead + 4  # positions past n that a round may ask for
+        self._reach = 2 * lookahead + 4  # positions past n that a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
         self._base = np.zeros(capacity, np.int64)  # slot · window - position of its first column
-        self._limit = np.zeros(capacity, np.int64)  # lengths from here on need a refill
+        self._limit = np.zeros(capacity, np.int64)  # a slot needs a refill from this length on
         self._true = np.zeros((capacity, self._window), np.int32)
         self._flat_true = self._true.reshape(-1)
         self._prepared: dict[int, list[NDArray[np.int32]]] = {}
-        self._safe_rounds = 0  # for so many rounds no sequence can reach its limit
+        self._safe_rounds = 0  # rounds in which no sequence can reach its limit
         self._origin: Index = np.zeros(0, np.int64)  # [b] flat index of position n
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first windows of sequences that will come, while no sequence is live: a fill
-        takes a millisecond, which belongs to no round."""
+        """Draws the first windows of future sequences, while no sequence is live.
+
+        A fill takes about a millisecond, which would otherwise lengthen the admitting round.
+        """
         for request in requests:
             self._request[0] = request.request_id
             self._fill(0, 0)
             self._prepared[request.request_id] = [view.copy() for view in self._views(0)]
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Makes every position that this round may ask for available."""
+        """Admits new sequences, and refills every table that this round could read past its end."""
         for slot, request in admissions:
             self._request[slot] = request.request_id
             self._admit(slot, self._prepared.pop(request.request_id, None))
@@ -67,11 +71,11 @@ class TokenStream:
         self._origin += batch.lengths
 
     def true(self, offsets: Index, rows: Index | None = None) -> Ints:
-        """Y at n + offsets, [b, …] (of batch rows `rows` alone, if given)."""
+        """Returns Y at positions n + offsets, int32 [b, …], or of batch rows `rows` if given."""
         return self._flat_true.take(self._index(offsets, rows))
 
     def row(self, count: int) -> list[int]:
-        """Y at n … n + count − 1 of a batch of one."""
+        """Returns Y at positions n … n + count − 1 of the only sequence of the batch."""
         first = int(self._origin[0])
         found: list[int] = self._flat_true[first : first + count].tolist()
         return found
@@ -96,7 +100,7 @@ class TokenStream:
         self._place(slot, 0)
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
-        """Everything that is tabulated for a slot."""
+        """Returns writable views of this slot's part of every table, to save and restore them."""
         return [self._true[slot]]
 
     def _fill(self, slot: int, start: int) -> None:
@@ -114,8 +118,11 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Offsets:
-    """Of a sequence's lanes, each [ΣF]: the k of a candidate, how far its decoy lies from that of
-    (p = n, place 0), and how many positions behind n its branch begins."""
+    """Table offsets of one sequence's lanes; each array is [ΣF], n is the committed length.
+
+    k: accepted tokens in the lane's outcome. decoy: distance in the flat table of decoys from the
+    entry of (position n, place 0). behind: distance from n to the position where the branch begins.
+    """
 
     k: Ints
     decoy: Index
@@ -123,7 +130,11 @@ class Offsets:
 
 
 class DraftStream(TokenStream):
-    """What the draft proposes and predicts: x(s,p,i,src), and the rank of the true bonus token."""
+    """Tables of the tokens that the draft proposes, and of its bonus candidates.
+
+    A drafted token x(s,p,i,src) depends on sequence s, position p, place i in the round and the
+    source src that drafted it. A candidate list contains the true bonus token at a drawn rank.
+    """
 
     def __init__(
         self,
@@ -134,13 +145,13 @@ class DraftStream(TokenStream):
         hit_law: HitLaw,
         widest: int = 1,
     ) -> None:
-        """widest: the most candidates that a row will ever keep (max F_k)."""
+        """Allocates empty tables; `widest` is the most candidates that a row keeps (max F_k)."""
         lookahead = len(acceptance[Source.JIT].hazards)
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
         plane = capacity * self._window
-        # x of each law and place i of a round; sources with equal laws share a table.
+        # x by law, then [place i, slot, position]; sources with equal laws share a table.
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
@@ -148,13 +159,14 @@ class DraftStream(TokenStream):
         self._table = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
         self._flat_table = {source: table.reshape(-1) for source, table in self._table.items()}
         step = np.arange(lookahead, dtype=np.int64)
-        self._places: Index = step * (plane + 1)  # flat step from (i = 0, p) to (i, p + i)
-        # How many of the K tokens drafted from p on are accepted, by the source that drafted them.
+        # For each place i, the distance in a flat table from (0, p) to (i, p + i).
+        self._places: Index = step * (plane + 1)
+        # [source, slot, p]: accepted tokens among the K that the source drafts from p on.
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
         self._flat_run = self._run.reshape(-1)
         self._source_plane = plane
-        # [0] decoys alone; [1] with Y at its rank's place, for the row that is the true outcome;
-        # [2] likewise where all served tokens were accepted, if the hit law tells that apart
+        # [0]: decoys alone. [1]: Y at the place of its rank, for the row of the true outcome.
+        # [2]: likewise where all served tokens were accepted, if the hit law has a rate for it.
         planes = 1 + len(hit_law.ends)
         self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
@@ -162,7 +174,7 @@ class DraftStream(TokenStream):
         self._offsets: dict[tuple[int, ...], Offsets] = {}
 
     def offsets(self, fan_out: tuple[int, ...]) -> Offsets:
-        """Where a sequence's lanes lie with these F_0 … F_K."""
+        """Returns the table offsets of a sequence's lanes for the fan-out F_0 … F_K."""
         if fan_out not in self._offsets:
             k, place = lanes_of(fan_out)
             decoy = k.astype(np.int64) * self._widest + place
@@ -170,18 +182,18 @@ class DraftStream(TokenStream):
         return self._offsets[fan_out]
 
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
-        """The K tokens x_1 … x_K drafted from position n + offsets on, [b, …, K]."""
+        """Returns the tokens x_1 … x_K that `source` drafts from n + offsets on, [b, …, K]."""
         index = self._index(offsets[..., None] + self._places, rows)
         return self._flat_table[source].take(index)
 
     def candidates(
         self, source: Ints, num_draft: Ints, offsets: Offsets, rows: Index | None = None
     ) -> Ints:
-        """Bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), behind trunks of
-        `num_draft` [n] tokens from `source` [n].
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all rows).
 
-        Distinct a row, and never the proposed token. Decoys, except where row k is the true
-        outcome: there Y takes the place that its rank has, if it is within the fan-out.
+        The trunks have `num_draft` [n] tokens from `source` [n]. The candidates of a k differ from
+        each other and from the proposed token. They are decoys, except for the k of the true
+        outcome: there Y stands at the place of its rank, if the rank is within the fan-out.
         """
         origin = self._origin if rows is None else self._origin[rows]
         run = self._flat_run.take(source * self._source_plane + origin)
@@ -208,7 +220,7 @@ class DraftStream(TokenStream):
                 table[i, slot] = np.where(coin < rate, true, wrong)
         for source, table in self._table.items():
             self._run[source, slot] = leading(table[:, slot] == true)
-        # Upwards from Y + 1, past the wrong token; the proposed token is one of Y and wrong.
+        # Decoys count upwards from Y + 1 and skip `wrong`: the proposed token is Y or `wrong`.
         place = np.arange(self._widest)
         gap = (wrong - true - 1) % self.vocab
         shift = place + (place >= gap[:, None])
@@ -221,7 +233,10 @@ class DraftStream(TokenStream):
 
 
 def leading(matches: NDArray[np.bool_]) -> Ints:
-    """[K, W] → [W]: at each p, the leading i with matches[i, p + i] (what lies beyond is False)."""
+    """Counts, at each position p, the leading i for which matches[i, p + i] is true.
+
+    matches: [K, W]; entries beyond the window count as False. Returns int32 [W].
+    """
     lookahead, window = matches.shape
     run = np.zeros(window + lookahead, np.int32)
     alive = np.ones(window, np.bool_)

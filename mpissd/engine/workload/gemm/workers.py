@@ -1,7 +1,8 @@
-"""The `gemm` workload: real (or modelled) forwards, tokens and outcomes from the law.
+"""Target and draft workers of the `gemm` workload.
 
-The forwards compute on random numbers and decide nothing; k, t* and the draft tokens come from the
-laws, so acceptance and cache hits are imposed and every mode emits the same tokens.
+Their forwards compute on random numbers (or are modelled) and decide nothing. k, t* and the draft
+tokens come from the laws, so acceptance and cache hits are imposed and every mode emits the same
+tokens.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _NOBODY: Index = np.zeros(0, np.int64)
 
 
 class GemmTargetWorker(TargetWorker):
-    """Verifies with GEMMs; accepts by comparing with the stream Y."""
+    """Runs the target's forward, and accepts drafted tokens that equal the token stream Y."""
 
     def __init__(self, stepper: Forwards, stream: TokenStream) -> None:
         self.stepper, self._stream = stepper, stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
     def twin(self, stepper: Forwards) -> GemmTargetWorker:
-        """The same laws over other forwards (calibration)."""
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
         return GemmTargetWorker(stepper, self._stream)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws what these sequences will need first, while none is live."""
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
@@ -49,8 +50,11 @@ class GemmTargetWorker(TargetWorker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Row j of the forward scores position n + j, n the committed length."""
-        if len(batch) == 1:  # without NumPy: 12 to 18 µs less on the path of every round
+        """Compares the drafted tokens with Y; row j scores position n + j, n the committed length.
+
+        Returns (num_accepted, bonus), both int32 [b].
+        """
+        if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
             return _judge_one(self._stream.row(len(self._ahead)), speculation)
         true = self._stream.true(self._ahead)  # [b, K+1]
         accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
@@ -59,7 +63,7 @@ class GemmTargetWorker(TargetWorker):
 
 
 def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
-    """count_accepted for one sequence; true: the target's next K+1 tokens."""
+    """Returns (num_accepted, bonus), both [1]; `true` holds the target's next K+1 tokens."""
     drafts, limit = speculation.tokens[0].tolist(), int(speculation.num_draft[0])
     accepted = 0
     while accepted < limit and drafts[accepted] == true[accepted]:
@@ -68,27 +72,27 @@ def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
 
 
 class GemmDraftWorker(DraftWorker):
-    """Drafts with GEMMs; tokens and bonus candidates come from the laws."""
+    """Runs the draft's forwards; takes tokens and bonus candidates from the stream's tables."""
 
     def __init__(self, stepper: Forwards, stream: DraftStream, num_tokens: int = 1) -> None:
-        """num_tokens: how many one forward drafts (Medusa: all K)."""
+        """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""
         self.stepper, self.lookahead = stepper, stream.lookahead
         self._stream, self._num_tokens = stream, num_tokens
-        self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}  # by list and batch size
+        self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}  # by fan-out and batch size
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:
-        """The same laws over other forwards (calibration)."""
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
         return GemmDraftWorker(stepper, self._stream, self._num_tokens)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws what these sequences will need first, while none is live."""
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Lane (s, k, t*) grows from position n + k + 1, behind its bonus token."""
+        """Returns a lane for each (s, k, t*); it grows from n + k + 1, behind its bonus token."""
         if fan_outs.is_one:
             return self._branches(speculation, fan_outs.after_hit)
         sources = sorted(set(speculation.source.tolist()))
@@ -113,7 +117,7 @@ class GemmDraftWorker(DraftWorker):
     def _branches(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> Branches:
-        """Of batch rows `rows` (None: all), which all have one list."""
+        """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
         stream, offsets = self._stream, self._stream.offsets(fan_out)
         source, num_draft = speculation.source, speculation.num_draft
         if rows is not None:
@@ -124,7 +128,7 @@ class GemmDraftWorker(DraftWorker):
         return Branches(lanes, Rollout(_NOBODY, candidates, tokens.reshape(len(candidates), -1)))
 
     def _lanes(self, fan_out: tuple[int, ...], rows: int | Index) -> Lanes:
-        """Of so many rows, or of these."""
+        """Returns the lanes of batch rows 0 … rows − 1 (int), or of the given rows (array)."""
         if isinstance(rows, int) and (fan_out, rows) in self._full:
             return self._full[fan_out, rows]
         chosen = np.arange(rows) if isinstance(rows, int) else rows

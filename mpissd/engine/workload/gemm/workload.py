@@ -1,4 +1,4 @@
-"""What a `gemm` job decodes, as one object."""
+"""The `gemm` workload as one object: its workers, requests, checks and row fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class GemmWorkload(Workload):
         return f"acceptance {job.config.acceptance_text}{hits}"
 
     def check(self) -> None:
-        """Refuses more candidates a row than a vocabulary without Y and the served token has."""
+        """Raises ConfigError if a row needs more than V − 2 candidates.
+
+        The vocabulary without Y and the served token has no more.
+        """
         super().check()
         if self.job.fan_out and self.job.widest + 2 > self.vocab:
             raise ConfigError(

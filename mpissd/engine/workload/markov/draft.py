@@ -1,4 +1,4 @@
-"""The draft of the `markov` workload: what it drafts and predicts comes from a known model."""
+"""Draft worker of the `markov` workload: drafts and predicts with an exactly known model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mpissd.engine.workload.markov.sampled import Lane, SampledRollout
 
 
 class MarkovDraftWorker(DraftWorker):
-    """Drafts with the draft model."""
+    """Samples drafted tokens from the draft model, and predicts bonus tokens with it."""
 
     def __init__(
         self, stepper: Forwards, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts
     ) -> None:
-        """fan_outs: the lists that Saguaro sampling damps by until others are grown."""
+        """Makes a worker; Saguaro sampling uses `fan_outs` until `branches` is given others."""
         self.stepper, self._laws, self.lookahead = stepper, laws, lookahead
         self._fan_outs = fan_outs
         self._histories = Histories(lambda request: laws.prompt(request.request_id))
 
     def twin(self, stepper: Forwards) -> MarkovDraftWorker:
-        """The same laws over other forwards (calibration)."""
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
         return MarkovDraftWorker(stepper, self._laws, self.lookahead, self._fan_outs)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
@@ -39,7 +39,7 @@ class MarkovDraftWorker(DraftWorker):
         self._histories.serve(batch, speculation)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """The draft's likeliest tokens at each row of the trunk, likeliest first."""
+        """Returns a lane for each of the draft's likeliest tokens behind each row of the trunk."""
         self._fan_outs = fan_outs
         model = self._laws.draft
         found: list[tuple[int, int, int, int]] = []  # row, k, place, token
@@ -62,7 +62,11 @@ class MarkovDraftWorker(DraftWorker):
         return Branches(Lanes(table[:, 0], k_of, place_of), rollout)
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        """FAST tokens are certain: from the sequence's own past, else the likeliest of all."""
+        """Returns new lanes that continue batch rows `rows` from their last committed token.
+
+        FAST lanes get all K tokens at once, with q = 1: by prompt lookup in the sequence, and the
+        model's likeliest token for the rest. JIT lanes are grown step by step.
+        """
         histories = self._histories.rows(batch)
         lanes = [
             Lane(
@@ -89,7 +93,7 @@ class MarkovDraftWorker(DraftWorker):
         for rollout in rollouts:
             assert isinstance(rollout, SampledRollout) and rollout.q is not None
             place = rollout.steps
-            drawn: dict[tuple[int, int], float] = {}  # lanes of a sequence share it: one can win
+            drawn: dict[tuple[int, int], float] = {}  # lanes of a sequence share a draw
             for n, lane in enumerate(rollout.lanes):
                 key = lane.sequence, lane.first_draw + place
                 if key not in drawn:
@@ -101,7 +105,7 @@ class MarkovDraftWorker(DraftWorker):
             rollout.steps += 1
 
     def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
-        """The lane's token at its place in the round, its probability, and the row it is from."""
+        """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
         laws = self._laws
         top = lane.fan_out[place] if lane.fan_out else 0
         logits = laws.draft.logits(lane.context)

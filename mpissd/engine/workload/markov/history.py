@@ -1,7 +1,7 @@
-"""The committed tokens of every live sequence, as a worker that models contexts needs them.
+"""Histories of live sequences: the committed tokens that a context model reads.
 
-Each rank keeps its own, from what every rank hears anyway: the speculation that was served, and
-how many of its tokens the next outcome accepted.
+Each rank keeps its own copy. It follows from messages that every rank receives: the speculation
+that was served, and how many of its tokens the next outcome accepted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from mpissd.common.rounds import Batch, Request, Speculation
 from mpissd.engine.workload.base import Admissions
 from mpissd.engine.workload.markov.model import MarkovModel
 
-_ROUND = 512  # draws that a round may use of a stream: a lookahead is at most 256
-_EPOCH = 1 << 32  # rounds that an epoch may have
+_ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
+_EPOCH = 1 << 32  # limit of rounds in an epoch
 Prompt = Callable[[Request], Sequence[int]]
 
 
 @dataclass
 class History:
-    """One sequence: its tokens, prompt included, and how many rounds it has been through."""
+    """The state of one sequence: its tokens and the number of its rounds.
+
+    tokens: committed tokens with the prompt. age: rounds so far. served: tokens under verification.
+    """
 
     request: Request
     tokens: list[int]
@@ -30,21 +33,26 @@ class History:
     served: list[int] = field(default_factory=list)
 
     def first_draw(self, later: int = 0) -> int:
-        """Where the draws of its round, or one `later`, begin in its streams: no two rounds of a
-        sequence, nor of its epochs, share a draw."""
+        """Returns the index of the round's first draw in the sequence's random streams.
+
+        later: rounds from now. No two rounds of a sequence share a draw, in any of its epochs.
+        """
         return (self.request.epoch * _EPOCH + self.age + later) * _ROUND
 
 
 class Histories:
-    """By slot."""
+    """The histories of all live sequences, by slot."""
 
     def __init__(self, prompt: Prompt) -> None:
-        """prompt: the tokens of a request, of which the last is its first_token."""
+        """Starts empty; `prompt` returns a request's tokens, which end in its first_token."""
         self._prompt = prompt
         self._by_slot: dict[int, History] = {}
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Follows an applied outcome: k served tokens and the bonus join each sequence."""
+        """Appends k served tokens and the bonus to each sequence, and admits new sequences.
+
+        Raises ProtocolError if a prompt does not end in the request's first token.
+        """
         admitted = {slot for slot, _ in admissions}
         slots = batch.slots.tolist()
         for slot in self._by_slot.keys() - set(slots):
@@ -69,7 +77,7 @@ class Histories:
             history.served = []
 
     def serve(self, batch: Batch, speculation: Speculation) -> None:
-        """Remembers what each sequence's target verifies now."""
+        """Records the drafted tokens that the target verifies now."""
         for history, tokens, count in zip(
             self.rows(batch),
             speculation.tokens.tolist(),
@@ -79,22 +87,25 @@ class Histories:
             history.served = tokens[:count]
 
     def rows(self, batch: Batch) -> list[History]:
-        """The histories of the batch, in its order."""
+        """Returns the histories of the batch's sequences, in the order of its rows."""
         return [self._by_slot[slot] for slot in batch.slots.tolist()]
 
 
 def trunk(
     model: MarkovModel, tokens: Sequence[int], served: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """The contexts behind 0, 1, … len(served) served tokens."""
+    """Returns the model's contexts behind 0, 1, … len(served) served tokens."""
     recent = [*tokens[-model.order :], *served]
     known = len(recent) - len(served)
     return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
-    """Prompt lookup: up to `count` tokens that followed the latest earlier occurrence of the
-    sequence's last n tokens, of the largest n ≤ longest that has one; [] where there is none."""
+    """Drafts by prompt lookup: returns up to `count` tokens, or [] without a match.
+
+    Searches for the latest earlier occurrence of the sequence's last n tokens, with the largest
+    n ≤ longest that occurs, and returns the tokens that followed it.
+    """
     best = start = 0
     for end in range(len(tokens) - 1, 0, -1):
         if tokens[end - 1] != tokens[-1]:

@@ -1,4 +1,4 @@
-"""What a `markov` job decodes: two models, how they are sampled, and the prompts."""
+"""The two models of a `markov` job, their sampling parameters, and its prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from mpissd.engine.workload.markov.model import MarkovModel
 
 @dataclass(frozen=True)
 class MarkovLaws:
-    """What a markov job decodes.
+    """Target and draft model of a markov job, and how tokens are sampled from them.
+
+    Raises ConfigError if the two vocabularies differ.
 
     saguaro_c: C of σ_{F,C} (1: plain sampling). prompt_tokens: length of each sequence's prompt.
     """
@@ -32,15 +34,15 @@ class MarkovLaws:
 
     @property
     def vocab(self) -> int:
-        """V."""
+        """Size V of the vocabulary."""
         return self.target.vocab
 
     def prompt(self, request_id: int) -> list[int]:
-        """The prompt of a sequence, drawn uniformly."""
+        """Returns the prompt of a sequence, drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
         return [int(x) for x in u * self.vocab]
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        """`count` sequences numbered from first_id, behind their prompts."""
+        """Returns `count` requests, numbered from first_id, with their prompts' last tokens."""
         ids = range(first_id, first_id + count)
         return [Request(n, first_token=self.prompt(n)[-1]) for n in ids]

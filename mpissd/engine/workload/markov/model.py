@@ -1,4 +1,4 @@
-"""A language model whose every distribution is known exactly: rows made by hashing the context.
+"""A synthetic language model whose distributions are computed by hashing the context.
 
 The logits behind a context are those of a Zipf-like law, in an order that the hash of the context's
 last `order` tokens decides: z = sharpness · E with E exponential, so that the n-th likeliest token
@@ -21,15 +21,15 @@ Logits = NDArray[np.float32]
 
 SHARPNESS = 1.5
 _CACHED_BYTES = 1 << 26
-_NOBODY = -1  # before the first token
+_NOBODY = -1  # stands for the missing tokens before the first
 
 
 @dataclass(frozen=True)
 class MarkovModel:
-    """p(next | last `order` tokens) for every context.
+    """Language model p(next | last `order` tokens), known for every context.
 
-    divergence: 0 is the model itself, 1 one that has nothing in common with it; between them the
-    logits are mixed, (1 − d)·z + d·z′.
+    divergence: 0 gives the model of the seed, 1 a model independent of it; a value d in between
+    mixes their logits, (1 − d)·z + d·z′.
     """
 
     vocab: int
@@ -38,21 +38,21 @@ class MarkovModel:
     divergence: float = 0.0
 
     def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """What the model sees of a sequence: its last `order` tokens."""
+        """Returns the last `order` tokens of a sequence, which are all that the model reads."""
         seen = tuple(tokens[-self.order :])
         return (_NOBODY,) * (self.order - len(seen)) + seen
 
     def logits(self, context: tuple[int, ...], start: int = 0, stop: int | None = None) -> Logits:
-        """float32 [stop − start] of tokens start … stop−1 (default: all) behind a context.
+        """Returns the logits of tokens start … stop−1 (default: all) behind a context.
 
-        Read-only, and equal whichever slice it is asked in.
+        float32 [stop − start], read-only. A token's logit does not depend on the slice.
         """
         found: Logits = _rows(self)(context, start, self.vocab if stop is None else stop)
         return found
 
     @property
     def likeliest(self) -> int:
-        """The token of the largest unigram probability: the mean of softmax over 64 contexts."""
+        """Token with the largest mean probability over 64 contexts."""
         return _likeliest(self)
 
 
@@ -67,7 +67,7 @@ def _likeliest(model: MarkovModel) -> int:
 
 @lru_cache(maxsize=16)
 def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
-    """The rows of one model, the latest kept."""
+    """Returns a function that computes one model's logits, and caches the latest ones."""
 
     @lru_cache(maxsize=max(64, _CACHED_BYTES // (4 * model.vocab)))
     def rows(context: tuple[int, ...], start: int, stop: int) -> Logits:
@@ -87,6 +87,6 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
 
 
 def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
-    """64 bits of a hash of the purpose and the context."""
+    """Returns a 64-bit hash of the purpose and the context."""
     told = np.array([int(purpose), *context], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Lanes whose tokens are drawn from a draft model."""
+"""Rollouts whose tokens are sampled from a draft model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from mpissd.engine.workload.base import Rollout
 
 @dataclass
 class Lane:
-    """What a lane grows behind: its sequence, where the draws begin of the round that its tokens
-    are for, and its context."""
+    """The state from which a lane draws its next token.
+
+    first_draw: the index of the first random draw of the round that will verify its tokens.
+    """
 
     sequence: int
     first_draw: int
     context: tuple[int, ...]
-    fan_out: tuple[int, ...]  # the list that its round will have: σ damps the tokens it keeps
+    fan_out: tuple[int, ...]  # of the verifying round; Saguaro sampling damps the tokens it keeps
 
 
 class SampledRollout(Rollout):
-    """A rollout whose tokens are drawn from the draft model."""
+    """A rollout that records, with each sampled token, its probability and distribution."""
 
     def __init__(self, rows: NDArray[np.int64], first: Ints, lanes: list[Lane], K: int) -> None:
         super().__init__(rows, first, np.zeros((len(first), K), np.int32))

@@ -1,9 +1,9 @@
-"""The target of the `markov` workload: verifies by sampling from a known language model.
+"""Target worker of the `markov` workload: verifies against an exactly known language model.
 
-The forwards are those of the pair's shapes, real or modelled, and last as long as they do; what is
-accepted comes from a markov model. Each target rank computes the logits of its share of the
-vocabulary, behind the sequences as *it* has committed them, and the lead gathers them: a follower
-that lost its place changes the tokens.
+The forwards, real or modelled, have the shapes and the durations of the pair's target; a markov
+model decides which tokens are accepted. Each target rank computes the logits of its share
+of the vocabulary from the tokens that *it* has committed, and the lead gathers them. A follower
+whose tokens are wrong would therefore change the output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpissd.engine.workload.markov.model import Logits
 
 
 class OwnLogits:
-    """The gather of a group of one."""
+    """Gather of logits for a single target rank: returns its own."""
 
     def start(self, local: Logits) -> None:
         self._local = local
@@ -48,7 +48,7 @@ class MarkovTargetWorker(TargetWorker):
         rank: int = 0,
         gather: LogitsGather | None = None,
     ) -> None:
-        """gather: needed from T = 2 on."""
+        """Makes the worker of target rank `rank` of `tp`; needs `gather` if tp ≥ 2."""
         self.stepper, self._laws = stepper, laws
         self._tp, self._rank = tp, rank
         self._gather = gather or OwnLogits()
@@ -56,7 +56,7 @@ class MarkovTargetWorker(TargetWorker):
         self._contexts: list[tuple[int, ...]] = []
 
     def twin(self, stepper: Forwards) -> MarkovTargetWorker:
-        """The same laws over other forwards (calibration)."""
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
         return MarkovTargetWorker(
             stepper, self._laws, tp=self._tp, rank=self._rank, gather=self._gather
         )
@@ -78,7 +78,10 @@ class MarkovTargetWorker(TargetWorker):
         self._gather.start(self._local_logits())
 
     def _local_logits(self) -> Logits:
-        """[rows, ceil(V/T)] of this rank's share; what lies beyond V is −inf."""
+        """Returns this rank's share of the logits, float32 [rows, ceil(V/T)].
+
+        Columns beyond the vocabulary are −inf.
+        """
         share = -(-self._laws.vocab // self._tp)
         start = min(self._rank * share, self._laws.vocab)
         stop = min(start + share, self._laws.vocab)
@@ -97,7 +100,10 @@ class MarkovTargetWorker(TargetWorker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """spec.sampling.judge, sequence by sequence; draws are keyed by (sequence, round)."""
+        """Applies rejection sampling (spec.sampling.judge) to each sequence.
+
+        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round).
+        """
         laws, parts = self._laws, self._gather.result()
         logits = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)[:, : laws.vocab]
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
@@ -125,7 +131,7 @@ class MarkovTargetWorker(TargetWorker):
 
 
 class _TargetRows:
-    """The target's distributions of one sequence, made when they are asked for."""
+    """The target's distributions of one sequence by row, computed when they are needed."""
 
     def __init__(self, logits: Logits, start: int, temperature: float) -> None:
         self._logits, self._start, self._temperature = logits, start, temperature
@@ -135,7 +141,7 @@ class _TargetRows:
 
 
 class _DraftRows:
-    """The rows behind one sequence's tokens; those that were certain have none."""
+    """The draft's distributions of one sequence by token; a token with q = 1 has none."""
 
     def __init__(self, proposals: Proposals, row: int, q: Sequence[float]) -> None:
         self._proposals, self._row, self._q = proposals, row, q

@@ -1,4 +1,4 @@
-"""What a `markov` job decodes, as one object."""
+"""The `markov` workload as one object: its models, workers, requests, checks and row fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MarkovWorkload(Workload):
 
     @cached_property
     def laws(self) -> MarkovLaws:
-        """The two models, how they are sampled, and the prompts."""
+        """The two models and their sampling parameters, from the flags and their defaults."""
         config = self.job.config
         vocab, order = config.vocab or DEFAULT_VOCAB, config.order or 2
         divergence = 0.2 if config.divergence is None else config.divergence
@@ -56,7 +56,7 @@ class MarkovWorkload(Workload):
         )
 
     def check(self) -> None:
-        """Refuses a round whose sampled rows [b, K, V] do not fit one message."""
+        """Raises ConfigError if a round's sampled rows [b, K, V] do not fit one message."""
         super().check()
         job, batch = self.job, self.job.config.batch_size
         size = _FLOAT32 * batch * job.lookahead * self.vocab
