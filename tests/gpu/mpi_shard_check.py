@@ -145,7 +145,7 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
         error = relative_error(out, ref)
         worst = max(worst, error if np.isfinite(error) else np.inf)
         agree = agree and len(set(COMM.allgather(out.tobytes()))) == 1
-        agree = agree and len(set(COMM.allgather(sharded.result.tobytes()))) == 1
+        agree = agree and len(set(COMM.allgather(sharded.stack.buffers.result.tobytes()))) == 1
     chain_s = chain(sharded)
     top = ids_are_best(sharded, whole, bound)
     captured = bool(getattr(sharded._current, "captured", False))
