@@ -1,4 +1,4 @@
-"""Consistency gates: a result row against its own raw rounds, and both against physics.
+"""Consistency gates: check a result row against its raw rounds, and both against physics.
 
     found = violations(row, rounds)     one line each, "gate: what is wrong, with both numbers"
 
@@ -50,12 +50,12 @@ GATES: tuple[Gate, ...] = (
 
 
 def violations(row: Row, rounds: Rounds) -> list[str]:
-    """Every contradiction, one line each; empty: the row stands."""
+    """Returns every contradiction in a row, one line each; empty if the row is sound."""
     found = []
     for gate in GATES:
         try:
             found += [f"{gate.__name__}: {message}" for message in gate(row, rounds)]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # Not the shape of a row or of its arrays: that is a finding, too.
+            # A row or array of the wrong shape is reported as a violation, too.
             found.append(f"{gate.__name__}: cannot be judged: {error!r}")
     return found

@@ -1,4 +1,4 @@
-"""Gates on what was decided: counts, tokens, outcomes, and whether all ranks heard the same."""
+"""Gates on decisions: counts, tokens, outcomes, and whether all ranks received the same ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _A_ROW_A_ROUND = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds
 
 
 def missing(row: Row, rounds: Rounds) -> Iterator[str]:
-    """What every row has is there, in the schema that is known here."""
+    """Reports keys that every row must have but this one lacks, and an unknown schema."""
     if row.schema != SCHEMA:
         yield f"schema is {row.schema}, this version judges {SCHEMA}"
     for path in _ALWAYS:
@@ -29,7 +29,7 @@ def missing(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def finite(row: Row, rounds: Rounds) -> Iterator[str]:
-    """No NaN and no infinity; in draft_rounds alone NaN means "not measured"."""
+    """Reports NaN and infinity; in draft_rounds alone NaN is allowed and means "not measured"."""
     yield from _not_finite("", row)
     for name, values in rounds.items():
         if values.dtype.kind == "f":
@@ -50,7 +50,7 @@ def _not_finite(path: str, value: Any) -> Iterator[str]:
 
 
 def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Every rank is counted, and all that say what they heard heard the same."""
+    """Reports a wrong number of ranks, and ranks whose digests of received outcomes differ."""
     size = int(row.world_size)
     if row.tp + row.num_drafts != size:
         yield f"world_size is {size}, tp + num_drafts is {row.tp + row.num_drafts}"
@@ -68,13 +68,13 @@ def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def counts(row: Row, rounds: Rounds) -> Iterator[str]:
-    """One number of rounds, everywhere."""
+    """Reports arrays and keys that disagree on the number of rounds."""
     found = {name: len(rounds[name]) for name in _A_ROW_A_ROUND if name in rounds}
     if "sequences" in rounds:
         found["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
     names = ["round_us.n", "predicted_round_us.n"]
     if row.on_late == "serve" and row.token_limit is not None:
-        names.pop()  # k' follows the timing: the replay may need other rounds for its tokens
+        names.pop()  # k' depends on timing, so the replay may need another number of rounds
     told = {name: number(row, name) for name in names}
     for name, count in {**found, **told}.items():
         if count is not None and count != row.num_rounds:
@@ -87,7 +87,10 @@ def counts(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
-    """num_tokens, acceptance_length and accept_histogram are one story; a hit rate is a share."""
+    """Reports token counts that contradict each other, and hit rates outside 0 to 1.
+
+    The counts are num_tokens, acceptance_length and accept_histogram.
+    """
     histogram = np.asarray(row.accept_histogram, np.int64)
     lookahead, batch, num_rounds = (int(row[k]) for k in ("lookahead", "batch_size", "num_rounds"))
     outcomes = int(histogram.sum())
@@ -109,9 +112,9 @@ def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def _counted(row: Row, rounds: Rounds, emitted: int, least: int) -> tuple[int, int]:
-    """The fewest and most tokens that count of those emitted.
+    """Returns the fewest and the most tokens, of those emitted, that can count.
 
-    What a sequence emits beyond the limit doesn't count: K at most, in its last round.
+    Tokens beyond a sequence's limit do not count: at most K of them, in its last round.
     """
     if "token_limit" not in row or row.stop_token is not None:
         return least, emitted
@@ -126,7 +129,7 @@ def _counted(row: Row, rounds: Rounds, emitted: int, least: int) -> tuple[int, i
 
 
 def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
-    """0 ≤ k ≤ num_draft ≤ K in every outcome, a hit is of the cache, and the row counts them."""
+    """Reports outcomes that break 0 ≤ k ≤ num_draft ≤ K, impossible hits, and wrong counts."""
     if "sequences" not in rounds:
         return
     rows, lookahead = rounds["sequences"], int(row.lookahead)
@@ -152,13 +155,13 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
     if seen != row.accept_histogram:
         yield f"accept_histogram is {row.accept_histogram}, sequences give {seen}"
-    if (looked := asked & (round_ > 0)).any():  # a first round is a forced miss
+    if (looked := asked & (round_ > 0)).any():  # a sequence's first round is a forced miss
         yield from differs(row, "hit_rate", float(hit[looked].mean()), "sequences", 1e-5)
     if (digest := outcome_digest(rows)) != row.get("outcome_digest", digest):
         yield f"outcome_digest is {row.outcome_digest}, sequences give {digest}"
 
 
 def _asked(row: Row, round_: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[n] Whether there was a draft to ask in this round."""
+    """Returns [n] whether a draft existed that could be asked in each of these rounds."""
     lost = number(row, "draft_lost_round")
     return np.full(len(round_), True) if lost is None else round_ < lost

@@ -1,4 +1,4 @@
-"""What gates have in common: numbers of a row by path, and the line for two that differ."""
+"""Helpers of the gates: read a number of a row by its path, and report two that differ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpissd.common.row import Row
 Rounds = Mapping[str, NDArray[Any]]
 Gate = Callable[[Row, Rounds], Iterator[str]]
 
-ROUNDING = 2e-3  # relative: a row's numbers are rounded, those of a short run coarsely
+ROUNDING = 2e-3  # allowed relative error: rows hold rounded numbers
 
 
 def number(row: Row, path: str) -> float | None:
-    """The number at a dotted path; None where there is none."""
+    """Returns the number at a dotted path such as "round_us.p50"; None if there is none."""
     value: Any = row
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -27,19 +27,19 @@ def number(row: Row, path: str) -> float | None:
 def differs(
     row: Row, path: str, other: float | None, source: str, quantum: float = 0.0
 ) -> Iterator[str]:
-    """A line where the row's number is not what `source` gives.
+    """Yields a line if the row's number at a path differs from `other`, which `source` gave.
 
-    quantum: an absolute difference that counts as rounding. No line where either is unknown.
+    quantum: an absolute difference that counts as rounding. Yields nothing if either is unknown.
     """
     said = number(row, path)
     if said is None or other is None:
         return
-    if not abs(said - other) <= ROUNDING * abs(other) + quantum:  # so that NaN differs
+    if not abs(said - other) <= ROUNDING * abs(other) + quantum:  # NaN counts as different
         yield f"{path} is {said:.7g}, {source}: {other:.7g}"
 
 
 def draft_column(rounds: Rounds, name: str) -> NDArray[Any] | None:
-    """A column of draft_rounds; None where there was no draft."""
+    """Returns a column of draft_rounds; None if there was no draft."""
     if "draft_rounds" not in rounds:
         return None
     column: NDArray[Any] = rounds["draft_rounds"][:, rounds["draft_columns"].tolist().index(name)]

@@ -1,4 +1,4 @@
-"""Gates on time: clocks run forward, phases close, and nothing is faster than it can be."""
+"""Gates on time: clocks run forward, phases add up, and nothing is faster than physics allows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mpissd.common.records import median, percentiles_us
 from mpissd.common.row import Row
 from mpissd.lab.gates.read import Rounds, differs, draft_column, number
 
-_NOISE = {"numpy": 0.1}  # of a CPU's read rate, as for `stable`; a GPU's is steady
-_PEAK_NOISE = {"numpy": 0.5}  # who shares a core (SMT) takes half of it while the peak is measured
-_CLOSES = 0.99  # of a round's wall, p1 over rounds
+_NOISE = {"numpy": 0.1}  # relative noise of the read rate by backend, as for `stable`
+_PEAK_NOISE = {"numpy": 0.5}  # a process on the same core (SMT) may halve the measured peak
+_CLOSES = 0.99  # least share of a round's wall in phases, p1 over rounds
 _AT_MOST = 1.01
 _REALISTIC_US = 1000.0  # shorter rounds lose more than 1% between two stamps
-_FEWEST = 100  # rounds that have a first percentile
-_EVENTS_S = 2e-6  # a device's events against the host's clock
-_CLOCKS_S = 20e-6  # round_s has a clock of its own: where the first and last round begin and end
+_FEWEST = 100  # fewest rounds for which a first percentile means anything
+_EVENTS_S = 2e-6  # error of a device's events against the host's clock
+_CLOCKS_S = 20e-6  # round_s and the ledger start and stop apart
 
 
 def clock(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Time passes: a round takes some, a phase or a forward not less than none."""
+    """Reports rounds without a positive duration, and phases or forwards with a negative one."""
     for path in ("wall_s", "round_us.mean", "round_us.p50"):
         if (value := number(row, path)) is not None and value <= 0:
             yield f"{path} is {value:g}, a clock stood or went backwards"
@@ -50,8 +50,10 @@ def _backwards(name: str, walls: NDArray[np.float64], unit: str) -> Iterator[str
 
 
 def floor(row: Row, rounds: Rounds) -> Iterator[str]:
-    """No forward beats one read of its weights (what the last-level cache may hold is allowed), nor
-    its products at the device's peak. A side that is not known is not judged."""
+    """Reports forwards that are faster than reading their weights or computing their products.
+
+    Weights that the last-level cache may hold need not be read. A bound that is unknown is skipped.
+    """
     took = number(row, "t_target_s")
     for least, what in _least_s(row):
         if took is not None and took < least:
@@ -59,7 +61,7 @@ def floor(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def _least_s(row: Row) -> Iterator[tuple[float, str]]:
-    """(seconds less noise, what takes so long) of each side of the floor that is known."""
+    """Yields (seconds minus noise, description) for each known lower bound of a forward."""
     backend = str(row.backend)
     names = ("floor_bytes", "cache_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
     read, cached, rate, flops, peak = (number(row, name) for name in names)
@@ -73,7 +75,7 @@ def _least_s(row: Row) -> Iterator[tuple[float, str]]:
 
 
 def device(row: Row, rounds: Rounds) -> Iterator[str]:
-    """A forward ends within the host's launch and wait for it, so its own clock can't say more."""
+    """Reports forwards that took longer on the device's clock than the host waited for them."""
     if "t_target_s" not in rounds or "lead_ledger_ns" not in rounds:
         return
     names = rounds["lead_phases"].tolist()
@@ -93,7 +95,7 @@ def device(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def sub_phases(row: Row, rounds: Rounds) -> Iterator[str]:
-    """The device's share of a round: no part takes less than nothing, all are the mean round."""
+    """Reports device shares that are negative or do not add up to the mean round."""
     names = ("forward", "all_reduce", "idle")
     parts = [number(row, f"device_us.{name}") for name in names]
     for name, part in zip(names, parts, strict=True):
@@ -110,7 +112,7 @@ def sub_phases(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def _is_full(row: Row, rounds: Rounds) -> NDArray[np.bool_]:
-    """[rounds] Whether b(K+1) rows were verified."""
+    """Returns [rounds] whether each round verified the full b(K+1) rows."""
     rows = rounds["sequences"]
     verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=len(rounds["t_target_s"]))
     full: NDArray[np.bool_] = verified == row.batch_size * (row.lookahead + 1)
@@ -118,7 +120,7 @@ def _is_full(row: Row, rounds: Rounds) -> NDArray[np.bool_]:
 
 
 def _full_walls(row: Row, rounds: Rounds) -> NDArray[np.float64]:
-    """Seconds of the rounds that verified b(K+1) rows."""
+    """Returns the seconds of the rounds that verified the full b(K+1) rows."""
     if "sequences" not in rounds:
         return np.zeros(0)
     walls: NDArray[np.float64] = rounds["lead_ledger_ns"][_is_full(row, rounds), 1] * 1e-9
@@ -126,7 +128,7 @@ def _full_walls(row: Row, rounds: Rounds) -> NDArray[np.float64]:
 
 
 def speed(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Tokens over time, of all and of one device."""
+    """Reports rates that are not tokens over time, in total and per device."""
     rate, wall = number(row, "tok_per_s"), number(row, "wall_s")
     if wall:
         yield from differs(row, "tok_per_s", row.num_tokens / wall, "num_tokens / wall_s", 1e-3)
@@ -138,7 +140,7 @@ def speed(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def walls(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Percentiles rise, and are those of the rounds."""
+    """Reports percentiles that do not increase, or that differ from those of the raw rounds."""
     for key in ("round_us", "predicted_round_us"):
         rising = [number(row, f"{key}.{p}") for p in ("p50", "p90", "p99")]
         known = [value for value in rising if value is not None]
@@ -151,7 +153,10 @@ def walls(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def ledger(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Phases add up to rounds, and rounds to the wall, which has a clock of its own."""
+    """Reports phases that do not add up to the rounds, or rounds that do not add up to the wall.
+
+    The wall is measured by a separate clock.
+    """
     for role in ("lead", "draft"):
         if f"{role}_ledger_ns" in rounds:
             yield from _phases(row, rounds, role)
@@ -172,10 +177,11 @@ def ledger(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def _with_a_neighbour(spent: NDArray[np.float64], took: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Closure of each round together with the neighbour that closes better.
+    """Returns the share of time that phases explain [rounds], each round with a neighbour.
 
-    A rank that loses its core between the two clocks moves time from one round to the next, and
-    none is lost; what no phase counts is missing beside either neighbour.
+    The neighbour is the one that gives the better share. A rank that loses its core between the two
+    clocks only moves time from one round to the next, and a pair restores it. Time that no phase
+    counts stays missing with either neighbour.
     """
     if len(took) < 2:
         return spent / took
@@ -201,11 +207,14 @@ def _phases(row: Row, rounds: Rounds, role: str) -> Iterator[str]:
 
 
 def forwards(row: Row, rounds: Rounds) -> Iterator[str]:
-    """t_target_s, t_draft_s, t_growth_s are medians of the rounds; ratios and floors follow."""
+    """Reports t_target_s, t_draft_s and t_growth_s that are not the medians of the raw rounds.
+
+    Ratios and floors that are computed from them are checked, too.
+    """
     if "t_target_s" in rounds and "sequences" in rounds:
         times = rounds["t_target_s"][_is_full(row, rounds)]
         yield from differs(row, "t_target_s", median(times), "median of t_target_s", 1e-9)
-    for name, fewest in (("t_draft_s", 10), ("t_growth_s", 1)):  # fewer: the calibrated forward's
+    for name, fewest in (("t_draft_s", 10), ("t_growth_s", 1)):  # with fewer: calibrated
         column = draft_column(rounds, name)
         if column is not None and np.isfinite(column).sum() >= fewest:
             yield from differs(row, name, median(column), "median of draft_rounds", 1e-9)
@@ -221,7 +230,10 @@ def forwards(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def _floor_us(row: Row) -> Iterator[str]:
-    """The floor is the longer of its sides; rows older than `floor_flops` know the bytes only."""
+    """Reports a floor_us that is not the longer of the times to read and to compute.
+
+    Rows older than the key floor_flops know the time to read only.
+    """
     names = ("floor_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
     read, rate, flops, peak = (number(row, name) for name in names)
     sides, source = [(read, rate)], "floor_bytes / read_bytes_per_s"
@@ -244,7 +256,7 @@ def _depth(row: Row, t_target: float | None) -> Iterator[str]:
 
 
 def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
-    """The errors of the replay, and of its draws, are those of the rates beside them."""
+    """Reports prediction and sampling errors that do not follow from the rates beside them."""
     rate, predicted = number(row, "tok_per_s"), number(row, "predicted_tok_per_s")
     if rate is not None and predicted:
         error = rate / predicted - 1
@@ -252,7 +264,7 @@ def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
         yield from differs(row, "prediction_error", error, "tok_per_s / prediction - 1", quantum)
     mean, count = number(row, "predicted_round_us.mean"), number(row, "predicted_round_us.n")
     same_draws = row.on_late != "serve" and row.get("token_limit", 0) is None
-    if predicted is not None and mean and count and same_draws:  # the replay emits the same tokens
+    if predicted is not None and mean and count and same_draws:  # replay emits equal tokens
         total = predicted * mean * count * 1e-6
         yield from differs(row, "num_tokens", total, "predicted rate times time")
     expected = number(row, "expected_tok_per_s")

@@ -1,1 +1,1 @@
-"""Sweeps: a grid's text, its configurations in order, how long they take, which were best."""
+"""Sweeps: read a grid, order its configurations, predict their duration, and rank methods."""

@@ -1,10 +1,11 @@
-"""Which method is fastest, at equal K and with each at its own best K: from rows, offline.
+"""Finds the fastest method from measured rows, both at equal K and with each method at its best K.
 
-Rows are compared within a *setting*: one pair on one machine, one acceptance law, batch, context.
-AR accepts nothing, so its rows belong to every acceptance law. A *method* is a mode with all that
-belongs to it but K: where the draft sits, fan-out, hit law, backup. Several rows of one method, K
-and setting, whatever their seed, are one cell: its median and range are shown, and its gain over AR
-is mpissd.common.compare's, paired by seed where there are several.
+Rows are compared only within a *setting*: one pair on one machine, with one acceptance law, batch
+size and context. AR accepts nothing, so its rows belong to every acceptance law. A *method* is a
+mode with all of its options except K: where the draft runs, fan-out, hit law, backup. All rows of
+one method, K and setting form one cell, whatever their seeds. A cell is shown by its median and
+range; its gain over AR comes from mpissd.common.compare and is paired by seed if there are several
+seeds.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from mpissd.common.row import Row
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
 _FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
 _SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")
-DRAFTED = ("draft", "acceptance", "divergence")  # AR has none of it
+DRAFTED = ("draft", "acceptance", "divergence")  # keys that AR rows leave empty
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
 _FAN_OUTS = ("fan_out", "fan_out_miss")
-_WIDE = 28  # of a gain with its interval
+_WIDE = 28  # columns for a gain with its interval
 _LEGEND = """\
 best, at: K of the largest predicted mean (expected_tok_per_s), which no measured round enters
 x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval
@@ -37,7 +38,7 @@ x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval
 
 @dataclass(frozen=True)
 class Cell:
-    """Rows of one method at one K: repeats and seeds."""
+    """The rows of one method at one K in one setting: its repeats and seeds."""
 
     lookahead: int
     rows: tuple[Row, ...]
@@ -52,13 +53,16 @@ class Cell:
 
     @property
     def predicted(self) -> float | None:
-        """The mean of the laws' means that the jobs' profiles say; None where a row has none."""
+        """The mean of the rows' predicted tok/s; None if a row has no prediction.
+
+        A row's prediction is the mean under its laws, computed from its own job's profile.
+        """
         found = [row.expected_tok_per_s for row in self.rows]
         told = [float(rate) for rate in found if rate]
         return fmean(told) if len(told) == len(found) else None
 
     def over(self, base: Cell) -> Gain | None:
-        """Its gain over another cell; None where rows say too little of themselves."""
+        """Returns the gain over another cell; None if the rows lack the data to compare them."""
         try:
             return compare_rows(base.rows, self.rows)
         except ConfigError:
@@ -70,7 +74,7 @@ class Cell:
 
     @property
     def spread(self) -> float:
-        """Largest less smallest, of the median; 0 for one row."""
+        """The range of tok/s (largest minus smallest) as a share of the median; 0 for one row."""
         return (max(self.tok_per_s) - min(self.tok_per_s)) / self.median
 
     @property
@@ -79,7 +83,7 @@ class Cell:
 
 
 def best_cell(cells: Sequence[Cell]) -> Cell:
-    """The one of the largest predicted mean; where one has none, of the largest median."""
+    """Returns the cell with the largest predicted tok/s, or the largest median if one has none."""
     if all(cell.predicted for cell in cells):
         return max(cells, key=lambda cell: cell.predicted or 0.0)
     return max(cells, key=lambda cell: cell.median)
@@ -87,26 +91,29 @@ def best_cell(cells: Sequence[Cell]) -> Cell:
 
 @dataclass(frozen=True)
 class Method:
-    """One method in one setting, by K."""
+    """One method in one setting, with a cell for each K."""
 
     name: str
-    cells: tuple[Cell, ...]  # by rising K
+    cells: tuple[Cell, ...]  # by increasing K
 
     @property
     def best(self) -> Cell:
-        """At its own best K: that of the largest predicted mean, which no measured round enters,
-        so that the draws it is then compared by did not choose it (docs/definitions.md). Where a
-        row has no prediction: that of the largest median."""
+        """The cell at this method's best K.
+
+        The best K has the largest predicted mean. No measured round enters that prediction, so the
+        draws that are compared did not choose K (docs/definitions.md). If a row has no prediction,
+        the best K has the largest median.
+        """
         return best_cell(self.cells)
 
     def at(self, lookahead: int) -> Cell | None:
-        """At this K; AR has but one cell, which is that of every K."""
+        """Returns the cell at this K or None; AR has one cell, which stands for every K."""
         return next((c for c in self.cells if c.lookahead in (lookahead, 0)), None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The methods of one setting, AR first."""
+    """All methods that were measured in one setting, AR first."""
 
     setting: tuple[tuple[str, Any], ...]
     methods: tuple[Method, ...]
@@ -117,12 +124,12 @@ class Comparison:
 
     @property
     def baseline(self) -> Cell | None:
-        """AR, where it was measured."""
+        """The cell of AR; None if AR was not measured."""
         return next((m.best for m in self.methods if m.name.startswith("AR")), None)
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
-    """Every setting of these rows, in the order in which they come; without what is no row."""
+    """Groups rows by setting and method, in order of appearance; skips entries that are no rows."""
     found = [row for row in rows if is_row(row)]
     settings = dict.fromkeys(setting_of(row) for row in found if row.mode != "ar")
     if not settings:
@@ -131,14 +138,14 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
 
 
 def is_row(row: Row) -> bool:
-    """Whether it has a rate, a mode and its counts."""
+    """Returns whether an entry is a measured row: it has a rate, a mode and its counts."""
     rate, counts = row.tok_per_s, [row.get(name) for name in _COUNTS]
     measured = isinstance(rate, (int, float)) and rate > 0
     return measured and row.mode in _MODES and all(type(n) is int for n in counts)
 
 
 def setting_of(row: Row) -> tuple[tuple[str, Any], ...]:
-    """What rows that are compared have in common: machine, forward, laws."""
+    """Returns what two rows must share to be compared: machine, kind of forward, laws."""
     names = (*_MACHINE, *_FORWARD, *_SAMPLED, *DRAFTED)
     return tuple((name, row.get(name)) for name in names)
 
@@ -162,7 +169,7 @@ def _cells(rows: Mapping[int, list[Row]]) -> tuple[Cell, ...]:
 
 
 def method_of(row: Row) -> str:
-    """The name of a row's method: all that belongs to it but K."""
+    """Returns the name of a row's method, which contains all of its options except K."""
     mode = str(row.mode)
     told = [mode.upper()]
     if row.schedule:
@@ -198,7 +205,7 @@ def _growth(row: Row) -> list[str]:
 
 
 def flags_of(row: Row) -> dict[str, str]:
-    """What a row's sweep, or its command line, said."""
+    """Returns the flags that a row was run with, from its sweep's grid or its command line."""
     if row.sweep:
         return dict(row.sweep["flags"])
     words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
@@ -206,9 +213,9 @@ def flags_of(row: Row) -> dict[str, str]:
 
 
 def render(comparisons: Iterable[Comparison], beside: Sequence[Sequence[object]] = ()) -> str:
-    """A table for each setting: tok/s by method and K, the best K of each, and what it gains.
+    """Renders a table for each setting: tok/s by method and K, each method's best K, and its gain.
 
-    beside: what is said below each table, a line each (sweep/uses.py).
+    beside: lines to print below each table, one sequence per table (sweep/uses.py).
     """
     found = list(comparisons)
     told = [*beside, *[[]] * (len(found) - len(beside))]
@@ -241,7 +248,10 @@ def _line(method: Method, found: Comparison) -> str:
 
 
 def _gains(best: Cell, base: Cell | None) -> tuple[Gain | None, Gain | None]:
-    """Over AR, and that a GPU; None for AR itself, and where rows say too little."""
+    """Returns a cell's gain over AR, in total and per GPU.
+
+    Both are None for AR itself, and if the rows lack the data to compare them.
+    """
     found = None if base is None or best is base else best.over(base)
     if found is None or base is None:
         return None, None
@@ -253,7 +263,7 @@ def _number(rate: float) -> str:
 
 
 def to_dict(found: Comparison) -> dict[str, Any]:
-    """As JSON: the setting, and of each method its cells and its best K."""
+    """Returns a comparison as JSON: the setting, and the cells and best K of each method."""
     return {
         "setting": dict(found.setting),
         "methods": [_method_dict(method, found.baseline) for method in found.methods],
@@ -261,7 +271,7 @@ def to_dict(found: Comparison) -> dict[str, Any]:
 
 
 def _number_of(gain: Gain | None, is_base: bool) -> float | None:
-    """Null where no speedup is known, and where its interval holds 1."""
+    """Returns the speedup for JSON: 1 for the base, None if unknown or if its interval holds 1."""
     if is_base:
         return 1.0
     return gain.speedup if gain is not None and gain.is_real else None

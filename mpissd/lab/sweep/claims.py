@@ -1,15 +1,15 @@
-"""The speedups that may be claimed: SSD against the best other use of its GPUs, as one table.
+"""Tables of the speedups that may be claimed: SSD against the best other use of the same GPUs.
 
-Rows of 400 rounds or more count, of configurations under five seeds or more. K, and which other use
-is the best, are chosen by the predicted mean (best_cell), so that the draws which are compared
-chose neither. That prediction may be wrong by some percent, and then flatter: the line is about the
-use, of all at every measured K, that leaves SSD the smallest lower end of its interval. Where a use
-that would fit was not measured there is no claim, but an interval. Imposed hit rates have no line:
-they cost no branches.
+Only rows of at least 400 rounds count, of configurations with at least five seeds. K and the best
+other use are chosen by predicted mean (best_cell), so that the draws that are compared chose
+neither. That prediction may be wrong by some percent, which could flatter SSD. A line therefore
+compares SSD with the use, among all at every measured K, that leaves SSD the smallest lower end of
+its interval. If a use that would fit was not measured, the line shows an interval and makes no
+claim. Imposed hit rates have no line, because their branches cost nothing.
 
-A file keeps such a table between <!-- claims RESULTS --> and <!-- /claims -->: `claims --into=FILE`
-writes it anew from the rows, and a test makes it again and finds what else claims a speedup there.
-<!-- claims RESULTS lm_head --> keeps the lines of rows with the LM head alone.
+A file holds such a table between <!-- claims RESULTS --> and <!-- /claims -->. `claims --into=FILE`
+rewrites it from the rows. A test makes the table again and looks for other sentences in the file
+that claim a speedup. <!-- claims RESULTS lm_head --> keeps only the lines of rows with the LM head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HEAD = """\
 
 @dataclass(frozen=True)
 class Claim:
-    """One setting's SSD beside one other use, and what its gain is."""
+    """SSD in one setting, beside one other use of its GPUs, with its gain over that use."""
 
     setting: dict[str, Any]
     verdict: Verdict
@@ -57,12 +57,12 @@ class Claim:
 
     @property
     def told(self) -> str:
-        """What may be said of the gain: a ratio only where every use that fits was measured."""
+        """What may be said of the gain: a ratio only if every use that fits was measured."""
         return told_of(self.gain, self.verdict.others.not_known)
 
     @property
     def real(self) -> list[float]:
-        """The gain with each real pair's hits, predicted; empty where no row can tell."""
+        """The gains predicted under the hit rates of the real pairs; empty if no row allows it."""
         shares: dict[str, list[float]] = {}
         for row in self.verdict.ssd.cell.rows:
             for name, rate in under_real_pairs(row).items():
@@ -71,7 +71,7 @@ class Claim:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What a table is of."""
+        """The values that all lines of a table share, such as pair, device and batch size."""
         names = ("target", "draft", "device_name", "dtype", "batch_size", "context", "fuse")
         ssd = self.verdict.ssd
         law = ssd.cell.rows[0].hit_law
@@ -79,16 +79,19 @@ class Claim:
 
 
 def told_of(gain: Comparison, not_known: str) -> str:
-    """A claim, or where a use is not known the interval and why it is none."""
+    """Returns the text of a claim, or an interval and the reason why it is no claim.
+
+    not_known: names the uses that were not measured; empty if all were.
+    """
     if not_known:
         return f"{gain.interval}, no claim: {not_known} not measured"
     return gain.claim
 
 
 def claims(rows: Iterable[Row]) -> list[Claim]:
-    """Every setting's, those with the LM head first, by rising acceptance.
+    """Returns the claims of every setting, those with the LM head first, by increasing acceptance.
 
-    ConfigError: no SSD under enough seeds and rounds beside another use of its GPUs.
+    Raises ConfigError if no SSD rows with enough seeds and rounds can be compared with another use.
     """
     kept = enough(rows)
     found = [
@@ -106,8 +109,10 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
 
 
 def enough(rows: Iterable[Row]) -> list[Row]:
-    """Those of 400 rounds and more, without imposed hits, whose configuration has five seeds and
-    more of them."""
+    """Returns the rows that may support a claim.
+
+    They have 400 rounds or more, no imposed hits, and a configuration with five seeds or more.
+    """
     lawful = (row for row in rows if is_row(row) and not is_imposed(row.hit_law))
     long = [row for row in lawful if (row.num_rounds or 0) >= HEADLINE_ROUNDS]
     seeds: dict[Any, set[Any]] = {}
@@ -131,7 +136,7 @@ def _claim(setting: dict[str, Any], verdict: Verdict) -> Claim | None:
 
 
 def render(found: Sequence[Claim]) -> str:
-    """Markdown: a table for each pair, machine and number of GPUs."""
+    """Renders claims as Markdown, with a table for each pair, machine and number of GPUs."""
     groups: dict[tuple[Any, ...], list[Claim]] = {}
     for claim in found:
         groups.setdefault(claim.group, []).append(claim)
@@ -163,9 +168,10 @@ def _line(claim: Claim) -> str:
 
 
 def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
-    """The text with the table of each block made anew. ConfigError: it has no block.
+    """Returns the text with the table of each claims block made anew from its rows.
 
-    read: the rows of a block's RESULTS, folders or files with commas between.
+    read: returns the rows of a block's RESULTS, which are folders or files separated by commas.
+    Raises ConfigError if the text has no block.
     """
     if not _BLOCK.search(text):
         raise ConfigError("no <!-- claims RESULTS --> … <!-- /claims --> there")
@@ -179,8 +185,11 @@ def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
 
 
 def intervals(rows: Iterable[Row]) -> set[str]:
-    """The intervals ("1.03–1.10") of every use over every other, at each K, of enough seeds and
-    rounds: all that a sentence may show as measured."""
+    """Returns the interval ("1.03–1.10") of each use's gain over each other use, at each K.
+
+    Only rows with enough seeds and rounds count. These are all the intervals that a sentence may
+    show as measured.
+    """
     kept, found = enough(rows), set()
     for comparison in compare_methods(kept):
         ways = ways_of(dict(comparison.setting), kept)
@@ -190,11 +199,11 @@ def intervals(rows: Iterable[Row]) -> set[str]:
 
 
 def unbacked(text: str, known: Collection[str] | None = None) -> list[str]:
-    """Sentences outside such blocks that claim a gain with no interval behind it ("1.3×
-    (1.2–1.4)"), or with one that is not among `known` (intervals; None: any).
+    """Returns the sentences outside claims blocks that claim a gain without a known interval.
 
-    A gain is a factor, or a percentage or "twice" beside faster, slower and the like. What a
-    sentence says to be predicted, emulated or of few seeds is no claim.
+    A gain is a factor, or a percentage or "twice" beside a word such as faster or slower. It is
+    backed by an interval beside it, as in "1.3× (1.2–1.4)", that is among `known` (None: any
+    interval). A sentence that calls its gain predicted, emulated or of few seeds makes no claim.
     """
     plain = _CODE.sub("", _BLOCK.sub("", text))
     sentences = (" ".join(s.split()) for s in re.split(r"(?<=[.:;])\s|\n\n|\n\|", plain))

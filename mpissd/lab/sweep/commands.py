@@ -1,4 +1,4 @@
-"""What `sweep` does without MPI: it judges a plan and lists it; and `best`, which reads rows."""
+"""Sweep commands that need no MPI: check and list a plan, and read rows (`best`, `claims`)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mpissd.lab.tables import load_rows
 
 
 def planned(config: SweepConfig) -> Plan:
-    """The plan that a sweep's flags make; the same on every rank. Raises ConfigError."""
+    """Returns the plan that a sweep's flags make, the same on every rank. Raises ConfigError."""
     return make_plan(read_grid(str(config.grid)), config.run, config.repeats, config.shard_of)
 
 
 def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None) -> Plan:
-    """The plan; what is wrong with all of it is known before MPI starts and a device is opened.
+    """Checks a whole sweep before MPI starts and a device is opened; returns its plan.
 
-    given: the flags that the user said; num_ranks: of the job (None: as world_size or the launcher
-    says). Raises ConfigError: flags, grid, one in both, too few
-    ranks, or no configuration that could be measured.
+    given: the flags that the user gave. num_ranks: ranks of the job (None: from world_size or the
+    launcher). Raises ConfigError for wrong flags or a wrong grid, a flag given in both, too few
+    ranks, or a plan in which no configuration can be measured.
     """
     from mpissd.common.output import check_output
 
     twice = given & {name for block in read_grid(str(config.grid)) for name, _ in block.axes}
-    if twice - {"num_drafts"}:  # which is then the job's
+    if twice - {"num_drafts"}:  # given as a flag, this is the job's number
         name = min(twice - {"num_drafts"})
         raise ConfigError(f"{name}: in the grid and on the command line: say it once")
     run = config.run
@@ -59,7 +59,10 @@ def _tp(config: SweepConfig, plan: Plan, num_ranks: int | None = None) -> int:
 
 
 def why_not(point: Point, tp: int) -> str | None:
-    """Why a configuration can't be measured on T ranks, as far as its flags tell; None: it can."""
+    """Returns why a configuration cannot be measured on T = tp ranks; None if it can.
+
+    Only its flags are checked, not the machine.
+    """
     if point.config is None:
         return point.error
     try:
@@ -70,7 +73,7 @@ def why_not(point: Point, tp: int) -> str | None:
 
 
 def list_plan(config: SweepConfig) -> None:
-    """Prints the configurations and how long they will take, about."""
+    """Prints the configurations of a sweep and an estimate of how long they will take."""
     plan = planned(config)
     tp = _tp(config, plan)
     for number, point in enumerate(plan.points, 1):
@@ -102,7 +105,7 @@ def best(config: BestConfig) -> int:
 
 
 def claims(config: ClaimsConfig) -> int:
-    """Prints the table of claims, or makes those of a file anew."""
+    """Prints the table of claims, or rewrites the tables of a file."""
     if config.into is None:
         print(claimed.render(claimed.claims(_rows_of(config.results or "results"))))
         return 0

@@ -1,4 +1,4 @@
-"""The configurations of `sweep`, `best` and `claims`."""
+"""The configurations of the commands `sweep`, `best` and `claims`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpissd.lab.sweep.grid import read_grid
 
 @dataclass(frozen=True)
 class SweepConfig(Checked):
-    """Of `sweep`: a grid, and a run's flags, which hold in all of its configurations."""
+    """The configuration of `sweep`: a grid, and the flags of a run that all its points share."""
 
     run: RunConfig = contained(RunConfig)
     grid: str | None = flag(None, words, "a file, or flag=value,value; flag=FIRST..LAST; …")
@@ -24,7 +24,7 @@ class SweepConfig(Checked):
     retry: bool = flag(False, switch, "measure again what failed or was flagged before")
 
     def check_sweep(self) -> None:
-        """Refuses a sweep without a grid, and what only one configuration can have."""
+        """Refuses a sweep without a grid, and flags that only a single run can have."""
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
         for name in ("trace", "ledger_ab"):
@@ -32,18 +32,21 @@ class SweepConfig(Checked):
                 raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
         if self.run.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
-        self.shard_of  # noqa: B018  (judged before MPI starts)
+        self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)
 
     @classmethod
     def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
-        """Whether each block of the grid says one of these flags: judged where they meet."""
+        """Returns whether each block of the grid gives one of these flags.
+
+        Rules about such flags are then checked for each combination instead of here.
+        """
         if own.get("grid") is None:
             return False
         return all(flags & dict(block.axes).keys() for block in read_grid(own["grid"]))
 
     @property
     def shard_of(self) -> tuple[int, int]:
-        """(I, N), 1 <= I <= N."""
+        """The shard (I, N), with 1 <= I <= N."""
         first, _, count = self.shard.partition("/")
         shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
         if not 1 <= shard[0] <= shard[1]:
@@ -53,14 +56,14 @@ class SweepConfig(Checked):
 
 @dataclass(frozen=True)
 class BestConfig(Checked):
-    """Of `best`: from which rows."""
+    """The configuration of `best`: which rows to read."""
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: out)")
 
 
 @dataclass(frozen=True)
 class ClaimsConfig(Checked):
-    """Of `claims`: from which rows, or which file's tables."""
+    """The configuration of `claims`: which rows to read, or which file's tables to rewrite."""
 
     results: str | None = flag(None, words, "folders and runs.jsonl, by commas (default: results)")
     into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")

@@ -1,7 +1,7 @@
-"""How long a sweep will take, before it is started: to plan a job's time limit, no measurement.
+"""Estimates how long a sweep will take, to plan a job's time limit; it is no measurement.
 
-Rounds last as the closed form says for the device profile that the flags name; on a CPU, whose
-products nobody has profiled, as long as reading the weights at a nominal rate.
+The duration of a round comes from the closed form, with the device profile that the flags name. On
+a CPU, which has no profile, it is the time to read the weights at a nominal rate.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mpissd.lab.predict.row import is_predictable
 from mpissd.lab.sweep.plan import Plan
 
 _CPU_BYTES_PER_S = 4e9
-_CPU_ROUND_S = 0.5e-3  # of host work
-_START_S = 2.0  # MPI and Python
-_MAKE_BYTES_PER_S = 10e9  # weights, on a GPU
-_EACH_S = 0.1  # of a measurement, beside its rounds: messages, row, files
-_PAUSED_ROUNDS = 36  # of a calibration of host costs
+_CPU_ROUND_S = 0.5e-3  # host work of a round
+_START_S = 2.0  # start of MPI and Python
+_MAKE_BYTES_PER_S = 10e9  # rate of making weights on a GPU
+_EACH_S = 0.1  # for each measurement beyond its rounds: messages, row, files
+_PAUSED_ROUNDS = 36  # rounds that calibrate the host costs
 
 
 def predicted_s(plan: Plan, tp: int, backend: str) -> float:
-    """Seconds that a plan takes on T target ranks, about."""
+    """Returns about how many seconds a plan takes on T = tp target ranks."""
     total, kinds, weights = _START_S, set[object](), 0
     for point in plan.points:
         if point.config is None:
@@ -51,7 +51,7 @@ def _rounds(config: RunConfig, tokens: float) -> float:
 
 
 def _round(job: Job, backend: str) -> tuple[float, float]:
-    """(seconds, tokens of a sequence) of a round."""
+    """Returns the predicted seconds of a round, and the tokens that it adds to a sequence."""
     device = _costs(job, backend)
     if is_predictable(job):
         found = expected(job, device, HostCosts())
@@ -76,7 +76,7 @@ def _costs(job: Job, backend: str) -> DeviceCosts:
 
 
 def duration_text(seconds: float) -> str:
-    """To the minute from two minutes on."""
+    """Returns a duration as text, rounded to minutes from two minutes on."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,6 +1,6 @@
-"""A grid's text: which values each flag takes, block by block.
+"""Reads a grid: a text that says, block by block, which values each flag takes.
 
-Inline, or in a file of blocks with comments; `lookahead` below takes seven values, `alpha` two:
+A grid is inline, or a file of blocks. `lookahead` below takes seven values, `alpha` takes two:
 
     mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
 
@@ -12,7 +12,7 @@ Inline, or in a file of blocks with comments; `lookahead` below takes seven valu
     [hits]
     p_hit = none, 0, .5, 1  # none: as if the flag was not given
 
-A value that holds a comma stands in quotes, single or double.
+A value that contains a comma must be in single or double quotes.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from mpissd.common.flag_groups import MachineFlags, OutputFlags
 from mpissd.common.flags import flags_of
 
 NONE = "none"
-# What the ranks are opened with, and what belongs to no single configuration.
+# Flags that the whole job shares, so that a grid may not vary them.
 ONE_A_JOB = (*flags_of(MachineFlags), *flags_of(OutputFlags))
 _PARSE = {name: field.metadata["parse"] for name, field in flags_of(RunConfig).items()}
 _NAMES = tuple(_PARSE)
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
-_MOST_VALUES = 10_000  # of one range
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # what follows holds whole quotations
+_MOST_VALUES = 10_000  # in one range
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # no quotation is open here
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Every combination of the values of some flags."""
+    """One block of a grid: it stands for every combination of the values of its flags."""
 
     name: str
     axes: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def read_grid(told: str) -> list[Block]:
-    """The blocks of an inline grid, or of the file that `told` names.
+    """Returns the blocks of an inline grid, or of the file that `told` names.
 
-    Raises ConfigError: no such file, an unknown flag, a flag twice, no value, one that the flag
-    never takes, an open quotation.
+    Raises ConfigError for a missing file, an unknown or repeated flag, a flag without values, a
+    value that the flag never takes, or an open quotation.
     """
     path = Path(told)
     if "=" in told and not _is_file(path):
@@ -69,7 +69,7 @@ def read_grid(told: str) -> list[Block]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a long inline grid is no file name
+    except OSError:  # for example, a long inline grid is no valid file name
         return False
 
 
@@ -125,7 +125,7 @@ def _values(name: str, text: str) -> tuple[str, ...]:
 
 
 def _expanded(name: str, item: str) -> Iterator[str]:
-    """2..8 as seven values; what stands in quotes, and any other text, as it is."""
+    """Yields the values of a range such as 2..8; yields quoted or other text unchanged."""
     if item[0] in "\"'":
         yield item[1:-1]
         return
@@ -142,7 +142,10 @@ def _expanded(name: str, item: str) -> Iterator[str]:
 
 
 def _split(text: str, separator: str, what: str) -> list[str]:
-    """The parts between separators that stand outside quotes, without what is empty."""
+    """Splits text at separators outside quotes; drops empty parts.
+
+    what: names the text in error messages.
+    """
     if not re.search(f"^{_QUOTED}", text):
         raise ConfigError(f"{what}: a quotation does not end: {text.strip()!r}")
     parts = (part.strip() for part in re.split(separator + _QUOTED, text))

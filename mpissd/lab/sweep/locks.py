@@ -1,4 +1,4 @@
-"""Who measures what, where several sweeps share a folder: nothing is measured twice at once."""
+"""Locks that stop several sweeps in one folder from measuring the same configuration at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _FLOCK = "hhqqi"  # struct flock of 64-bit Linux: type, whence, start, length, p
 
 
 class Claims:
-    """Locks of single bytes of an empty file, one a configuration.
+    """Claims measurements by locking single bytes of an empty file, one byte for each.
 
-    The kernel drops them with the process, so that a kill leaves none. Where there are none (a file
-    system or a system without them, no room for the file), everything may be taken.
+    The kernel releases the locks when the process ends, even if it is killed. Where locking is not
+    possible (the file system or operating system has none, or the disk is full), every claim
+    succeeds.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,20 +26,20 @@ class Claims:
             self._file = (folder / ".claims").open("ab")
 
     def take(self, name: str) -> bool:
-        """Whether nobody else has it; it is this job's until `close`."""
+        """Claims a measurement by name until `close`; returns False if another job holds it."""
         operation = getattr(fcntl, "F_OFD_SETLK", None)
         if operation is None or self._file is None:
             return True
         place = int.from_bytes(sha256(name.encode()).digest()[:7], "big")
         try:
             fcntl.fcntl(self._file, operation, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, place, 1, 0))
-        except (BlockingIOError, PermissionError):  # POSIX allows either
+        except (BlockingIOError, PermissionError):  # POSIX allows either error
             return False
         except OSError:
             return True
         return True
 
     def close(self) -> None:
-        """Gives all of them back."""
+        """Releases all claims."""
         if self._file is not None:
             self._file.close()

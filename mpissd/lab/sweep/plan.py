@@ -1,8 +1,8 @@
-"""A sweep's plan: every configuration of a grid once, then their order, repeat by repeat.
+"""Plans a sweep: every configuration of a grid once, and the order of all measurements.
 
-Combinations that a method does not see are folded: AR has no alpha, SD no hit rate, so that each is
-measured once however many values those have. A repeat measures every configuration once, in an
-order of its own, so that a drift of the machine favours none.
+Combinations that differ only in flags that the method ignores are merged: AR has no alpha and SD no
+hit rate, so each is measured once, however many values those flags have. Each repeat measures every
+configuration once, in its own random order, so that a drift of the machine favours none.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _MOST_COMBINATIONS = 100_000
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration: the flags that the grid says, and what they make with the others."""
+    """One configuration of a grid: the flags that the grid gives, and the whole configuration."""
 
     flags: tuple[tuple[str, str], ...]
     config: RunConfig | None
-    error: str | None = None  # why there is none
+    error: str | None = None  # why config is None
 
     @cached_property
     def digest(self) -> str:
-        """The configuration's, or of flags that make none."""
+        """A digest of the configuration, or of the flags if they make no valid configuration."""
         if self.config is not None:
             return self.config.digest
         return hashlib.sha256(json.dumps(self.flags).encode()).hexdigest()[:16]
@@ -48,53 +48,59 @@ class Point:
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement: a configuration, and which repeat of it."""
+    """One measurement: a configuration and the number of its repeat."""
 
     point: Point
-    repeat: int  # from 0
+    repeat: int  # counted from 0
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
-        """Names what is measured, where: equal for what need not be measured again."""
+        """Returns a digest of what is measured and on which machine; the task's name in files.
+
+        Two tasks with equal digests need only one measurement.
+        """
         told = [self.point.digest, self.repeat, tp, backend, device_name]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Points in the grid's order; a shard has every num_shards-th of them."""
+    """The configurations of a sweep, or of one shard of it, in the grid's order.
+
+    A shard has every num_shards-th configuration.
+    """
 
     points: tuple[Point, ...]
     repeats: int
     seed: int
-    num_drafts: int  # D of the job: the most that a configuration has
+    num_drafts: int  # D of the job: the largest D of any configuration
 
     def tasks(self) -> Iterator[Task]:
-        """In the order of measuring: repeat by repeat, shuffled in each."""
+        """Yields the measurements in order: repeat by repeat, shuffled within each repeat."""
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):
                 yield Task(self.points[index], repeat)
 
     @property
     def drafts(self) -> list[int]:
-        """The numbers of draft ranks that occur, rising."""
+        """The numbers of draft ranks that configurations have, in increasing order."""
         return sorted({point.config.drafts for point in self.points if point.config is not None})
 
 
 def make_plan(
     blocks: Sequence[Block], base: RunConfig, repeats: int, shard: tuple[int, int]
 ) -> Plan:
-    """The plan of a grid over the flags of `base`, which hold where a block does not say otherwise.
+    """Makes the plan of a grid; the flags of `base` hold where a block does not set them.
 
-    `base`'s num_drafts is D of the job. shard: (I, N), I from 1. Raises ConfigError: more draft
-    ranks in the grid than in the job, a shard without a configuration, more combinations than a
-    sweep could ever measure.
+    num_drafts in `base` is D of the whole job. shard: (I, N), with I from 1. Raises ConfigError if
+    the grid has more draft ranks than the job, the shard has no configuration, or the grid has more
+    combinations than a sweep could ever measure.
     """
     count = sum(math.prod(len(values) for _, values in block.axes) for block in blocks)
     if count > _MOST_COMBINATIONS:
         raise ConfigError(f"grid: {count} combinations: allowed: at most {_MOST_COMBINATIONS}")
     given = said(base)
     job = {n: text for n, text in given.items() if n in ONE_A_JOB and n not in _SWEEPS_OWN}
-    job["progress"] = "off"  # the sweep has one
+    job["progress"] = "off"  # the sweep shows a bar of its own
     most = given.pop("num_drafts", None)
     shared = {name: text for name, text in given.items() if name not in ONE_A_JOB}
     found: dict[str, Point] = {}
@@ -121,7 +127,7 @@ def _combinations(blocks: Sequence[Block]) -> Iterator[dict[str, str]]:
 
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
-    """A combination without what its method does not see."""
+    """Makes a configuration from a combination of flags, without those that its method ignores."""
     try:
         told = with_schedule(flags)
         unseen = _unseen(told)
@@ -133,11 +139,11 @@ def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
 
 
 def _unseen(flags: Mapping[str, str]) -> set[str]:
-    """Flags that change nothing in this configuration."""
+    """Returns the names of the flags that change nothing in this configuration."""
     mode = flags.get("mode", RunConfig.mode)
     known = flags_of(RunConfig) if mode in MODES else {}
     unseen = {name for name, field in known.items() if mode not in field.metadata["modes"]}
-    if flags.get("num_drafts", "1").strip("0") == "":  # as parsed: 0, 00
+    if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" both parse as zero
         unseen.add("draft_device")
     if flags.get("backup", "jit") == "jit":
         unseen.add("acceptance_fast")

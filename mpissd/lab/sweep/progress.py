@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: what it is, how far it is, and which methods were best."""
+"""Prints what a person sees of a sweep: its size, its progress, and the best methods."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LINES_S = 10.0
 def print_sweep_card(
     machine: Machine, plan: Plan, sweep: str, todo: int, known: int, elsewhere: int
 ) -> None:
-    """Which sweep, how much of it is left, on which machine (stdout).
+    """Prints which sweep runs on which machine, and how many measurements are left (to stdout).
 
-    known, elsewhere: measurements that are there already, and that another job is at.
+    known: measurements that exist already. elsewhere: measurements that another job is making.
     """
     tp = machine.topology.tp
     there = f", {known} there already" if known else ""
@@ -42,7 +42,7 @@ def print_sweep_card(
 
 
 class Progress:
-    """A bar over the measurements, and a line for each of them; the lead's alone."""
+    """Shows a bar over all measurements and prints a line for each; on the lead alone."""
 
     def __init__(self, when: str, total: int, is_lead: bool) -> None:
         shown = is_lead and when != "off"
@@ -62,12 +62,12 @@ class Progress:
             self._bar.close()
 
     def row(self, task: Task, row: Row) -> None:
-        """A row is written."""
+        """Prints the line of a measurement whose row was written, and advances the bar."""
         each = row.tok_per_s_per_gpu
         self._say(f"{row.tok_per_s:>10.1f} tok/s {each:>9.1f} a GPU  {_name(task)}")
 
     def failure(self, task: Task, error: str) -> None:
-        """A configuration has no row, and why."""
+        """Prints why a configuration has no row, and advances the bar."""
         self._say(f"    FAILED  {_name(task)}: {error}")
 
     def _say(self, text: str) -> None:
@@ -91,10 +91,10 @@ def print_end(
     earlier: int,
     elsewhere: int,
 ) -> None:
-    """The comparison of methods, then one JSON object, which is the last line on stdout.
+    """Prints the comparison of methods, then one JSON object as the last line of stdout.
 
-    earlier: measurements that failed in an earlier job and were not tried again; elsewhere: that
-    were left to another job.
+    earlier: measurements that failed in an earlier job and were not repeated. elsewhere:
+    measurements that were left to another job.
     """
     found = compare_methods(rows)
     done, failed = codes.count(0), sum(code != 0 for code in codes)

@@ -1,8 +1,9 @@
-"""The command `sweep`: many configurations in one job, each measured as `run` would alone.
+"""The command `sweep`: measures many configurations in one job, each as `run` would alone.
 
-Ranks, devices, weights, programs and calibrations stay while configurations come and go; ranks that
-a configuration has no use for idle. What goes wrong with one configuration is agreed by its ranks,
-recorded, and the sweep goes on; a fault (a rank that is gone) ends the job as it ends a run.
+Ranks, devices, weights, programs and calibrations are kept from one configuration to the next.
+Ranks that a configuration does not use are idle. If a configuration fails, its ranks agree on the
+error, record it, and the sweep continues. A fault (a rank is lost) ends the whole job, as it ends a
+run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mpissd.lab.sweep.progress import Progress, print_end, print_sweep_card
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a configuration has no row."""
+    """Why a configuration has no row, and the exit code of that error."""
 
     error: str
     exit_code: int
@@ -40,22 +41,25 @@ class Failure:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a sweep finds when it starts."""
+    """What a sweep finds in its folder when it starts."""
 
-    todo: frozenset[str]  # names of tasks
-    elsewhere: int  # tasks that another job is at
-    earlier: list[int]  # exit codes of those that failed before
+    todo: frozenset[str]  # names of the tasks that this job measures
+    elsewhere: int  # number of tasks that another job is measuring
+    earlier: list[int]  # exit codes of the tasks that failed in earlier jobs
 
 
 def execute_sweep(config: SweepConfig) -> int:
-    """Runs a sweep on all ranks; the exit code: 0, or that of the gravest failure (3 before 2)."""
+    """Runs a sweep on all ranks.
+
+    Returns the exit code: 0, or that of the worst failure (3 is worse than 2).
+    """
     sharpen_sleep()
     plan = planned(config)
     machine = open_machine(config.run, plan.num_drafts)
     try:
         return Sweep(machine, plan, config).run()
     except FaultError:
-        machine.group.abort()  # a collective that waits for a dead peer would hold the device
+        machine.group.abort()  # a collective that waits for a dead peer would block the device
         raise
     finally:
         guard.stage(Stage.TEARDOWN)
@@ -64,10 +68,10 @@ def execute_sweep(config: SweepConfig) -> int:
 
 
 class Sweep:
-    """One rank's part of a sweep."""
+    """One rank's part in running a sweep."""
 
     def __init__(self, machine: Machine, plan: Plan, config: SweepConfig) -> None:
-        """Collective: divides the ranks, and has the models made for all configurations."""
+        """Divides the ranks and makes all configurations' models; collective over the world."""
         self._machine, self._plan, self._config = machine, plan, config
         self._is_lead = machine.topology.is_lead
         self._out = Path(config.run.out)
@@ -87,7 +91,7 @@ class Sweep:
             return Failure(str(refused), refused.exit_code)
 
     def run(self) -> int:
-        """Everything that is not there yet, in the plan's order; the exit code."""
+        """Measures what is not measured yet, in the plan's order; returns the exit code."""
         with ExitStack() as stack:
             survey = None
             if self._is_lead:
@@ -95,17 +99,17 @@ class Sweep:
             return self._measure(self._machine.topology.world.bcast(survey))
 
     def _survey(self, claims: Claims) -> Survey:
-        """The lead: what is left to do, and not claimed by another job."""
+        """Returns what is left to do and not claimed by another job; on the lead."""
         names = [self._digest(task) for task in self._plan.tasks()]
         before = self._known()
         mine = {name for name in names if name not in before and claims.take(name)}
-        known = self._known()  # anew: whose claim has ended has left its rows
+        known = self._known()  # read again: a job that has just ended has written its rows
         left = {name for name in names if name not in known}
         earlier = [known[name] for name in names if known.get(name)]
         return Survey(frozenset(left & mine), len(left - mine), earlier)
 
     def _measure(self, survey: Survey) -> int:
-        """What is left to do, in the plan's order; the exit code."""
+        """Measures the tasks of the survey in the plan's order; returns the exit code."""
         tasks = list(self._plan.tasks())
         todo = [task for task in tasks if self._digest(task) in survey.todo]
         if self._is_lead:
@@ -124,11 +128,14 @@ class Sweep:
         return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
 
     def _digest(self, task: Task) -> str:
-        machine = self._machine  # the lead's device: a draft's may be of another kind
+        machine = self._machine  # infos[0] is the lead's device; a draft's may be of another kind
         return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
     def _known(self) -> dict[str, int]:
-        """What was measured, or failed, before, with its exit code; jobs may share the folder."""
+        """Returns the tasks that were measured or have failed before, with their exit codes.
+
+        They are read from the folder's files, which several jobs may share.
+        """
         found: dict[str, int] = {}
         if not self._config.retry:
             for row in read_rows(self._out / "failed.jsonl"):
@@ -137,21 +144,21 @@ class Sweep:
         return found | dict.fromkeys(self._rows_of("runs.jsonl"), 0)
 
     def _rows_of(self, name: str) -> list[str]:
-        """Tasks that have a row in this file of OUT."""
+        """Returns the names of the tasks that have a row in this file of OUT."""
         return [row.sweep["task"] for row in self._rows_in(name) if row.sweep]
 
     def _rows_in(self, name: str) -> list[Row]:
         return [Row.from_dict(line) for line in read_rows(self._out / name)]
 
     def _one(self, task: Task) -> Row | Failure | None:
-        """One measurement: its row on the lead, None on the other ranks, or why there is none."""
+        """Measures one task; returns its row (None on ranks other than the lead) or its failure."""
         job = self._jobs[task.point.digest]
         if isinstance(job, Failure):
             return job
         self._machine.rest()
         guard.stage(Stage.OPEN)
         session = self._machine.session(job)
-        if session is None:  # it learns only that the others go on
+        if session is None:  # this configuration has no use for this rank
             return None
         label = {
             "id": self._id,
@@ -168,12 +175,12 @@ class Sweep:
         return row
 
     def _tell(self, task: Task, found: Row | Failure | None, progress: Progress) -> None:
-        """The lead: records a failure, and says what came of a task."""
+        """Prints the outcome of a task and records a failure in failed.jsonl; on the lead."""
         if not isinstance(found, Failure):
             assert found is not None, "a lead without a row"
             progress.row(task, found)
             return
-        is_flagged = found.exit_code == GateError.exit_code  # and has its row in flagged.jsonl
+        is_flagged = found.exit_code == GateError.exit_code  # its row is in flagged.jsonl already
         if not is_flagged:
             failed = {
                 "task": self._digest(task),
@@ -189,7 +196,7 @@ class Sweep:
     def _conclude(
         self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float
     ) -> None:
-        """The lead: which configurations were best, of all rows of this plan."""
+        """Prints which configurations were best among all rows of this plan; on the lead."""
         mine = {self._digest(task) for task in tasks}
         rows = [row for row in self._rows_in("runs.jsonl") if (row.sweep or {}).get("task") in mine]
         print_end(self._id, rows, codes, seconds, len(survey.earlier), survey.elsewhere)

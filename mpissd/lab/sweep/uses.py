@@ -1,4 +1,4 @@
-"""SSD beside the best other use of as many GPUs (rivals.py), from rows of every T and D."""
+"""Compares SSD with the best other use of as many GPUs (rivals.py), from rows of every T and D."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from mpissd.common.rivals import Family, Others, other_uses, tps_of, widest
 from mpissd.common.row import Row
 from mpissd.lab.sweep.best import DRAFTED, Cell, Comparison, best_cell, is_row, method_of
 
-_OF_T = ("tp", "all_reduce")  # what differs between the uses of one setting
+_OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
 
 
 @dataclass(frozen=True)
 class MeasuredUse:
-    """A method on T + D GPUs at its own best K; tok_per_s: what ranks it (see best_cell)."""
+    """A method on T + D GPUs at one K.
+
+    tok_per_s is the rate that uses are ranked by (see best_cell).
+    """
 
     mode: str
     tp: int
@@ -27,7 +30,7 @@ class MeasuredUse:
 
     @property
     def where(self) -> str:
-        """Mode, T, D and K."""
+        """The use as text: its mode, T, D and K."""
         return f"{Family.of(self)}{f' K={self.cell.lookahead}' * bool(self.cell.lookahead)}"
 
     def __str__(self) -> str:
@@ -40,11 +43,11 @@ class Verdict:
 
     ssd: MeasuredUse
     others: Others[MeasuredUse]
-    every: tuple[MeasuredUse, ...] = ()  # other uses at every K
+    every: tuple[MeasuredUse, ...] = ()  # the other uses, at every measured K
 
     @property
     def gain(self) -> Gain | None:
-        """None where rows say too little of themselves."""
+        """SSD's gain over the fastest other use; None without one or if the rows lack data."""
         fastest = self.others.fastest
         return None if fastest is None else self.ssd.cell.over(fastest.cell)
 
@@ -67,7 +70,10 @@ class Verdict:
         return self.ssd.tp + self.ssd.num_drafts
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what was missing, and the gain over the best other use, null without one."""
+        """Returns the verdict as JSON, with the uses that were not measured.
+
+        over_best, the gain over the best other use, is null if that use is not known.
+        """
         best, fastest = self.others.best, self.others.fastest
         return {
             "ssd": self.ssd.method,
@@ -80,14 +86,15 @@ class Verdict:
 
 
 def is_imposed(hit_law: object) -> bool:
-    """Whether a row's hits are a rate that no fan-out was grown for."""
+    """Returns whether a row's hit rate was imposed, so that no branches had to be grown for it."""
     return str(hit_law).startswith("p_hit:")
 
 
 def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
-    """Of the SSD rows of a setting, beside all rows of that setting whatever their T.
+    """Returns a verdict on SSD for each number of GPUs, hit law and schedule of a setting.
 
-    Rows whose drafts sit on another kind of device are left out: their GPUs are not the same.
+    rows: all rows; those that differ from the setting in T alone are compared too. Rows whose
+    drafts run on another kind of device are left out, because their GPUs are not the same.
     """
     setting = dict(found.setting)
     alike = _alike(setting, rows)
@@ -104,12 +111,12 @@ def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
 
 
 def _case(row: Row) -> tuple[int, str | None, str | None]:
-    """GPUs, hit law and schedule: SSD under others of these is judged by itself."""
+    """Returns (GPUs, hit law, schedule); SSD rows that differ in these get separate verdicts."""
     return row.world_size, row.hit_law, row.schedule
 
 
 def ways_of(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[MeasuredUse]:
-    """Every method of a setting on every T and D at every K, SSD too."""
+    """Returns every method measured in a setting, on every T and D at every K, including SSD."""
     return _ways(_alike(setting, rows))
 
 
@@ -118,14 +125,14 @@ def _alike(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Row]:
 
 
 def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
-    """Whether a row is of a setting but for its T; AR has no draft."""
+    """Returns whether a row belongs to a setting, ignoring its T and, for AR, the draft."""
     free = {*_OF_T, *(DRAFTED if row.mode == "ar" else ())}
     same = all(row.get(name) == value for name, value in setting.items() if name not in free)
     return same and row.other_draft_device is None
 
 
 def _uses(rows: Sequence[Row]) -> list[MeasuredUse]:
-    """Every method on every T and D, at its own best K."""
+    """Returns every method on every T and D at its own best K."""
     ways: dict[tuple[Family, str], list[MeasuredUse]] = {}
     for use in _ways(rows):
         ways.setdefault((Family.of(use), use.method), []).append(use)
@@ -137,7 +144,7 @@ def _uses(rows: Sequence[Row]) -> list[MeasuredUse]:
 
 
 def _ways(rows: Sequence[Row]) -> list[MeasuredUse]:
-    """Every method on every T and D at every K, by their medians."""
+    """Returns every method on every T and D at every K, with the median rate of its rows."""
     cells: dict[tuple[str, int, int, str, int], list[Row]] = {}
     for row in rows:
         place = row.mode, row.tp, row.world_size - row.tp

@@ -1,4 +1,4 @@
-"""What is read off rows alone: the milestone report's tables, and two results side by side.
+"""Tables made from rows alone: the milestone report's tables, and two results side by side.
 
 load     rows, their jobs' profiles and their rounds, from results/**/runs*.jsonl
 compare  T_SD, r, theoretical and achieved speedup of each pair and setting
@@ -9,7 +9,7 @@ find     the rows that a run id, a file or a folder names
     rows = load_rows(["results"])
     print(render(rows, load_profiles(["results"], rows), load_rounds(["results"], rows)))
 
-Pure: needs neither MPI nor a GPU. docs/milestone-tables.md has the formulas.
+This needs neither MPI nor a GPU. docs/milestone-tables.md has the formulas.
 """
 
 from mpissd.lab.tables.compare import is_usable

@@ -1,8 +1,8 @@
-"""SD over AR, theoretical and achieved, from result rows, beside the milestone report's figures.
+"""Computes SD's speedup over AR from rows, in theory and achieved, beside the milestone report's.
 
 One definition for every row: speedup(AR → SD) = E / (r(K+1) + T_draft), where
 E = (1 − a^{K+1})/(1 − a), r(M) = t_target(M)/t_target(1) and T_draft = t_draft/t_target(1) =
-r(K+1)·T_SD. Rows are compared within one Setting only; what no row says is None.
+r(K+1)·T_SD. Rows are compared within one Setting only. Values that no row gives are None.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mpissd.common.row import Row
 from mpissd.lab.tables.load import forward_times
 from mpissd.lab.tables.milestone import ALPHA, REPORT, ReportRow
 
-Profiles = Mapping[str, Mapping[str, Any]]  # by run_id, as `run` writes them beside its rows
-AllRounds = Mapping[str, Rounds]  # likewise
+Profiles = Mapping[str, Mapping[str, Any]]  # jobs' profiles by run_id, as `run` writes them
+AllRounds = Mapping[str, Rounds]  # raw rounds by run_id
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """t_target(M) / t_target(1); where not measured, a straight line between the neighbours."""
+    """The ratio t_target(M) / t_target(1), interpolated between neighbours if not measured."""
 
     value: float
     measured: bool = True
@@ -38,10 +38,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class TableRow:
-    """One K: t_sd in units of t_target(K+1), t_draft in units of t_target(1), speedups over AR;
-    achieved: tok/s of SD over tok/s of AR.
+    """The results at one K.
 
-    num_rows: SD rows at ALPHA. unstable: the median round of a row used drifted.
+    t_sd is in units of t_target(K+1), t_draft in units of t_target(1). theory and achieved are SD's
+    speedups over AR; achieved compares tok/s. num_rows counts the SD rows at ALPHA. unstable: the
+    median round drifted in one of the rows used.
     """
 
     report: ReportRow
@@ -60,7 +61,7 @@ _SHARED = "device_name backend dtype tp all_reduce graph fuse lm_head context".s
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What all rows of a table have in common; AR rows have it all but the draft."""
+    """What all rows of a table share; AR rows share everything except the draft."""
 
     device_name: str
     backend: str
@@ -72,37 +73,37 @@ class Setting:
     lm_head: bool
     context: int  # tokens
     num_drafts: int = 0
-    draft_device: str = ""  # "": the draft is inline, or its device has the lead's name
+    draft_device: str = ""  # "": inline, or the same kind of device as the lead's
 
     @classmethod
     def of(cls, row: Row) -> Setting:
-        """The setting of an AR or SD row."""
+        """Returns the setting of an AR or SD row."""
         shared, other = {key: row[key] for key in _SHARED}, row.other_draft_device or ""
         return cls(**shared, num_drafts=row.num_drafts, draft_device=other)
 
     @property
     def of_target(self) -> Setting:
-        """The same without a draft: what AR rows have, and what r depends on."""
+        """This setting without its draft: the setting of its AR rows, which r depends on."""
         return replace(self, num_drafts=0, draft_device="")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A pair in one setting; without a setting there was no row to read."""
+    """The results of a pair in one setting; the setting is None if there was no row."""
 
     pair: str
     rows: tuple[TableRow, ...]
     setting: Setting | None = None
     has_ar: bool = False
-    device_flag: str | None = None  # --device of an emulated device
+    device_flag: str | None = None  # value of --device for an emulated device
 
 
 def make_tables(
     rows: Sequence[Row], profiles: Profiles, rounds: AllRounds | None = None
 ) -> list[Table]:
-    """A table for each pair and setting that has an SD row; one without a setting where none has.
+    """Makes a table for each pair and setting with SD rows; a pair without rows gets an empty one.
 
-    Raises ConfigError: a row or profile that lacks what `run` writes.
+    Raises ConfigError for a row or profile that lacks something that `run` writes.
     """
     tables: list[Table] = []
     for pair, report in REPORT.items():
@@ -115,33 +116,36 @@ def make_tables(
 
 
 def is_usable(row: Row) -> bool:
-    """Whether the row belongs to a pair of the report; AR rows need SD rows beside them as well."""
+    """Returns whether a row is of the report's pairs; AR rows need SD rows beside them, too."""
     return any(_fits(pair, row) for pair in REPORT)
 
 
 def _fits(pair: str, row: Row) -> bool:
-    """AR or SD of the pair at full depth (a scaled target has another name), one sequence."""
+    """Returns whether a row is AR or SD of the pair at full depth with one sequence.
+
+    The target of a depth-scaled model has another name, so its rows do not match.
+    """
     if row.mode not in ("ar", "sd"):
         return False
     _check(row)
     target, draft = PAIRS[pair]
     is_pair = row.target == target and row.draft in (None, draft) and row.batch_size == 1
     if row.get("backup", "jit") not in (None, "jit"):
-        return False  # its tokens came from no draft step
+        return False  # the draft model did not produce its tokens
     if row.backup_lookahead not in (None, row.lookahead):
-        return False  # shorter drafts than its K says
+        return False  # it drafted fewer than K tokens (backup_lookahead < K)
     return is_pair and row.lookahead in (0, *(report.lookahead for report in REPORT[pair]))
 
 
 _TEXTS = ("run_id", "target", "device_name", "backend", "dtype", "all_reduce")
 _SWITCHES = ("graph", "fuse", "lm_head")
 _COUNTS = ("tp", "context", "num_drafts", "lookahead", "batch_size", "num_rounds")
-_NUMBERS = ("tok_per_s", "t_target_s", "T_SD")  # or null
+_NUMBERS = ("tok_per_s", "t_target_s", "T_SD")  # may be null
 _OTHERS = ("draft", "acceptance", "stable", "accept_histogram", "round_us", "provenance")
 
 
 def _check(row: Row) -> None:
-    """Raises ConfigError for a value that no run writes."""
+    """Raises ConfigError for a value that `run` never writes."""
     for key in (*_TEXTS, *_SWITCHES, *_COUNTS, *_NUMBERS, *_OTHERS):
         if key not in row:
             raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
@@ -182,7 +186,10 @@ def _table_row(
     ratios: Mapping[int, float],
     rounds: AllRounds,
 ) -> TableRow:
-    """T_SD doesn't depend on alpha: from rows at ALPHA where there are any, else of other laws."""
+    """Returns the results at one K.
+
+    T_SD does not depend on alpha: it comes from rows at ALPHA if there are any, else from others.
+    """
     lookahead = report.lookahead
     wanted = [row for row in sds if _alpha(row) == ALPHA]
     timed = wanted or sds
@@ -206,7 +213,7 @@ def _table_row(
 
 
 def _achieved(sds: Sequence[Row], ars: Sequence[Row], rounds: AllRounds) -> Comparison | None:
-    """SD over AR; None where one side has no row of 20 rounds."""
+    """Returns the measured comparison of SD with AR; None if a side has no row of 20 rounds."""
     sides = [
         [r for r in rows if r.tok_per_s and r.num_rounds >= FEWEST_ROUNDS] for rows in (ars, sds)
     ]
@@ -216,8 +223,11 @@ def _achieved(sds: Sequence[Row], ars: Sequence[Row], rounds: AllRounds) -> Comp
 def _ratios(
     rows: Sequence[Row], ar_t_target_s: float | None, profiles: Profiles
 ) -> dict[int, float]:
-    """{M: t_target(M)/t_target(1)}, medians over the jobs' forward tables, each over its own M=1;
-    for a width in no table, the rows' t_target_s over that of AR."""
+    """Returns {M: t_target(M)/t_target(1)}, the median over the jobs' forward tables.
+
+    Each table is divided by its own value at M = 1. For an M in no table, the rows' t_target_s is
+    divided by that of AR.
+    """
     tabled: dict[int, list[float]] = {}
     timed: dict[int, list[float]] = {}
     for row in rows:
@@ -232,7 +242,7 @@ def _ratios(
 
 
 def _ratio(ratios: Mapping[int, float], width: int) -> Ratio | None:
-    """r(width); None outside the measured widths."""
+    """Returns r(width); None outside the measured widths."""
     if width in ratios:
         return Ratio(ratios[width])
     known = sorted(ratios)
@@ -247,7 +257,7 @@ def _median(rows: Iterable[Row], key: str) -> float | None:
 
 
 def _alpha(row: Row) -> float | None:
-    """a of the law alpha:a; None for another law."""
+    """Returns a if the row's acceptance law is alpha:a, else None."""
     name, _, value = str(row.acceptance).partition(":")
     try:
         return float(value) if name == "alpha" else None
@@ -256,6 +266,6 @@ def _alpha(row: Row) -> float | None:
 
 
 def _device_flag(rows: Sequence[Row]) -> str | None:
-    """What --device= says on the rows' command lines."""
+    """Returns the value of --device= on the rows' command lines."""
     words = [word for row in rows for word in row.command]
     return min((w.partition("=")[2] for w in words if w.startswith("--device=")), default=None)

@@ -1,4 +1,4 @@
-"""The rows that `why` and `compare` are asked about: by a run id, a file, or a folder."""
+"""Finds the rows that `why` and `compare` are asked about, by run id, file or folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
     """Returns the rows that a name stands for, latest last, and the file or folder that has them.
 
     named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
-    `out`; None: all rows below `out`. ConfigError where there is no such row.
+    `out`; None stands for all rows below `out`. Raises ConfigError if there is no such row.
     """
     is_file = (named or "").endswith(".jsonl")
     is_id = named is not None and not is_file and not Path(named).is_dir()
@@ -23,7 +23,7 @@ def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
     rows = load_rows([path]) if is_file or path.is_dir() else []
     if is_id:
         rows = [row for row in rows if row.run_id == named]
-    elif not is_file:  # a folder may have several files: one of each shard
+    elif not is_file:  # a folder may have one file for each shard
         rows.sort(key=_started_at)
     if not rows:
         raise ConfigError(
@@ -38,11 +38,11 @@ def _started_at(row: Row) -> str:
 
 
 def find_pair(a: str | None, b: str | None, out: str) -> tuple[Row, Row, list[Path]]:
-    """Returns the two rows to compare, and where they lie.
+    """Returns the two rows to compare, and the files or folders that hold them.
 
-    A name (see find_rows) means its last row and that row's configuration under other seeds; the
-    latest rows of both with a common seed are returned, else the latest of each. Without b, a is a
-    folder or a file with two configurations. Raises ConfigError.
+    A name (see find_rows) stands for its last row and the rows of the same configuration under
+    other seeds. Of these, the latest two with a common seed are returned, or else the latest of
+    each name. Without b, a must be a folder or file with two configurations. Raises ConfigError.
     """
     if a is None:
         raise ConfigError(
@@ -64,7 +64,7 @@ def find_pair(a: str | None, b: str | None, out: str) -> tuple[Row, Row, list[Pa
 
 
 def _alike(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the last one's configuration, in order."""
+    """Returns the rows that have the last row's configuration, in order."""
     found = siblings(rows[-1], rows)
     return [row for row in rows if row in found]
 

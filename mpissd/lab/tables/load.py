@@ -1,5 +1,7 @@
-"""Result rows (runs*.jsonl), their jobs' profiles (profiles/RUN_ID.json) and their raw rounds
-(rounds/RUN_ID.npz), read strictly."""
+"""Reads result rows, their jobs' profiles and their raw rounds; refuses malformed files.
+
+The files are runs*.jsonl, profiles/RUN_ID.json and rounds/RUN_ID.npz.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ Paths = Iterable[str | Path]
 
 
 def load_rows(paths: Paths) -> list[Row]:
-    """The rows of files, and of the runs*.jsonl under folders, in order; a row counts once.
+    """Returns the rows of files, and of the runs*.jsonl under folders, in order, without repeats.
 
-    Raises ConfigError naming file and line: unreadable, cut off, another schema, one id for two.
+    Raises ConfigError, naming file and line, for an unreadable or truncated row, another schema, or
+    one run id on two different rows.
     """
     rows: dict[str, Row] = {}
     for path in _run_files(paths):
@@ -34,9 +37,10 @@ def load_rows(paths: Paths) -> list[Row]:
 
 
 def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """{run_id: profile} from profiles/RUN_ID.json beside each runs*.jsonl, where there is one.
+    """Returns {run_id: profile} from profiles/RUN_ID.json beside each runs*.jsonl, where it exists.
 
-    Raises ConfigError naming the file: unreadable, cut off, another schema, no job's profile.
+    Raises ConfigError, naming the file, if it is unreadable, truncated, of another schema, or not
+    the profile of a job.
     """
     ids = [str(row.run_id) for row in rows]
     found: dict[str, dict[str, Any]] = {}
@@ -51,9 +55,9 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
 
 
 def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
-    """{run_id: rounds} from rounds/RUN_ID.npz beside each runs*.jsonl, where there is one.
+    """Returns {run_id: rounds} from rounds/RUN_ID.npz beside each runs*.jsonl, where it exists.
 
-    Raises ConfigError naming the file: no such arrays, or other rounds than the row's.
+    Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
     """
     known = list(rows)
     found: dict[str, Rounds] = {}
@@ -67,7 +71,10 @@ def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
 
 
 def forward_times(where: str, profile: Mapping[str, Any]) -> dict[int, float]:
-    """{rows: seconds} of the target's forwards in a job's profile; `where` names it in errors."""
+    """Returns {rows: seconds} of the target's forwards in a job's profile.
+
+    where: names the profile in errors.
+    """
     try:
         points = {int(rows): float(s) for rows, s in profile["device"]["verify"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the milestone report prints in its tables 1 and 2 (one V100-32, alpha = .9)."""
+"""The numbers that the milestone report prints in its tables 1 and 2 (one V100-32, alpha = .9)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALPHA = 0.9
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One K of the report's tables 1 and 2, as printed; None: it prints none for this pair."""
+    """One K of the report's tables 1 and 2, as printed; None where it prints none for this pair."""
 
     lookahead: int
     t_sd: float
@@ -20,12 +20,15 @@ class ReportRow:
 
     @property
     def recomputed(self) -> float:
-        """E / (1 + T_SD): the report's formula on its own table 1."""
+        """The speedup E / (1 + T_SD): the report's formula, applied to its own table 1."""
         return theory.speedup_sd(theory.expected_tokens(ALPHA, self.lookahead), 1.0, self.t_sd)
 
     @property
     def ratio(self) -> float | None:
-        """Recomputed over printed: the report's r, if its table 2 is E / (r·(1 + T_SD))."""
+        """The recomputed over the printed speedup.
+
+        It is the report's r if its table 2 is E / (r·(1 + T_SD)).
+        """
         return None if self.theory is None else self.recomputed / self.theory
 
 

@@ -1,4 +1,4 @@
-"""Two result rows side by side: whether comparing them means anything, and what it says."""
+"""Compares two result rows: whether a comparison means anything, and what it shows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HOW = {
     How.ROWS: "rounds not kept: intervals from the rows' draws and percentiles, which don't see "
     "what neighbouring rounds have in common",
 }
-# What decides which tokens are decoded, and how much work one is.
+# Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
     "stop_token"
 ).split()
-# What may differ, and is said.
+# Keys that may differ; differences are printed.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
     "fan_out_miss acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
@@ -35,9 +35,9 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Pair:
-    """b against a, in tokens a second and in tokens a second and rank.
+    """The comparison of row b with row a, in tokens/s and in tokens/s per rank.
 
-    differ: what they were told differently, {key: (a's, b's)}.
+    differ: the settings that differ, as {key: (a's value, b's value)}.
     """
 
     a: Row
@@ -48,9 +48,10 @@ class Pair:
 
     @classmethod
     def of(cls, a: Row, b: Row, rounds: Mapping[str, Rounds], others: Sequence[Row] = ()) -> Pair:
-        """others: rows among which the same two configurations under further seeds are looked for.
+        """Compares two rows.
 
-        Raises ConfigError where a comparison would mean nothing, or with under 20 rounds.
+        others: rows among which further seeds of the same two configurations are looked for. Raises
+        ConfigError if a comparison would mean nothing, or with under 20 rounds.
         """
         check_alike(a, b)
         sides = [siblings(row, others) for row in (a, b)]
@@ -59,13 +60,13 @@ class Pair:
                 if one.seed == other.seed:
                     check_alike(one, other)
         found = compare_rows(sides[0], sides[1], rounds)
-        if found.how is not How.SEEDS:  # of the two that were named
+        if found.how is not How.SEEDS:  # compare only the two rows that were named
             found = compare_rows([a], [b], rounds)
         share = a.world_size / b.world_size
         return cls(a=a, b=b, found=found, per_gpu=found.scaled(share), differ=_differ(a, b))
 
     def __str__(self) -> str:
-        """A few lines for a terminal."""
+        """Returns the comparison as a few lines for a terminal."""
         lines = [f"{name} = {_side(row)}" for name, row in (("a", self.a), ("b", self.b))]
         told = "; ".join(f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items())
         lines.append(f"differ in: {told or 'nothing'}")
@@ -82,7 +83,7 @@ class Pair:
         return "\n".join(wrap.fill(line) for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a speedup is null where its interval holds 1."""
+        """Returns the comparison as JSON; a speedup is null if its interval holds 1."""
         return {
             "a": self.a.run_id,
             "b": self.b.run_id,
@@ -94,20 +95,23 @@ class Pair:
 
 
 def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
-    """The row, and those of the same configuration and length under any seed."""
+    """Returns the row, and the others of the same configuration and length under any seed."""
     own = _configuration(row)
     return [row, *(o for o in others if o is not row and o != row and _configuration(o) == own)]
 
 
 def _configuration(row: Row) -> tuple[Any, ...]:
-    """All that a run was told but the seed, and where it ran."""
+    """Returns all settings of a run except its seed, and the machine that it ran on."""
     names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
     return (*(row.get(name) for name in names if name != "seed"), row.draft_device)
 
 
 def check_alike(a: Row, b: Row) -> None:
-    """ConfigError unless both decoded the same tokens of the same model, and both on machines of
-    one kind: emulated forwards are modelled, so they say nothing of measured ones."""
+    """Raises ConfigError unless the two rows can be compared.
+
+    Both must have decoded the same tokens of the same model on the same kind of machine. Emulated
+    forwards are modelled, so they cannot be compared with measured ones.
+    """
     for key in (*_SAME, "world_size", "num_rounds", "token_digest", "backend"):
         for row in (a, b):
             if key not in row and key not in _SAME:
@@ -118,14 +122,17 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         told = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{told}: allowed: two measured runs, or two emulated ones")
-    # Above temperature 0 equal laws may well give unequal tokens.
+    # Above temperature 0, equal laws may give different tokens.
     if not a.temperature and _cover_alike(a, b) and a.token_digest != b.token_digest:
         told = f"token_digest={a.token_digest!r} and {b.token_digest!r}"
         raise ConfigError(f"{told}: allowed: two runs that decoded the same tokens")
 
 
 def _cover_alike(a: Row, b: Row) -> bool:
-    """Whether both digests are of as many tokens: num_tokens a sequence, else one a round."""
+    """Returns whether both digests cover the same number of tokens.
+
+    A digest covers num_tokens a sequence, or one token a round without such a limit.
+    """
     limits = a.token_limit, b.token_limit
     return limits[0] == limits[1] and (limits[0] is not None or a.num_rounds == b.num_rounds)
 

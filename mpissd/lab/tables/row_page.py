@@ -13,7 +13,7 @@ _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or f
 
 
 def lines() -> Iterator[str]:
-    """Markdown: a line for each key, in the order of a row."""
+    """Yields the table of a row's keys as Markdown, a line for each key in the order of a row."""
     yield "| key | type | unit | meaning |"
     yield "|---|---|---|---|"
     for name, found in FIELDS.items():

@@ -1,4 +1,4 @@
-"""The tables as text for a terminal, at most 100 columns wide; the same rows, the same text."""
+"""Renders the tables as text, at most 100 columns wide; equal rows give equal text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mpissd.lab.tables.compare import (
 from mpissd.lab.tables.milestone import ALPHA, REPORT
 
 _WIDTH = 100
-_ROUNDS = 1000  # of the runs to fill a table: ± 1 to 2% of tok/s from the draws
-# Ranks that hold the target's 16-bit weights (13.96 and 136.9 GB) on devices of 80 GB.
+_ROUNDS = 1000  # in each run that fills a table: draws change tok/s by ± 1 to 2%
+# T that holds the target's 16-bit weights (13.96 and 136.9 GB) on devices of 80 GB.
 _DEFAULT_TP = {"8b/1b": 1, "70b/1b": 2}
 _NONE = "–"
 
@@ -58,11 +58,11 @@ _REPORT_COLUMNS = (("T_SD", 5), ("theory", 7), ("achieved", 9), ("E/(1+T)", 8), 
 def render(
     rows: Sequence[Row], profiles: Profiles | None = None, rounds: AllRounds | None = None
 ) -> str:
-    """The tables of all pairs and settings, why the report's don't close, and what to run.
+    """Renders all tables, why the report's own figures contradict each other, and what to run next.
 
-    rows: of `run`, any mode. profiles: the jobs' own, by run_id; without them r(K) is interpolated
-    from the rows. rounds: the runs' own, by run_id; without them intervals come from the rows.
-    Raises ConfigError: a row or profile that lacks what `run` writes.
+    rows: of `run`, in any mode. profiles: the jobs' profiles by run_id; without them r(K) is
+    interpolated from the rows. rounds: the raw rounds by run_id; without them intervals come from
+    the rows. Raises ConfigError for a row or profile that lacks something that `run` writes.
     """
     tables = make_tables(rows, {} if profiles is None else profiles, rounds)
     parts = [_LEGEND, *map(_table_text, tables), _why(), _use(rows), _to_run(tables)]
@@ -87,7 +87,7 @@ def _heads() -> str:
 
 
 def _label(table: Table) -> str:
-    """The pair and the hardware of its rows, and how the forwards were issued."""
+    """Returns a table's heading: the pair, the hardware, and how the forwards were issued."""
     pair, setting = table.pair.upper(), table.setting
     if setting is None:
         return f"{pair}: no SD row"
@@ -170,7 +170,7 @@ def _use(rows: Sequence[Row]) -> str:
 
 
 def _to_run(tables: Sequence[Table]) -> str:
-    """The `make run` lines that fill what is missing; empty where nothing is."""
+    """Returns the `make run` lines that fill what is missing; empty if nothing is missing."""
     lines = [line for table in tables for line in _runs(table)]
     if not lines:
         return ""
@@ -201,7 +201,7 @@ def _runs(table: Table) -> list[str]:
 
 
 def _flags(setting: Setting) -> str:
-    """The flags that make has no variable for, where they are not the defaults."""
+    """Returns the flags that differ from the defaults and have no make variable."""
     chosen: Mapping[str, bool] = {
         "--fuse": setting.fuse,
         "--lm_head": setting.lm_head,
@@ -217,7 +217,7 @@ def _paragraph(text: str) -> str:
 
 
 def _shell(words: Sequence[str], indent: str) -> list[str]:
-    """A command as lines that fit, broken between words; each but the last ends in a backslash."""
+    """Breaks a command between words into lines that fit; all but the last end in a backslash."""
     lines = [indent + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > _WIDTH:
