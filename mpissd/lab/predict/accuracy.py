@@ -1,11 +1,11 @@
-"""The three errors of predictions over result rows, told apart; each is measured / predicted - 1.
+"""Computes three errors of predictions over result rows; each is measured / predicted - 1.
 
     (a) replay  the row's own draws, from what its own job measured of itself (`prediction_error`)
     (b) mean    the laws' mean, from the same (`expected_tok_per_s`)
     (c) other   the laws' mean from a profile of another job: what `predict` and `plan` give a user
 
-(b) and (c) hold the luck of the row's draws: the replay over the mean of its own job
-(`sampling_error`), whose standard deviation `sampling_sd` says what share of them luck explains.
+(b) and (c) include the luck of the row's draws: the replay over the mean of its own job
+(`sampling_error`). Its standard deviation `sampling_sd` shows how much of them luck explains.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import Forecast, device_of, forecast_from_run, forecast_row
 
-BAR = 0.04, 0.10  # of (c): median and p95 of its size
-MEAN_BAR = 0.03  # of (c)'s mean by mode and T
-ENOUGH_SEEDS = 5  # rows of fewer share their luck, so that their mean holds it
+BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c)
+MEAN_BAR = 0.03  # largest allowed mean of error (c), by mode and T
+ENOUGH_SEEDS = 5  # with fewer seeds luck does not cancel in the mean
 _DERIVED = "its profile derives what a forward takes"
-_QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # of |normal|
+_QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # |normal|
 _COLUMNS = ("machine", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone", "(c)", "(c) mean")
 _LAST = ("(c) without luck", "mean")
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of one row. luck: sampling_error; luck_sd: its standard deviation."""
+    """The three prediction errors of one row, and its luck.
+
+    luck is the row's sampling_error; luck_sd is the standard deviation of that error.
+    """
 
     machine: str
     tp: int
@@ -51,16 +54,17 @@ class Errors:
 
     @property
     def other_without_luck(self) -> float:
-        """(c), had the laws' mean been worth what the row's draws are worth."""
+        """Error (c) after removing the luck of the row's draws."""
         return (1 + self.other) / (1 + self.luck) - 1
 
 
 def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row], Forecast]:
-    """What (c) is predicted from: a device's profile or a run's, by name or file.
+    """Returns a function that predicts a row from another job's profile, for error (c).
 
-    name: None takes the built-in profile of each row's device; several profiles with commas between
-    are each of their own device. host: a run's profile whose host costs count (None: the profile's
-    own). ConfigError: no such profile.
+    name: a device's or run's profile, by name or file; several, separated by commas, are each used
+    for the rows of their own device. None stands for the built-in profile of each row's device.
+    host: a run's profile whose host costs to use (None: the profile's own). Raises ConfigError if
+    there is no such profile.
     """
     run = None if name is None or "," in name else jobfile.load(name)
     if run is not None and name is not None:
@@ -83,7 +87,7 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
 
 
 def host_of(name: str) -> HostCosts:
-    """The host costs of a run's profile; ConfigError for another file."""
+    """Returns the host costs of a run's profile. Raises ConfigError for any other file."""
     found = jobfile.load(name)
     if found is None:
         raise ConfigError(f"host {name!r}: allowed: a run's OUT/profiles/RUN_ID.json")
@@ -91,7 +95,7 @@ def host_of(name: str) -> HostCosts:
 
 
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
-    """The errors of all rows, by machine, T and mode: as Markdown, and as numbers for JSON."""
+    """Returns the errors of all rows by machine, T and mode, as Markdown and as JSON."""
     errors, left = errors_of(rows, forecast)
     found = list(groups(errors))
     return table(found, left), {"groups": found, "left_out": dict(left)}
@@ -100,7 +104,7 @@ def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str
 def errors_of(
     rows: Iterable[Row], forecast: Callable[[Row], Forecast]
 ) -> tuple[list[Errors], Counter[str]]:
-    """The errors of the rows that have all three, and how many have not, by reason."""
+    """Returns the errors of the rows that have all three, and a count of the others by reason."""
     found, left = [], Counter[str]()
     for row in rows:
         other = forecast(row)
@@ -114,7 +118,7 @@ def errors_of(
 
 
 def _errors(row: Row, other: Forecast) -> Errors | None:
-    """The three errors of a row; None where its own job predicted nothing."""
+    """Returns the three errors of a row; None if its own job predicted nothing."""
     error, inline = other.error(row), " inline" if row.inline_draft else ""
     assert error is not None, "a forecast without a rate"
     replay, expected = row.prediction_error, row.expected_tok_per_s
@@ -134,7 +138,7 @@ def _errors(row: Row, other: Forecast) -> Errors | None:
 
 
 def groups(errors: Sequence[Errors]) -> Iterator[dict[str, Any]]:
-    """Median and p95 of the errors' sizes, by machine, T and mode, and over the modes of each T."""
+    """Yields median and p95 of the errors' sizes by machine, T and mode, and for each T."""
     for machine, tp in sorted({(e.machine, e.tp) for e in errors}):
         here = [e for e in errors if (e.machine, e.tp) == (machine, tp)]
         modes = sorted({e.mode for e in here})
@@ -160,13 +164,13 @@ def _group(chosen: Sequence[Errors]) -> dict[str, Any]:
 
 
 def _sizes(errors: Any) -> tuple[float, float]:
-    """(median, p95) of |errors|."""
+    """Returns (median, p95) of |errors|."""
     median, p95 = np.quantile(np.abs(errors), [0.5, 0.95])
     return float(median), float(p95)
 
 
 def table(found: Sequence[dict[str, Any]], left: Counter[str]) -> str:
-    """Groups as Markdown, what the bar says of T = 1, and the rows that are in no group."""
+    """Renders the groups as Markdown, with a verdict on T = 1 and the rows that are in no group."""
     columns = (*_COLUMNS, *_LAST)
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, found), ""]
     lines += [line for group in found if (line := _verdict(group, found))]
@@ -187,7 +191,7 @@ def _line(group: dict[str, Any]) -> str:
 
 
 def _verdict(group: dict[str, Any], every: Sequence[dict[str, Any]]) -> str | None:
-    """Whether (c) meets its bar, of all modes at T = 1 of a machine."""
+    """Returns a line on whether (c) meets its bar at T = 1 over all modes; else None."""
     alone = sum(1 for g in every if (g["machine"], g["tp"]) == (group["machine"], 1)) == 1
     if group["tp"] != 1 or not (alone or group["mode"] == "all"):
         return None
@@ -210,8 +214,11 @@ def _means_verdict(machine: str, found: Sequence[dict[str, Any]]) -> str:
 
 
 def is_biased(group: dict[str, Any]) -> bool:
-    """Whether the mean of (c) is beyond its bar: without luck, and as it is where its rows have
-    enough seeds for their luck to cancel."""
+    """Returns whether the mean of error (c) exceeds its bar.
+
+    The mean is taken without luck, and also with luck if the rows have enough seeds for it to
+    cancel.
+    """
     signed = [group["without_luck_signed"]]
     signed += [group["other_signed"]] * (group["seeds"] >= ENOUGH_SEEDS)
     return any(abs(mean) > MEAN_BAR for mean in signed)

@@ -1,7 +1,8 @@
-"""What `plan` says of an advice: lines for a terminal, and JSON.
+"""Presents the advice of `plan` as lines for a terminal and as JSON.
 
-Every use that was judged is listed, derived ones labelled. Where one could not be judged the first
-line names it, and nothing is called best. Gains within ERROR of 1 are no difference.
+Every use that was judged is listed, and derived ones are labelled. If a use could not be judged,
+the first line names it, and nothing is called best. Gains within ERROR of 1 are shown as no
+difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpissd.lab.predict.advisor import Advice, ExtraGpu
 from mpissd.lab.predict.places import Survey
 from mpissd.lab.predict.search import Choice
 
-# Predictions of rows on H200 at T = 1 err by 2.6% (median) and 8.6% (p95), docs/predictions.md.
+# Errors of predictions for H200 at T = 1: 2.6% (median), 8.6% (p95); see docs/predictions.md.
 ERROR = 0.05
 _LEGEND = (
     "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens), "
@@ -28,9 +29,9 @@ _LEGEND = (
 
 
 def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
-    """Returns the first line: the machine, the pair, and what is assumed of both.
+    """Returns the first line: the machine, the pair, and what is assumed about both.
 
-    A datasheet's profile is followed by a line that says so.
+    For a profile that comes from a datasheet, a second line says so.
     """
     hits = resolve_hit_law(run.p_hit, run.hit_a, run.hit_r, run.hit_law).label
     given = any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law))
@@ -49,14 +50,17 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 
 def gain_text(gain: float) -> str:
-    """Returns a predicted gain, or that it is within the predictor's error."""
+    """Returns a predicted gain as text, marked if it is within the predictor's error."""
     near = abs(math.log(gain)) <= math.log1p(ERROR)
     none = f" (no difference within the predictor's error of {ERROR:.0%})"
     return f"{gain:.3f}×{none * near}"
 
 
 def render(advice: Advice, heading: str, survey: Survey, gpus: int) -> str:
-    """The lines, with what the survey left out; gpus: as many as were asked for."""
+    """Returns the advice as text, with the uses that the survey left out.
+
+    gpus: the number of GPUs that the user asked for.
+    """
     best = None if advice.missing else advice.best
     lines = [heading]
     if advice.missing:
@@ -70,7 +74,7 @@ def render(advice: Advice, heading: str, survey: Survey, gpus: int) -> str:
 
 
 def _sources(judged: Sequence[Choice]) -> list[str]:
-    """From what each derived use is."""
+    """Returns a line for each source of derived times, with the uses that rest on it."""
     uses: dict[str, list[str]] = {}
     for choice in judged:
         if choice.derived:
@@ -110,7 +114,10 @@ def _verdict(advice: Advice, gpus: int) -> list[str]:
 
 
 def _of_ssd(extra: ExtraGpu, advice: Advice, gpus: int) -> list[str]:
-    """SSD on its N GPUs over the others on N, on those asked for, and on N - 1."""
+    """Returns lines on SSD's gains over other uses of its N GPUs and of N − 1.
+
+    If the user asked for more than N GPUs, a line compares SSD with the best other use of them all.
+    """
     ssd, told = extra.ssd, []
     if extra.otherwise is not None and (ssd.gpus < gpus or ssd != advice.best):
         told.append(_over(ssd, extra.otherwise, f"the best other use of {ssd.gpus}"))
@@ -123,7 +130,7 @@ def _of_ssd(extra: ExtraGpu, advice: Advice, gpus: int) -> list[str]:
 
 
 def _over_asked(choice: Choice, advice: Advice, gpus: int) -> list[str]:
-    """The line that sets a choice beside the best other use of the GPUs asked for."""
+    """Returns a line comparing a choice with the best other mode on the GPUs asked for, if any."""
     others = (other for other in advice.judged if other.mode != choice.mode)
     asked = f"the best other use of the {gpus} asked for"
     return [_over(choice, other, asked) for other in others][:1]
@@ -141,7 +148,10 @@ def _mark(derived: bool) -> str:
 
 
 def to_dict(advice: Advice, survey: Survey) -> dict[str, Any]:
-    """As JSON; best is null where a use could not be judged, and judged begins with the fastest."""
+    """Returns the advice as JSON; `judged` is sorted, fastest first.
+
+    best is null if a use that would fit could not be judged.
+    """
     extra = advice.extra_gpu
     gains = ("gain", "gain_per_gpu", "gain_at_equal_gpus", "gain_over_replicas")
     return {

@@ -1,4 +1,4 @@
-"""Which mode, T, D, K, fan-out and backup to run on given GPUs, and what an extra GPU brings.
+"""Finds which mode, T, D, K, fan-out and backup to run on given GPUs, and what one more brings.
 
 `plan` searches the closed model coarsely, then finely around the best few; `best_of` with FULL is
 the exhaustive search that it is held against. Everything comes from costs and laws alone:
@@ -34,18 +34,19 @@ from mpissd.lab.predict.search import (
     ssd_groups,
 )
 
-_FEW = 16  # sequences, whose configurations are cheap to evaluate
-_REFINED = 3  # coarse SSD choices that are searched finely around
-_USES = ("ssd", "without", "otherwise")  # the choices of an ExtraGpu
+_FEW = 16  # up to so many sequences a configuration is cheap to evaluate
+_REFINED = 3  # number of coarse SSD choices that the fine search starts from
+_USES = ("ssd", "without", "otherwise")  # fields of an ExtraGpu that hold choices
 
 
 @dataclass(frozen=True)
 class ExtraGpu:
-    """What the GPU that SSD's draft takes would bring elsewhere.
+    """What the GPU that SSD's draft occupies would bring in other uses.
 
-    ssd: on N = T + D GPUs. without: the best other use of N − 1. otherwise: the best other use of N
-    (a larger T, or SD's draft). replicas_tok_per_s: of as many copies of one use as N GPUs hold,
-    each with a batch of its own. None: none, or not all that would fit could be judged.
+    ssd: the best SSD, on N = T + D GPUs. without: the best other use of N − 1 GPUs. otherwise: the
+    best other use of N GPUs (a larger T, or SD's draft). replicas_tok_per_s: the rate of as many
+    copies of one use as N GPUs hold, each with a batch of its own. A field is None if there is no
+    such use, or if not all that would fit could be judged.
     """
 
     ssd: Choice
@@ -55,43 +56,43 @@ class ExtraGpu:
 
     @property
     def is_derived(self) -> bool:
-        """Whether any of its choices is."""
+        """Whether any of its choices rests on derived instead of measured times."""
         return any(use and use.derived for use in (self.ssd, self.without, self.otherwise))
 
     @property
     def gain(self) -> float | None:
-        """ssd / without: raw, one GPU more."""
+        """The ratio ssd / without in tok/s: what one more GPU brings."""
         return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
 
     @property
     def gain_per_gpu(self) -> float | None:
-        """The same in tokens a second and GPU."""
+        """The ratio ssd / without in tok/s per GPU."""
         if self.without is None:
             return None
         return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
 
     @property
     def gain_at_equal_gpus(self) -> float | None:
-        """ssd / otherwise: one batch, as fast as possible, on as many GPUs."""
+        """The ratio ssd / otherwise: the gain for one batch on as many GPUs."""
         return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
 
     @property
     def gain_over_replicas(self) -> float | None:
-        """ssd / replicas: the same GPUs, more batches instead of a faster one."""
+        """The ratio ssd / replicas: one faster batch against more batches on as many GPUs."""
         rival = self.replicas_tok_per_s
         return None if rival is None else self.ssd.tok_per_s / rival
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run; each choice with its label.
+    """What to run; each choice says whether its times are derived.
 
-    best: most tokens a second on at most the GPUs given, of what could be judged. judged: the
-    fastest of each mode, T and D; missing: what would fit, too, but could not be judged (plan's
-    unjudged). by_method: the best of AR, SD inline, SD and SSD. alternatives: the next two ways
-    to run best's mode, with another T or K. rival: the best other use of best's GPUs (rivals.py),
-    None where something is missing. break_even_alpha: of the best choice that drafts,
-    break_even_p_hit: of the best SSD, each against the other uses of its GPUs (see breakeven).
+    best: the choice with the most tok/s on at most the given GPUs, among those that could be
+    judged. judged: the fastest choice of each mode, T and D. missing: uses that would fit but could
+    not be judged (plan's unjudged). by_method: the best of AR, SD inline, SD and SSD. alternatives:
+    the next two choices of best's mode, with another T or K. rival: the best other use of best's
+    GPUs (rivals.py), None if one is missing. break_even_alpha: for the best choice that drafts;
+    break_even_p_hit: for the best SSD; each against the other uses of its GPUs (see breakeven).
     """
 
     best: Choice
@@ -107,12 +108,12 @@ class Advice:
 
     @property
     def is_derived(self) -> bool:
-        """Whether best or its rival is."""
+        """Whether best or its rival rests on derived instead of measured times."""
         return any(use and use.derived for use in (self.best, self.rival))
 
     @property
     def gain(self) -> float | None:
-        """best / rival in tokens a second."""
+        """The ratio best / rival in tok/s; None without a rival."""
         return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
 
 
@@ -123,10 +124,11 @@ def plan(
     gpus: int,
     unjudged: Collection[Family] = (),
 ) -> Advice:
-    """The advice for one batch of config.batch_size on at most `gpus` GPUs.
+    """Returns the advice for one batch of config.batch_size on at most `gpus` GPUs.
 
-    Of `config` the laws and the batch size count; mode, K, fan-out and backup are what is sought.
-    unjudged: what would fit, too (places.survey).
+    Only the laws and the batch size of `config` are used; the search finds mode, K, fan-out and
+    backup. unjudged: further uses that would fit (places.survey). Raises ConfigError without
+    placements or GPUs.
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
@@ -143,17 +145,17 @@ def plan(
 
 @dataclass(frozen=True)
 class _Ranked:
-    """Choices, fastest first, and what could not be judged."""
+    """The choices of a search, fastest first, and the uses that could not be judged."""
 
     choices: Sequence[Choice]
     missing: tuple[Family, ...]
 
     def others(self, mode: str, gpus: int) -> Others[Choice]:
-        """What else so many GPUs could do."""
+        """Returns the uses of this many GPUs in other modes."""
         return other_uses(mode, gpus, self.choices, self.missing)
 
     def first(self, *modes: str) -> Choice | None:
-        """The fastest of these modes."""
+        """Returns the fastest choice in one of these modes; None if there is none."""
         return next((c for c in self.choices if c.mode in modes), None)
 
 
@@ -164,7 +166,7 @@ def _advice(
     places: Sequence[Placement],
     num_evaluated: int,
 ) -> Advice:
-    """The advice that ranked choices amount to."""
+    """Derives the advice from ranked choices."""
     best = ranked.choices[0]
     same = [choice for choice in ranked.choices if choice.mode == best.mode]
     drafting, ssd = ranked.first("sd", "ssd"), ranked.first("ssd")
@@ -193,7 +195,7 @@ def _advice(
 
 
 def _labelled(advice: Advice, places: Sequence[Placement]) -> Advice:
-    """The advice with the label of every choice that it holds."""
+    """Returns the advice, each of its choices labelled with the source of derived times."""
     labels = {place.tp: cache(place.label) for place in places}
 
     def told(value: Any) -> Any:
@@ -215,7 +217,7 @@ def best_of(
     gpus: int,
     space: Space = FULL,
 ) -> Choice:
-    """The best choice of a whole space: exhaustive, seconds for large batches."""
+    """Returns the best choice of a space by exhaustive search; seconds long for large batches."""
     return _ranked(_Search(Laws.of(config), config.batch_size, host, gpus).run(places, space))[0]
 
 
@@ -228,7 +230,10 @@ class _Search:
     num_evaluated: int = 0
 
     def run(self, places: Iterable[Placement], space: Space) -> list[Choice]:
-        """The best of every group of a space on every placement; AR always has one."""
+        """Returns the fastest choice of each group of configurations, on every placement that fits.
+
+        AR has one configuration a placement; SD and SSD have a group for each K (sd, ssd).
+        """
         choices = []
         for place in places:
             if place.tp > self.gpus:
@@ -240,7 +245,10 @@ class _Search:
         return choices
 
     def sd(self, place: Placement) -> list[Choice]:
-        """SD at every K on at most one draft rank; on more at the K around the best of these."""
+        """Returns the fastest SD choices: every K on at most one draft rank.
+
+        More draft ranks are tried only at values of K within 2 of the best of these.
+        """
         few = tuple(d for d in place.num_drafts if d <= 1)
         many = tuple(d for d in place.num_drafts if d > 1)
         found = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
@@ -254,7 +262,7 @@ class _Search:
         return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
 
     def ssd(self, place: Placement, space: Space) -> list[Choice]:
-        """The best SSD of every K of a space."""
+        """Returns the fastest SSD choice of each group of configurations in the space."""
         return self._bests(ssd_groups(place, self.laws, self.batch, space))
 
     def _bests(self, groups: Iterator[Group]) -> list[Choice]:
@@ -268,7 +276,7 @@ class _Search:
 
 
 def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
-    """Every fan-out at a leader's K and the next to it, with its policy; by T."""
+    """Returns (T, space) pairs: every fan-out at K and K ± 1 of a leader, with its policy."""
     near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
     share = leader.backup_lookahead / leader.lookahead
     policy = leader.backup == "fast", leader.on_late == "serve"
@@ -277,18 +285,18 @@ def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
 
 
 def _policies(leader: Choice) -> list[tuple[int, Space]]:
-    """Every backup, K_b and lateness at a leader's K and fan-out; by T."""
+    """Returns (T, space) pairs: every backup, K_b and lateness at a leader's K and fan-out."""
     assert leader.fan_out is not None, leader
     return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
 
 
 def _ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """Fastest first; of equals (to five digits) the fewer GPUs, then the shorter K."""
+    """Sorts choices, fastest first; ties (to five digits) by fewer GPUs, then by smaller K."""
     return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
 
 def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
-    """The first of every kind, in order."""
+    """Returns the first choice of each kind, in order; kind maps a choice to its kind."""
     found: dict[Hashable, Choice] = {}
     for choice in choices:
         found.setdefault(kind(choice), choice)

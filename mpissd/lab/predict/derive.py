@@ -1,12 +1,12 @@
-"""Forwards at a T that was not measured, derived from the same model's at a T that was.
+"""Derives a forward's time at a T that was not measured from the same model at a measured T.
 
     derived(T) = kept + (measured(T') − kept − reduces(T')) · bytes(T) / bytes(T') + reduces(T)
 
-bytes: weights and KV that one rank reads. reduces: all all-reduces of a forward. kept: what T does
-not change. Where each product is a launch of its own it is all that the forward of fewest rows
-loses beyond its floor; where one kernel runs them as a chain, what it loses goes with the bytes,
-and a launch is kept alone. T' is the measured number of ranks next to T. Against forwards of H200
-that were measured at two T it is within 2% at one row (docs/profile.md).
+bytes: weights and KV that one rank reads. reduces: seconds of a forward's all-reduces. kept:
+seconds that T does not change. If each product is a launch of its own, kept is the time of the
+smallest measured forward beyond its floor. If one kernel runs them as a chain, its overhead scales
+with the bytes, and kept is one launch. T' is the measured number of ranks nearest to T. For H200
+forwards that were measured at two T, the rule is within 2% at one row (docs/profile.md).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
 from mpissd.engine.backend.profile_tables import Curve, Forward
 from mpissd.engine.model.shard import ForwardOptions, Shard
 
-DERIVED = "derived"  # how the source of such a forward begins
-_ITEMSIZE = 2  # bytes of a weight, and of an element that is reduced
+DERIVED = "derived"  # first word in the source of a derived forward
+_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element
 
 
 def with_derived(
     profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
 ) -> Profile:
-    """The profile with this forward derived, where it was measured at other T alone.
+    """Returns the profile with this forward added, derived, if it was measured only at other T.
 
-    A profile of rates alone, one that has the forward, and one that has the model at no T stay as
-    they are. ConfigError: no all-reduce over T ranks is known.
+    The profile is returned unchanged if it has rates alone, has the forward already, or has the
+    model at no T. Raises ConfigError if no all-reduce over T ranks is known.
     """
     forwards, key = profile.tables.forwards, shard.key(sequences, options)
     near = None if key in forwards else _nearest(profile, shard, sequences, options)
@@ -44,10 +44,11 @@ def with_derived(
 def derive(
     profile: Profile, near: Shard, shard: Shard, sequences: int, options: ForwardOptions
 ) -> tuple[Forward, ...]:
-    """The forward of `shard`, by every kernel by which that of `near` was measured, at the row
-    counts at which it was.
+    """Derives the forwards of `shard` from those of `near`, the same model on other ranks.
 
-    Sources begin with "derived" and say from what. ConfigError as with_derived.
+    There is one for each kernel that `near` was measured with, at the same row counts. Their
+    sources begin with "derived" and name what they are derived from. Raises ConfigError as
+    with_derived does.
     """
     params = near.num_params(options)
     measured = profile.tables.forwards[near.key(sequences, options)]
@@ -66,7 +67,7 @@ def _derived(
     sequences: int,
     options: ForwardOptions,
 ) -> Forward:
-    """By one kernel."""
+    """Derives the forward of `shard` from one kernel's measured forward of `near`."""
     measured = known.seconds
     reduces = _all_reduces_of(profile, shard.tp)
     first = near.cost(measured.points[0], sequences, _ITEMSIZE, options)
@@ -89,9 +90,12 @@ def _derived(
 
 
 def _kept_s(profile: Profile, reduces: Profile, known: Forward, first: Cost) -> float:
-    """Seconds that T does not change; first: of the fewest rows that were measured."""
+    """Returns the seconds of a forward that T does not change.
+
+    first: cost of the forward with the fewest rows measured.
+    """
     floor = profile.floor_s(first)
-    if known.most_rows is not None:  # the kernel of few rows is the chain
+    if known.most_rows is not None:  # only the chain kernel, for few rows, has a limit
         return profile.launch_s
     if floor is None:
         return first.num_products * profile.product_overhead_s + profile.launch_s
@@ -99,7 +103,7 @@ def _kept_s(profile: Profile, reduces: Profile, known: Forward, first: Cost) -> 
 
 
 def _scaled(kept: float, reduces: Profile, known: Cost, wanted: Cost, measured_s: float) -> float:
-    """The rule of this module, at one row count."""
+    """Returns the seconds of a forward at the wanted T by this module's rule, at one row count."""
     alone = measured_s - _all_reduces_s(reduces, known)
     kept = min(alone, kept)
     share = (wanted.weight_bytes + wanted.kv_bytes) / (known.weight_bytes + known.kv_bytes)
@@ -113,12 +117,12 @@ def _all_reduces_s(profile: Profile, cost: Cost) -> float:
 def _nearest(
     profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
 ) -> Shard | None:
-    """The model on the measured number of ranks that is nearest to T by its ratio, if any."""
+    """Returns the model on the measured number of ranks that is nearest to T by ratio, or None."""
     found = []
     for tp in sorted({key.tp for key in profile.tables.forwards}):
         try:
             other = replace(shard, tp=tp)
-        except ConfigError:  # the model does not divide by it
+        except ConfigError:  # the model cannot be divided among so many ranks
             continue
         if profile.tables.forward(other.cost(1, sequences, _ITEMSIZE, options)) is not None:
             found.append(other)
@@ -126,15 +130,17 @@ def _nearest(
 
 
 def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
-    """Whose all-reduces count: the profile's own, else those of the one that comes along for the
-    same device."""
+    """Returns the profile whose all-reduces to use for this many ranks.
+
+    It is this profile if it has any, else a built-in profile of the same device that has.
+    """
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile
     return next((o for o in same_device(profile) if o.all_reduce_latency_s), profile)
 
 
 def same_device(profile: Profile) -> tuple[Profile, ...]:
-    """The profiles that come along for the device of this one."""
+    """Returns the built-in profiles of this profile's device."""
     return tuple(o for o in _built_in() if o.device_name == profile.device_name)
 
 

@@ -1,8 +1,8 @@
-"""The laws' mean for a row that some run wrote, from a profile of another job.
+"""Predicts a row's rate from the profile of another job: the mean under the laws.
 
-This is what a user gets from `predict` and `plan`: neither the row's draws nor what its own job
+This is what `predict` and `plan` give a user. It uses neither the row's draws nor what its own job
 measured of itself. `forecast_row` takes a device's profile, `forecast_from_run` what another run
-measured of itself; `Forecast.error` is how far the row lies from what they forecast.
+measured of itself. `Forecast.error` is the row's error relative to the forecast.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _DRAFTED = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """tok_per_s: the laws' mean of all sequences; None where `reason` says why there is none.
+    """A predicted rate, or the reason why there is none.
 
-    derived: the profile derived a forward or host costs that this needs, from a stated rule, and
-    measured none.
+    tok_per_s: the mean under the laws, of all sequences; None if `reason` is given. derived: the
+    profile did not measure all forwards and host costs that were needed, but derived some by a
+    stated rule.
     """
 
     tok_per_s: float | None = None
@@ -51,7 +52,7 @@ class Forecast:
     derived: bool = False
 
     def error(self, row: Row) -> float | None:
-        """Measured / forecast - 1."""
+        """Returns measured / forecast - 1; None without a forecast."""
         return None if self.tok_per_s is None else float(row.tok_per_s) / self.tok_per_s - 1
 
 
@@ -61,12 +62,12 @@ def forecast_row(
     host: HostCosts | None = None,
     draft_profile: Profile | None = None,
 ) -> Forecast:
-    """The laws' mean of a row's configuration on a device, in the long run.
+    """Predicts the long-run mean rate of a row's configuration on a device.
 
-    row: as `run` wrote it, also by an earlier version. profile: of the row's device. host: what
-    the host's work and the link take there (None: what the profile says). draft_profile: of the
-    draft ranks' device, where it is of another kind. Raises nothing: what cannot be predicted has a
-    reason.
+    row: written by `run`, possibly an earlier version. profile: of the row's device. host: costs of
+    the host's work and the link there (None: those of the profile). draft_profile: of the draft
+    ranks' device, if it is of another kind. Raises nothing: if there is no prediction, the forecast
+    has a reason.
     """
     drafts = draft_profile or profile
     try:
@@ -86,10 +87,10 @@ def forecast_row(
 
 
 def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
-    """The same from the profile that another run wrote of itself, with its host costs.
+    """Predicts a row's rate from the profile and host costs that another run measured of itself.
 
-    name: of its file, for the reasons; it has to be of a run on the row's device, which the file
-    does not say.
+    name: of the run's file, for reasons. The run must be of the row's device; the file does not say
+    which device it is of.
     """
     if Path(name).stem == row.run_id:
         return Forecast(reason="the profile is of their own job")
@@ -113,7 +114,10 @@ def _covers(name: str, run: JobFile, job: Job) -> bool:
 
 
 def _mean(job: Job, device: DeviceCosts, host: HostCosts) -> float:
-    """The laws' mean, tok/s of all sequences; ConfigError where rounds take no time at all."""
+    """Returns the mean tok/s of all sequences under the laws.
+
+    Raises ConfigError if rounds take no time at all.
+    """
     rate = float(expected(job, device, host).tok_per_s[0])
     if not math.isfinite(rate):
         raise ConfigError("a null device without host costs takes no time")
@@ -121,7 +125,7 @@ def _mean(job: Job, device: DeviceCosts, host: HostCosts) -> float:
 
 
 def job_of_row(row: Row) -> Job:
-    """The configuration of a row, resolved; ConfigError where no law's mean holds it."""
+    """Returns the job of a row. Raises ConfigError if the mean under the laws does not cover it."""
     if reason := _unpredictable(row):
         raise ConfigError(f"no law's mean: {reason}")
     job = resolve(config_of_row(row), int(row.tp), backend="emulated", memory_bytes=None)
@@ -131,7 +135,7 @@ def job_of_row(row: Row) -> Job:
 
 
 def config_of_row(row: Row) -> RunConfig:
-    """The flags of a gemm row with fixed choices; lists and laws as they were resolved."""
+    """Returns the configuration of a gemm row with choices fixed, and lists and laws resolved."""
     flags = {name: row.get(name) for name in _SAID}
     if row.mode == "ar":
         flags["draft"] = None
@@ -145,7 +149,7 @@ def config_of_row(row: Row) -> RunConfig:
 
 
 def _unpredictable(row: Row) -> str | None:
-    """Why rounds of this row have no mean that laws alone would give; None where they have."""
+    """Returns why the laws alone give no mean for the row's rounds; None if they do."""
     if row.workload != "gemm":
         return "their tokens are sampled (markov)"
     if row.learned:
@@ -158,7 +162,7 @@ def _unpredictable(row: Row) -> str | None:
 
 
 def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
-    """ConfigError for a row of other devices than the profiles'."""
+    """Raises ConfigError if the row ran on other devices than those of the profiles."""
     pairs = [("target", row.device_name, profile)]
     if row.num_drafts:
         pairs.append(("draft", row.draft_device or row.device_name, drafts))
@@ -168,12 +172,12 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
 
 
 def _check_kernels(row: Row, profile: Profile) -> None:
-    """ConfigError for a row of a commit that ran other kernels than those that were probed."""
+    """Raises ConfigError if the row's commit ran other kernels than those that were probed."""
     commit = str((row.provenance or {}).get("commit")).removesuffix("+")
     if commit in profile.other_kernels:
         raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")
 
 
 def device_of(name: str | None) -> str:
-    """A device's name as its profile has it."""
+    """Returns a device's name in the form that profiles use."""
     return (name or "").removesuffix(" (emulated)")

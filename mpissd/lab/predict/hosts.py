@@ -1,8 +1,9 @@
-"""Which of a profile's host costs hold for a job: those of the way to decode that is most alike.
+"""Chooses which of a profile's host costs hold for a job: those of the most similar method.
 
-Where that was measured at several batches each cost goes along straight lines over b, as a Curve:
-flat before the first, and behind the last with the last slope, if that rises. `keys` does so over
-the lanes of all sequences, which the fan-out decides, too.
+If a method was measured at several batch sizes b, each cost is interpolated linearly over b as a
+Curve. It is constant before the first point and continues after the last point with the last slope
+if that slope is positive. `keys` is interpolated over the lanes of all sequences instead, because
+the fan-out determines them, too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, D)
 
 
 def with_hosts(profile: Profile) -> Profile:
-    """The profile with the host costs of every method that it or, labelled "derived", the profile
-    that comes along for the same device was measured with.
+    """Returns the profile with host costs for every method that has been measured on its device.
 
-    One without any host costs stays as it is: there the host's work is free.
+    Methods missing from this profile are taken from the built-in profile of the same device and
+    labelled "derived". A profile without any host costs is returned unchanged: it treats the host's
+    work as free.
     """
     if not profile.hosts:
         return profile
@@ -46,8 +48,10 @@ def _is_way(entry: HostEntry, mode: str, num_drafts: int) -> bool:
 def host_entry(
     profile: Profile, mode: str, tp: int, num_drafts: int, batch_size: int, lookahead: int
 ) -> HostEntry | None:
-    """The entry of this mode, with the draft in the same place (D > 0 or not), whose T, then b,
-    then K are nearest; None where the profile has none of that mode and place."""
+    """Returns the entry of this mode whose T, then b, then K are nearest, or None.
+
+    Only entries with the draft in the same place (D > 0 or not) are considered.
+    """
     alike = [entry for entry in profile.hosts if _is_way(entry, mode, num_drafts)]
 
     def distance(entry: HostEntry) -> tuple[int, float, int]:
@@ -58,20 +62,22 @@ def host_entry(
 
 
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
-    """The entry that holds for a job."""
+    """Returns the entry of host costs that holds for a job, or None."""
     config = job.config
     return host_entry(profile, config.mode, job.tp, config.drafts, config.batch_size, job.lookahead)
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
-    """A job's host costs by the profile (with_hosts); no costs where none are known."""
+    """Returns a job's host costs from the profile (with_hosts); zero costs if none are known."""
     profile = with_hosts(profile)
     return costs_at(profile, entry_of(profile, job), job.config.batch_size)
 
 
 def costs_at(profile: Profile, entry: HostEntry | None, batch_size: int) -> HostCosts:
-    """The costs of b sequences by an entry and those that differ from it in b alone; none without
-    one. ConfigError for a field that is missing or unknown."""
+    """Returns the host costs of b sequences, from an entry and those that differ from it only in b.
+
+    Without an entry all costs are zero. Raises ConfigError for a missing or unknown field.
+    """
     if entry is None:
         return HostCosts()
     alike = {e.batch_size: e for e in profile.hosts if _way(e) == _way(entry)}
@@ -90,7 +96,7 @@ def _way(entry: HostEntry) -> tuple[str, int, int, int, int]:
 
 
 def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
-    """What keys take, and each lane of them, by the batches with the fewest and the most lanes."""
+    """Returns the cost of keys and its slope by lane, from the fewest and the most lanes."""
     least, most = every[0], every[-1]
     lanes = most.lanes * (most.batch_size - least.batch_size)
     if not lanes:
@@ -101,8 +107,11 @@ def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
 
 
 def derived_from(profile: Profile, job: Job) -> str | None:
-    """From what the host costs of a job are derived, beginning with "derived": another T, a stated
-    rule, or nothing at all; None: they were measured, or the profile has no host costs."""
+    """Returns what a job's host costs are derived from, as text beginning with "derived", or None.
+
+    They are derived from another T or by a stated rule, or are not known at all. None means that
+    they were measured or that the profile has no host costs.
+    """
     entry = entry_of(with_hosts(profile), job)
     if entry is None and profile.hosts:
         return f"{DERIVED}: host costs of {job.config.mode} are not known"

@@ -1,5 +1,7 @@
-"""What of a prediction no probe measured, and from which rule it comes: one label for `plan` and
-`predict --rows`."""
+"""Labels predictions that rest on derived instead of measured times, with the rule used.
+
+`plan` and `predict --rows` share these labels.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,21 @@ from mpissd.lab.predict.derive import DERIVED
 
 
 def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
-    """From what the job's forwards are derived, beginning with "derived"; None: they are not.
+    """Returns what the job's forwards are derived from, as text beginning with "derived", or None.
 
-    profile: with the target's forward (derive.with_derived). drafts: of the draft ranks' device. A
-    forward is derived where its table says so, ends before the job's rows, or is none although the
-    profile was measured; of a modelled device, where the all-reduces say so.
+    profile: the target's, including its forward (derive.with_derived). drafts: that of the draft
+    ranks' device. A forward is derived if its table says so, if its table ends before the job's
+    rows, or if the profile was measured but lacks this forward. On a modelled device it is derived
+    if the all-reduces are.
     """
     return "; ".join(dict.fromkeys(_forwards(profile, drafts, job))) or None
 
 
 def all_derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
-    """The same of the forwards and of the target profile's host costs."""
+    """Returns what the job's forwards and host costs are derived from, or None if none is derived.
+
+    The host costs are those of `profile`, the target's.
+    """
     found = derived_from(profile, drafts, job), hosts.derived_from(profile, job)
     return "; ".join(filter(None, found)) or None
 
@@ -40,7 +46,7 @@ def _forwards(profile: Profile, drafts: Profile, job: Job) -> Iterator[str]:
 def _forward(
     known: Profile, shard: Shard, options: ForwardOptions, rows: int, job: Job
 ) -> Iterator[str]:
-    """Nothing where it was measured, or the profile models it."""
+    """Yields what a forward is derived from; nothing if it was measured or is modelled."""
     batch = job.config.batch_size
     found = known.tables.forward(shard.cost(rows, batch, EMULATED_ITEMSIZE, options))
     source = known.sources["all_reduce"] if found is None else found.source

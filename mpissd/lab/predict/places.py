@@ -1,4 +1,4 @@
-"""Where a pair can run on a machine: every T that fits, and what forwards take there."""
+"""Finds where a pair can run on a machine: every T that fits, and what forwards take there."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from mpissd.lab.predict.label import all_derived_from
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, cut_law
 from mpissd.lab.predict.search import Choice, Placement
 
-_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # of a sequence: uniform:10 at the longest K
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Where a pair can run. unjudged: why a use that would fit has no forwards or host costs;
-    too_large: uses (D of 0 and 1) that the memory does not hold."""
+    """Where a pair can run on a machine.
+
+    unjudged: uses that would fit, with the reason why no forwards or host costs are known.
+    too_large: uses (with D of 0 and 1) that do not fit in memory.
+    """
 
     placements: tuple[Placement, ...]
     unjudged: Mapping[Family, str]
@@ -34,15 +37,16 @@ class Survey:
 
 
 def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Those of the survey."""
+    """Returns the placements that a survey finds."""
     return list(survey(config, profile, gpus).placements)
 
 
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
-    """Every T that divides and fits the profile's memory: as measured or modelled, else derived
-    (derive.py), else among the unjudged; likewise host costs (hosts.with_hosts).
+    """Finds every T that divides the model and fits in the profile's memory.
 
-    ConfigError where nothing can be judged: what the profile covers, or what is wrong with the
+    Forwards are taken as measured or modelled, else derived (derive.py); if neither is possible,
+    the use goes to `unjudged`. Host costs are handled likewise (hosts.with_hosts). Raises
+    ConfigError if nothing can be judged: it says what the profile covers, or what is wrong with the
     last T.
     """
     found: list[Placement] = []
@@ -74,9 +78,9 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
 
 
 def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
-    """T target ranks. ConfigError: their forwards are not known."""
+    """Returns the placement on T = tp target ranks. Raises ConfigError for unknown forwards."""
     device = device_costs(config, profile, tp)
-    most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # more would have no sequence
+    most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # further drafts would have no sequence
     drafts = tuple(d for d in range(1 + most) if _fits(config, Family("sd", tp, d), profile))
     hosts = _hosts(config, profile, tp)
 
@@ -89,7 +93,7 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """The job that a choice is under the laws and options of `config`."""
+    """Returns the job of a choice, under the laws and options of `config`."""
     if choice.mode == "ar":
         return _resolved(config, "ar", choice.tp, 0, None)
     config = replace(
@@ -115,9 +119,9 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
 def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     """Returns the profile's forwards at every row count that a search may ask for.
 
-    A lane reads its own KV, which K decides: here as of the middle K for all of them (off by less
-    than 2% of a draft step of 8b/1b with 24 branches). ConfigError: a probed profile doesn't cover
-    them, or all-reduces over T ranks are not known.
+    A lane reads its own KV, whose length depends on K. The KV of the middle K is used for all
+    (wrong by less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a
+    probed profile does not cover the row counts, or if all-reduces over T ranks are unknown.
     """
     batch = config.batch_size
     job = replace(_resolved(config, "sd", tp, 1, None), lookahead=MOST_LOOKAHEAD // 2)
@@ -132,8 +136,10 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
 
 def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int], HostCosts | None]:
-    """The host's costs of every method, None where they are not known; empty where the profile has
-    none at all."""
+    """Returns {(mode, D): host costs} of every method, None for those that are unknown.
+
+    The result is empty if the profile has no host costs at all.
+    """
     if not profile.hosts:
         return {}
     batch = config.batch_size
@@ -148,14 +154,16 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
 
 
 def _row_counts(batch: int, most: int) -> list[int]:
-    """Every multiple of b up to `most`, and the powers of two below."""
+    """Returns every multiple of b up to `most`, and the smaller powers of two."""
     multiples = {batch * n for n in range(1, most + 1)}
     return sorted(multiples | {1 << n for n in range((batch * most).bit_length())})
 
 
 def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile | None) -> Job:
-    """The pair of `config` under another mode; its laws don't matter here. profile: whose memory
-    has to hold it (None: any)."""
+    """Returns the job of `config`'s pair under another mode; its laws do not matter here.
+
+    profile: its memory must hold the job (None: no limit).
+    """
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
     wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
@@ -173,6 +181,6 @@ def _fits(config: RunConfig, family: Family, profile: Profile | None) -> bool:
 
 
 def _too_large(config: RunConfig, profile: Profile, tp: int, gpus: int) -> list[Family]:
-    """The uses of T target ranks that its memory alone rules out."""
+    """Returns the uses of T target ranks that do not fit in the profile's memory."""
     free = (family for family in families(tp, gpus) if _fits(config, family, None))
     return [family for family in free if not _fits(config, family, profile)]

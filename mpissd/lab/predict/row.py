@@ -1,4 +1,4 @@
-"""A prediction beside a result row: the same keys, from costs and draws alone."""
+"""Predicts what a run would report, under the same keys as its row, from costs and draws alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _LAW_ROUNDS = 32
 
 
 def is_predictable(job: Job) -> bool:
-    """Whether the recurrence holds this job: imposed laws, nothing that adapts, and a draft that
-    takes K steps over lists that are the same in every round."""
+    """Returns whether the recurrence can predict this job.
+
+    The job must have imposed laws, nothing that adapts, and a draft that takes K steps over fan-out
+    lists that are the same in every round.
+    """
     fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
     stepwise = job.draft is None or job.draft.num_tokens == 1
     return workload_of(job).is_imposed and fixed and stepwise and not job.is_tail
@@ -33,15 +36,16 @@ def predict_row(
     num_rounds: int | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """What a run of this job would report; num_rounds and seed default to the job's own.
+    """Predicts what a run of this job would report, from costs and draws.
 
-    Keys that a result row has mean the same here and come from the run's own draws. Beside them:
-    exposed_us (mean draft wait), T_p, expected_tok_per_s (the laws' mean, long run), sampling_error
-    (tok_per_s / expected_tok_per_s − 1: what these draws are worth), sampling_sd (the standard
-    deviation of that error over runs of as many rounds) and imposed_hits (predict.imposed).
-    Measured / tok_per_s − 1 is the error of
-    the replay; what a prediction without these draws errs by is predict/accuracy's.
-    Raises ConfigError for a job that can't be predicted.
+    num_rounds and seed default to the job's own. Keys that a result row has mean the same here and
+    come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
+    expected_tok_per_s (the long-run mean under the laws), sampling_error (tok_per_s /
+    expected_tok_per_s − 1: how lucky these draws are), sampling_sd (the standard deviation of that
+    error over runs of as many rounds) and imposed_hits (predict.imposed).
+
+    Measured / tok_per_s − 1 is the error of the replay; predict/accuracy gives the error of a
+    prediction without these draws. Raises ConfigError for a job that cannot be predicted.
     """
     if not is_predictable(job):
         raise ConfigError(
@@ -52,7 +56,7 @@ def predict_row(
     mean = float(expected(job, device, host).tok_per_s[0])
     law = expect_by_law(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
     t_target, t_draft = found.t_target_s, found.t_draft_s
-    rate = found.tok_per_s if math.isfinite(mean) else None  # a null device and no host costs
+    rate = found.tok_per_s if math.isfinite(mean) else None  # rounds that take no time
     return {
         "mode": job.config.mode,
         "num_rounds": found.num_rounds,

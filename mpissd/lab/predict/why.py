@@ -1,9 +1,9 @@
-"""Why a result is not at its floor: where the time between the two went, largest first.
+"""Explains why a result is not at its floor: where the time in between goes, largest part first.
 
-The floor of a round is one read of the target's weights, or its products at the device's peak where
-that takes longer: floor_us. What a round takes beyond it is split by the ledger's means (phases_us,
-which add up to the mean round): the forward above its floor, the wait for drafts (drafting, the
-draft's host, the link), and each host phase of the lead.
+The floor of a round (floor_us) is the time to read the target's weights once, or to compute its
+products at the device's peak if that takes longer. The time beyond it is split by the ledger's
+means (phases_us, which add up to the mean round): the forward above its floor, the wait for drafts
+(drafting, the draft's host, the link), and each host phase of the lead.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _CLOSES = {
 
 @dataclass(frozen=True)
 class Gap:
-    """Time that a round spends above its floor: µs a round, its share of the mean round."""
+    """Time that a round spends above its floor: µs a round, and its share of the mean round."""
 
     name: str
     us: float
     share: float
-    advice: str  # what would close it, one sentence
+    advice: str  # one sentence on how to close the gap
 
 
 def gaps(row: Row, count: int = 3) -> list[Gap]:
-    """The `count` largest gaps between a result row and its floor; what is null is left out.
+    """Returns the `count` largest gaps between a row and its floor; null values are left out.
 
-    Raises ConfigError: a row of another schema, or one without a key that every row has.
+    Raises ConfigError for a row of another schema, or without a key that every row has.
     """
     if row.schema != SCHEMA:
         raise ConfigError(f"result of schema {row.schema!r}: this version reads {SCHEMA}")
@@ -57,10 +57,10 @@ def gaps(row: Row, count: int = 3) -> list[Gap]:
 
 
 def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
-    """(name, µs a round, what closes it); together the mean round less its floor."""
+    """Yields (name, µs a round, how to close it); they add up to the mean round less its floor."""
     phases = row.phases_us or {}
     lead: Mapping[str, float] = phases.get("lead") or {}
-    at_launch = row.backend == "numpy"  # nothing is asynchronous there
+    at_launch = row.backend == "numpy"  # its forwards run inside the launch
     if "device_wait" in lead:
         waited = lead["device_wait"] + (lead.get("launch", 0.0) if at_launch else 0.0)
         yield from _forward(row, waited)
@@ -72,7 +72,7 @@ def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
 
 
 def _forward(row: Row, waited: float) -> Iterator[tuple[str, float, str]]:
-    """The lead's wait for the forward: floor, what is above it, and what is no forward at all."""
+    """Yields the parts of the lead's wait for the forward: time above the floor, and other time."""
     forward = waited if row.t_target_s is None else min(waited, row.t_target_s * 1e6)
     if row.floor_us is not None:
         above = max(0.0, forward - row.floor_us)
@@ -96,20 +96,23 @@ def _verify_advice(row: Row, reached: float) -> str:
 
 
 def _bound_by_products(row: Row) -> bool:
-    """Whether the floor is the products' (rows without their keys: the weights')."""
+    """Returns whether computing products sets the floor; False for old rows without the keys."""
     computed = _over(row, "floor_flops", "peak_flops_per_s")
     return computed > _over(row, "floor_bytes", "read_bytes_per_s")
 
 
 def _over(row: Row, work: str, rate: str) -> float:
-    """Seconds that so much work takes at that rate; 0 where either is unknown."""
+    """Returns the seconds that the work takes at the rate; 0 if either is unknown.
+
+    work, rate: keys of the row.
+    """
     return float(row[work] / row[rate]) if row.get(work) and row.get(rate) else 0.0
 
 
 def _drafts(
     row: Row, waited: float, draft: Mapping[str, float]
 ) -> Iterator[tuple[str, float, str]]:
-    """The lead's draft wait: draft steps, then the draft's host work, then what lies between."""
+    """Yields the parts of the lead's wait for drafts: draft steps, draft's host, the rest."""
     if not draft:
         yield "draft wait exposed", waited, _DRAFTING[_kind(row)](row)
         return
