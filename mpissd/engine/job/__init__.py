@@ -1,4 +1,4 @@
-"""A run, resolved: shapes, laws, fan-out and bytes for a given T. Pure; needs no MPI and no GPU."""
+"""Resolve a configuration for a given T to shapes, laws, fan-out and bytes, without MPI or GPU."""
 
 from mpissd.engine.job.job import Job, buckets
 from mpissd.engine.job.resolving import PRIOR_ALPHA, resolve, resolve_unopened

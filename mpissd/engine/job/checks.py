@@ -1,8 +1,6 @@
-"""What a job refuses: a draft or branches that make no sense, weights that don't fit.
+"""Checks of a job: drafts, branches and devices that cannot work, and weights that do not fit.
 
-What a workload refuses besides is its own (Workload.check).
-
-Everything raises ConfigError.
+All functions raise ConfigError. Checks of one workload are in its own class (Workload.check).
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from mpissd.engine.job.job import Job
 from mpissd.engine.model.shard import Shard
 
 _FLOAT32 = 4  # bytes of a weight on a CPU
-_SPARE_BYTES = 1 << 30  # of device memory, for activations, graphs and libraries
+_SPARE_BYTES = 1 << 30  # of device memory, left free for activations, graphs and libraries
 
 
 def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:
-    """A draft's shape, or branches behind the tail alone, that make no sense."""
+    """Refuses a draft shape or a tail fan-out that the other flags do not allow."""
     if target.head is not None:
         raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
     if config.mode != "ar" and is_tail(config.fan_out):
@@ -38,8 +36,11 @@ def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None)
 
 
 def _check_tail(config: RunConfig) -> None:
-    """One draft grows the branch; controls learn from lists, and σ_{F,C} damps for what they keep,
-    and a tail is none."""
+    """Refuses flags that fan_out=tail:F does not allow.
+
+    A tail has one branch, which one draft grows, and no list F_0 … F_K. The automatic controls
+    learn from such lists, and Saguaro sampling damps the tokens that they keep.
+    """
     for name, value, allowed in (
         ("num_drafts", config.drafts, (1,)),
         ("saguaro_c", config.saguaro_c, (1, None)),
@@ -52,7 +53,10 @@ def _check_tail(config: RunConfig) -> None:
 
 
 def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
-    """Heads that draft K tokens in one forward can neither stop earlier nor see what they drew."""
+    """Refuses a K, or a backup's K_b, other than the number of tokens that one forward drafts.
+
+    Heads that draft in parallel cannot stop after fewer tokens.
+    """
     if config.lookahead != draft.num_tokens:
         what = f"{draft.num_tokens}, one head a token (medusaN:MODEL has N)"
         raise ConfigError(f"lookahead={config.lookahead} with {draft.name}: allowed: {what}")
@@ -62,14 +66,14 @@ def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
 
 
 def check_shards(config: RunConfig, target: ModelShape, tp: int) -> None:
-    """A T that doesn't divide the target."""
+    """Refuses a T that does not divide the target's heads, FFN or (with lm_head) vocabulary."""
     Shard(target, tp)
     if config.lm_head and target.vocab_size % tp:
         raise ConfigError(f"{target.name}: vocab_size={target.vocab_size} % tp={tp} is not 0")
 
 
 def check_fan_out(config: RunConfig, widest: int, draft: ModelShape | None) -> None:
-    """More candidates than an LM head reads out for a row."""
+    """Refuses a fan-out with more candidates a row than an LM head reads out."""
     if config.lm_head and draft and widest + 1 > min(64, draft.vocab_size):
         most = min(64, draft.vocab_size) - 1
         raise ConfigError(
@@ -78,7 +82,7 @@ def check_fan_out(config: RunConfig, widest: int, draft: ModelShape | None) -> N
 
 
 def check_draft_device(config: RunConfig, backend: str) -> None:
-    """A device of the draft's own where there is none to choose, or no rank for it."""
+    """Refuses draft_device on a backend that is not emulated, or without a draft rank."""
     if config.draft_device is None:
         return
     if backend != "emulated":
@@ -95,9 +99,13 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
 def check_memory(
     job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None
 ) -> None:
-    """More bytes a rank than its device has; None: not known."""
+    """Refuses a job that needs more bytes a rank than its device has (None: unknown).
+
+    itemsize: bytes of a weight. memory_bytes: of a target rank. draft_memory: of a draft rank.
+    """
     target, draft = job.rank_bytes(itemsize)
-    more = "" if itemsize == _FLOAT32 else "a larger TP, "  # ranks share a host's one memory
+    # CPU ranks share one memory, so that more of them do not help.
+    more = "" if itemsize == _FLOAT32 else "a larger TP, "
     for name, need, have, fix in (
         (f"{job.target.name} at tp={job.tp}", target, memory_bytes, f"{more}--num_layers or "),
         (job.draft.name if job.draft else "", draft, draft_memory, ""),

@@ -1,4 +1,4 @@
-"""From a configuration and T to a job."""
+"""Resolve a configuration and T to a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpissd.engine.workload.registry import workload_of
 
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
-PRIOR_ALPHA = 0.8  # of an acceptance that nobody told
+PRIOR_ALPHA = 0.8  # assumed acceptance of an adaptive fan-out before it has seen outcomes
 
 
 def resolve(
@@ -37,12 +37,12 @@ def resolve(
     memory_bytes: int | None,
     draft_memory_bytes: int | None = None,
 ) -> Job:
-    """The job of a configuration on T target ranks.
+    """Returns the job of a configuration on T target ranks.
 
     memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
-    draft_memory_bytes: likewise of the drafts (None: as the targets').
-    Raises ConfigError: T that doesn't divide, a law or list that doesn't fit K, too little memory,
-    a draft device that is none.
+    draft_memory_bytes: likewise on the drafts' devices (None: the same as the targets').
+    Raises ConfigError if T does not divide the target, a law or list does not fit K, memory does
+    not suffice, or the draft device is not allowed.
     """
     check_draft_device(config, backend)
     itemsize = 4 if backend == "numpy" else 2
@@ -56,10 +56,11 @@ def resolve(
 
 
 def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> Job:
-    """The same before any device is open: memory is known of emulated ones and of this host alone.
+    """Resolves a job before any device is open, with what is known of the memory.
 
-    sharing: ranks that share this host's memory, if all of them will run on it. Raises ConfigError,
-    also where an emulated device's all-reduces over T ranks are not known.
+    Only the memory of emulated devices and of this host's CPUs is known then. sharing: ranks that
+    share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
+    and if an emulated device's profile lacks all-reduces over T ranks.
     """
     memory = draft_memory = None
     backend = unopened(config.backend)
@@ -121,7 +122,8 @@ def _shapes(config: RunConfig) -> tuple[ModelShape, ModelShape | None]:
 
 
 def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | None) -> Job:
-    draft = LOOKUP if config.is_lookup else draft  # a draft that is never stepped is not loaded
+    # Prompt lookup never runs the draft model, so none is loaded.
+    draft = LOOKUP if config.is_lookup else draft
     check_draft(config, target, draft)
     full = target
     if config.num_layers is not None:
@@ -162,7 +164,10 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
 def _fan_outs(
     config: RunConfig, laws: Mapping[Source, AcceptanceLaw], hit_law: HitLaw, backup_lookahead: int
 ) -> FanOuts:
-    """The lists of an SSD job; in SD nothing is grown, but what was said has to make sense."""
+    """Returns the fan-out lists of an SSD job, and empty ones otherwise.
+
+    SD grows no branches, but its fan_out flag is checked as well: raises ConfigError.
+    """
     lookahead = config.lookahead
     text, primary = tail_list(config.fan_out, lookahead, lookahead), laws[Source.CACHE].hazards
     if config.mode == "sd":
@@ -181,9 +186,12 @@ def _fan_outs(
 
 
 def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:
-    """F_0 … F_K behind a trunk of `served` tokens; hazards: K of them."""
+    """Returns the list F_0 … F_K behind a trunk of `served` tokens.
+
+    hazards: the K acceptance rates by place. Raises ConfigError if the list cannot be had.
+    """
     lookahead, law = len(hazards), hit_law
-    if adaptive_budget(text) is not None:  # what it begins with is believed, not known
+    if adaptive_budget(text) is not None:  # its first list follows a prior
         hazards, law = (PRIOR_ALPHA,) * lookahead, HitLaw("")
     minimum = 1 if hit_law.p_hit else 0
     powers = law.powers(lookahead, served)

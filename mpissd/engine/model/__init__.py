@@ -1,1 +1,1 @@
-"""Models as costs and as GEMMs: a rank's shard, the stack of products, and its stepping."""
+"""Models: a rank's shard and its costs, the stack of matrix products, and its stepper."""

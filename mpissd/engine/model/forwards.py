@@ -1,4 +1,4 @@
-"""What a worker and a model say to each other: the rows of a forward, and what came of them."""
+"""The interface between workers and models: the rows of a forward, and its results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpissd.common.wait import Waiter
 
 @dataclass(frozen=True)
 class Places:
-    """Where the n rows of a forward stand, for models that keep a cache; each is int32 [n].
+    """Positions of a forward's n rows in the KV cache, for models that keep one.
 
-    slots: the cache slot of each row's sequence. positions: its position there. parents: the row
-    before it in a tree of rows (−1: the committed tokens).
+    All are int32 [n]. slots: the cache slot of each row's sequence. positions: the row's position
+    in its sequence. parents: the previous row in a tree of rows (−1: the committed tokens).
     """
 
     slots: Ints
@@ -27,10 +27,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Results:
-    """The k best candidates of each row, best first, of the whole vocabulary.
+    """The k best candidates of each row over the whole vocabulary, best first.
 
-    ids: int32 [heads, n, k]; a model with one LM head, or none, has one. values: float32, likewise,
-    the logits of the candidates; None where they were not asked for (ForwardOptions.values).
+    ids: int32 [heads, n, k]; heads is 1 for a model with one LM head or none. values: the logits of
+    the candidates, float32 [heads, n, k]; None without ForwardOptions.values.
     """
 
     ids: Ints
@@ -38,12 +38,13 @@ class Results:
 
 
 class Forwards(Protocol):
-    """What a worker needs of a model: forwards, launched and waited for."""
+    """A model as its worker uses it: forwards that are uploaded, launched and awaited."""
 
     def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
-        """Makes the next forward one of `rows` rows, of which the first n = len(tokens) count.
+        """Sets the size and the input tokens of the next forward.
 
-        tokens: int32 [n], what each row reads. The rows behind them are padding.
+        tokens: int32 [n], the token that each of the first n rows reads. The other rows − n rows
+        are padding.
         """
 
     def launch(self) -> None:
@@ -53,15 +54,15 @@ class Forwards(Protocol):
         """Returns whether the last launched forward is over."""
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the last launched forward is over."""
+        """Waits until the last launched forward is over."""
 
     def elapsed_s(self) -> float:
-        """Returns the device time of the last finished forward."""
+        """Returns the device time of the last finished forward, in seconds."""
 
     def results(self) -> Results:
-        """Returns what the last finished forward computed; before the next upload.
+        """Returns the candidates that the last finished forward computed.
 
-        Raises NotImplementedError where nothing is computed.
+        Must be called before the next upload. Raises NotImplementedError where nothing is computed.
         """
 
     def close(self) -> None:
@@ -69,10 +70,10 @@ class Forwards(Protocol):
 
 
 def merged(ids: Ints, values: NDArray[np.float32], width: int) -> Results:
-    """Returns the k best of T shards, [heads, n, k], ties to the lowest id.
+    """Merges the candidates of T shards: returns the k best of all, [heads, n, k].
 
     ids, values: [heads, T, n, k], each shard's own k best; ids count from the shard's first column.
-    width: columns of a shard.
+    width: columns of a shard. The lower id wins a tie.
     """
     heads, shards, count, k = ids.shape
     first = np.arange(shards, dtype=np.int32)[:, None, None] * width

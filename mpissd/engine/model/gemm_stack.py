@@ -1,11 +1,11 @@
-"""The GEMM-only transformer: seven products a layer (six where the FFN is not gated).
+"""A transformer reduced to its matrix products: seven a layer, or six without a gated FFN.
 
 x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
-activation functions are left out: q stands in for the attention's output, gate for the FFN's inner
-vector. k, v and up are computed and read by nothing, as their bytes are what matters; tests check
-that they are written.
+activation functions are left out: q takes the place of the attention's output, gate that of the
+FFN's inner vector. Nothing reads k, v and up, because only their memory traffic matters; tests
+check that they are written.
 A head-sized draft (mpissd.common.heads) begins with a product that joins its inputs, or ends in
-heads side by side on the hidden vector, each with its own LM head and read out on its own.
+several heads on the hidden vector, each with its own LM head and read out separately.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 
 @dataclass
 class Buffers:
-    """Device and host memory of a forward, for up to max_rows rows."""
+    """Device and host buffers of a forward, for up to max_rows rows."""
 
     tokens: Any  # host [max_rows] int32
-    entry: Any | None  # [max_rows, fused_width], what a head-sized draft joins to one hidden vector
+    entry: Any | None  # [max_rows, fused_width], the joined inputs of a head-sized draft
     hidden: Any  # [max_rows, hidden]
     qkv: Any  # [max_rows, q + 2 kv]
     middle: Any  # [max_rows, hidden], after o
     gate_up: Any  # [max_rows, 2 ffn] (ffn where not gated)
-    states: Any | None  # [max_rows, Σ head_widths], of the heads of a head-sized draft
-    logits: Any | None  # [max_rows, vocab / T], of one LM head after the other
+    states: Any | None  # [max_rows, Σ head_widths], outputs of a draft's heads
+    logits: Any | None  # [max_rows, vocab / T], reused by each LM head in turn
     top_ids: Any
     top_values: Any
     all_ids: Any
     all_values: Any
-    result: Any  # host [outputs · T · max_rows · k] int32; an output is a head that is read out
-    values: Any | None  # host, likewise, float32: the logits of result
+    result: Any  # host [outputs · T · max_rows · k] int32, one output for each head read out
+    values: Any | None  # host, float32, as long as result: the logits of its ids
 
 
 class GemmStack:
-    """One rank's weights (gemm_weights) and buffers; `body(rows)` is what a program runs."""
+    """One rank's weights and buffers of the GEMM-only model; `body(rows)` is its forward."""
 
     def __init__(
         self,
@@ -58,18 +58,18 @@ class GemmStack:
         max_rows: int,
         max_sequences: int,
     ) -> None:
-        """weights: of the same shard and options, made for as many rows."""
+        """Allocates the buffers; `weights` must be of this shard, options and max_rows."""
         self.backend, self.group, self.shard, self.options = backend, group, shard, options
         self.weights, self.layers, self.table = weights, weights.layers, weights.table
         self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
         self.buffers = self._buffers(max_rows)
         self._max_sequences = max_sequences
-        # A buffer for each layer: one that is reread would be read from the cache.
+        # One buffer a layer: a buffer read twice would come from the device's cache.
         count = shard.shape.num_layers if options.context else 0
         self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
 
     def _kv_bytes(self, rows: int) -> int:
-        """What a forward of so many rows reads of one layer's buffer."""
+        """Returns the bytes of one layer's KV buffer that a forward of `rows` rows reads."""
         read = self.shard.kv_read(rows, self._max_sequences, self.options)
         return read // max(1, len(self.layers))
 
@@ -77,7 +77,7 @@ class GemmStack:
         """Does nothing: the products keep no cache."""
 
     def body(self, rows: int) -> Callable[[], None]:
-        """The operations of one forward of `rows` rows, in order."""
+        """Returns a function that issues the operations of one forward of `rows` rows."""
         backend, view, memory = self.backend, self.backend.view, self.buffers
         hidden = view(memory.hidden, rows, 0, self.shard.shape.hidden)
         middle = view(memory.middle, rows, 0, self.shard.shape.hidden)
@@ -118,11 +118,10 @@ class GemmStack:
         self.group.all_reduce(hidden)
 
     def _read_out(self, rows: int, hidden: Any) -> None:
-        """Top-k of the logits (of the hidden vector where there is no LM head) to the host, head
-        after head.
+        """Reads the top-k of the logits out to the host, one head after the other.
 
-        Of T shards every rank gets each one's own top-k, in rank order; ids count from the shard's
-        first column.
+        Without an LM head it reads the top-k of the hidden vector. With T shards every rank gets
+        the top-k of each shard, in rank order; ids count from the shard's first column.
         """
         view, memory, k = self.backend.view, self.buffers, self.options.top_k
         for number, state in enumerate(self._states(rows, hidden)):
@@ -146,11 +145,11 @@ class GemmStack:
 
     @property
     def _shards(self) -> int:
-        """Ranks whose candidates are read out side by side; 1 where there is no LM head."""
+        """Number of ranks whose candidates are read out together; 1 without an LM head."""
         return self.group.size if self.lm_heads else 1
 
     def read(self, rows: int) -> tuple[Any, Any | None]:
-        """Returns what a forward of `rows` rows read out: ids, and values where they are asked for.
+        """Returns the (ids, values) that a forward of `rows` rows read out; values may be None.
 
         Both are [heads, T, rows, k]; ids count from the shard's first column.
         """
@@ -160,7 +159,7 @@ class GemmStack:
         return memory.result[:size].reshape(shape), values
 
     def _states(self, rows: int, hidden: Any) -> Iterator[Any]:
-        """What is read out: the hidden vector, or what each head makes of it."""
+        """Yields the vectors to read out: the hidden vector, or each head's product with it."""
         if not self.heads:
             yield hidden
         start = 0
@@ -205,12 +204,12 @@ class GemmStack:
 
 @dataclass(frozen=True)
 class GemmStacks:
-    """Makes the stack of products (stacks.Stacks)."""
+    """Factory of the weights and stacks of GEMM-only models (see stacks.Stacks)."""
 
     def weights(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> GemmWeights:
-        """Returns random weights (gemm_weights)."""
+        """Returns one rank's random weights."""
         return GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
 
     def stack(
@@ -224,7 +223,7 @@ class GemmStacks:
         max_rows: int,
         max_sequences: int,
     ) -> GemmStack:
-        """Returns a GemmStack on these weights."""
+        """Returns a GemmStack that uses these weights."""
         return GemmStack(
             backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
         )

@@ -1,7 +1,7 @@
-"""One rank's weights of a GEMM-only transformer: random, of the whole model's very numbers.
+"""One rank's random weights of a GEMM-only transformer: a slice of the whole model's matrices.
 
-Weight scales keep the variance, so 80 layers neither overflow nor vanish. Several stacks that
-differ in their buffers alone (rows, sequences, what is read out) may stand on the same weights.
+The weight scales preserve the variance, so that values neither overflow nor vanish in 80 layers.
+Several stacks that differ only in their buffers (rows, sequences, outputs) may share the weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 TABLE_ENTRIES = 1024
 _Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
 _MATRICES = 7
-_HEAD_KEY = 0x7FFF0000  # less 2n: LM head n; less 2n + 1: what it stands on, in a head-sized draft
+# LM head n has this key − 2n; the product below it, in a head-sized draft, this key − 2n − 1.
+_HEAD_KEY = 0x7FFF0000
 _TABLE_KEY = 0x7FFF0001
 _FUSION_KEY = 0x7FFF0002
 
 
 @dataclass
 class Layer:
-    """Weights of one layer; with `fuse`, qkv and gate_up hold one weight each."""
+    """Weights of one layer; with the option `fuse`, qkv and gate_up hold one weight each."""
 
     qkv: list[Any]
     o: Any
@@ -31,12 +32,12 @@ class Layer:
 
 
 class GemmWeights:
-    """Weights of the layers, of what stands before and behind them, and the embedding table."""
+    """One rank's weights: fusion product, layers, heads, LM heads, and embedding table."""
 
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> None:
-        """max_rows: of the forwards that will read them; it decides how a GPU lays them out."""
+        """Makes the weights; `max_rows`, of their largest forward, decides a GPU's layout."""
         self.backend, self.shard, self.options = backend, shard, options
         self._seed, self.max_rows = seed, max_rows
         backend.plan_rows(max_rows)
@@ -55,7 +56,7 @@ class GemmWeights:
 
     @property
     def kernel(self) -> str:
-        """Names of what multiplies by these weights, joined by "+" where they differ."""
+        """Names of the kernels that multiply by these weights, joined by "+" if they differ."""
         inside = [
             w for layer in self.layers for w in (*layer.qkv, layer.o, *layer.gate_up, layer.down)
         ]
@@ -63,17 +64,20 @@ class GemmWeights:
         return "+".join(sorted({self.backend.kernel(weight) for weight in every}))
 
     def key(self, which: int) -> int:
-        """Of one matrix: its elements follow from it."""
+        """Returns the random key of matrix `which`, which determines its elements."""
         return (self._seed * 0x9E3779B9 + which * 0x85EBCA77) & 0xFFFFFFFF
 
     def _columns(self, layer: int, which: int, width: int) -> WeightPart:
-        """A column shard: all of `hidden` in, `width` columns out."""
+        """Describes this rank's column shard [hidden, width] of a matrix of `layer`."""
         hidden, rank = self.shard.shape.hidden, self.shard.rank
         key = self.key(layer * _MATRICES + which + 1)
         return WeightPart(key, 0, hidden, rank * width, (rank + 1) * width, hidden**-0.5)
 
     def _rows(self, layer: int, which: int, width: int) -> WeightPart:
-        """A row shard: `width` rows in, all of `hidden` out; the scale is the whole matrix's."""
+        """Describes this rank's row shard [width, hidden] of a matrix of `layer`.
+
+        Its scale is that of the whole matrix, which has width · T rows.
+        """
         hidden, rank = self.shard.shape.hidden, self.shard.rank
         key = self.key(layer * _MATRICES + which + 1)
         scale = (width * self.shard.tp) ** -0.5
@@ -96,7 +100,7 @@ class GemmWeights:
         return [self.backend.weight([part]) for part in parts]
 
     def _whole(self, which: int, rows: int, width: int) -> Any:
-        """A weight outside the layers: all rows, this rank's `width` columns."""
+        """Makes a weight outside the layers: all rows, and this rank's `width` columns."""
         rank = self.shard.rank
         columns = (rank * width, (rank + 1) * width)
         return self.backend.weight([WeightPart(self.key(which), 0, rows, *columns, rows**-0.5)])

@@ -1,7 +1,7 @@
-"""Forwards that compute nothing and last as long as they are told: the host's work, alone.
+"""Forwards that compute nothing and last a given time, to measure the host's work alone.
 
-Calibration runs the decoding loops over these. What a round takes beyond the pauses is the host's
-and the link's, measured on the very code and under the idle times of the real rounds.
+Calibration runs the decoding loops over these. The time of a round beyond the pauses is that of the
+host and the link, measured with the real code and with the idle times of real rounds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mpissd.engine.model.forwards import Places, Results
 
 
 class PausedForwards:
-    """A forward of `rows` rows is over `pause_s(rows)` after its launch.
+    """Forwards that are over `pause_s(rows)` seconds after their launch.
 
-    tokens: the host buffer that the real forwards read, so that an upload is the real one. sleep:
+    tokens: the host buffer of the real forwards, so that an upload takes its real time. sleep:
     whether a wait sleeps (as on the emulated backend) or polls (as for a GPU's event).
     """
 
@@ -26,7 +26,7 @@ class PausedForwards:
         self._end = self._elapsed_s = 0.0
 
     def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
-        """Copies the tokens [<= rows] and says how long the next pause is."""
+        """Copies the tokens [<= rows], and sets the next pause to pause_s(rows)."""
         self._tokens[: len(tokens)] = tokens
         self._elapsed_s = self._pause_s(rows)
 
@@ -35,18 +35,18 @@ class PausedForwards:
         self._end = time.perf_counter() + self._elapsed_s
 
     def done(self) -> bool:
-        """Whether the pause is over."""
+        """Returns whether the pause is over; never blocks."""
         return time.perf_counter() >= self._end
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the pause is over."""
+        """Waits until the pause is over."""
         if self._sleep:
             waiter.sleep_until(self._end)
         else:
             waiter.until(self.done, "pause")
 
     def elapsed_s(self) -> float:
-        """The pause."""
+        """Returns the length of the last pause, in seconds."""
         return self._elapsed_s
 
     def results(self) -> Results:
@@ -54,4 +54,4 @@ class PausedForwards:
         raise NotImplementedError("a paused forward computes nothing")
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: there is nothing to free."""

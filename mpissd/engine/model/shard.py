@@ -1,7 +1,7 @@
-"""One rank's share of a model: widths, bytes, flops (Megatron-style column and row sharding).
+"""One rank's share of a model: its widths, bytes and flops, sharded as in Megatron.
 
 q, k, v, gate, up and the LM head are split by columns, o and down by rows; an all-reduce after o
-and after down makes the hidden vector whole again. Head-sized drafts (heads.py) are held whole.
+and after down makes the hidden vector whole again. Head-sized drafts (heads.py) are not sharded.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from mpissd.engine.backend.base import Cost, ForwardKey
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What a forward does beside its layers' products."""
+    """Options of a forward that decide its products and what it reads and returns."""
 
     fuse: bool = False  # issue q,k,v as one product, and gate,up as one
     lm_head: bool = False
-    context: int = 0  # tokens of KV cache that the rows of a sequence share; 0: no KV is read
+    context: int = 0  # KV-cache tokens that the rows of a sequence share; 0: no KV is read
     top_k: int = 1
-    own_tokens: int = 1  # of KV cache that each row reads for itself, its own token included
+    own_tokens: int = 1  # KV-cache tokens that each row reads alone, its own included
     values: bool = False  # read out the candidates' logits beside their ids
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `tp`; raises ConfigError where heads, ffn or vocabulary don't divide, and for
-    a head-sized draft on several ranks."""
+    """The share of a model that rank `rank` of `tp` holds.
+
+    Raises ConfigError if `tp` does not divide the heads or the FFN, and for a head-sized draft with
+    tp > 1.
+    """
 
     shape: ModelShape
     tp: int = 1
@@ -42,37 +45,37 @@ class Shard:
 
     @property
     def q_width(self) -> int:
-        """Columns of q here: heads · head_dim / T."""
+        """Columns of q on this rank: heads · head_dim / T."""
         return self.shape.q_width // self.tp
 
     @property
     def kv_width(self) -> int:
-        """Columns of k, and of v, here."""
+        """Columns of k, and of v, on this rank."""
         return self.shape.kv_width // self.tp
 
     @property
     def ffn(self) -> int:
-        """Columns of gate, and of up, here."""
+        """Columns of gate, and of up, on this rank."""
         return self.shape.ffn // self.tp
 
     @property
     def vocab(self) -> int:
-        """Rows of the vocabulary here."""
+        """Vocabulary entries on this rank: V / T."""
         return self.shape.vocab_size // self.tp
 
     def layer_params(self) -> int:
-        """Weights of one layer here."""
+        """Returns the number of weights of one layer on this rank."""
         products = 2 if self.shape.gated else 1
         attention = self.shape.hidden * (2 * self.q_width + 2 * self.kv_width)
         return attention + self.shape.hidden * self.ffn * (products + 1)
 
     def num_params(self, options: ForwardOptions) -> int:
-        """Weights that one forward reads here."""
+        """Returns the number of weights that one forward reads on this rank."""
         around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
         return self.shape.num_layers * self.layer_params() + sum(k * n for k, n in around)
 
     def num_products(self, options: ForwardOptions) -> int:
-        """Matrix products that one forward issues."""
+        """Returns the number of matrix products that one forward issues."""
         per_layer = self.shape.gemms_per_layer
         if options.fuse:
             per_layer = 4
@@ -80,20 +83,26 @@ class Shard:
         return self.shape.num_layers * per_layer + len(around)
 
     def before_layers(self) -> list[tuple[int, int]]:
-        """(in, out) of what fuses a head-sized draft's inputs (EAGLE, MTP)."""
+        """Returns the (in, out) sizes of the product that joins a head-sized draft's inputs.
+
+        Only EAGLE and MTP drafts have one; the list is empty otherwise.
+        """
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:
-        """(in, out) of each head's product on the hidden vector (Medusa, MLPSpeculator)."""
+        """Returns the (in, out) sizes of each head's product (Medusa, MLPSpeculator)."""
         return [(self.shape.hidden, width) for width in self.shape.head_widths]
 
     def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """(in, out) of each LM head here, in the order in which they draft."""
+        """Returns the (in, out) sizes of each LM head's shard, in drafting order."""
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
     def products(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """(in, out) of each weight here, in order: of what stands before the layers, of one layer
-        (if there is one), of what stands behind them, of the LM heads."""
+        """Returns the (in, out) sizes of this rank's weights, in the order of the forward.
+
+        These are the product before the layers, one layer's products (if there is a layer), the
+        heads behind the layers, and the LM heads.
+        """
         layer = self._layer_products(options) if self.shape.num_layers else []
         return [*self.before_layers(), *layer, *self.behind_layers(), *self.lm_heads(options)]
 
@@ -107,17 +116,20 @@ class Shard:
         return attention + feed_forward
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
-        """Which forward this is, for measured tables."""
+        """Returns the key of this kind of forward in tables of measured times."""
         read = options.context * sequences
         return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, read)
 
     def kv_bytes(self, context: int, sequences: int) -> int:
-        """16-bit KV bytes that attention over `context` tokens reads here, for all sequences."""
+        """Returns the bytes of 16-bit KV cache that `sequences` contexts take on this rank."""
         return sequences * context * self.shape.num_layers * 2 * self.kv_width * 2
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions) -> int:
-        """KV bytes that a forward reads here: each sequence's prefix once for all of its rows, as
-        a tree attention kernel does, and each row's own suffix."""
+        """Returns the KV bytes that a forward reads on this rank.
+
+        Each sequence's prefix counts once for all of its rows, as a tree attention kernel reads it,
+        and each row's own suffix counts separately.
+        """
         own = rows * options.own_tokens if options.context else 0
         return self.kv_bytes(options.context, sequences) + self.kv_bytes(own, 1)
 
@@ -129,10 +141,10 @@ class Shard:
         options: ForwardOptions,
         most_rows: int | None = None,
     ) -> Cost:
-        """Cost of a forward of `rows` rows over `sequences` sequences on this rank.
+        """Returns the cost of a forward of `rows` rows over `sequences` sequences on this rank.
 
-        most_rows: of the largest forward of the job, which decides the kernel of all of them (None:
-        this is the largest).
+        itemsize: bytes of a weight. most_rows: rows of the job's largest forward, which decides the
+        kernel of all forwards (None: this is the largest).
         """
         params = self.num_params(options)
         reduces = 2 * self.shape.num_layers + 2 * int(options.lm_head) if self.tp > 1 else 0
@@ -151,7 +163,7 @@ class Shard:
 
 
 def check_divides(shape: ModelShape, what: str, tp: int) -> None:
-    """Raises ConfigError where a dimension of `shape` is not divisible by T."""
+    """Raises ConfigError if dimension `what` of `shape` is not divisible by `tp`."""
     value = getattr(shape, what)
     if value % tp:
         divisors = [str(t) for t in range(1, 17) if value % t == 0]

@@ -1,4 +1,4 @@
-"""What a stepper needs of a model's operations, so that another kind of model is another stack."""
+"""Interfaces of a model's weights and operations, which each kind of model implements."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 
 
 class Weights(Protocol):
-    """One rank's weights, on which several stacks may stand."""
+    """One rank's weights, which several stacks may share."""
 
-    max_rows: int  # of the forwards that read them
+    max_rows: int  # rows of the largest forward that reads them
 
 
 class Stack(Protocol):
     """One rank's operations over its weights, with the buffers that they need."""
 
     group: Group
-    weights: Any  # its Weights
-    buffers: Any  # buffers.tokens: the host buffer, int32 [max_rows], that a forward reads
+    weights: Any  # the Weights that it reads
+    buffers: Any  # buffers.tokens: host int32 [max_rows], the input of a forward
 
     def place(self, places: Places) -> None:
-        """Takes where the rows of the next forward stand; given where a worker knows it."""
+        """Sets the cache positions of the next forward's rows, if its worker gives them."""
 
     def body(self, rows: int) -> Callable[[], None]:
-        """Returns the operations of one forward of `rows` rows, which a program runs."""
+        """Returns a function that issues the operations of one forward of `rows` rows."""
 
     def read(self, rows: int) -> tuple[Any, Any | None]:
-        """Returns what such a forward read out: ids [heads, T, rows, k], and values or None."""
+        """Returns the (ids, values) that the forward read out.
+
+        Both are [heads, T, rows, k]; values is None without ForwardOptions.values.
+        """
 
 
 class Stacks(Protocol):
-    """Makes one kind of model; equal ones make the same weights, so it is hashable."""
+    """Factory of one kind of model; hashable, and equal factories make equal weights."""
 
     def weights(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> Weights:
-        """Returns one rank's weights; raises MemoryError or ConfigError where there is no room."""
+        """Returns one rank's weights; raises MemoryError or ConfigError if they do not fit."""
 
     def stack(
         self,
@@ -53,4 +56,4 @@ class Stacks(Protocol):
         max_rows: int,
         max_sequences: int,
     ) -> Stack:
-        """Returns a stack on weights that this made for the same shard, and for as many rows."""
+        """Returns a stack over weights that this factory made for the same shard and rows."""

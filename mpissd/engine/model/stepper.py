@@ -1,4 +1,4 @@
-"""Steps a model: row buckets, one compiled program a bucket, tokens in, ids out.
+"""The stepper: runs a model's forwards with one compiled program for each bucket of rows.
 
 A bucket's program is compiled once, before the first round: compiling is collective over the
 target ranks, so every rank prepares the same buckets in the same order.
@@ -25,7 +25,7 @@ _PRODUCTS = GemmStacks()
 
 
 class Stepper:
-    """One model on one rank. Launches are asynchronous; one is in flight at a time."""
+    """Runs one model's forwards on one rank, asynchronously and one at a time."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class Stepper:
     ) -> None:
         """Makes the stack and its programs.
 
-        stacks: which kind of model. weights: to stand on, made by `stacks` (None: its own).
-        compiled=False: the caller will call compile.
+        buckets: the row counts to compile. stacks: factory of the kind of model. weights: weights
+        made by `stacks` to share (None: makes its own). compiled: whether to compile now; if not,
+        the caller calls compile later.
         """
         self.backend, self.shard, self.options = backend, shard, options
         self._num_sequences = num_sequences
@@ -61,15 +62,16 @@ class Stepper:
             self.compile()
 
     def compile(self) -> None:
-        """Makes the programs; collective over the group."""
+        """Compiles the program of each bucket; collective over the group."""
         capturable = self.stack.group.capturable
         self._programs = {rows: self._compile(rows, capturable) for rows in self._buckets}
         self._current = self._programs[self._buckets[0]]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
-        """These programs alone, shared: it rounds rows up as a stepper made for them would.
+        """Returns a stepper that shares this one's programs but uses only these buckets.
 
-        Whoever made this stepper closes it; closing what `only` returns does nothing.
+        It rounds row counts up as a stepper made for these buckets would. Closing the returned
+        stepper does nothing; the owner of this one closes the programs.
         """
         part = copy.copy(self)
         part._buckets = sorted(set(buckets))
@@ -83,24 +85,24 @@ class Stepper:
 
     @property
     def buckets(self) -> list[int]:
-        """The compiled row counts, rising."""
+        """The compiled row counts, in rising order."""
         return list(self._buckets)
 
     def cost(self, rows: int) -> Cost:
-        """Cost of a forward of `rows` rows on this rank."""
+        """Returns the cost of a forward of `rows` rows on this rank."""
         itemsize, most = self.backend.itemsize, self.stack.weights.max_rows
         return self.shard.cost(rows, self._num_sequences, itemsize, self.options, most)
 
     def bucket(self, rows: int) -> int:
-        """The smallest compiled row count that holds `rows`."""
+        """Returns the smallest compiled row count that is at least `rows`."""
         assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
         return self._buckets[bisect.bisect_left(self._buckets, rows)]
 
     def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
-        """Makes the next forward one of `rows` rows; `tokens` [<= rows] feed the first of them.
+        """Sets the size of the next forward and the tokens [<= rows] of its first rows.
 
-        The device reads them from the (page-locked) host buffer when the forward begins. Where the
-        rows stand is the stack's affair.
+        The device reads the tokens from a page-locked host buffer when the forward begins. The
+        stack receives `places`, the rows' cache positions.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
         if places is not None:
@@ -113,22 +115,22 @@ class Stepper:
         self._current.launch()
 
     def done(self) -> bool:
-        """Whether the last launched forward is over."""
+        """Returns whether the last launched forward is over; never blocks."""
         return self._current.done()
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the last launched forward is over."""
+        """Waits until the last launched forward is over."""
         self._current.wait(waiter)
 
     def elapsed_s(self) -> float:
-        """Device time of the last finished forward."""
+        """Returns the device time of the last finished forward, in seconds."""
         return self._current.elapsed_s()
 
     def results(self) -> Results:
-        """Returns what the last finished forward read out, of the rows that were last uploaded.
+        """Returns the candidates of the last uploaded rows, from the last finished forward.
 
-        Raises NotImplementedError on the emulated backend, and for several shards whose values were
-        not asked for: their candidates cannot be told apart.
+        Raises NotImplementedError on the emulated backend, and for several shards read out without
+        values, because their candidates cannot be compared.
         """
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")

@@ -1,1 +1,1 @@
-"""One configuration on opened ranks."""
+"""Sessions: run one configuration on ranks whose devices and links are open."""

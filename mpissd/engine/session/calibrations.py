@@ -1,7 +1,8 @@
-"""What a machine has measured of itself so far, for the configurations to come.
+"""Cache of calibration measurements, shared by the configurations that run on one machine.
 
 Forwards are timed once for each row count of a model, host costs once for each configuration that
-differs in more than its draws. A row says since when what it was predicted from is known.
+differs in more than its seed. A result row records the age of the measurements it was predicted
+from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class Calibrations:
-    """Measurements by what they are of, kept as long as that lives."""
+    """Measurements by owner and key; an owner's entries are dropped when it is collected."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
@@ -23,20 +24,19 @@ class Calibrations:
         self._asked: list[datetime] = []
 
     def restart(self) -> None:
-        """`since` counts what is asked for from here on."""
+        """Starts a new list of used measurements, which `since` reports on."""
         self._asked.clear()
 
     @property
     def since(self) -> str:
-        """When the oldest measurement was made that was asked for since restart (ISO 8601, UTC)."""
+        """Time of the oldest measurement used since `restart`, as ISO 8601 in UTC."""
         return min(self._asked).isoformat(timespec="milliseconds")
 
     def once(self, owner: Any, key: Hashable, measure: Callable[[], Value]) -> Value:
-        """What `measure` found for (owner, key), now or earlier.
+        """Returns the value of `measure` for (owner, key), from the cache if it was called before.
 
-        It is as old as the oldest that `measure` asked for itself.
-
-        Where it is collective, its ranks have to ask for the same things in the same order.
+        A value is as old as the oldest measurement that `measure` itself used. If `measure` is
+        collective, all ranks must call `once` with the same keys in the same order.
         """
         known = self._known.setdefault(owner, {})
         if key not in known:

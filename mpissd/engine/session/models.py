@@ -1,12 +1,12 @@
-"""The models that a rank holds: made when a configuration first needs them, kept for the next.
+"""Cache of the models on a rank: made when a configuration first needs them, kept for the next.
 
-Weights are shared by all configurations whose forwards read the same ones in the same order; a
-*stepper* (buffers and programs for every row count that any configuration needs) by those that also
-read as much context and read out as many candidates. What a configuration gets is its own row
-counts of a shared stepper, so that it runs the very programs that it would run alone.
+Configurations share weights if their forwards read the same weights in the same layout. They share
+a *stepper* (buffers and programs for every row count that any configuration needs) if they also
+read as much context and read out as many candidates. A configuration uses only its own row counts
+of a shared stepper, so it runs the same programs as it would alone.
 
-All target ranks make, keep and drop the same models in the same order, as programs are compiled
-together. A rank that has no draft keeps the account of the lead's all the same.
+All target ranks make, keep and drop the same models in the same order, because compiling is
+collective. With an inline draft, every target rank also counts the memory of the lead's draft.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mpissd.engine.workload.registry import workload_of
 
 StepperKey = tuple[ForwardOptions, int]
 _TARGET, _DRAFT = 0, 1
-_SPARE_BYTES = 2 << 30  # for activations, graphs and libraries
+_SPARE_BYTES = 2 << 30  # left free for activations, graphs and libraries
 
 
 @dataclass(frozen=True)
 class WeightsKey:
-    """Which weights: equal keys read the same ones."""
+    """Key of one model's weights; configurations with equal keys share them."""
 
     which: int
     stacks: Stacks
@@ -41,12 +41,12 @@ class WeightsKey:
     tp: int
     fuse: bool
     lm_head: bool
-    few: bool  # rows, for which a GPU may have them in an order of its own
+    few: bool  # whether forwards have few rows, for which a GPU may use another layout
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one configuration needs of one model."""
+    """The weights and programs that one configuration needs of one model."""
 
     which: int
     stacks: Stacks
@@ -64,7 +64,7 @@ class Need:
 
     @property
     def stepper(self) -> StepperKey:
-        """Beyond the weights: what is read out, and the context of how many sequences."""
+        """Key of the stepper on these weights: options, and sequences if KV is read."""
         return self.options, self.num_sequences if self.options.context else 0
 
     @property
@@ -73,7 +73,7 @@ class Need:
 
 
 def needs(job: Job) -> list[Need]:
-    """Of the target, and of the draft where there is one."""
+    """Returns the needs of a job: of its target, and of its draft if it has one."""
     batch, stacks = job.config.batch_size, workload_of(job).stacks
     target = Shard(job.target, job.tp)
     found = [Need(_TARGET, stacks, target, job.options, tuple(job.target_buckets()), batch)]
@@ -85,7 +85,7 @@ def needs(job: Job) -> list[Need]:
 
 @dataclass
 class _Held:
-    """Weights that are there, and the steppers on them; None where the lead alone has them."""
+    """Weights in the cache and the steppers on them; None where only the lead holds them."""
 
     num_bytes: int
     weights: Weights | None = None
@@ -98,7 +98,7 @@ class _Held:
         return self.num_bytes + sum(self.kv_bytes.values())
 
     def drop(self, key: StepperKey) -> None:
-        """Closes a stepper, if it is there."""
+        """Closes and removes a stepper, if it exists."""
         self.kv_bytes.pop(key, None)
         self.rows.pop(key, None)
         stepper = self.steppers.pop(key, None)
@@ -107,25 +107,29 @@ class _Held:
 
 
 class Models:
-    """The models of a rank; close it before the group."""
+    """Cache of a rank's models; must be closed before the group."""
 
     def __init__(self, backend: Backend, group: Group, seed: int) -> None:
-        """seed: of the weights. They decide nothing, so one seed's serve all configurations."""
+        """Starts empty; `seed` is that of all weights.
+
+        One seed serves all configurations, because the weights' values decide no outcome.
+        """
         self._backend, self._group, self._seed = backend, group, seed
-        self.room: int | None = None  # bytes that each rank of this role may fill; None: unknown
+        self.room: int | None = None  # bytes that each rank of this role may use; None: unknown
         self._held: OrderedDict[WeightsKey, _Held] = OrderedDict()  # the last used comes last
         self._rows: dict[tuple[WeightsKey, StepperKey], frozenset[int]] = {}
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Has the steppers made with the row counts of all these jobs; before the first open."""
+        """Plans steppers with the row counts of all these jobs; call before the first `open`."""
         for need in (need for job in jobs for need in needs(job)):
             self._rows[self._key(need), need.stepper] = self._wanted(need)
 
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
-        """The steppers of target and draft, None for what this rank has not; collective.
+        """Returns [target stepper, draft stepper], None for a model that this rank lacks.
 
-        Where there is no room for what all configurations need, they have what this one needs.
-        Raises Refused on all ranks of the job where one of them has no room for that.
+        Collective. If memory does not suffice for the row counts of all configurations, the
+        steppers get only those of this job. Raises Refused on all ranks of the job if one of them
+        has no room for these either.
         """
         mine = [need for need in needs(job) if _counts(need, job, topology)]
         try:
@@ -175,8 +179,10 @@ class Models:
         return False
 
     def _make_room(self, fresh: Sequence[Need], keep: Mapping[WeightsKey, StepperKey]) -> None:
-        """While `fresh` has no room, drops what was used longest ago, then other contexts of what
-        is kept: by an account that all ranks of a role share, not by what a device says."""
+        """Drops models until `fresh` fits: the least recently used, then other steppers of `keep`.
+
+        It counts computed bytes, which are equal on all ranks of a role, and not a device's report.
+        """
         for key in [key for key in self._held if key not in keep]:
             if self._fits(fresh):
                 return
@@ -199,14 +205,14 @@ class Models:
         return need.shard.num_params(need.options) * self._backend.itemsize
 
     def _allocate(self, fresh: Sequence[Need], topology: Topology) -> ConfigError | None:
-        """Weights and buffers of what is missing; why not, where the device is full."""
+        """Makes the missing weights and steppers; returns an error if the device is full."""
         full = None
         try:
             for need in fresh:
                 is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
-            full = str(error)  # the error itself would hold what was allocated so far
+            full = str(error)  # the error itself would keep the allocations alive
         if full is None:
             return None
         return ConfigError(f"rank {topology.world.rank}: {full}")
@@ -239,7 +245,7 @@ class Models:
             )
 
     def _forget(self, need: Need) -> None:
-        """Undoes a _make that went wrong here or on another rank."""
+        """Undoes `_make` after it failed on this or another rank."""
         held = self._held.get(self._key(need))
         if held is not None:
             held.drop(need.stepper)
@@ -252,13 +258,13 @@ class Models:
             held.drop(stepper)
 
     def close(self) -> None:
-        """Destroys all programs, and lets go of the weights."""
+        """Destroys all programs and releases the weights."""
         for key in list(self._held):
             self._drop(key)
 
 
 def _counts(need: Need, job: Job, topology: Topology) -> bool:
-    """Whether this rank has the model, or (inline) keeps account of the lead's."""
+    """Returns whether this rank holds the model, or counts the memory of the lead's inline one."""
     if topology.is_draft:
         return need.which == _DRAFT
     return need.which == _TARGET or job.inline

@@ -1,7 +1,8 @@
-"""One rank in a job: its workers and message ends, and *passes* of the decoding loops over them.
+"""One rank of a job: its workers and message ends, and *passes* of the decoding loops.
 
-A pass is what all ranks do together from the first outcome to the stop: the lead drives, the
-drafts serve, the followers follow. A job is a few short passes that calibrate and one that counts.
+A pass is one run of the decoding loops on all ranks, from the first outcome to the stop: the lead
+drives, the drafts serve, the followers follow. A job has a few short passes for calibration and one
+that is measured.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from mpissd.engine.session.session import Session
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
-_COLLECT_S = 5.0  # between two full garbage collections
+_COLLECT_S = 5.0  # least time between two full garbage collections
 _collected_at = -_COLLECT_S
 
 
 class Rank:
-    """What this rank holds; exactly the parts that its role needs."""
+    """The workers and message ends of this rank; parts that its role does not use are None."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -50,7 +51,7 @@ class Rank:
         self.draft_link: DraftEnd | None = None
         self.sender: PlanSender | None = None
         self.receiver: PlanReceiver | None = None
-        # Of the last pass: this rank's phases, and the outcomes it heard (Batch.digest).
+        # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
         self._comms: list[MPI.Comm] = []
@@ -62,7 +63,7 @@ class Rank:
         self._open_messages()
 
     def _open_messages(self) -> None:
-        """Communicators of their own for the plans and for the link; collective over the world."""
+        """Opens separate communicators for the plans and the link; collective over the world."""
         session = self.session
         topology, shape, waiter = session.topology, link_shape(session.job), session.waiter
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
@@ -77,7 +78,7 @@ class Rank:
 
     @property
     def messages(self) -> tuple[int, int]:
-        """(messages, bytes) that the lead has sent and received so far."""
+        """The (messages, bytes) that the lead has sent and received so far."""
         ends = [end for end in (self.sender, *self.lead_links) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
@@ -93,7 +94,10 @@ class Rank:
         drafter: Drafter | None,
         drive: Callable[[TargetLoop], Result],
     ) -> Result | None:
-        """One pass with these workers; `drive` runs on the lead, which gets its result."""
+        """Runs one pass with these workers; collective over the job's ranks.
+
+        `drive` runs on the lead, which returns its result; other ranks return None.
+        """
         batch, waiter = self.session.job.config.batch_size, self.session.waiter
         with undisturbed():
             if self.draft_link is not None:
@@ -112,7 +116,7 @@ class Rank:
             result = drive(loop)
             loop.stop()
             if loop.draft_lost_round is not None:
-                self.lead_links = []  # nobody is there to close them with
+                self.lead_links = []  # the draft is gone, and closing a link needs both ends
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
 
@@ -124,13 +128,13 @@ class Rank:
         return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Draws what these sequences will need first: not in the round that admits them."""
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         for worker in (self.target, self.draft):
             if worker is not None:
                 worker.prepare(requests)
 
     def close(self) -> None:
-        """Finishes the messages; models, groups and the backend are the machine's to close."""
+        """Closes the message ends; the machine closes models, groups and the backend."""
         for end in (*self.lead_links, self.draft_link, self.sender, self.receiver):
             if end is not None:
                 end.close()
@@ -140,9 +144,10 @@ class Rank:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection: a full one costs a round some milliseconds.
+    """Disables garbage collection inside the block: a full one takes some milliseconds.
 
-    What there is goes before, but not before each of many short passes: it takes 30 ms.
+    Collects before the block, unless a collection ran in the last _COLLECT_S seconds: it takes
+    30 ms.
     """
     _collect()
     gc.disable()

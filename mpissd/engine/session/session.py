@@ -1,10 +1,11 @@
-"""One rank's resources, opened in an order and closed in its reverse.
+"""One rank's resources: opens them in a fixed order, and closes them in the reverse order.
 
 Opening: topology → backend → group → models → link. Closing: link → programs (graphs) → group
 (NCCL) → backend. Graphs that outlive their communicator hang.
 
-A *machine* is what stays while configurations come and go: ranks, device, all-reduce, models. A
-*session* is one configuration on it. `run` opens a machine for one session, `sweep` for many.
+A *machine* holds the resources that outlive a configuration: ranks, device, all-reduce, models. A
+*session* is one configuration on a machine. `run` opens a machine for one session, `sweep` for
+many.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import TargetWorker, Workload
 from mpissd.engine.workload.registry import workload_of
 
-_REST_S = 1e-3  # between two looks of a rank that idles
+_REST_S = 1e-3  # between two polls of an idle rank
 
 
 @dataclass
 class Session:
-    """What one rank holds while a job runs."""
+    """The resources of one rank while a job runs."""
 
-    topology: Topology  # of the ranks that take part
+    topology: Topology  # of the ranks in this job
     waiter: Waiter
     backend: Backend
     infos: list[DeviceInfo]  # by world rank
@@ -49,15 +50,15 @@ class Session:
     group: Group
     models: Models
     calibrations: Calibrations
-    resources: ExitStack  # of this job alone
+    resources: ExitStack  # closed at the end of this job
 
     @property
     def workload(self) -> Workload:
-        """What this job decodes."""
+        """The workload that this job decodes."""
         return workload_of(self.job)
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
-        """Verifies with this target rank's share of the target model."""
+        """Returns a worker that verifies with this target rank's share of the model."""
         rank = self.topology.group.rank
         return self.workload.target_worker(stepper, rank, self._open_gather)
 
@@ -67,22 +68,22 @@ class Session:
         return MpiLogitsGather(comm)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        """`count` sequences to decode, numbered from first_id."""
+        """Returns `count` sequences to decode, numbered from first_id."""
         return self.workload.requests(first_id, count)
 
     def barrier(self, waiter: Waiter | None = None) -> None:
-        """All ranks of the world arrive; the wait naps and has a deadline."""
+        """Waits for all ranks of the world; raises an error after the waiter's deadline."""
         request = self.topology.world.Ibarrier()
         (waiter or self.waiter).until(request.Test, "barrier")
 
     def agree(self, error: MpissdError | None) -> None:
-        """Refuses on every rank if one rank has an error."""
+        """Raises Refused on every rank if one rank passes an error; collective."""
         agree(self.topology.world, error)
 
 
 @dataclass
 class Machine:
-    """What one rank holds while configurations come and go."""
+    """The resources of one rank that outlive a configuration."""
 
     topology: Topology  # of all ranks
     backend: Backend
@@ -94,12 +95,15 @@ class Machine:
     parts: dict[int, Topology | None] = field(default_factory=dict)  # by D; None: this rank idles
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Has parts with so many draft ranks each; collective over all ranks."""
+        """Makes a topology for each number of draft ranks; collective over all ranks."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig) -> Job:
-        """The same job on every rank: memory is the smallest of each role's. Raises ConfigError."""
+        """Resolves a configuration to the same job on every rank.
+
+        It uses the smallest memory of each role. Raises ConfigError.
+        """
         target, draft = self.memory
         return resolve(
             config,
@@ -111,12 +115,12 @@ class Machine:
 
     @property
     def memory(self) -> tuple[int | None, int | None]:
-        """Bytes that every target rank, and every draft rank, may fill; None: unknown, or none."""
+        """Bytes that every (target rank, draft rank) may use; None if unknown or without ranks."""
         shares, tp = memory_shares(self.infos, self.topology.hosts), self.topology.tp
         return _least(shares[:tp]), _least(shares[tp:])
 
     def session(self, job: Job) -> Session | None:
-        """A job on the ranks that it has; None where this rank idles meanwhile."""
+        """Returns the session of a job, or None if this rank takes no part in it."""
         topology = self.parts[job.config.drafts]
         if topology is None:
             return None
@@ -135,8 +139,10 @@ class Machine:
         )
 
     def rest(self) -> None:
-        """All ranks arrive. Who has nothing to do meanwhile hardly looks: others measure on its
-        cores, as long as they want to, and it is for them to notice that one is gone."""
+        """Waits for all ranks, without a deadline and with rare polls.
+
+        An idle rank must not disturb the ranks that measure on its cores; they detect a lost rank.
+        """
         arrived = self.topology.world.Ibarrier()
 
         def looked() -> bool:
@@ -148,12 +154,12 @@ class Machine:
         Waiter(math.inf, spin=False).until(looked, "the other ranks")
 
     def close(self) -> None:
-        """In the order that the module says."""
+        """Closes all resources, in the order that the module docstring gives."""
         self.resources.close()
 
 
 def open_session(config: RunConfig) -> Session:
-    """Opens a rank's part of one job; every rank leaves with Refused where one cannot."""
+    """Opens this rank's part of one job; raises Refused on every rank if one rank fails."""
     machine = open_machine(config, config.drafts)
     session = session_of(machine, config)
     session.resources.callback(machine.close)
@@ -162,7 +168,7 @@ def open_session(config: RunConfig) -> Session:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Session]:
-    """Yields a rank's part of one job, and closes it within the deadline, whatever happens."""
+    """Opens this rank's part of one job, and always closes it within the deadline."""
     session = open_session(config)
     try:
         yield session
@@ -175,7 +181,10 @@ def opened(config: RunConfig) -> Iterator[Session]:
 
 
 def session_of(machine: Machine, config: RunConfig) -> Session:
-    """The one job of a machine with as many ranks; Refused on every rank where it is none."""
+    """Returns the session of a machine that runs only this configuration.
+
+    Raises Refused on every rank if the configuration cannot run there.
+    """
     job, error = None, None
     try:
         job = machine.resolve(config)
@@ -190,7 +199,10 @@ def session_of(machine: Machine, config: RunConfig) -> Session:
 
 
 def open_machine(config: RunConfig, num_drafts: int) -> Machine:
-    """Opens a rank's part of T + num_drafts ranks; Refused on every rank where one cannot."""
+    """Opens this rank's part of a machine of T + num_drafts ranks.
+
+    Raises Refused on every rank if one rank fails.
+    """
     try:
         topology = open_topology(num_drafts)
     except ConfigError as small:  # the same on every rank
@@ -201,7 +213,7 @@ def open_machine(config: RunConfig, num_drafts: int) -> Machine:
     assert backend is not None
     resources.callback(backend.close)
     names = topology.world.allgather(backend.name)
-    if len(set(names)) > 1:  # --backend=auto on unlike nodes
+    if len(set(names)) > 1:  # --backend=auto on nodes with different hardware
         raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
     infos = topology.world.allgather(backend.info)
     group, error = _open_group(config, topology, backend)
@@ -245,7 +257,10 @@ def _open_backend(
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Bytes that each rank may fill: its GPU's, or its share of the one memory of a host's CPUs."""
+    """Returns the bytes that each rank may use; None where they are unknown.
+
+    A GPU rank may use its GPU's memory; CPU ranks share their host's memory equally.
+    """
     ranks = Counter(hosts)
     shares: list[int | None] = []
     for info, host in zip(infos, hosts, strict=True):
@@ -255,6 +270,6 @@ def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int
 
 
 def _least(sizes: Sequence[int | None]) -> int | None:
-    """The smallest; None where one is unknown, or there is none."""
+    """Returns the smallest size, or None if one is unknown or there are none."""
     known = [size for size in sizes if size is not None]
     return min(known) if known and len(known) == len(sizes) else None

@@ -1,4 +1,4 @@
-"""Who is left to report when the pass that counts is over."""
+"""Find the ranks that are left to report after the measured pass."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from mpissd.engine.session.session import Session
 
 
 def survivors(session: Session, *, draft_lost: bool) -> MPI.Comm:
-    """All ranks; where the draft was lost, the targets. Collective over the targets where it may
-    be. draft_lost: as the lead knows it, whose word counts."""
+    """Returns the communicator of the living ranks: all, or the targets if the draft was lost.
+
+    draft_lost: read on the lead alone, which broadcasts it. Collective over the target ranks, if
+    the configuration allows the run to go on without its draft.
+    """
     topology = session.topology
     if session.job.config.on_draft_loss == "abort" or topology.is_draft:
         return topology.world
