@@ -38,7 +38,7 @@ class Command:
 
     name: str
     config: Any
-    given: frozenset[str] = frozenset()  # the flags that the user said
+    given: frozenset[str] = frozenset()  # the flags that the user gave
 
     @property
     def run(self) -> RunConfig:
@@ -50,11 +50,11 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A command's configuration, its help, and what bare words may say."""
+    """Description of a command: its configuration class, help, and positional flags."""
 
     config: type
     about: str
-    words: tuple[str, ...] = ()  # the flags that bare words stand for, in order
+    words: tuple[str, ...] = ()  # flags that words without -- stand for, in order
 
 
 SPECS = {
@@ -87,7 +87,7 @@ SPECS = {
 
 
 def _command(name: str, spec: Spec) -> Callable[..., Command]:
-    """A function for fire whose signature and help are the configuration's fields."""
+    """Returns a function for fire; its signature and help are the configuration's fields."""
 
     def collect(*words: str, **flags: str) -> Command:
         names = [name for name in spec.words if name not in flags]

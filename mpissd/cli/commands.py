@@ -37,8 +37,10 @@ _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
 
 
 def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints what a run of these flags would report, from a profile alone; or with `rows` how far
-    such predictions lie from rows."""
+    """Prints the predicted row of a run with these flags, from a profile alone.
+
+    With `rows` it prints the errors of such predictions instead.
+    """
     if config.rows is not None:
         return _judge(config, config.rows)
     if config.profile is None:
@@ -71,9 +73,9 @@ def _number(value: float | None) -> str:
 def _costs(
     config: PredictConfig, name: str, given: AbstractSet[str]
 ) -> tuple[Job, DeviceCosts, HostCosts, int | None]:
-    """The job, its costs, and how many rounds it took (None: what the flags say).
+    """Returns the job, its costs, and its number of rounds (None: as the flags say).
 
-    given: flags that override a job's own. ConfigError where the profile does not cover them.
+    given: flags that override a job's own. Raises ConfigError if the profile lacks them.
     """
     _check_there(name)
     found = jobfile.load(name)
@@ -101,7 +103,7 @@ def _costs(
 
 
 def _check_there(name: str) -> None:
-    """ConfigError where a profile's file is missing: what would have saved it."""
+    """Raises ConfigError if a profile's file does not exist."""
     if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
         raise ConfigError(
             f"profile {name!r}: no such file: allowed: what `probe` saved, a job's "
@@ -112,13 +114,13 @@ def _check_there(name: str) -> None:
 def _run_config(
     config: PredictConfig, base: Mapping[str, Any], given: AbstractSet[str]
 ) -> RunConfig:
-    """The job's own flags, overridden by those that the user gave."""
+    """Returns the job's own flags, overridden by those that the user gave."""
     told = {name: getattr(config.run, name) for name in flags_of(RunConfig) if name in given}
     known = dict(base)
     for alternatives in _ALTERNATIVES:
-        if set(alternatives) & set(told):  # one way to say it replaces the others
+        if set(alternatives) & set(told):  # these flags say the same in different ways
             known |= dict.fromkeys(alternatives)
-    if told.get("mode", "ssd") != "ssd":  # what only SSD has does not come along
+    if told.get("mode", "ssd") != "ssd":  # leave out flags that only SSD has
         known |= {"backup": "jit", "backup_lookahead": None}
     if told.get("mode") == "ar" or told.get("num_drafts") == 0:
         known |= {"draft_device": None}
@@ -147,13 +149,13 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
 
 
 def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
-    """The flags that a run shares with a plan; what is not said is as it was probed."""
+    """Returns the run's configuration; flags not given are as the profile was probed."""
     probed = {k: v for k, v in covered(profile).items() if k not in given}
     return dataclasses.replace(config.run, **{"pair": config.run.pair or "8b/1b", **probed})
 
 
 def _command(run: RunConfig, choice: Choice) -> str:
-    """The line that runs a choice under the laws and options that were planned for."""
+    """Returns the command line that runs a choice under the planned laws and options."""
     flags = {"pair": run.pair or "", **choice.flags()}
     told = said(run)
     if choice.mode != "ar":
@@ -181,7 +183,7 @@ def why(config: WhyConfig) -> int:
 
 
 def compare(config: CompareConfig) -> int:
-    """Prints how much faster one result is than another, and how sure that is."""
+    """Prints the speedup of one result over another, with its confidence interval."""
     a, b, paths = find_pair(config.a, config.b, config.out)
     pair = Pair.of(a, b, load_rounds(paths, [a, b]), others=load_rows(paths))
     print(pair)
@@ -190,7 +192,7 @@ def compare(config: CompareConfig) -> int:
 
 
 def tables(config: TablesConfig) -> int:
-    """Prints the milestone report's tables from the rows that are there."""
+    """Prints the milestone report's tables from all rows that it finds."""
     named = config.results
     folders = [Path(named)] if named else [p for p in (Path("results"), Path("out")) if p.exists()]
     paths = [p for folder in folders for p in _row_files(folder)]

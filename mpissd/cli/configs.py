@@ -12,7 +12,7 @@ from mpissd.common.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class ProbeConfig(Checked):
-    """Of `probe`: a run's flags (mode=ar: no draft), and the name of the profile."""
+    """Flags of `probe`: those of a run (mode=ar: no draft), and the profile's name."""
 
     run: RunConfig = contained(RunConfig)
     name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
@@ -20,7 +20,7 @@ class ProbeConfig(Checked):
 
 @dataclass(frozen=True)
 class PredictConfig(Checked):
-    """Of `predict`: a run's flags, T, and the profile to predict from."""
+    """Flags of `predict`: those of a run, T, and the profile to predict from."""
 
     run: RunConfig = contained(RunConfig)
     profile: str | None = flag(
@@ -38,12 +38,12 @@ class PredictConfig(Checked):
     )
 
     def check_host(self) -> None:
-        """Refuses a host where no rows are judged."""
+        """Refuses --host without --rows."""
         if self.host is not None and self.rows is None:
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
 
     def check_schedule(self) -> None:
-        """Refuses a schedule: which flags were said decides what a profile's job keeps."""
+        """Refuses --schedule: the flags that are given decide what else the profile's job keeps."""
         if self.run.schedule is not None:
             name = self.run.schedule
             flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())
@@ -68,7 +68,7 @@ _PLANNED = (
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
-    """Of `plan`: the laws, the machine, and how many GPUs."""
+    """Flags of `plan`: the laws, the device profile, and the number of GPUs."""
 
     profile: str = flag("h100", words, "device profile: a name or a file")
     gpus: int = flag(2, integer(1), "GPUs at most")
@@ -77,7 +77,7 @@ class PlanConfig(Checked):
 
 @dataclass(frozen=True)
 class WhyConfig(Checked):
-    """Of `why`: whose gaps."""
+    """Flags of `why`: the result whose gaps to its floor are shown."""
 
     result: str | None = flag(
         None, words, "a run id in OUT, a runs.jsonl or a folder (default: OUT)"
@@ -87,7 +87,7 @@ class WhyConfig(Checked):
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
-    """Of `compare`: which two results."""
+    """Flags of `compare`: the two results to compare."""
 
     a: str | None = flag(
         None, words, "a run id in OUT, or the last row of a runs.jsonl or a folder"
@@ -98,14 +98,14 @@ class CompareConfig(Checked):
 
 @dataclass(frozen=True)
 class TablesConfig(Checked):
-    """Of `tables`: from which rows."""
+    """Flags of `tables`: the folder or file of rows."""
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
 
 
 @dataclass(frozen=True)
 class ExportConfig(Checked):
-    """Of `export`: which rows, and as what."""
+    """Flags of `export`: the rows to write, and the file whose suffix names the format."""
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
     to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
@@ -114,7 +114,7 @@ class ExportConfig(Checked):
 
 @dataclass(frozen=True)
 class CollectivesConfig(Checked):
-    """Of `collectives`: what nccl-tests measured, and the profile that it joins."""
+    """Flags of `collectives`: a file of nccl-tests, and the profile that it extends."""
 
     file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
     profile: str | None = flag(None, words, "the device profile to start from, a name or a file")

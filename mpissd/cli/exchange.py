@@ -1,4 +1,4 @@
-"""The commands that talk to other tools: export and collectives."""
+"""The commands that write or read files of other tools: export and collectives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpissd.lab.interchange.tidy import FORMATS, write_tidy
 from mpissd.lab.interchange.vllm_schedule import schedule
 from mpissd.lab.tables import load_rows
 
-_SHOWN = 12  # values
+_SHOWN = 12  # most values that an error lists
 
 
 def export(config: ExportConfig) -> int:
-    """Writes the rows that are there as a table, or the K that vLLM should use."""
+    """Writes the rows as a table, or as the K that vLLM should use by batch size."""
     if config.to is None:
         raise ConfigError("to: needed: a file .csv, .parquet, or .json for vLLM's schedule of K")
     named, path = config.results, Path(config.to)
@@ -42,9 +42,9 @@ def export(config: ExportConfig) -> int:
 
 
 def matching(rows: Sequence[Row], where: str) -> list[Row]:
-    """Rows whose keys have these values, as docs/row.md names them: "acceptance=alpha:0.8; tp=1".
+    """Returns the rows whose keys have the given values, such as "acceptance=alpha:0.8; tp=1".
 
-    ConfigError: no key=value, a key that no row has, a value that none has.
+    Raises ConfigError for text that is not key=value, and for a key or value that no row has.
     """
     found = list(rows)
     for part in filter(None, map(str.strip, where.split(";"))):
@@ -62,7 +62,7 @@ def matching(rows: Sequence[Row], where: str) -> list[Row]:
 
 
 def collectives(config: CollectivesConfig) -> int:
-    """Writes a device profile whose all-reduces are those of a file of nccl-tests."""
+    """Writes a device profile with the all-reduces that nccl-tests measured."""
     for name in ("file", "profile", "to"):
         if getattr(config, name) is None:
             raise ConfigError(f"{name}: needed: collectives FILE --profile=h100 --to=NEW.json")
@@ -75,7 +75,7 @@ def collectives(config: CollectivesConfig) -> int:
         raise ConfigError(f"{str(source)!r} does not say how many GPUs took part: give --ranks")
     if config.ranks and measured.ranks not in (None, config.ranks):
         raise ConfigError(f"ranks={config.ranks}: {str(source)!r} was measured on {measured.ranks}")
-    load_profile(base)  # says what is wrong with it
+    load_profile(base)  # raises ConfigError if it is not valid
     text = known_profiles().get(base, Path(base)).read_text("utf-8")
     made = nccl_tests.with_all_reduces(json.loads(text), measured, ranks, source.name)
     made["name"] = target.stem

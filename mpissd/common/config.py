@@ -1,4 +1,4 @@
-"""The configuration of a run: the groups of flags joined, and judged together before MPI starts.
+"""The configuration of a run: joins the groups of flags, and checks them before MPI starts.
 
 The flags of the command line, their help and their defaults are the fields of the groups
 (mpissd.common.flag_groups), so a flag is added in one place. Values arrive as text and are typed by
@@ -29,7 +29,7 @@ from mpissd.common.workloads import refused_flags
 class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags, MeasurementFlags, MachineFlags, WorkloadFlags, ModelFlags, MethodFlags
 ):
-    """What the user asked for; None is "not said" and resolved when the machine is known."""
+    """All flags of a run; None means not given, and is resolved when the machine is known."""
 
     def check_models(self) -> None:
         """Refuses one model of a pair without the other, where both are needed."""
@@ -66,7 +66,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
             return
         if self.drafts != 1:
             raise ConfigError(f"on_draft_loss=ar with num_drafts={self.drafts}: allowed: 1")
-        if self.temperature > 0:  # a draft that dies after its tokens takes their rows with it
+        if self.temperature > 0:  # a lost draft's tokens need its distributions
             raise ConfigError(
                 f"on_draft_loss=ar with temperature={self.temperature:g}: allowed: temperature=0"
             )
@@ -76,7 +76,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def digest(self) -> str:
-        """Names the configuration: equal for equal flags, whatever their order."""
+        """Hash that names the configuration: equal flags in any order have equal digests."""
         told = {
             name: getattr(self, name)
             for name, field in flags_of(RunConfig).items()
@@ -91,5 +91,5 @@ def _is_in_digest(in_digest: bool | str, is_said: bool) -> bool:
 
 
 def parse_flags(flags: Mapping[str, str]) -> RunConfig:
-    """Flags as text → a validated RunConfig; ConfigError with a did-you-mean for unknown names."""
+    """Parses flags into a RunConfig; raises ConfigError, with a suggestion for unknown names."""
     return parse_into(RunConfig, flags)

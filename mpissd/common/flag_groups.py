@@ -31,14 +31,14 @@ MOST_DRAFTS = 4
 
 @dataclass(frozen=True)
 class MethodFlags(Checked):
-    """How tokens are drafted and served."""
+    """Flags of the method: how tokens are drafted and served."""
 
     mode: str = flag("ssd", choice("ar", "sd", "ssd"), "ar, sd or ssd")
     schedule: str | None = flag(
         None,
         choice(*SCHEDULES),
         f"sets what its name stands for: {', '.join(SCHEDULES)}",
-        in_digest=False,  # the flags that it sets are
+        in_digest=False,  # the flags that it sets are in the digest
     )
     num_drafts: int | None = flag(
         None,
@@ -72,18 +72,18 @@ class MethodFlags(Checked):
 
     @property
     def drafts(self) -> int:
-        """D, with its default: 0 for ar, 1 for sd and ssd."""
+        """Number of draft ranks D; by default 0 for ar, 1 for sd and ssd."""
         if self.num_drafts is not None:
             return self.num_drafts
         return 0 if self.mode == "ar" else 1
 
     @property
     def is_lookup(self) -> bool:
-        """Whether nothing but the backup that costs no draft step drafts: prompt lookup."""
+        """Whether prompt lookup alone drafts, without a draft model (sd with backup=fast)."""
         return self.mode == "sd" and self.backup == "fast"
 
     def check_lookahead(self) -> None:
-        """Refuses to draft no token."""
+        """Refuses lookahead=0 in sd and ssd."""
         if self.mode != "ar" and self.lookahead < 1:
             raise ConfigError(f"lookahead=0 with mode={self.mode}: allowed: a whole number >= 1")
 
@@ -109,7 +109,7 @@ class MethodFlags(Checked):
         """Refuses backup=auto without a cache that can miss, and with several drafts."""
         if self.backup == "auto" and self.mode != "ssd":
             raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
-        if self.backup == "auto" and self.drafts > 1:  # each would time the others' misses, too
+        if self.backup == "auto" and self.drafts > 1:  # each would also time the others' misses
             raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
 
     def check_backup_lookahead(self) -> None:
@@ -127,7 +127,7 @@ class MethodFlags(Checked):
 
 @dataclass(frozen=True)
 class ModelFlags(Checked):
-    """Which target and draft, and what their forwards compute."""
+    """Flags of the target and draft models, and of what their forwards compute."""
 
     pair: str | None = flag(
         None, words, "toy, 8b/1b, 70b/1b, TARGET/DRAFT (default: what the machine can hold)"
@@ -140,14 +140,14 @@ class ModelFlags(Checked):
     num_layers: int | None = flag(None, integer(1), "depth-scaled target (labelled)")
 
     def check_pair(self) -> None:
-        """Refuses models that are said twice."""
+        """Refuses --pair together with --target or --draft."""
         if self.pair is not None and (self.target or self.draft):
             raise ConfigError("pair and target/draft say the same thing: give one")
 
 
 @dataclass(frozen=True)
 class MachineFlags(Checked):
-    """What computes and communicates; one for a whole job."""
+    """Flags of devices and communication; they are the same for a whole job."""
 
     backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
     device: str = flag("h100", words, "emulated device: a profile's name or file")
@@ -174,7 +174,7 @@ class MachineFlags(Checked):
 
 @dataclass(frozen=True)
 class MeasurementFlags(Checked):
-    """How long is measured, and with which draws."""
+    """Flags of the length of the measurement, and its seed."""
 
     rounds: int | None = flag(None, integer(1), "measured rounds (default 200 without num_tokens)")
     num_tokens: int | None = flag(
@@ -185,7 +185,7 @@ class MeasurementFlags(Checked):
 
     @property
     def max_rounds(self) -> int | None:
-        """Measured rounds at most; None: until num_tokens are there."""
+        """Most measured rounds; None: rounds continue until num_tokens are emitted."""
         if self.rounds is None and self.num_tokens is None:
             return 200
         return self.rounds
@@ -193,7 +193,7 @@ class MeasurementFlags(Checked):
 
 @dataclass(frozen=True)
 class OutputFlags(Checked):
-    """What is written and shown; these change no measured round."""
+    """Flags of files and display; they change no measured round."""
 
     out: str = flag("out", words, "folder of runs.jsonl and rounds/", in_digest=False)
     trace: str | None = flag(None, words, "Chrome trace of all ranks to this file", in_digest=False)
@@ -209,6 +209,6 @@ class OutputFlags(Checked):
     )
 
     def check_world_size(self) -> None:
-        """Refuses a number of ranks where ranks are started: their launcher says it."""
+        """Refuses --world_size without --dry_run: the launcher gives the number of ranks."""
         if self.world_size is not None and not self.dry_run:
             raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")

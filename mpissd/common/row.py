@@ -21,7 +21,7 @@ Means = Mapping[str, float]
 
 
 def key(meaning: str, unit: str = "") -> Any:
-    """A key of the row: what it means, as docs/row.md says it, and its unit."""
+    """Makes a field of the row from its meaning, as docs/row.md prints it, and its unit."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit})
 
 
@@ -224,18 +224,18 @@ class Row(Mapping[str, Any]):
         "what the prediction stands on is known; `sweep`: which sweep, task, repeat and flags "
         "(docs/sweep.md), null in a row of `run`"
     )
-    absent: frozenset[str] = frozenset()  # keys that its line lacks: an earlier version wrote it
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what else its line has
+    absent: frozenset[str] = frozenset()  # keys that an older line lacks
+    extra: Mapping[str, Any] = field(default_factory=dict)  # other keys of its line
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Row:
-        """A line's row: keys that it lacks are None, keys that no field has are in `extra`."""
+        """Makes a row from a line: missing keys are None, unknown keys go to `extra`."""
         known = {name: line[name] for name in KEYS if name in line}
         extra = {name: value for name, value in line.items() if name not in FIELDS}
         return cls(**known, absent=frozenset(KEYS).difference(known), extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """The line's dict: keys in the order of the fields, then `extra`."""
+        """Returns the line as a dict: keys in the order of the fields, then `extra`."""
         return dict(self)
 
     def __getitem__(self, name: str) -> Any:
@@ -251,12 +251,12 @@ class Row(Mapping[str, Any]):
         return len(KEYS) - len(self.absent) + len(self.extra)
 
     def __or__(self, changed: Mapping[str, Any]) -> Row:
-        """The same row with these values, as `|` of two dicts is."""
+        """Returns a row with these values changed, as `|` does for dicts."""
         return Row.from_dict({**self, **changed})
 
     @property
     def draft_device(self) -> str | None:
-        """The first draft rank's device; None without a draft rank, or where that is not known."""
+        """Device name of the first draft rank; None if there is none or it is unknown."""
         if not self.num_drafts:
             return None
         if "draft_device_name" not in self.absent:
@@ -268,19 +268,19 @@ class Row(Mapping[str, Any]):
 
     @property
     def other_draft_device(self) -> str | None:
-        """The same where it is another than the lead's; None where it is not."""
+        """Device name of the first draft rank if it differs from the lead's, else None."""
         name = self.draft_device
         return None if name == self.device_name else name
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        """What it says of its sweep: id, task, repeat and flags; None in a row of `run`."""
+        """The row's sweep: its id, task, repeat and flags; None in a row of `run`."""
         found = self._origin("sweep")
         return found if isinstance(found, dict) else None
 
     @property
     def command(self) -> list[str]:
-        """The words of its command line."""
+        """The words of the command line that wrote the row."""
         return [str(word) for word in self._origin("command") or ()]
 
     def _origin(self, name: str) -> Any:

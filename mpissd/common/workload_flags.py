@@ -80,7 +80,7 @@ class WorkloadFlags(Checked):
         return f"alpha:{0.8 if self.alpha is None else self.alpha}"
 
     def check_acceptance(self) -> None:
-        """Refuses two acceptance laws."""
+        """Refuses flags that give two acceptance laws."""
         if self.alpha is not None and self.acceptance is not None:
             raise ConfigError("alpha and acceptance say the same thing: give one")
 
