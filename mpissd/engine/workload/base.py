@@ -56,10 +56,7 @@ class Worker(ABC):
 
     @abstractmethod
     def twin(self: W, stepper: Forwards) -> W:
-        """Returns a worker with the same laws that runs its forwards on `stepper`.
-
-        Calibration uses it to run the loops over forwards that only pause.
-        """
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
 
     def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Draws the first tokens of these sequences ahead of the rounds that admit them.
