@@ -70,7 +70,7 @@ SPECS = {
         "The speedups that may be claimed: SSD against the best other use of its GPUs.",
         ("results",),
     ),
-    "predict": Spec(PredictConfig, "Foretells a run from a profile; the last line is JSON."),
+    "predict": Spec(PredictConfig, "Predicts a run from a profile; the last line is JSON."),
     "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
     "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", ("result",)),
     "compare": Spec(
