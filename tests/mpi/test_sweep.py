@@ -211,7 +211,7 @@ def resident(pid: int) -> float:
 
 
 @needs_linux
-@pytest.mark.parametrize("repeats", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("repeats", [4, pytest.param(15, marks=pytest.mark.long)])
 def test_memory_does_not_grow_with_the_number_of_configurations(
     repeats: int, tmp_path: Path
 ) -> None:
