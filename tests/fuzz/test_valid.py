@@ -13,6 +13,10 @@ pytestmark = needs_mpi
 TIME_SLICE_S = 4e-3
 
 
+# What a world can run: one rank has no draft rank, and three target ranks divide no pair of ours.
+MODES = {1: {"ar", "sd"}, 2: {"ar", "sd", "ssd"}, 3: {"sd", "ssd"}}
+
+
 @pytest.mark.parametrize(
     ("np_", "first", "count"),
     [
@@ -38,4 +42,4 @@ def test_every_ledger_closes(np_: int, first: int, count: int, tmp_path: Path) -
         assert told["lead_s"] == pytest.approx(told["wall_s"], rel=0.01, abs=once_s), told
     assert sum(told["attempts"] > 1 for told in found) <= 2 + count // 20, found
     modes = {told["mode"] for told in found}
-    assert len(modes) >= 2 if count < 100 or np_ == 1 else modes == {"ar", "sd", "ssd"}
+    assert len(modes) >= 2 if count < 100 else modes == MODES[np_]
