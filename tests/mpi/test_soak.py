@@ -20,7 +20,7 @@ MOST_GROWTH = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("np_", "rounds"), [(3, 6000), pytest.param(2, 500_000, marks=pytest.mark.long)]
+    ("np_", "rounds"), [(3, 6000), pytest.param(2, 1_000_000, marks=pytest.mark.long)]
 )
 def test_memory_is_flat_and_clocks_agree(np_: int, rounds: int, tmp_path: Path) -> None:
     told = [str(tmp_path), *FLAGS, f"--rounds={rounds}", f"--out={tmp_path / 'out'}"]
