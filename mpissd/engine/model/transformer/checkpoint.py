@@ -1,0 +1,39 @@
+"""The interface of a model's weights, wherever they come from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.config import TransformerConfig
+
+Floats = NDArray[np.float32]
+ALL = slice(None)
+
+
+class Checkpoint(Protocol):
+    """Weights by their Hugging Face names ("model.layers.0.self_attn.q_proj.weight").
+
+    Matrices are [outputs, inputs]. Only the asked part is read, so that each rank of T reads its
+    share. "lm_head.weight" is the embedding where config.tied. Rotated pairs of q and k are
+    (i, i + head_dim / 2), as in Hugging Face's layout.
+    """
+
+    config: TransformerConfig
+    name: str
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of the files; None for random weights."""
+
+    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        """Returns a part of a matrix; raises ConfigError if the file cannot give it."""
+
+    def vector(self, name: str, part: slice = ALL) -> Floats:
+        """Returns a part of a vector (a norm's weight or a bias)."""
+
+    def head_ids(self) -> Ints | None:
+        """Returns the token id of each row of a reduced LM head, rising; None where all are."""
