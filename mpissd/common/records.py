@@ -16,9 +16,11 @@ from mpissd.common.tape import SPILL_ROUNDS, Tape
 class RoundRecords:
     """The measured rounds. A row is one sequence in one round, because the batch may shrink."""
 
-    def __init__(self, lookahead: int, stop_token: int | None = None) -> None:
-        """Starts without rounds. lookahead: K; stop_token: the token that ends a sequence."""
-        self.lookahead, self.stop_token = lookahead, stop_token
+    def __init__(self, lookahead: int) -> None:
+        """Starts without rounds. lookahead: K."""
+        self.lookahead = lookahead
+        # By request id, for sequences that ended by themselves: how many of their tokens count.
+        self.ends: dict[int, int] = {}
         self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
         self.t_target_s = Tape("d")
         self._new_outcomes: list[Any] = []  # the rows of each new round, not yet on a tape
@@ -78,7 +80,7 @@ class RoundRecords:
     def tokens(self) -> dict[int, list[int]]:
         """Returns {request id: its emitted tokens}: each round's accepted drafts, then its bonus.
 
-        A sequence ends with its stop token; tokens behind it in the same round are dropped.
+        Tokens behind the end of a sequence, in the round that reached it, are dropped.
         """
         return {request_id: found.tolist() for request_id, found in self.token_arrays().items()}
 
@@ -97,15 +99,20 @@ class RoundRecords:
         ends = np.cumsum(accepted[order] + 1)[first[1:] - 1]
         parts = np.split(emitted, ends) if len(ids) else []
         return {
-            request_id: self._up_to_the_stop(part)
+            request_id: part[: self.ends.get(request_id)]
             for request_id, part in zip(ids.tolist(), parts, strict=True)
         }
 
-    def _up_to_the_stop(self, emitted: Ints) -> Ints:
-        if self.stop_token is None:
-            return emitted
-        found = np.flatnonzero(emitted == self.stop_token)
-        return emitted[: found[0] + 1] if len(found) else emitted
+
+def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns [n] whether a row is the first of its sequence, whose round is a forced miss.
+
+    sequences: [n, 8], from RoundRecords.sequences.
+    """
+    names = (sequences[:, 1] << 32) + sequences[:, 2]
+    found = np.zeros(len(names), np.bool_)
+    found[np.unique(names, return_index=True)[1]] = True
+    return found
 
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:

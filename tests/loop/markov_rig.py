@@ -252,7 +252,7 @@ def decode(
         speculator = RemoteSpeculator(*(lead for lead, _ in links))
     worker = _target(pair, gather, 0)
     loop = TargetLoop(worker, speculator, plans if pair.tp > 1 else NoPlans(), pair.batch, WAITER)
-    records = RoundRecords(pair.K, stop_token)
+    records = RoundRecords(pair.K)
     try:
         for _ in rounds(loop, records, pair, num_tokens, stop_token):
             pass
@@ -282,8 +282,11 @@ def rounds(
         records.add(result.t_target_s, result.speculation, result.outcome)
         drafts = result.speculation.tokens.tolist()
         for (id_, _, _, k, bonus), row in zip(result.outcome.rows.tolist(), drafts, strict=True):
+            new = [*row[:k], bonus]
+            if stop_token in new:
+                records.ends[id_] = num_tokens - left[id_] + new.index(stop_token) + 1
             left[id_] -= k + 1
-            if left[id_] <= 0 or stop_token in (*row[:k], bonus):
+            if left[id_] <= 0 or stop_token in new:
                 del left[id_]
                 loop.finish([id_])
         yield len(records)

@@ -29,11 +29,11 @@ from mpissd.engine.workload.base import (
     OpenGather,
     Proposals,
     Rollout,
-    RowFields,
     TargetWorker,
     Workload,
 )
 from mpissd.engine.workload.registry import workload_of
+from mpissd.engine.workload.row_fields import RowFields
 from mpissd.lab.predict.row import is_predictable
 
 V = 101

@@ -23,6 +23,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
+from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
@@ -50,8 +51,8 @@ class NoPlans:
 class Decoder:
     """Decodes a configuration round by round, with one target rank (T = 1) and D draft threads.
 
-    Its sequences are admitted at once. `records` holds every round so far. Use it in a `with`
-    block, or call close.
+    batch_size sequences are admitted at once, and the next ones where these end. `records` holds
+    every round so far. Use it in a `with` block, or call close.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -72,7 +73,9 @@ class Decoder:
         worker, speculator = self._workload.target_worker(target), self._speculator()
         self._loop = TargetLoop(worker, speculator, NoPlans(), batch, self._waiter)
         self.records = RoundRecords(job.lookahead)
-        requests = self._workload.requests(0, batch)
+        self._sequences = Sequences(self._workload)
+        self.records.ends = self._sequences.ends
+        requests = self._sequences.first()
         worker.prepare(requests)
         self._loop.admit(requests)
         self._loop.ledger.restart()
@@ -135,9 +138,15 @@ class Decoder:
     def step(self) -> RoundResult:
         """Decodes one round of every sequence; returns what was drafted and what was accepted."""
         result = self._loop.step()
+        self._sequences.take(result, self._loop)
         self.records.add(result.t_target_s, result.speculation, result.outcome)
         self._loop.ledger.close_round(self._loop.round - 1, LeadPhase.RECORD)
         return result
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every sequence has ended, by itself or with num_tokens tokens."""
+        return not self._sequences.are_live
 
     @property
     def tokens(self) -> dict[int, list[int]]:

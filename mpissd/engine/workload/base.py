@@ -23,6 +23,8 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.endings import Endings
+from mpissd.engine.workload.row_fields import RowFields
 
 if TYPE_CHECKING:
     from mpissd.engine.job.job import Job
@@ -221,21 +223,6 @@ class DraftWorker(Worker):
         """Stores the tokens of the finished step in the rollouts."""
 
 
-@dataclass(frozen=True)
-class RowFields:
-    """Values of the result-row keys that a workload fills; None is written as null."""
-
-    acceptance: str | None = None
-    acceptance_fast: str | None = None
-    hit_law: str | None = None
-    temperature: float | None = None
-    vocab: int | None = None
-    order: int | None = None
-    divergence: float | None = None
-    saguaro_c: float | None = None
-    prompt_tokens: int | None = None
-
-
 class Workload(ABC):
     """Base class of workloads: makes the sequences of a job and the workers that decode them.
 
@@ -292,6 +279,16 @@ class Workload(ABC):
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns `count` sequences to decode, numbered from first_id."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that a run decodes, batch_size at a time."""
+        return self.job.config.batch_size
+
+    def endings(self) -> Endings | None:
+        """Returns what ends the sequences of one pass (None: nothing); by default a stop token."""
+        stop = self.job.config.stop_token
+        return None if stop is None else Endings(stop)
 
     def row_fields(self) -> RowFields:
         """Returns the values of this workload's keys in the result row."""

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.records import outcome_digest
+from mpissd.common.records import is_first_round, outcome_digest
 from mpissd.common.rounds import Source
 from mpissd.common.row import SCHEMA, Row
 from mpissd.lab.gates.read import Rounds, differs, number
 
 _ALWAYS = """tp num_drafts world_size batch_size lookahead num_rounds num_tokens wall_s tok_per_s
 tok_per_s_per_gpu acceptance_length ledger_closure round_us.mean round_us.p50 round_us.n""".split()
+_ENDING = ("replay", "text")  # workloads whose sequences end by themselves
 _A_ROW_A_ROUND = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds".split()
 
 
@@ -99,7 +100,7 @@ def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
     if not num_rounds <= outcomes <= num_rounds * batch:
         yield f"accept_histogram counts {outcomes}, {num_rounds} rounds of {batch} sequences"
     emitted = int(histogram @ np.arange(1, len(histogram) + 1))
-    least, most = _counted(row, rounds, emitted, emitted - batch * lookahead)
+    least, most = _counted(row, rounds, emitted)
     if not least <= row.num_tokens <= most:
         bounds = f"{most}" if least == most else f"{least} to {most}"
         yield f"num_tokens is {row.num_tokens}, accept_histogram gives {bounds}"
@@ -111,19 +112,21 @@ def tokens(row: Row, rounds: Rounds) -> Iterator[str]:
         yield f"hit_rate is {rate:g}, allowed: 0 to 1"
 
 
-def _counted(row: Row, rounds: Rounds, emitted: int, least: int) -> tuple[int, int]:
+def _counted(row: Row, rounds: Rounds, emitted: int) -> tuple[int, int]:
     """Returns the fewest and the most tokens, of those emitted, that can count.
 
-    Tokens beyond a sequence's limit do not count: at most K of them, in its last round.
+    Tokens beyond a sequence's end or limit do not count: at most K of them, in its last round.
     """
-    if "token_limit" not in row or row.stop_token is not None:
+    rows = rounds.get("sequences")
+    ids = None if rows is None else np.unique(rows[:, 1], return_inverse=True)[1]
+    num_sequences = row.batch_size if ids is None else len(np.unique(ids))
+    least = emitted - num_sequences * row.lookahead
+    if "token_limit" not in row or row.stop_token is not None or row.workload in _ENDING:
         return least, emitted
     if row.token_limit is None:
         return emitted, emitted
-    if "sequences" not in rounds:
+    if rows is None or ids is None:
         return least, emitted
-    rows = rounds["sequences"]
-    ids = np.unique(rows[:, 1], return_inverse=True)[1]
     exact = int(np.minimum(np.bincount(ids, weights=rows[:, 3] + 1), row.token_limit).sum())
     return exact, exact
 
@@ -155,7 +158,7 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
     if seen != row.accept_histogram:
         yield f"accept_histogram is {row.accept_histogram}, sequences give {seen}"
-    if (looked := asked & (round_ > 0)).any():  # a sequence's first round is a forced miss
+    if (looked := asked & ~is_first_round(rows)).any():
         yield from differs(row, "hit_rate", float(hit[looked].mean()), "sequences", 1e-5)
     if (digest := outcome_digest(rows)) != row.get("outcome_digest", digest):
         yield f"outcome_digest is {row.outcome_digest}, sequences give {digest}"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mpissd.common.output import append_row
 from mpissd.common.records import (
     RoundRecords,
+    is_first_round,
     is_stable,
     outcome_digest,
     percentiles_us,
@@ -146,7 +147,7 @@ def _speculation(
 ) -> dict[str, Any]:
     lookahead = session.job.lookahead
     accepted = sequences[:, 3]
-    counted = sequences[:, 0] > 0  # a sequence's first round is a forced miss
+    counted = ~is_first_round(sequences)
     if lost_round is not None:
         counted &= sequences[:, 0] < lost_round
     hits = sequences[counted, 6]

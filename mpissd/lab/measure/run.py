@@ -19,7 +19,8 @@ from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.target import RoundResult, TargetLoop
+from mpissd.engine.decode.sequences import Sequences
+from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened
 from mpissd.engine.session.survivors import survivors
@@ -154,10 +155,11 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
         loop.step()
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     loop.finish([request.request_id for request in warm])
-    loop.admit(rank.session.requests(0, config.batch_size))
+    sequences = Sequences(rank.session.workload)
+    loop.admit(sequences.first())
     guard.stage(Stage.ROUNDS)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
-    records, wall_s = _rounds(loop, config, rank.session.job.lookahead)
+    records, wall_s = _rounds(loop, config, rank.session.job.lookahead, sequences)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     return LeadReport(
@@ -174,16 +176,16 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
     )
 
 
-def _rounds(loop: TargetLoop, config: RunConfig, lookahead: int) -> tuple[RoundRecords, float]:
-    records = RoundRecords(lookahead, config.stop_token)
-    emitted: dict[int, int] = dict.fromkeys(range(config.batch_size), 0)
-    limit = config.max_rounds
+def _rounds(
+    loop: TargetLoop, config: RunConfig, lookahead: int, sequences: Sequences
+) -> tuple[RoundRecords, float]:
+    records, limit = RoundRecords(lookahead), config.max_rounds
+    records.ends = sequences.ends
     with progress_bar(config, limit) as advance:
         start = last = _begin(loop.ledger)
-        while emitted and (limit is None or len(records) < limit):
+        while sequences.are_live and (limit is None or len(records) < limit):
             result = loop.step()
-            if config.num_tokens is not None or config.stop_token is not None:
-                loop.finish(_finished(emitted, result, config))
+            sequences.take(result, loop)
             records.add(result.t_target_s, result.speculation, result.outcome)
             advance(1)
             loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
@@ -205,20 +207,3 @@ def _begin(ledger: Ledger) -> float:
         if start - before < _INSTANT_S:
             break
     return start
-
-
-def _finished(emitted: dict[int, int], result: RoundResult, config: RunConfig) -> list[int]:
-    """Adds the round's tokens to `emitted`; removes and returns the request ids that have finished.
-
-    A sequence is finished when it has num_tokens tokens or its stop token.
-    """
-    gone = []
-    drafts = result.speculation.tokens.tolist()
-    for row, tokens in zip(result.outcome.rows.tolist(), drafts, strict=True):
-        request_id, accepted, bonus = row[0], row[3], row[4]
-        emitted[request_id] += accepted + 1
-        enough = config.num_tokens is not None and emitted[request_id] >= config.num_tokens
-        if enough or config.stop_token in (*tokens[:accepted], bonus):
-            gone.append(request_id)
-            del emitted[request_id]
-    return gone

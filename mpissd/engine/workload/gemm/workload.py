@@ -5,9 +5,10 @@ from __future__ import annotations
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.workload.base import OpenGather, RowFields, Workload
+from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.row_fields import RowFields
 
 
 class GemmWorkload(Workload):
