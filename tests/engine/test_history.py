@@ -13,10 +13,10 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Batch, Event, Outcome, Request, Source, Speculation
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.history import Histories, looked_up
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.history import Histories, looked_up, trunk
 from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov.model import MarkovModel, trunk
 from mpissd.engine.workload.markov.target import MarkovTargetWorker
 from tests.loop.harness import CountingForwards
 

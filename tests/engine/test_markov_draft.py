@@ -11,7 +11,7 @@ from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel
-from mpissd.engine.workload.markov.sampled import SampledRollout
+from mpissd.engine.workload.sampled import SampledRollout
 from tests.loop.harness import CountingForwards
 
 K, V = 3, 30

@@ -21,6 +21,7 @@ from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload import sampled
 from mpissd.engine.workload.base import Branches, Proposals
 from mpissd.engine.workload.markov import draft as markov_draft
 from mpissd.engine.workload.markov import target as markov_target
@@ -240,8 +241,7 @@ def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[
     while stack:
         choices = Choices(stack.pop(), len(prefix), case)
         with (
-            mock.patch.object(markov_target, "uniforms", choices.uniforms),
-            mock.patch.object(markov_draft, "uniforms", choices.uniforms),
+            mock.patch.object(sampled, "uniforms", choices.uniforms),
         ):
             decoding = Decoding(case, choices, last)
             yield from decoding.run()

@@ -117,6 +117,7 @@ def judge(
     q_row: Callable[[int], Row],
     coins: Sequence[float],
     u: float,
+    ids: NDArray[np.int32] | None = None,
 ) -> tuple[int, int]:
     """Verifies one sequence and returns (number of tokens accepted k, bonus token t*).
 
@@ -124,7 +125,8 @@ def judge(
     probability with which token i was drawn; 1 if it was certain. q_row(i): the recorded
     distribution [V] that token i was drawn from; called only if the token is rejected and was not
     certain. coins[i], u: independent uniforms for accepting token i, and for drawing the bonus
-    token.
+    token. ids: where the draft has a vocabulary of its own, the token of each entry of its rows,
+    rising.
 
     Token i is accepted if coin < p/q. After a rejection t* is drawn from max(p − q, 0); after the
     last token from p. Raises ProtocolError for a proposal of probability 0, or whose row gives
@@ -136,14 +138,41 @@ def judge(
         row = p(i)
         if coins[i] * q[i] < row[token]:
             continue
-        left = without(row, token) if q[i] == 1 else residual(row, _checked(q_row(i), token, q[i]))
+        if q[i] == 1:
+            left = without(row, token)
+        else:
+            left = residual(row, _checked(q_row(i), token, q[i], ids, len(row)))
         if left is not None:
             return i, draw(left, u)
     return len(tokens), draw(p(len(tokens)), u)
 
 
-def _checked(row: Row, token: int, q: float) -> Floats:
-    probs = recorded(row) if row[token] > 0 else row.astype(np.float64)
-    if probs[token] != q:
-        raise ProtocolError(f"token {token}: its row says {probs[token]}, its proposal said {q}")
-    return probs
+def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:
+    """Returns the distribution [vocab] of a proposal's row; raises ProtocolError if q differs."""
+    place = token if ids is None else int(np.searchsorted(ids, token))
+    probs = recorded(row) if row[place] > 0 else row.astype(np.float64)
+    if probs[place] != q:
+        raise ProtocolError(f"token {token}: its row says {probs[place]}, its proposal said {q}")
+    return probs if ids is None else spread(probs, ids, vocab)
+
+
+def spread(probs: Floats, ids: NDArray[np.int32], vocab: int) -> Floats:
+    """Returns a distribution over the tokens `ids` as one over 0 … vocab − 1, 0 elsewhere."""
+    found = np.zeros(vocab)
+    found[ids] = probs
+    return found
+
+
+def nucleus(probs: Floats, top_p: float) -> Floats:
+    """Returns a distribution [V] cut to its likeliest tokens and renormalised [Holtzman 2020].
+
+    The tokens that stay are the fewest of the largest probabilities whose sum reaches top_p; of
+    equal probabilities the smaller id stays first. top_p = 1 changes nothing.
+    """
+    if top_p >= 1:
+        return probs
+    order = np.argsort(-probs, kind="stable")
+    count = int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1
+    kept = np.zeros_like(probs)
+    kept[order[:count]] = probs[order[:count]]
+    return np.asarray(kept / kept.sum())

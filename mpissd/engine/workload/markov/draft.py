@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
-from mpissd.engine.workload.markov.history import Histories, looked_up, trunk
+from mpissd.engine.workload.base import Branches, Lanes, Rollout
+from mpissd.engine.workload.history import Histories, looked_up
 from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.sampled import Lane, SampledRollout
+from mpissd.engine.workload.markov.model import trunk
+from mpissd.engine.workload.sampled import Lane, SampledRollout, SamplingDraftWorker
 
 
-class MarkovDraftWorker(DraftWorker):
+class MarkovDraftWorker(SamplingDraftWorker):
     """Samples drafted tokens from the draft model, and predicts bonus tokens with it."""
 
     def __init__(
@@ -25,18 +25,12 @@ class MarkovDraftWorker(DraftWorker):
     ) -> None:
         """Makes a worker; Saguaro sampling uses `fan_outs` until `branches` is given others."""
         self.stepper, self._laws, self.lookahead = stepper, laws, lookahead
-        self._fan_outs = fan_outs
+        self._seed, self._fan_outs = laws.seed, fan_outs
         self._histories = Histories(lambda request: laws.prompt(request.request_id))
 
     def twin(self, stepper: Forwards) -> MarkovDraftWorker:
         """Returns a worker with the same laws that runs its forwards on `stepper`."""
         return MarkovDraftWorker(stepper, self._laws, self.lookahead, self._fan_outs)
-
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        self._histories.begin_round(batch, admissions)
-
-    def served(self, batch: Batch, speculation: Speculation) -> None:
-        self._histories.serve(batch, speculation)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each of the draft's likeliest tokens behind each row of the trunk."""
@@ -89,25 +83,12 @@ class MarkovDraftWorker(DraftWorker):
         unigram = self._laws.draft.likeliest
         return found + [unigram] * (self.lookahead - len(found))
 
-    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
-            assert isinstance(rollout, SampledRollout) and rollout.q is not None
-            place = rollout.steps
-            drawn: dict[tuple[int, int], float] = {}  # lanes of a sequence share a draw
-            for n, lane in enumerate(rollout.lanes):
-                key = lane.sequence, lane.first_draw + place
-                if key not in drawn:
-                    drawn[key] = uniforms(self._laws.seed, Purpose.DRAFT, *key, 1)[0]
-                token, q, row = self._propose(lane, place, drawn[key])
-                rollout.tokens[n, place], rollout.q[n, place] = token, q
-                rollout.recorded[n].append(row if q < 1 else None)
-                lane.context = self._laws.draft.context((*lane.context, token))
-            rollout.steps += 1
-
     def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
         laws = self._laws
         top = lane.fan_out[place] if lane.fan_out else 0
         logits = laws.draft.logits(lane.context)
         probs = sampling.probabilities(logits, laws.temperature, top, laws.saguaro_c)
-        return sampling.propose(probs, u)
+        token, q, row = sampling.propose(probs, u)
+        lane.context = laws.draft.context((*lane.context, token))
+        return token, q, row

@@ -56,6 +56,15 @@ class MarkovModel:
         return _likeliest(self)
 
 
+def trunk(
+    model: MarkovModel, tokens: Sequence[int], served: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Returns the model's contexts behind 0, 1, … len(served) served tokens."""
+    recent = [*tokens[-model.order :], *served]
+    known = len(recent) - len(served)
+    return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
+
+
 @lru_cache(maxsize=16)
 def _likeliest(model: MarkovModel) -> int:
     mean = np.zeros(model.vocab)

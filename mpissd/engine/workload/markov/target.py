@@ -8,35 +8,20 @@ whose tokens are wrong would therefore change the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Batch, Ints, Speculation
+from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.base import Admissions, LogitsGather, Proposals, TargetWorker
-from mpissd.engine.workload.markov.history import Histories, History, trunk
+from mpissd.engine.workload.base import LogitsGather, Proposals
+from mpissd.engine.workload.history import Histories
 from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import Logits
+from mpissd.engine.workload.markov.model import Logits, trunk
+from mpissd.engine.workload.sampled import OwnLogits, SamplingTargetWorker, gathered
 
 
-class OwnLogits:
-    """Gather of logits for a single target rank: returns its own."""
-
-    def start(self, local: Logits) -> None:
-        self._local = local
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Logits:
-        return self._local[None]
-
-
-class MarkovTargetWorker(TargetWorker):
+class MarkovTargetWorker(SamplingTargetWorker):
     """Verifies by rejection sampling against the target model (greedily at temperature 0)."""
 
     def __init__(
@@ -49,20 +34,18 @@ class MarkovTargetWorker(TargetWorker):
         gather: LogitsGather | None = None,
     ) -> None:
         """Makes the worker of target rank `rank` of `tp`; needs `gather` if tp ≥ 2."""
-        self.stepper, self._laws = stepper, laws
+        self.stepper, self._laws, self._seed = stepper, laws, laws.seed
         self._tp, self._rank = tp, rank
         self._gather = gather or OwnLogits()
         self._histories = Histories(lambda request: laws.prompt(request.request_id))
         self._contexts: list[tuple[int, ...]] = []
+        self._logits: Logits
 
     def twin(self, stepper: Forwards) -> MarkovTargetWorker:
         """Returns a worker with the same laws that runs its forwards on `stepper`."""
         return MarkovTargetWorker(
             stepper, self._laws, tp=self._tp, rank=self._rank, gather=self._gather
         )
-
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        self._histories.begin_round(batch, admissions)
 
     def upload(self, batch: Batch, speculation: Speculation) -> None:
         self._histories.serve(batch, speculation)
@@ -100,52 +83,8 @@ class MarkovTargetWorker(TargetWorker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies rejection sampling (spec.sampling.judge) to each sequence.
+        self._logits = gathered(self._gather)[:, : self._laws.vocab]
+        return super().judge(batch, speculation, proposals)
 
-        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round).
-        """
-        laws, parts = self._laws, self._gather.result()
-        logits = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)[:, : laws.vocab]
-        accepted, bonus = np.zeros((2, len(batch)), np.int32)
-        start = 0
-        for row, history in enumerate(self._histories.rows(batch)):
-            count = len(history.served)
-            q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
-            coins = self._draws(Purpose.ACCEPT, history, count)
-            u = self._draws(Purpose.BONUS, history, 1)
-            accepted[row], bonus[row] = sampling.judge(
-                _TargetRows(logits, start, laws.temperature),
-                history.served,
-                q,
-                _DraftRows(proposals, row, q),
-                coins,
-                u[0],
-            )
-            start += count + 1
-        return accepted, bonus
-
-    def _draws(self, purpose: Purpose, history: History, count: int) -> list[float]:
-        sequence, first = history.request.request_id, history.first_draw()
-        drawn: list[float] = uniforms(self._laws.seed, purpose, sequence, first, count).tolist()
-        return drawn
-
-
-class _TargetRows:
-    """The target's distributions of one sequence by row, computed when they are needed."""
-
-    def __init__(self, logits: Logits, start: int, temperature: float) -> None:
-        self._logits, self._start, self._temperature = logits, start, temperature
-
-    def __call__(self, i: int) -> sampling.Floats:
-        return sampling.probabilities(self._logits[self._start + i], self._temperature)
-
-
-class _DraftRows:
-    """The draft's distributions of one sequence by token; a token with q = 1 has none."""
-
-    def __init__(self, proposals: Proposals, row: int, q: Sequence[float]) -> None:
-        self._proposals, self._row, self._q = proposals, row, q
-
-    def __call__(self, i: int) -> sampling.Row:
-        before = sum(q < 1 for q in self._q[:i])
-        return self._proposals(self._row, before)
+    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+        return sampling.probabilities(self._logits[start + i], self._laws.temperature)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Request, Speculation
 from mpissd.engine.workload.base import Admissions
-from mpissd.engine.workload.markov.model import MarkovModel
 
 _ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
 _EPOCH = 1 << 32  # limit of rounds in an epoch
@@ -89,15 +88,6 @@ class Histories:
     def rows(self, batch: Batch) -> list[History]:
         """Returns the histories of the batch's sequences, in the order of its rows."""
         return [self._by_slot[slot] for slot in batch.slots.tolist()]
-
-
-def trunk(
-    model: MarkovModel, tokens: Sequence[int], served: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Returns the model's contexts behind 0, 1, … len(served) served tokens."""
-    recent = [*tokens[-model.order :], *served]
-    known = len(recent) - len(served)
-    return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:

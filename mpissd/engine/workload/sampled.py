@@ -1,0 +1,171 @@
+"""Workers whose tokens are sampled from two models: what drafts, rejects and replaces them.
+
+A subclass says what the models' distributions are: `markov` computes them from the context, `text`
+reads the logits of its forwards. Draws are keyed by (seed, purpose, sequence, round), so that every
+worker may draw them in any order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rng import Purpose, uniforms
+from mpissd.common.rounds import Batch, Ints, Request, Speculation
+from mpissd.engine.spec import sampling
+from mpissd.engine.workload.base import (
+    Admissions,
+    DraftWorker,
+    LogitsGather,
+    Proposals,
+    Rollout,
+    TargetWorker,
+)
+from mpissd.engine.workload.history import Histories, History
+
+Logits = NDArray[np.float32]
+
+
+@dataclass
+class Lane:
+    """The state from which a lane draws its next token.
+
+    first_draw: the index of the first random draw of the round that will verify its tokens. fan_out
+    is of that round: Saguaro sampling damps the tokens that it keeps. context, logits: what the
+    draft model read last and its logits, whichever of the two the worker uses.
+    """
+
+    sequence: int
+    first_draw: int
+    context: tuple[int, ...]
+    fan_out: tuple[int, ...]
+    logits: Logits | None = None
+
+
+class SampledRollout(Rollout):
+    """A rollout that records, with each sampled token, its probability and distribution."""
+
+    def __init__(self, rows: NDArray[np.int64], first: Ints, lanes: list[Lane], K: int) -> None:
+        super().__init__(rows, first, np.zeros((len(first), K), np.int32))
+        self.q = np.ones((len(first), K))
+        self.lanes = lanes
+        self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes]
+
+    def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
+        super().keep(lanes, rows)
+        assert self.q is not None
+        self.q = self.q.take(np.array(lanes, np.int64), axis=0)
+        self.lanes = [self.lanes[n] for n in lanes]
+        self.recorded = [self.recorded[n] for n in lanes]
+
+    def proposals(self, lane: int) -> list[NDArray[np.float32]]:
+        return [row for row in self.recorded[lane] if row is not None]
+
+
+class SamplingDraftWorker(DraftWorker):
+    """A draft worker that samples each drafted token; a subclass says from which distribution."""
+
+    _seed: int
+    _histories: Histories
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._histories.begin_round(batch, admissions)
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        self._histories.serve(batch, speculation)
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            assert isinstance(rollout, SampledRollout) and rollout.q is not None
+            place = rollout.steps
+            drawn: dict[tuple[int, int], float] = {}  # lanes of a sequence share a draw
+            for n, lane in enumerate(rollout.lanes):
+                key = lane.sequence, lane.first_draw + place
+                if key not in drawn:
+                    drawn[key] = uniforms(self._seed, Purpose.DRAFT, *key, 1)[0]
+                token, q, row = self._propose(lane, place, drawn[key])
+                rollout.tokens[n, place], rollout.q[n, place] = token, q
+                rollout.recorded[n].append(row if q < 1 else None)
+            rollout.steps += 1
+
+    @abstractmethod
+    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
+        """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
+
+
+class SamplingTargetWorker(TargetWorker):
+    """A target worker that verifies by rejection sampling (greedily at temperature 0)."""
+
+    _seed: int
+    _histories: Histories
+    # The token of each entry of a proposal's row, rising; None: entry t is token t.
+    _draft_ids: Ints | None = None
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._histories.begin_round(batch, admissions)
+
+    @abstractmethod
+    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+        """Returns the target's distribution [V] of row start + i of the finished forward."""
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        """Applies rejection sampling (spec.sampling.judge) to each sequence.
+
+        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round).
+        """
+        accepted, bonus = np.zeros((2, len(batch)), np.int32)
+        start = 0
+        for row, history in enumerate(self._histories.rows(batch)):
+            count = len(history.served)
+            q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
+            coins = self._draws(Purpose.ACCEPT, history, count)
+            u = self._draws(Purpose.BONUS, history, 1)
+            accepted[row], bonus[row] = sampling.judge(
+                partial(self._target_row, history.request, start),
+                history.served,
+                q,
+                partial(_proposal, proposals, row, q),
+                coins,
+                u[0],
+                self._draft_ids,
+            )
+            start += count + 1
+        return accepted, bonus
+
+    def _draws(self, purpose: Purpose, history: History, count: int) -> list[float]:
+        sequence, first = history.request.request_id, history.first_draw()
+        drawn: list[float] = uniforms(self._seed, purpose, sequence, first, count).tolist()
+        return drawn
+
+
+def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
+    """Returns the distribution that drafted token i was drawn from; certain tokens have none."""
+    return proposals(row, sum(one < 1 for one in q[:i]))
+
+
+class OwnLogits:
+    """Gather of logits for a single target rank: returns its own."""
+
+    def start(self, local: Logits) -> None:
+        self._local = local
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Logits:
+        return self._local[None]
+
+
+def gathered(gather: LogitsGather) -> Logits:
+    """Returns the logits of all ranks side by side: float32 [rows, Σ columns]."""
+    parts: Any = gather.result()
+    found: Logits = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
+    return found
