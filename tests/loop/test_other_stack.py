@@ -5,12 +5,13 @@ Its weights are one number, the step; a forward reads out token + step for each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mpissd.common import workloads
 from mpissd.common.rounds import Batch, Ints, Speculation
@@ -44,8 +45,11 @@ class StepStack:
         self.group, self.weights = group, weights
         self.buffers = StepBuffers(np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32))
 
-    def place(self, places: Places) -> None:
-        raise AssertionError("nobody says where rows stand")
+    def place(self, places: Places | None) -> None:
+        assert places is None, "nobody says where rows stand"
+
+    def release(self, slots: Sequence[int]) -> None:
+        raise AssertionError("nobody releases a cache")
 
     def body(self, rows: int) -> Callable[[], None]:
         def forward() -> None:
@@ -56,6 +60,9 @@ class StepStack:
 
     def read(self, rows: int) -> tuple[Ints, None]:
         return self.buffers.result[:rows].reshape(1, 1, rows, 1), None
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        raise AssertionError("nobody reads logits")
 
 
 @dataclass(frozen=True)

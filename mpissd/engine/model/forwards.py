@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +18,20 @@ class Places:
     """Positions of a forward's n rows in the KV cache, for models that keep one.
 
     All are int32 [n]. slots: the cache slot of each row's sequence. positions: the row's position
-    in its sequence. parents: the previous row in a tree of rows (−1: the committed tokens).
+    in its sequence, from 0. lanes: −1 for a *trunk row*, whose K and V are stored in the slot's
+    cache, and which attends cache positions 0 … position. A *lane row* stores K and V in
+    scratch[lane][position − trunk] and attends cache positions 0 … trunk − 1 and its lane's
+    scratch. trunks: the tokens in the cache before the lane, read for lane rows only. K and V of
+    all rows of a forward are stored before any row attends.
+    reads: whether candidates or logits of this forward are read; without, the LM head may be left
+    out (chunks of a prompt).
     """
 
     slots: Ints
     positions: Ints
-    parents: Ints
+    lanes: Ints
+    trunks: Ints
+    reads: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,19 +74,27 @@ class Forwards(Protocol):
         Must be called before the next upload. Raises NotImplementedError where nothing is computed.
         """
 
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Returns the logits of these rows of the last finished forward.
+
+        float32 [len(rows), columns]: this rank's share of the LM head. Must be called before the
+        next upload. Raises NotImplementedError where nothing is computed.
+        """
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees the cache of these slots, whose sequences have ended."""
+
     def close(self) -> None:
         """Frees the forwards."""
 
 
-def merged(ids: Ints, values: NDArray[np.float32], width: int) -> Results:
+def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
     """Merges the candidates of T shards: returns the k best of all, [heads, n, k].
 
-    ids, values: [heads, T, n, k], each shard's own k best; ids count from the shard's first column.
-    width: columns of a shard. The lower id wins a tie.
+    ids, values: [heads, T, n, k], each shard's own k best. The lower id wins a tie.
     """
     heads, shards, count, k = ids.shape
-    first = np.arange(shards, dtype=np.int32)[:, None, None] * width
-    every = (ids + first).swapaxes(1, 2).reshape(heads, count, shards * k)
+    every = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)
     order = np.lexsort((every, -scores), axis=-1)[..., :k]
     return Results(np.take_along_axis(every, order, -1), np.take_along_axis(scores, order, -1))

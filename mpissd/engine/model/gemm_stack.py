@@ -11,11 +11,12 @@ several heads on the hidden vector, each with its own LM head and read out separ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
@@ -73,7 +74,10 @@ class GemmStack:
         read = self.shard.kv_read(rows, self._max_sequences, self.options)
         return read // max(1, len(self.layers))
 
-    def place(self, places: Places) -> None:
+    def place(self, places: Places | None) -> None:
+        """Does nothing: the products keep no cache."""
+
+    def release(self, slots: Sequence[int]) -> None:
         """Does nothing: the products keep no cache."""
 
     def body(self, rows: int) -> Callable[[], None]:
@@ -151,12 +155,21 @@ class GemmStack:
     def read(self, rows: int) -> tuple[Any, Any | None]:
         """Returns the (ids, values) that a forward of `rows` rows read out; values may be None.
 
-        Both are [heads, T, rows, k]; ids count from the shard's first column.
+        Both are [heads, T, rows, k].
         """
         shape = max(1, len(self.heads)), self._shards, rows, self.options.top_k
         size, memory = math.prod(shape), self.buffers
         values = None if memory.values is None else memory.values[:size].reshape(shape)
-        return memory.result[:size].reshape(shape), values
+        ids = memory.result[:size].reshape(shape)
+        if self._shards > 1:
+            first = np.arange(self._shards, dtype=np.int32) * self.shard.vocab
+            ids = ids + first[:, None, None]
+        return ids, values
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Returns this rank's logits of these rows, of the last LM head."""
+        scores = self.backend.view(self.buffers.logits, max(rows) + 1, 0, self.shard.vocab)
+        return np.asarray(self.backend.to_host(scores)[list(rows)], np.float32)
 
     def _states(self, rows: int, hidden: Any) -> Iterator[Any]:
         """Yields the vectors to read out: the hidden vector, or each head's product with it."""

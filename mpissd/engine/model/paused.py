@@ -7,7 +7,10 @@ host and the link, measured with the real code and with the idle times of real r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
@@ -52,6 +55,13 @@ class PausedForwards:
     def results(self) -> Results:
         """Raises NotImplementedError: a pause computes nothing."""
         raise NotImplementedError("a paused forward computes nothing")
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Raises NotImplementedError: a pause computes nothing."""
+        raise NotImplementedError("a paused forward computes nothing")
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Does nothing: a pause keeps no cache."""
 
     def close(self) -> None:
         """Does nothing: there is nothing to free."""

@@ -23,6 +23,10 @@ class ForwardOptions:
     top_k: int = 1
     own_tokens: int = 1  # KV-cache tokens that each row reads alone, its own included
     values: bool = False  # read out the candidates' logits beside their ids
+    # Of a model with a KV cache: the tokens that a sequence may have, and the scratch of lanes.
+    capacity: int = 0
+    lanes: int = 0
+    steps: int = 0  # tokens of a lane
 
 
 @dataclass(frozen=True)

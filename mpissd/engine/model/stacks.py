@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
@@ -24,8 +27,14 @@ class Stack(Protocol):
     weights: Any  # the Weights that it reads
     buffers: Any  # buffers.tokens: host int32 [max_rows], the input of a forward
 
-    def place(self, places: Places) -> None:
-        """Sets the cache positions of the next forward's rows, if its worker gives them."""
+    def place(self, places: Places | None) -> None:
+        """Sets the cache positions of the next forward's rows; called at every upload.
+
+        None: the rows have no place, so they store nothing and attend nothing.
+        """
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees the cache of these slots."""
 
     def body(self, rows: int) -> Callable[[], None]:
         """Returns a function that issues the operations of one forward of `rows` rows."""
@@ -33,8 +42,12 @@ class Stack(Protocol):
     def read(self, rows: int) -> tuple[Any, Any | None]:
         """Returns the (ids, values) that the forward read out.
 
-        Both are [heads, T, rows, k]; values is None without ForwardOptions.values.
+        Both are [heads, T, rows, k], and ids are those of tokens; values may be None without
+        ForwardOptions.values.
         """
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Returns this rank's logits of these rows of the last forward: float32 [n, columns]."""
 
 
 class Stacks(Protocol):

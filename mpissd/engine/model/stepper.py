@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
@@ -105,8 +106,7 @@ class Stepper:
         stack receives `places`, the rows' cache positions.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
-        if places is not None:
-            self.stack.place(places)
+        self.stack.place(places)
         self._uploaded = rows, tokens
         self._current = self._programs[self.bucket(rows)]
 
@@ -141,7 +141,20 @@ class Stepper:
         ids = ids[:, :, : len(tokens)]
         if values is None:
             return Results(ids[:, 0])
-        return merged(ids, values[:, :, : len(tokens)], self.shard.vocab)
+        return merged(ids, values[:, :, : len(tokens)])
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Returns this rank's logits of these rows, from the last finished forward.
+
+        float32 [len(rows), columns]. Raises NotImplementedError on the emulated backend.
+        """
+        if self.backend.info.kind == "emulated":
+            raise NotImplementedError("the emulated backend holds no numbers")
+        return self.stack.logits(rows)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees the cache of these slots, whose sequences have ended."""
+        self.stack.release(slots)
 
     def close(self) -> None:
         """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
