@@ -1,0 +1,139 @@
+"""The KV cache as the host knows it: sizes, pages, and where the rows of a forward stand.
+
+A page holds the K and V of PAGE consecutive positions of one sequence, in all layers. Attention is
+split at absolute multiples of PAGE positions, so the numbers of a row do not depend on which pages
+its sequence got. A lane (a branch that a draft grows) keeps its K and V in a scratch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.backend.base import HostArray
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
+
+PADDING = -1  # the slot of a row that stores nothing and attends nothing
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Sizes of one rank's KV cache.
+
+    slots: sequences at once. capacity: tokens that a sequence may have. page: positions of a page.
+    lanes, steps: lanes of the scratch, and tokens that each may grow.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    slots: int
+    capacity: int
+    page: int
+    lanes: int = 0
+    steps: int = 0
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Most pages of a sequence."""
+        return -(-max(1, self.capacity) // self.page)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, enough for all slots at their capacity."""
+        return self.slots * self.pages_per_slot
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a row can have, lanes included."""
+        return self.pages_per_slot * self.page + self.steps
+
+
+def cache_sizes(
+    layers: int, kv_heads: int, head_dim: int, options: ForwardOptions, *, slots: int, page: int
+) -> CacheSizes:
+    """Returns the sizes of a cache that `slots` sequences of a model with these options need."""
+    return CacheSizes(
+        layers, kv_heads, head_dim, slots, options.capacity, page, options.lanes, options.steps
+    )
+
+
+class Seats:
+    """Host arrays that say where the rows of a forward stand; views of one int32 buffer.
+
+    rows: [4, max_rows], of each row the slot (PADDING: none), position, lane and trunk. pages:
+    [slots, pages_per_slot], the pages of each slot in rising order of positions.
+    """
+
+    def __init__(self, ints: HostArray, max_rows: int, sizes: CacheSizes) -> None:
+        """Lays the arrays out in `ints`, which has `size(max_rows, sizes)` elements."""
+        self.ints = ints
+        self.rows = ints[: 4 * max_rows].reshape(4, max_rows)
+        self.pages = ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
+        self.rows[...] = PADDING
+        self.pages[...] = 0
+
+    @staticmethod
+    def size(max_rows: int, sizes: CacheSizes) -> int:
+        """Returns the number of elements of the buffer."""
+        return 4 * max_rows + sizes.slots * sizes.pages_per_slot
+
+
+class PageTable:
+    """Takes pages from the pool as sequences grow, and gives them back when they end."""
+
+    def __init__(self, seats: Seats, sizes: CacheSizes) -> None:
+        self.seats, self.sizes = seats, sizes
+        self.free = list(range(sizes.num_pages - 1, -1, -1))
+        self.held = [0] * sizes.slots
+
+    def place(self, places: Places | None) -> int:
+        """Writes the rows' places into the seats, and returns their number (None: 0).
+
+        Reserves the pages that trunk rows write. All other rows become padding.
+        """
+        rows = self.seats.rows
+        if places is None:
+            rows[0] = PADDING
+            return 0
+        count = len(places.slots)
+        rows[0, count:] = PADDING
+        parts = places.slots, places.positions, places.lanes, places.trunks
+        for to, part in zip(rows, parts, strict=True):
+            to[:count] = part
+        self._reserve(places)
+        return count
+
+    def _reserve(self, places: Places) -> None:
+        trunk = places.lanes < 0
+        slots, positions = places.slots[trunk].tolist(), places.positions[trunk].tolist()
+        for slot, position in zip(slots, positions, strict=True):
+            if position >= self.held[slot] * self.sizes.page:
+                self._grow(slot, position)
+
+    def _grow(self, slot: int, position: int) -> None:
+        sizes = self.sizes
+        assert position < sizes.capacity, f"position {position} of a cache of {sizes.capacity}"
+        wanted = position // sizes.page + 1
+        for index in range(self.held[slot], wanted):
+            self.seats.pages[slot, index] = self.free.pop()
+        self.held[slot] = wanted
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Gives the pages of these slots back to the pool."""
+        for slot in slots:
+            pages: Ints = self.seats.pages[slot, : self.held[slot]]
+            self.free += pages[::-1].tolist()
+            self.held[slot] = 0
+
+
+def trunk_rows(slot: int, start: int, stop: int, *, reads: bool = True) -> Places:
+    """Returns the places of positions start … stop − 1 of one sequence, as trunk rows."""
+    count = stop - start
+    positions = np.arange(start, stop, dtype=np.int32)
+    none = np.full(count, -1, np.int32)
+    return Places(np.full(count, slot, np.int32), positions, none, none, reads)

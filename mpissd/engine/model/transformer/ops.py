@@ -1,0 +1,136 @@
+"""The interface of a transformer's operations, which each backend that computes implements.
+
+Device arrays are opaque: weights, buffers and caches are made by the same object that reads them.
+Every operation computes its first `rows` rows. A row's numbers depend neither on the other rows nor
+on how many they are, nor on the pages and lanes that hold its K and V, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.base import Array, Backend, HostArray
+from mpissd.engine.comm.group import Group
+from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
+from mpissd.engine.model.transformer.config import TransformerConfig
+
+_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.ops", "CupyOps")}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a checkpoint's matrix: these of its rows (outputs) and columns (inputs)."""
+
+    name: str
+    rows: slice = ALL
+    columns: slice = ALL
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights on this rank; an optional one is None where the family lacks it."""
+
+    attention_norm: Array
+    qkv: Array  # q, k and v as one product
+    qkv_bias: Array | None
+    q_norm: Array | None  # [head_dim], of each head
+    k_norm: Array | None
+    o: Array
+    ffn_norm: Array
+    gate_up: Array
+    down: Array
+
+
+class Ops(Protocol):
+    """A transformer's operations on one rank's device, for one model and its share of heads."""
+
+    page: int  # positions of a page, and of a part of the attention
+    itemsize: int  # bytes of a stored weight
+    computes_padding: bool  # whether a forward computes its whole bucket, as a captured graph does
+
+    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
+        """Returns the packed weight of one product: the parts' outputs side by side."""
+
+    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Array:
+        """Returns the packed weight that `gated` reads."""
+
+    def table(self, checkpoint: Checkpoint) -> Array:
+        """Returns the embedding table, which `embed` reads."""
+
+    def vector(self, values: Floats) -> Array:
+        """Returns a norm's weight or a bias."""
+
+    def buffer(self, rows: int, width: int) -> Array:
+        """Returns a buffer of activations between two operations."""
+
+    def hidden(self, rows: int) -> Array:
+        """Returns a buffer of the residual stream (float32)."""
+
+    def cache(self, sizes: CacheSizes, seats: Seats) -> Array:
+        """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
+
+    def begin(self, cache: Array, rows: int) -> None:
+        """Brings the places of a forward's rows to the device; a forward's first operation."""
+
+    def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
+        """Sets hidden[m] = table[tokens[m]]."""
+
+    def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
+        """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
+
+    def qkv(self, x: Array, layer: Layer, cache: Array, number: int, q: Array, rows: int) -> None:
+        """Computes q, k and v of layer `number`, and stores k and v in the cache.
+
+        Adds the bias, normalises each head of q and k, and rotates both, where the family does so.
+        """
+
+    def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:
+        """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend."""
+
+    def product(self, x: Array, weight: Array, out: Array, rows: int) -> None:
+        """Sets out = x·weightᵀ."""
+
+    def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
+        """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
+
+    def sum_ranks(self, group: Group, delta: Array, rows: int) -> None:
+        """Sums delta over the ranks in rank order, in place: equal bits for any number of rows."""
+
+    def top_k(self, logits: Array, k: int, ids: Array, values: Array, rows: int) -> None:
+        """Writes the k largest logits of each row, largest first, and their columns.
+
+        Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
+        """
+
+    def read(self, logits: Array, rows: Sequence[int]) -> Floats:
+        """Returns these rows of the logits on the host, after the forward: float32 [n, columns]."""
+
+
+def ops_of(
+    backend: Backend,
+    config: TransformerConfig,
+    *,
+    heads: int,
+    kv_heads: int,
+    max_rows: int,
+    page: int | None = None,
+) -> Ops | None:
+    """Returns the operations of this backend for a model's share of heads on one rank.
+
+    max_rows: rows of the largest forward. page: positions of a page (None: the backend's own).
+    None for a backend that computes nothing (emulated). Raises ConfigError if a library is missing.
+    """
+    if backend.name == "emulated":
+        return None
+    if backend.name not in _MADE_BY:
+        allowed = ", ".join(_MADE_BY)
+        raise ConfigError(f"forward=transformer with backend={backend.name}: allowed: {allowed}")
+    module, name = _MADE_BY[backend.name]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "max_rows": max_rows, "page": page}
+    ops: Ops = getattr(import_module(f"{__package__}.{module}"), name)(backend, config, **sizes)
+    return ops
