@@ -35,7 +35,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     Raises ConfigError, one line naming the file and the key, if it is unreadable, incomplete or
     refused.
     """
-    config = _load(path)
+    config = load(path)
     _refuse_other_architectures(path, config)
     hidden = _integer(path, config, _HIDDEN)
     num_heads = _integer(path, config, _NUM_HEADS)
@@ -54,7 +54,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     }
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def load(path: Path) -> Mapping[str, Any]:
     """Returns the JSON object in the file, or the text_config inside it."""
     try:
         config = json.loads(path.read_text("utf-8"))

@@ -1,21 +1,21 @@
-"""Model shapes: the widths and depth that a GEMM-only forward needs, without weights.
+"""Model shapes: the widths and depth of a model, without its weights.
 
-`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, the path of a Hugging
-Face config.json, or a head-sized draft of any of them, `eagle:70b` (heads.py); `resolve_pair` takes
-a target and a draft, "70b/1b". A preset's name takes precedence over a file of that name: write
-`./8b` for a directory called `8b`.
+`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or
+a config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (heads.py);
+`resolve_pair` takes a target and a draft, "70b/1b". A preset's name takes precedence over a file of
+that name: write `./8b` for a directory called `8b`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from mpissd.common import model_files
 from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.generated import GEN_FORM, generated_fields
 from mpissd.common.heads import DraftHead, make_head, split_head
-from mpissd.common.hf_config import read_fields
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ _SHAPES = (
     ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, True, 128256),
     ModelShape("llama-3.2-3b", 28, 3072, 24, 8, 128, 8192, True, 128256),
     ModelShape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, True, 128256),
+    ModelShape("smollm2-135m-instruct", 30, 576, 9, 3, 64, 1536, True, 49152),
     ModelShape("llama-65b", 80, 8192, 64, 64, 128, 22016, True, 32000),
     ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, True, 151936),
     ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, True, 151936),
@@ -155,6 +156,7 @@ ALIASES: dict[str, str] = {
     "8b": "llama-3.1-8b",
     "3b": "llama-3.2-3b",
     "1b": "llama-3.2-1b",
+    "smollm2": "smollm2-135m-instruct",
     "65b": "llama-65b",
     "32b": "qwen3-32b",
     "0.6b": "qwen3-0.6b",
@@ -180,7 +182,10 @@ PAIRS: dict[str, tuple[str, str]] = {
     "65b/noft-wide": ("llama-65b", "noft-wide-1.3b"),
 }
 _HUB_OWNERS = ("meta-llama", "huggyllama", "qwen", "facebook")
-_FORMS = "gen:layers=…,hidden=…,ffn=…, eagle:, mtp:, medusa: or mlp:MODEL, a path of a config.json"
+_FORMS = (
+    f"{GEN_FORM}, eagle:, mtp:, medusa: or mlp:MODEL, a Hugging Face folder, its config.json, a "
+    ".gguf, or OWNER/NAME on the hub"
+)
 
 
 def resolve_model(text: str) -> ModelShape:
@@ -188,8 +193,8 @@ def resolve_model(text: str) -> ModelShape:
 
     `text` is a preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) and
     with a depth (70b@8L); gen:layers=…,hidden=…,ffn=… and optionally heads, kv_heads, head_dim,
-    vocab, gated; a config.json or a directory that holds one; a head-sized draft of any of these;
-    or lookup. A shape's own name resolves to it again.
+    vocab, gated; a Hugging Face folder, its config.json, a .gguf, or a hub name in the cache; a
+    head-sized draft of any of these; or lookup. A preset's own name resolves to it again.
     """
     text = text.strip()
     if text.lower() == LOOKUP.name:
@@ -198,45 +203,87 @@ def resolve_model(text: str) -> ModelShape:
         return _headed(*parts)
     if depth := _SCALED.search(text):
         return resolve_model(text[: depth.start()]).scaled(int(depth[1]))
-    owner, _, name = text.lower().rpartition("/")
-    if not owner or owner in _HUB_OWNERS:
-        name = name if owner else ALIASES.get(name, name)
-        if name in PRESETS:
-            return PRESETS[name]
+    if (name := preset_of(text)) is not None:
+        return PRESETS[name]
     if text.startswith("gen:"):
-        return _generated(text)
-    path = os.path.expanduser(text)
-    if text.endswith(".json") or text.startswith((".", "/", "~")) or os.path.exists(path):
-        return ModelShape(**read_fields(Path(path, "config.json" if os.path.isdir(path) else "")))
-    raise ConfigError(f"{unknown('model', text.lower(), [*PRESETS, *ALIASES])}; or {_FORMS}")
+        return ModelShape(**generated_fields(text))
+    return ModelShape(**model_files.read_shape(_find(text)))
+
+
+def preset_of(text: str) -> str | None:
+    """Returns the name of the preset that `text` means, without a depth; None if it means none."""
+    owner, _, name = text.strip().lower().rpartition("/")
+    if owner and owner not in _HUB_OWNERS:
+        return None
+    name = name if owner else ALIASES.get(name, name)
+    return name if name in PRESETS else None
+
+
+def files_of(text: str) -> Path | None:
+    """Returns the files that a model's name stands for; None if its weights are random.
+
+    They are a Hugging Face folder, a .gguf, or a config.json without weights. A depth behind the
+    name (@8L) is left out. Raises ConfigError if the name means nothing, or if its files are not
+    on this machine.
+    """
+    text = _SCALED.sub("", text.strip())
+    name = preset_of(text)
+    if name is not None:
+        return model_files.packaged(name)
+    if text.startswith("gen:") or text.lower() == LOOKUP.name or split_head(text, _is_name):
+        return None
+    return _find(text)
+
+
+def has_weights(text: str) -> bool:
+    """Returns whether a model's name stands for weights in files; raises as files_of does."""
+    path = files_of(text)
+    return path is not None and model_files.has_files(path)
+
+
+def _find(text: str) -> Path:
+    found = model_files.find(text)
+    if found is None:
+        names = [*PRESETS, *ALIASES, *model_files.SHIPPED]
+        raise ConfigError(f"{unknown('model', text.lower(), names)}; or {_FORMS}")
+    return found
 
 
 def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
-    """Returns (target, draft) for a pair's name, or for target/draft with any names of
-    resolve_model.
+    """Returns the shapes of (target, draft) of a pair; raises ConfigError as split_pair does."""
+    target, draft = split_pair(text)
+    return resolve_model(target), resolve_model(draft)
+
+
+def split_pair(text: str) -> tuple[str, str]:
+    """Returns the names of (target, draft) for a pair's name, or for target/draft with any names
+    of resolve_model.
 
     Paths contain '/' too: the text is split at each '/' from the left, and the first split whose
     two sides both resolve is taken. Raises ConfigError if there is none.
     """
     text = text.strip()
-    if text.lower() in PAIRS:
-        target, draft = PAIRS[text.lower()]
-        return PRESETS[target], PRESETS[draft]
+    known = {**PAIRS, **model_files.PAIRS}
+    if text.lower() in known:
+        return known[text.lower()]
     if "/" not in text:
         raise ConfigError(
-            f"{unknown('pair', text, PAIRS)}; or target/draft, each a preset, {_FORMS}"
+            f"{unknown('pair', text, known)}; or target/draft, each a preset, {_FORMS}"
         )
     reason: object = f"no '/' parts it into a target and a draft, each a preset, {_FORMS}"
     for slash in re.finditer("/", text):
+        target, draft = text[: slash.start()], text[slash.end() :]
         try:
-            target_shape = resolve_model(text[: slash.start()])
+            resolve_model(target)
         except ConfigError as error:
             reason = error if text.count("/") == 1 else reason
             continue
         try:
-            return target_shape, resolve_model(text[slash.end() :])
+            resolve_model(draft)
         except ConfigError as error:
             reason = error
+            continue
+        return target, draft
     raise ConfigError(f"pair {text!r}: {reason}")
 
 
@@ -252,49 +299,3 @@ def _headed(kind: str, number: int | None, target: str) -> ModelShape:
     prefix, num_layers, head = make_head(kind, number, shape.hidden)
     name = f"{prefix}-{_SCALED.sub('', shape.name)}"
     return replace(shape, name=name, num_layers=num_layers, head=head)
-
-
-_NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
-_GEN_KEYS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
-
-
-def _generated(text: str) -> ModelShape:
-    """Returns the shape of `gen:layers=…,hidden=…,ffn=…[,…]`; heads are 64 wide by default.
-
-    The name lists every value, so equal shapes have equal names.
-    """
-    given = _gen_values(text)
-    if missing := [key for key in _GEN_KEYS[:3] if key not in given]:
-        raise ConfigError(f"{text!r}: {missing[0]} is missing; allowed: {_FORMS}")
-    if "heads" not in given:
-        width = given.setdefault("head_dim", 64)
-        given["heads"] = _exact(text, "head_dim", given["hidden"], width)
-    elif "head_dim" not in given:
-        given["head_dim"] = _exact(text, "heads", given["hidden"], given["heads"])
-    given.setdefault("kv_heads", given["heads"])
-    given.setdefault("vocab", 32000)
-    given.setdefault("gated", 1)
-    if given["gated"] not in (0, 1):
-        raise ConfigError(f"{text!r}: gated={given['gated']}: allowed: 0, 1")
-    name = "gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS)
-    layers, hidden, ffn, heads, kv_heads, head_dim, vocab, gated = (given[k] for k in _GEN_KEYS)
-    return ModelShape(name, layers, hidden, heads, kv_heads, head_dim, ffn, bool(gated), vocab)
-
-
-def _gen_values(text: str) -> dict[str, int]:
-    values: dict[str, int] = {}
-    for item in text.removeprefix("gen:").split(","):
-        key, _, value = item.partition("=")
-        if (key := key.strip()) not in _GEN_KEYS:
-            raise unknown("key in gen:", key, _GEN_KEYS)
-        if key in values or not _NUMBER.fullmatch(value):
-            raise ConfigError(f"{text!r}: {item!r}: allowed: {key}=<whole number>, once")
-        values[key] = int(value)
-    return values
-
-
-def _exact(where: str, what: str, hidden: int, divisor: int) -> int:
-    """Returns hidden / divisor; raises ConfigError unless it is a whole number."""
-    if divisor < 1 or hidden % divisor:
-        raise ConfigError(f"{where!r}: {what}={divisor}: allowed: a divisor of hidden={hidden}")
-    return hidden // divisor

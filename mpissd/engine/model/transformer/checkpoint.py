@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
+from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.model.transformer.config import TransformerConfig
 
 Floats = NDArray[np.float32]
@@ -34,6 +35,12 @@ class Checkpoint(Protocol):
 
     def vector(self, name: str, part: slice = ALL) -> Floats:
         """Returns a part of a vector (a norm's weight or a bias)."""
+
+    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart | None:
+        """Describes a part of a matrix of random weights, so that a device can make it by itself.
+
+        Its [in, out] are the matrix's columns and rows. None if the weights are not random.
+        """
 
     def head_ids(self) -> Ints | None:
         """Returns the token id of each row of a reduced LM head, rising; None where all are."""

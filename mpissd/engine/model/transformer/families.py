@@ -1,0 +1,165 @@
+"""Reads a TransformerConfig from a preset or a Hugging Face config.json, and refuses the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import ModelShape
+from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def _llama3(factor: float, tied: bool = False) -> dict[str, Any]:
+    scaling = Llama3Scaling(factor, 1.0, 4.0, 8192)
+    return {
+        "rope_theta": 5e5,
+        "rope_scaling": scaling,
+        "tied": tied,
+        "max_positions": 131072,
+    }
+
+
+def _qwen3(tied: bool = False) -> dict[str, Any]:
+    positions = {"rope_theta": 1e6, "norm_eps": 1e-6, "max_positions": 40960}
+    return {"family": "qwen3", "qk_norm": True, "tied": tied, **positions}
+
+
+# Where a preset's published config.json differs from TransformerConfig's defaults.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": _llama3(8.0),
+    "llama-3.1-8b": _llama3(8.0),
+    "llama-3.2-3b": _llama3(32.0, tied=True),
+    "llama-3.2-1b": _llama3(32.0, tied=True),
+    "smollm2-135m-instruct": {"rope_theta": 1e5, "tied": True, "max_positions": 8192},
+    "qwen3-32b": _qwen3(),
+    "qwen3-0.6b": _qwen3(tied=True),
+    "toy-target": {"max_positions": 131072},
+    "toy-draft": {"max_positions": 131072},
+}
+
+
+def of_preset(shape: ModelShape) -> TransformerConfig:
+    """Returns the configuration of a preset's or gen:'s architecture; raises ConfigError if the
+    transformer lacks it."""
+    if shape.head is not None or not shape.gated:
+        kind = "a head-sized draft" if shape.head is not None else "no gated FFN (OPT)"
+        raise ConfigError(
+            f"{shape.name} with forward=transformer: it has {kind}, which is not supported"
+        )
+    name = shape.name.partition("@")[0]
+    known = {"max_positions": 131072} if name.startswith("gen:") else _PRESETS.get(name, {})
+    return checked(TransformerConfig(shape, **{"family": "llama", **known}))
+
+
+def checked(config: TransformerConfig) -> TransformerConfig:
+    """Returns the configuration; raises ConfigError if its positions cannot be rotated."""
+    if config.shape.head_dim % 2:
+        raise ConfigError(
+            f"{config.shape.name}: head_dim={config.shape.head_dim} with forward=transformer: "
+            "allowed: even numbers"
+        )
+    return config
+
+
+def of_hugging_face(path: Path, config: Mapping[str, Any], shape: ModelShape) -> TransformerConfig:
+    """Returns the configuration that a config.json describes.
+
+    Raises ConfigError, one line that names the file and the key, for what is not supported.
+    """
+    _refuse(path, config)
+    rope = _rope(config)
+    family = str(config["model_type"])
+    # A reduced head, of a draft that mpissd distilled.
+    ours = config.get("mpissd") or {}
+    told = TransformerConfig(
+        shape,
+        family,
+        rope_theta=_number(path, rope, "rope_theta", 10000.0),
+        rope_scaling=_scaling(path, rope),
+        norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
+    )
+    return checked(replace(told, head_vocab=int(ours.get("head_vocab") or shape.vocab_size)))
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is said of the rotary positions, in one dictionary for all versions.
+
+    Older versions have rope_theta beside rope_scaling, newer ones both in rope_parameters.
+    """
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(key), dict):
+            found.update(config[key])
+    if config.get("rope_theta") is not None:
+        found["rope_theta"] = config["rope_theta"]
+    found.setdefault("rope_type", found.get("type") or "default")
+    return found
+
+
+def _scaling(path: Path, rope: Mapping[str, Any]) -> Llama3Scaling | None:
+    if rope["rope_type"] == "default":
+        return None
+    keys = "low_freq_factor", "high_freq_factor"
+    factor, low, high = (_number(path, rope, key) for key in ("factor", *keys))
+    original = int(_number(path, rope, "original_max_position_embeddings"))
+    if factor < 1 or not low < high:
+        raise ConfigError(f"{str(path)!r}: rope_scaling: allowed: factor >= 1 and low < high")
+    return Llama3Scaling(factor, low, high, original)
+
+
+def _number(path: Path, config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
+        raise ConfigError(f"{str(path)!r}: {key}={value!r}: allowed: numbers above 0")
+    return float(value)
+
+
+def _refuse(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first key that describes another architecture."""
+    for key, value, is_supported, allowed in _needed(config):
+        if not is_supported:
+            raise ConfigError(
+                f"{str(path)!r}: {key}={value!r} is not supported: allowed: {allowed}"
+            )
+
+
+def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
+    """Returns (key, value, whether it is supported, what is) of each key that can refuse."""
+    family, rope, ours = config.get("model_type"), _rope(config), config.get("mpissd") or {}
+    window = config.get("sliding_window") if _slides(config) else None
+    kinds = config.get("layer_types") or []
+    bias = bool(config.get("attention_bias")) and family != "qwen2"
+    activation = config.get("hidden_act", "silu")
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    told, part = ours.get("quantization"), config.get("partial_rotary_factor", 1)
+    return [
+        ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
+        ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "llama3"), _ROPES),
+        ("sliding_window", window, window is None, "null, or one that is not used"),
+        ("layer_types", kinds, set(kinds) <= {"full_attention"}, "full_attention"),
+        ("quantization_config", method, not config.get("quantization_config"), _DENSE),
+        ("mpissd.quantization", told, told in (None, "int8-32"), "int8-32"),
+        ("hidden_act", activation, activation == "silu", "silu"),
+        ("attention_bias", bias, not bias, "false"),
+        ("mlp_bias", config.get("mlp_bias"), not config.get("mlp_bias"), "false"),
+        ("partial_rotary_factor", part, part == 1, "1"),
+    ]
+
+
+_ROPES = "default, llama3"
+_DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Returns whether a sliding window is in use; Qwen's files name one and turn it off."""
+    return bool(config.get("use_sliding_window", config.get("model_type") == "mistral"))
