@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from analysis import cli
-from analysis.build import Drawn, build_all, draw, told
+from analysis.build import Drawn, build_all, draw, outcome_line
 from analysis.load import load
 from analysis.select import on_machine
 from mpissd.common.errors import MpissdError
@@ -58,7 +58,7 @@ def execute(plan: cli.Plan) -> int:
     for note in dict.fromkeys(n for i in items if isinstance(i, Drawn) for n in i.notes):
         print(f"analysis: {note}", file=sys.stderr)
     for item in items:
-        line = told(item, out, plan.kinds)
+        line = outcome_line(item, out, plan.kinds)
         print(line, file=sys.stdout if isinstance(item, Drawn) else sys.stderr)
     return 0 if any(isinstance(item, Drawn) for item in items) else 2
 

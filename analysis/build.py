@@ -98,10 +98,10 @@ def _share(data: Data, out: Path, kinds: Sequence[str]) -> None:
 def _job(job: tuple[str, str]) -> list[str]:
     (data, out, kinds) = _shared[0]
     device, name = job
-    return [told(item, out, kinds) for item in draw(data, name, device)]
+    return [outcome_line(item, out, kinds) for item in draw(data, name, device)]
 
 
-def told(item: Drawn | Skipped, out: Path, kinds: Sequence[str]) -> str:
+def outcome_line(item: Drawn | Skipped, out: Path, kinds: Sequence[str]) -> str:
     """Saves a figure; returns the line that reports it, or the reason why there is none."""
     if isinstance(item, Skipped):
         return f"{slug(item.machine)}/{item.name}: skipped: {item.why}"

@@ -104,6 +104,6 @@ def parse(arguments: list[str]) -> Plan:
     # fire would interpret the arguments after these itself.
     if stray := {"-", "--"} & set(arguments):
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
-    found = fire.Fire(COMMANDS, command=arguments, name="analysis", serialize=lambda _: None)
-    assert isinstance(found, Plan), found
-    return found
+    plan = fire.Fire(COMMANDS, command=arguments, name="analysis", serialize=lambda _: None)
+    assert isinstance(plan, Plan), plan
+    return plan

@@ -34,19 +34,19 @@ def _over(points: pd.DataFrame, share: str = "") -> str:
 def throughput(numbers: pd.DataFrame) -> str:
     """Reports SSD against the best other use of as many GPUs, and per GPU, with uses not
     measured."""
-    told = []
+    sentences = []
     for name, share in (("all GPUs", ""), ("per GPU", "per GPU ")):
         here = numbers[(numbers["panel"] == f"own best K, {name}") & (numbers["series"] == BESIDE)]
         if len(here):
-            told.append(_over(here, share))
-    return " ".join(told)
+            sentences.append(_over(here, share))
+    return " ".join(sentences)
 
 
 def _beside(point: pd.Series) -> str:
     of = f"of {point['rival']} at α={point['x']:g}"
     if missing := point["missing"]:
-        told = f"{bound(point['low'])}–{bound(point['high'])}{_real(point)} {of}"
-        return f"{told}, no claim (not measured: {missing})"
+        gain = f"{bound(point['low'])}–{bound(point['high'])}{_real(point)} {of}"
+        return f"{gain}, no claim (not measured: {missing})"
     return f"{claim(point)}{_real(point)} {of}"
 
 
@@ -71,10 +71,10 @@ def cache_hits(numbers: pd.DataFrame) -> str:
 
 
 def _ends(here: pd.DataFrame, series: str) -> str:
-    found = here[here["series"] == series].sort_values("x")
-    if found.empty:
+    line = here[here["series"] == series].sort_values("x")
+    if line.empty:
         return "nothing measured"
-    first, last = found.iloc[0], found.iloc[-1]
+    first, last = line.iloc[0], line.iloc[-1]
     return f"{claim(first)} at p_hit {first['x']:g}, {claim(last)} at {last['x']:g}"
 
 
@@ -102,12 +102,14 @@ def latency(numbers: pd.DataFrame) -> str:
     )
     parts = []
     for panel, here in waits.groupby("panel"):
-        told = [
+        shares = [
             f"{s.removesuffix(': lead')} {ms:.2f} of {totals[panel, s]:.2f} ms"
             for s, ms in zip(here["series"], here["ms"], strict=True)
             if s.startswith(("SD", "SSD"))
         ]
-        parts.append(f"{str(panel).split(';')[0]}: waiting for the draft takes " + ", ".join(told))
+        parts.append(
+            f"{str(panel).split(';')[0]}: waiting for the draft takes " + ", ".join(shares)
+        )
     return ". ".join(parts) + "."
 
 
@@ -143,8 +145,8 @@ def batch(numbers: pd.DataFrame) -> str:
     for (panel, series), here in numbers.groupby(["panel", "series"]):
         if panel.endswith("over SD") and not series.startswith("_"):
             ends = here.sort_values("x").iloc[[0, -1]]
-            told = " to ".join(f"{claim(r)} at b={r['x']:g}" for _, r in ends.iterrows())
-            parts.append(f"{panel.split(':')[0]}, {series}: {told}")
+            gains = " to ".join(f"{claim(r)} at b={r['x']:g}" for _, r in ends.iterrows())
+            parts.append(f"{panel.split(':')[0]}, {series}: {gains}")
     return "SSD over SD on the same GPUs: " + "; ".join(parts) + "."
 
 
@@ -178,8 +180,8 @@ def _span(dot: pd.Series, axis: str = "y") -> str:
 def _only(dots: pd.DataFrame, whole: pd.DataFrame, series: str) -> str:
     """Reports a method measured only at some b, against the best other at the largest of these."""
     mine = dots[dots["series"] == series].sort_values("b")
-    point, told = mine.iloc[-1], ", ".join(f"{b:.0f}" for b in mine["b"])
-    text = f"{series} only at b={told}: {_span(point)} a GPU"
+    point, batches = mine.iloc[-1], ", ".join(f"{b:.0f}" for b in mine["b"])
+    text = f"{series} only at b={batches}: {_span(point)} a GPU"
     beside = whole[whole["b"] == point["b"]]
     if beside.empty:
         return text
@@ -198,15 +200,15 @@ def drafts(numbers: pd.DataFrame) -> str:
             f"{a['x']:g}"
         )
     twins = numbers.dropna(subset=["value"]) if "value" in numbers else numbers.iloc[:0]
-    told = []
+    changes = []
     for what, here in twins.groupby(["panel", "series"], sort=False):
         v = here.set_index("draft")["value"]
         if len(v) == 2 and not what[0].startswith("tok/s"):
-            told.append(f"{' '.join(dict.fromkeys(what))} {v.iloc[1] / v.iloc[0] - 1:+.0%}")
+            changes.append(f"{' '.join(dict.fromkeys(what))} {v.iloc[1] / v.iloc[0] - 1:+.0%}")
     faster = numbers[numbers["series"].str.endswith("wide over narrow")]
-    told += [f"tok/s of {p['series'].split(',')[0]} {claim(p)}" for _, p in faster.iterrows()]
-    if told:
-        parts.append("NoFT-Wide against NoFT: " + ", ".join(told))
+    changes += [f"tok/s of {p['series'].split(',')[0]} {claim(p)}" for _, p in faster.iterrows()]
+    if changes:
+        parts.append("NoFT-Wide against NoFT: " + ", ".join(changes))
     return ". ".join(parts) + "."
 
 
@@ -227,13 +229,13 @@ def predicted(numbers: pd.DataFrame) -> str:
     """Reports prediction errors by method: of the replay, and of the laws' mean (with random
     draws)."""
     rows = numbers.dropna(subset=["n"])
-    told = [
+    errors = [
         f"{r.series} {r.median:.2g}% (p95 {r.p95:.2g}%, n = {r.n:.0f})" for r in rows.itertuples()
     ]
     what = (
         "Median error of the replay of each row's own draws, and where it says so of its laws' mean"
     )
-    return f"{what}, both from its own job's profile: {', '.join(told)}."
+    return f"{what}, both from its own job's profile: {', '.join(errors)}."
 
 
 def break_even(numbers: pd.DataFrame) -> str:
@@ -252,8 +254,8 @@ def heterogeneity(numbers: pd.DataFrame) -> str:
     parts = []
     for panel, here in numbers[numbers["series"] == "SSD, raw"].groupby("panel"):
         near = [here.loc[(here["x"] - x).abs().idxmin()] for x in (0.5, 1.0, 2.0, 4.0)]
-        told = ", ".join(f"{p['y']:.2f}× at {p['x']:.2g}" for p in near)
-        parts.append(f"{panel}: SSD over AR {told} times the step")
+        gains = ", ".join(f"{p['y']:.2f}× at {p['x']:.2g}" for p in near)
+        parts.append(f"{panel}: SSD over AR {gains} times the step")
     return "By the formulas: " + "; ".join(parts) + "."
 
 
@@ -262,14 +264,14 @@ def head(numbers: pd.DataFrame) -> str:
     parts = []
     for panel, here in numbers.groupby("panel", sort=False):
         for series in ("T_SD / K", "SSD over SD on the same GPUs", "SSD over SD inline, per GPU"):
-            found = here[here["series"] == series].sort_values("x")
+            line = here[here["series"] == series].sort_values("x")
             name = panel.split(":")[0]
             is_share = series == "T_SD / K"
-            told = [f"{p['y']:.3g}" if is_share else claim(p) for _, p in found.iterrows()]
-            if len(told) > 1:
-                parts.append(f"{name}: {series} {told[0]} → {told[-1]}")
-            elif told:
-                parts.append(f"{name}: {series} {told[0]} (at one of them alone)")
+            values = [f"{p['y']:.3g}" if is_share else claim(p) for _, p in line.iterrows()]
+            if len(values) > 1:
+                parts.append(f"{name}: {series} {values[0]} → {values[-1]}")
+            elif values:
+                parts.append(f"{name}: {series} {values[0]} (at one of them alone)")
     return "From the least to the most that a forward includes, " + "; ".join(parts) + "."
 
 

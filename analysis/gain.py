@@ -49,8 +49,10 @@ def _frame(
     lines = []
     for x, (part, base) in parts.items():
         if len(part) and len(base):
-            found = gain(part, base).scaled(share)
-            lines.append((x, found.speedup, found.low, found.high, found.is_headline))
+            comparison = gain(part, base).scaled(share)
+            lines.append(
+                (x, comparison.speedup, comparison.low, comparison.high, comparison.is_headline)
+            )
     return pd.DataFrame(lines, columns=[by, *_GAIN])
 
 

@@ -27,13 +27,13 @@ def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:
     rows = int(first["lookahead"]) + 1
     needed = {h: fan_out_for(float(h), ASSUMED.hit_a[0], ASSUMED.hit_r[0]) for h in rates}
     finite = {h: rows * least for h, least in needed.items() if least is not None}
-    told = [f"{count} for {h:g}" for h, count in finite.items()]
+    needs = [f"{count} for {h:g}" for h, count in finite.items()]
     gain = _forecast(data, case, first, max(finite), finite[max(finite)]) if finite else None
     if gain is not None:
-        told[-1] += f" (tok/s {gain:.2f}× of these by the closed formula)"
-    told += ["no number does for 1"] * (len(finite) < len(needed))
+        needs[-1] += f" (tok/s {gain:.2f}× of these by the closed formula)"
+    needs += ["no number does for 1"] * (len(finite) < len(needed))
     run = f"{first['branch_budget']:.0f}"
-    return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(told)}"
+    return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(needs)}"
 
 
 def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: int) -> float | None:
@@ -51,5 +51,5 @@ def _forecast(data: Data, case: Case, row: pd.Series, p_hit: float, branches: in
 
 def _step_s(data: Data, case: Case, rows: int) -> float | None:
     """Returns the seconds of the draft's probed forward with so many rows, or None."""
-    found = forward(data, case, case.draft, 1)
-    return found.at(rows) if found is not None and max(found.seconds) >= rows else None
+    curve = forward(data, case, case.draft, 1)
+    return curve.at(rows) if curve is not None and max(curve.seconds) >= rows else None

@@ -71,9 +71,9 @@ def _files(path: Path, pattern: str) -> list[Path]:
     return sorted(path.rglob(pattern)) if path.is_dir() else [path]
 
 
-def _add(rows: dict[str, Row], found: Iterable[tuple[str, Row]], notes: Notes) -> None:
+def _add(rows: dict[str, Row], located: Iterable[tuple[str, Row]], notes: Notes) -> None:
     """Adds rows by run_id; of two rows with one run_id the first is kept."""
-    for where, row in found:
+    for where, row in located:
         kept = rows.setdefault(str(row["run_id"]), row)
         if kept is not row and not _same(kept, row):
             notes.add(f"{where}: left out: run_id {row['run_id']!r} is that of another row, too")
@@ -123,8 +123,8 @@ def _parse(line: bytes) -> Row | None:
 
 def _profiles(path: Path, notes: Notes) -> Iterator[Row]:
     """Yields the probed device profiles, which are those with tables."""
-    found = sorted(path.rglob("profiles/*.json")) if path.is_dir() else []
-    for file in (file for file in found if file.is_file()):
+    files = sorted(path.rglob("profiles/*.json")) if path.is_dir() else []
+    for file in (file for file in files if file.is_file()):
         profile = _parse(file.read_bytes())
         if profile is None:
             notes.add(f"{file}: left out: cut off, or no JSON object")

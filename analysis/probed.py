@@ -49,14 +49,14 @@ def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
 
     All kernels of a forward are from one probe: an entry with `most_rows` counts up to that number.
     """
-    found: dict[Key, Forward] = {}
+    merged: dict[Key, Forward] = {}
     for profile in newest(profiles):
         here: dict[Key, Forward] = {}
         entries = profile["tables"].get("forwards", ())
         for entry in sorted(entries, key=lambda e: -(e.get("most_rows") or math.inf)):
             _add(here, entry)
-        found = {**here, **found}
-    return found
+        merged = {**here, **merged}
+    return merged
 
 
 def forward(data: Data, case: Case, model: str, tp: int) -> Forward | None:
@@ -86,9 +86,9 @@ def _started(profile: Profile) -> str:
     return str((profile.get("provenance") or {}).get("started_at") or "")
 
 
-def _add(found: dict[Key, Forward], entry: dict[str, Any]) -> None:
+def _add(known: dict[Key, Forward], entry: dict[str, Any]) -> None:
     key = Key(*(entry.get(name) for name in Key._fields))
-    one = found.setdefault(key, Forward(int(entry["params"]), {}, {}, []))
+    one = known.setdefault(key, Forward(int(entry["params"]), {}, {}, []))
     most = entry.get("most_rows") or math.inf
     points = {int(rows): float(s) for rows, s in entry["seconds"].items() if int(rows) <= most}
     one.kernels.insert(0, (most, points))

@@ -28,5 +28,5 @@ def sentence(rows: pd.DataFrame) -> str:
 
 def beside(caption: str) -> str:
     """Returns that sentence from a caption, for the finding next to the figure."""
-    found = [part for part in caption.split(". ") if part.startswith(_BESIDE)]
-    return f" {found[0].rstrip('.')}." if found else ""
+    sentences = [part for part in caption.split(". ") if part.startswith(_BESIDE)]
+    return f" {sentences[0].rstrip('.')}." if sentences else ""

@@ -63,8 +63,8 @@ def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -
     keys = key(rows, columns)
     counts = keys.value_counts()
     best = min(counts.index, key=lambda value: (-counts[value], str(value)))
-    told = ", ".join(f"{c}={v}" for c, v in zip(columns, best, strict=True))
-    notes.left_out(int((keys != best).sum()), f"of {what}", f"the figure is for {told}")
+    values = ", ".join(f"{c}={v}" for c, v in zip(columns, best, strict=True))
+    notes.left_out(int((keys != best).sum()), f"of {what}", f"the figure is for {values}")
     return rows[keys == best]
 
 
@@ -95,23 +95,25 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Merges repeats into one point: medians, `n`, and low … high, the runs' widest interval."""
     numbers = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c]) and c not in by]
     grouped = rows.groupby(list(by), dropna=False, sort=True)
-    found = grouped[numbers].median()
-    found["low"], found["high"] = grouped["low"].min(), grouped["high"].max()
-    found["n"] = grouped.size()
-    return found.reset_index()
+    medians = grouped[numbers].median()
+    medians["low"], medians["high"] = grouped["low"].min(), grouped["high"].max()
+    medians["n"] = grouped.size()
+    return medians.reset_index()
 
 
-def best_point(found: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
+def best_point(medians: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
     """Returns the fastest of `points`, by their predicted mean if all have one.
 
     The predicted mean contains no measured round, so luck does not choose what is then compared
     (docs/definitions.md).
     """
-    predicted = found["expected_tok_per_s"]
+    predicted = medians["expected_tok_per_s"]
     rate = (
-        predicted * found[column] / found["tok_per_s"] if predicted.notna().all() else found[column]
+        predicted * medians[column] / medians["tok_per_s"]
+        if predicted.notna().all()
+        else medians[column]
     )
-    return found.loc[rate.idxmax()]
+    return medians.loc[rate.idxmax()]
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,10 @@ class Case:
 
     def method(self, name: str, **values: object) -> pd.DataFrame:
         """Returns the rows of a method with these values in columns."""
-        found = self.rows[self.rows["method"] == name]
+        chosen = self.rows[self.rows["method"] == name]
         for column, value in values.items():
-            found = found[found[column] == value]
-        return found
+            chosen = chosen[chosen[column] == value]
+        return chosen
 
     def ar_on(self, gpus: int, batch_size: int = 1) -> pd.Series | None:
         """Returns AR on so many GPUs, with repeats merged into one point; None if not measured."""
@@ -165,11 +167,11 @@ def cases(
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
     columns = [c for c in CONDITIONS if c not in vary]
     groups = rows.groupby(["target", "draft", "tp"], sort=True)
-    found = [_case(data, rows, group, varies, columns) for _, group in groups]
-    found = [case for case in found if len(case.method("SSD"))] or found
-    found.sort(key=lambda case: (-len(case.rows), case.label))
-    found = [case for case in found if 4 * len(case.rows) >= len(found[0].rows)]
-    return sorted(found[:most], key=lambda case: (case.tp, case.target))
+    selected = [_case(data, rows, group, varies, columns) for _, group in groups]
+    selected = [case for case in selected if len(case.method("SSD"))] or selected
+    selected.sort(key=lambda case: (-len(case.rows), case.label))
+    selected = [case for case in selected if 4 * len(case.rows) >= len(selected[0].rows)]
+    return sorted(selected[:most], key=lambda case: (case.tp, case.target))
 
 
 def _case(
@@ -217,9 +219,9 @@ def _baselines(
     if len(wide) and not (alike.loc[here, "gpus"] == tp + 1).any():
         wide = richest(wide, ["folder"], varies)
         first = wide.iloc[0]
-        told = f"{first['method']} of {short(str(first['target']))} on {tp + 1} GPUs"
+        baseline = f"{first['method']} of {short(str(first['target']))} on {tp + 1} GPUs"
         own, other = kept["folder"].iloc[0], first["folder"]
-        data.notes.add(f"{told}: rows of {other}, as {own} has none")
+        data.notes.add(f"{baseline}: rows of {other}, as {own} has none")
         return pd.concat([alike[here], wide])
     return alike[here]
 

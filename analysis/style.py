@@ -138,24 +138,24 @@ class Poster(Figure):
 
     def _legend(self, tall: float) -> float:
         """Draws the legend and returns its height in inches."""
-        found: dict[str, Any] = {}
+        handles: dict[str, Any] = {}
         for ax in self.axes:
             for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-                found.setdefault(label, handle)
-        if not found:
+                handles.setdefault(label, handle)
+        if not handles:
             return 0.0
-        widest = max(map(len, found))
-        columns = max(1, min(len(found), int(150 * self.get_figwidth() / WIDTH / (widest + 7))))
+        widest = max(map(len, handles))
+        columns = max(1, min(len(handles), int(150 * self.get_figwidth() / WIDTH / (widest + 7))))
         self.legend(
-            found.values(),
-            found.keys(),
+            handles.values(),
+            handles.keys(),
             loc="upper left",
             ncols=columns,
             frameon=False,
             bbox_to_anchor=(0.002, 1 - 0.5 / tall),
             borderaxespad=0,
         )
-        return 0.1 + 0.27 * -(-len(found) // columns)
+        return 0.1 + 0.27 * -(-len(handles) // columns)
 
     def table(self) -> pd.DataFrame:
         """Returns the numbers behind the figure."""

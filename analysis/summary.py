@@ -38,18 +38,18 @@ def _ar(case: Case, gpus: int) -> pd.DataFrame:
 
 
 def _lines(case: Case, rows: pd.DataFrame, ar: pd.DataFrame) -> list[dict[str, Any]]:
-    found = [("AR", ar), ("AR", _ar(case, case.tp + 1))]
+    cells = [("AR", ar), ("AR", _ar(case, case.tp + 1))]
     for name in ("SD inline", "SD"):
         groups = rows[rows["method"] == name].groupby("tp")
-        found += [(name, best_rows(group)) for _, group in groups]
+        cells += [(name, best_rows(group)) for _, group in groups]
     ssd = rows[rows["method"] == "SSD"]
-    found += [(f"SSD, {law}", best_rows(group)) for law, group in ssd.groupby("hit_law")]
-    return [_line(case, method, cell, ar) for method, cell in found if len(cell)]
+    cells += [(f"SSD, {law}", best_rows(group)) for law, group in ssd.groupby("hit_law")]
+    return [_line(case, method, cell, ar) for method, cell in cells if len(cell)]
 
 
 def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict[str, Any]:
     point = points(cell, ["method"]).iloc[0]
-    found = gain(cell, ar)
+    comparison = gain(cell, ar)
     share = ar["gpus"].iloc[0] / point["gpus"]
     drafted = method != "AR"
     return {
@@ -61,8 +61,8 @@ def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict
         "hits": f"{point['hit_rate']:.2f}" if pd.notna(point["hit_rate"]) else "",
         "tok/s": float(point["tok_per_s"]),
         "per GPU": float(point["per_gpu"]),
-        "gain": "" if cell is ar else found.claim,
-        "gain per GPU": "" if cell is ar else found.scaled(share).claim,
+        "gain": "" if cell is ar else comparison.claim,
+        "gain per GPU": "" if cell is ar else comparison.scaled(share).claim,
         "over the best other use": _over(case, cell) if method.startswith("SSD") else "",
         "rows": int(point["n"]),
     }
@@ -70,15 +70,15 @@ def _line(case: Case, method: str, cell: pd.DataFrame, ar: pd.DataFrame) -> dict
 
 def _over(case: Case, ssd: pd.DataFrame) -> str:
     """Formats SSD's gain over the best other use of its GPUs, or over the fastest measured one."""
-    found = others(case, float(ssd["alpha"].iloc[0]))
-    if found.fastest is None:
+    rivals = others(case, float(ssd["alpha"].iloc[0]))
+    if rivals.fastest is None:
         return "none measured"
-    gain = beside(ssd, found)
-    claim = gain.interval if found.missing else gain.claim
-    told = f"{claim} of {Family.of(found.fastest)}"
+    gain = beside(ssd, rivals)
+    claim = gain.interval if rivals.missing else gain.claim
+    gained = f"{claim} of {Family.of(rivals.fastest)}"
     imposed = " (hits imposed: no branch was paid for)" * bool(ssd["p_hit"].notna().all())
-    missing = f", the fastest measured: no claim (not measured: {found.not_known})"
-    return told + imposed + missing * bool(found.missing)
+    missing = f", the fastest measured: no claim (not measured: {rivals.not_known})"
+    return gained + imposed + missing * bool(rivals.missing)
 
 
 def sources(data: Data) -> pd.DataFrame:

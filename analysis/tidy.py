@@ -125,8 +125,8 @@ def _method(row: Row) -> str:
 
 def _law(text: str | None, name: str) -> float:
     """Returns the number of a law `name:number`, or NaN for another law."""
-    found = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
-    return float(found[1]) if found else float("nan")
+    match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
+    return float(match[1]) if match else float("nan")
 
 
 def _policy(row: Row) -> str:

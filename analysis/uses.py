@@ -61,9 +61,9 @@ def keep_beside(
 ) -> None:
     """Records SSD's gain at an alpha, the use it is compared with, and the uses that were not
     measured."""
-    found = others(case, alpha, per_gpu=per_gpu)
-    if found.fastest is not None:
-        over = beside(ssd, found, per_gpu=per_gpu)
+    rivals = others(case, alpha, per_gpu=per_gpu)
+    if rivals.fastest is not None:
+        over = beside(ssd, rivals, per_gpu=per_gpu)
         share = over.speedup / ssd["tok_per_s"].median()
         poster.keep(
             ax,
@@ -73,17 +73,17 @@ def keep_beside(
             low=over.low,
             high=over.high,
             headline=over.is_headline,
-            rival=str(Family.of(found.fastest)),
+            rival=str(Family.of(rivals.fastest)),
             gpus=case.tp + 1,
-            missing=found.not_known,
+            missing=rivals.not_known,
             **{name: share * ssd[name].median() for name in REAL},
         )
 
 
-def beside(ssd: pd.DataFrame, found: Others[RowsUse], *, per_gpu: bool = False) -> Comparison:
+def beside(ssd: pd.DataFrame, rivals: Others[RowsUse], *, per_gpu: bool = False) -> Comparison:
     """Returns the gain of one configuration's rows over the fastest other use, which must exist."""
-    assert found.fastest is not None
-    rows = found.fastest.rows
+    assert rivals.fastest is not None
+    rows = rivals.fastest.rows
     share = rows["gpus"].iloc[0] / ssd["gpus"].iloc[0] if per_gpu else 1.0
     return gain(ssd, rows).scaled(share)
 

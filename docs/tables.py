@@ -25,12 +25,12 @@ _BLOCK = re.compile(r"<!-- python (-m mpissd.+?) -->\n(.*?)<!-- end -->", re.DOT
 
 def commands(text: str) -> list[str]:
     """The commands that a page holds tables of."""
-    return [found[1] for found in _BLOCK.finditer(text)]
+    return [match[1] for match in _BLOCK.finditer(text)]
 
 
 def rewritten(text: str) -> str:
     """A page with its tables as their commands print them now."""
-    return _BLOCK.sub(lambda found: _block(found[1]), text)
+    return _BLOCK.sub(lambda match: _block(match[1]), text)
 
 
 def _block(command: str) -> str:
@@ -43,8 +43,8 @@ def _block(command: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
     ).stdout.splitlines()
-    told = printed[:-1] if printed[-1].startswith(("{", "[")) else printed
-    return "\n".join([f"<!-- python {command} -->", *told, "<!-- end -->"])
+    table = printed[:-1] if printed[-1].startswith(("{", "[")) else printed
+    return "\n".join([f"<!-- python {command} -->", *table, "<!-- end -->"])
 
 
 def main() -> int:

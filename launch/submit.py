@@ -72,11 +72,11 @@ def request_of(given: argparse.Namespace, script: str, command: cli.Command) -> 
         header = read_header((ROOT / script).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"SCRIPT={script}: {getattr(error, 'strerror', 'no text')}") from error
-    told = {name: getattr(given, name) for name in EXPORTS if getattr(given, name)}
+    flags = {name: getattr(given, name) for name in EXPORTS if getattr(given, name)}
     if not given.script:  # T = tasks - D there
-        told.pop("tp", None)
-    if bad := [name for name, value in told.items() if "," in value]:
-        raise ConfigError(f"{bad[0].upper()}={told[bad[0]]}: sbatch takes no comma there")
+        flags.pop("tp", None)
+    if bad := [name for name, value in flags.items() if "," in value]:
+        raise ConfigError(f"{bad[0].upper()}={flags[bad[0]]}: sbatch takes no comma there")
     try:
         extra = tuple(shlex.split(given.sbatch))
     except ValueError as error:
@@ -88,7 +88,7 @@ def request_of(given: argparse.Namespace, script: str, command: cli.Command) -> 
         header=header,
         cluster=given.cluster or "bridges2",
         extra=extra,
-        exports={name.upper(): value for name, value in told.items()},
+        exports={name.upper(): value for name, value in flags.items()},
         flags=tuple(given.flags),
         needs_gpus=command.run.backend in ("auto", "cupy"),
         **{name: getattr(given, name) or None for name in WORDS},

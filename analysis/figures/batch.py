@@ -76,12 +76,12 @@ def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def _laws(ssd: pd.DataFrame) -> list[tuple[str, float, pd.DataFrame]]:
     """Returns (label, hit rate of a sequence, rows) for each hit law, the lowest hit rate first."""
-    found = []
+    laws = []
     for (law, _policy), group in ssd.groupby(["hit_law", "policy"]):
         rate = group["p_hit"].iloc[0] if group["p_hit"].notna().all() else group["hit_rate"].mean()
         kind = "imposed p_hit" if str(law).startswith("p_hit") else "hit rate"
-        found.append((f"SSD, {kind} {rate:.2g}", float(rate), group))
-    return sorted(found, key=lambda item: item[1])[-3:]
+        laws.append((f"SSD, {kind} {rate:.2g}", float(rate), group))
+    return sorted(laws, key=lambda item: item[1])[-3:]
 
 
 def _gain(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
@@ -89,8 +89,8 @@ def _gain(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFr
     for place, (label, rate, group) in enumerate(_laws(ssd)):
         color = _COLORS[place]
         if len(alone):
-            found = gains(group, alone, "batch_size")
-            draw_gains(poster, ax, label, found, color=color, marker=_MARKERS[place])
+            gained = gains(group, alone, "batch_size")
+            draw_gains(poster, ax, label, gained, color=color, marker=_MARKERS[place])
         first = group.iloc[0]
         for rho, style in ((0.0, "--"), (_RHO, ":")):
             model = _model(case, first["alpha"], int(first["lookahead"]), rate, rho)

@@ -25,8 +25,8 @@ _NORM = TwoSlopeNorm(1.0, 0.4, 2.0)
 def break_even(data: Data) -> Poster:
     """Colour: the gain by the closed formulas with measured times. Dots: measured rows."""
     rows = data.rows
-    found = cases(data, plain(rows) & (rows["batch_size"] == 1), ["alpha", "hit_law"])
-    shown = [(c, t) for c in found if (t := Times.of(c)) is not None]
+    candidates = cases(data, plain(rows) & (rows["batch_size"] == 1), ["alpha", "hit_law"])
+    shown = [(c, t) for c in candidates if (t := Times.of(c)) is not None]
     shown = [(c, t) for c, t in shown if len(_measured(c, per_gpu=False)) >= 3]
     shown = shown[:2]
     need(
@@ -122,7 +122,7 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison,
     There is one for each alpha, hit law and fan-out.
     """
     rows = case.rows[(case.rows["batch_size"] == 1) & case.rows["alpha"].notna()]
-    found = []
+    measured = []
     for alpha, group in rows.groupby("alpha"):
         ssd = group[group["method"] == "SSD"].dropna(subset=["hit_rate"])
         rivals = others(case, float(alpha), per_gpu=per_gpu)
@@ -133,5 +133,5 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison,
             best = best_rows(cell)
             hits, imposed = float(best["hit_rate"].median()), bool(best["p_hit"].notna().all())
             gain = beside(best, rivals, per_gpu=per_gpu)
-            found.append((float(alpha), hits, gain, imposed))
-    return found
+            measured.append((float(alpha), hits, gain, imposed))
+    return measured

@@ -49,8 +49,10 @@ def caption(
     seeds = used["seed"].nunique()
     counts = f"{len(used)} rows of {_several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
     commits = sorted({commit[:8] for commit in used["commit"] if commit})
-    told = f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
-    rows = " · ".join(filter(None, [counts, told]))
+    version = (
+        f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
+    )
+    rows = " · ".join(filter(None, [counts, version]))
     sentences = [" · ".join(words), *extra, real_pair.sentence(used), rows]
     return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
 
@@ -78,8 +80,8 @@ def _dtype(rows: pd.DataFrame) -> str:
 
 
 def _several(values: pd.Series) -> str:
-    found = sorted(values.astype(str).unique(), key=lambda v: (len(v), v))
-    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+    names = sorted(values.astype(str).unique(), key=lambda v: (len(v), v))
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def need(condition: object, what: str) -> None:
@@ -94,22 +96,24 @@ def look(method: str) -> dict[str, Any]:
     return {"color": color, "marker": marker}
 
 
-def draw_gains(poster: Poster, ax: Axes, label: str, found: pd.DataFrame, **options: Any) -> None:
+def draw_gains(poster: Poster, ax: Axes, label: str, gained: pd.DataFrame, **options: Any) -> None:
     """Draws a series of gains (analysis/gain.py: the `by` column, value, low, high, headline)."""
-    if len(found):
+    if len(gained):
         poster.line(
             ax,
             label,
-            found.iloc[:, 0],
-            found["value"],
-            low=found["low"],
-            high=found["high"],
-            also={"headline": found["headline"]},
+            gained.iloc[:, 0],
+            gained["value"],
+            low=gained["low"],
+            high=gained["high"],
+            also={"headline": gained["headline"]},
             **options,
         )
 
 
 def best(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """Returns the best configuration at each value of `by`, with repeats merged into one point."""
-    found = points(rows, [by, "lookahead", "policy"])
-    return pd.DataFrame([best_point(part) for _, part in found.groupby(by)], columns=found.columns)
+    medians = points(rows, [by, "lookahead", "policy"])
+    return pd.DataFrame(
+        [best_point(part) for _, part in medians.groupby(by)], columns=medians.columns
+    )

@@ -51,24 +51,24 @@ def drafts(data: Data) -> Poster:
 def _shapes(names: pd.Series) -> dict[str, pd.Series]:
     """Returns layers, parameters and KV bytes a token of each draft; NaN if the name is no
     shape."""
-    found = {}
+    shapes = {}
     for name in names.unique():
         try:
             shape = resolve_model(name)
             values = (shape.num_layers, shape.gemm_params, shape.kv_bytes_per_token)
         except ConfigError:
             values = (float("nan"),) * 3  # type: ignore[assignment]
-        found[name] = values
+        shapes[name] = values
     keys = ("layers", "params", "kv_bytes")
-    return {key: names.map({n: v[i] for n, v in found.items()}) for i, key in enumerate(keys)}
+    return {key: names.map({n: v[i] for n, v in shapes.items()}) for i, key in enumerate(keys)}
 
 
 def _depth(poster: Poster, ax: Axes, rows: pd.DataFrame) -> None:
     ax.set_title("~350M parameters, from wide to deep")
-    found = points(rows, ["draft"]).sort_values("layers")
-    poster.line(ax, "draft step", found["layers"], found["step_s"] * 1e6, color=RED, marker="^")
-    for _, p in found.iterrows():
-        right = p["layers"] > 0.75 * found["layers"].max()
+    medians = points(rows, ["draft"]).sort_values("layers")
+    poster.line(ax, "draft step", medians["layers"], medians["step_s"] * 1e6, color=RED, marker="^")
+    for _, p in medians.iterrows():
+        right = p["layers"] > 0.75 * medians["layers"].max()
         ax.annotate(
             short(p["draft"]),
             (p["layers"], p["step_s"] * 1e6),
@@ -84,8 +84,8 @@ def _depth(poster: Poster, ax: Axes, rows: pd.DataFrame) -> None:
     poster.line(
         twin,
         "KV bytes a token (right)",
-        found["layers"],
-        found["kv_bytes"] / 1024,
+        medians["layers"],
+        medians["kv_bytes"] / 1024,
         color=BLUE,
         marker="s",
         linestyle="--",
@@ -97,7 +97,7 @@ def _depth(poster: Poster, ax: Axes, rows: pd.DataFrame) -> None:
 
 
 def _twins(poster: Poster, axes: list[Axes], rows: pd.DataFrame) -> None:
-    found = rows[rows["method"] == "SD"], rows[rows["method"] == "SSD"]
+    twins = rows[rows["method"] == "SD"], rows[rows["method"] == "SSD"]
     _bars(
         poster,
         axes[0],
@@ -108,11 +108,11 @@ def _twins(poster: Poster, axes: list[Axes], rows: pd.DataFrame) -> None:
         },
     )
     rates: dict[str, list[tuple[str, float, str]]] = {}
-    for method, color, group in zip(("SD", "SSD"), (GREEN, PURPLE), found, strict=True):
+    for method, color, group in zip(("SD", "SSD"), (GREEN, PURPLE), twins, strict=True):
         for name, part in group.groupby("draft"):
             rates.setdefault(short(name), []).append((method, part["tok_per_s"].median(), color))
     _bars(poster, axes[1], "tok/s, all GPUs", rates)
-    for method, group in zip(("SD", "SSD"), found, strict=True):
+    for method, group in zip(("SD", "SSD"), twins, strict=True):
         _keep_gain(poster, axes[1], method, group)
     for name, bars in rates.items():
         share = rows["gpus"].iloc[0]

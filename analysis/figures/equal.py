@@ -44,17 +44,17 @@ def equal_gpus(data: Data) -> Poster:
     shown = _pairs(data)
     need(shown, _NEEDED)
     poster = Poster(8.2, _WIDTH)
-    height = 10.0 + 16 * max(len(_places(found)) for found in shown)
+    height = 10.0 + 16 * max(len(_places(panel)) for panel in shown)
     grid = poster.panels(2, len(shown), sharex=True, height_ratios=[2, 1.3])
-    for (above, below), found in zip(grid.T, shown, strict=True):
-        above.set_title(_label(found[0]), pad=height)
-        _say(above, _places(found), height)
-        below.set_label(_label(found[0]))
+    for (above, below), panel in zip(grid.T, shown, strict=True):
+        above.set_title(_label(panel[0]), pad=height)
+        _say(above, _places(panel), height)
+        below.set_label(_label(panel[0]))
         below.set_xlabel("acceptance α")
         below.sharey(grid[1][0])
-        _rates(poster, above, found)
-        _gains(poster, below, found)
-    grid[1][0].set_xticks(sorted({_alpha(claim) for found in shown for claim in found}))
+        _rates(poster, above, panel)
+        _gains(poster, below, panel)
+    grid[1][0].set_xticks(sorted({_alpha(claim) for panel in shown for claim in panel}))
     for ax in grid.flat:
         ax.margins(x=0.11, y=0.28)
     grid[0][0].set_ylabel("tok/s, all GPUs")
@@ -73,10 +73,10 @@ def _pairs(data: Data) -> list[list[Claim]]:
     for _, folder in rows.groupby("folder"):
         for claim in _claims(folder):
             groups.setdefault((claim.group, claim.setting["lm_head"]), []).append(claim)
-    found = [of for of in groups.values() if len(of) > 1]
-    found.sort(key=lambda of: (not of[0].setting["lm_head"], -len(of)))
+    pairs = [of for of in groups.values() if len(of) > 1]
+    pairs.sort(key=lambda of: (not of[0].setting["lm_head"], -len(of)))
     best: dict[tuple[object, ...], list[Claim]] = {}
-    for of in found:
+    for of in pairs:
         best.setdefault((of[0].setting["target"], of[0].setting["draft"], _gpus(of[0])), of)
     chosen = list(best.values())[:2]
     return sorted((sorted(of, key=_alpha) for of in chosen), key=lambda of: _gpus(of[0]))
@@ -84,10 +84,10 @@ def _pairs(data: Data) -> list[list[Claim]]:
 
 def _claims(folder: pd.DataFrame) -> list[Claim]:
     try:
-        found = claims(records(folder))
+        judged = claims(records(folder))
     except ConfigError:
         return []
-    lawful = (c for c in found if c.verdict.ssd.cell.rows[0].get("hit_law") == DEFAULT_LAW)
+    lawful = (c for c in judged if c.verdict.ssd.cell.rows[0].get("hit_law") == DEFAULT_LAW)
     return [c for c in lawful if str(c.setting["acceptance"]).startswith("alpha:")]
 
 
@@ -105,7 +105,7 @@ def _label(claim: Claim) -> str:
     return f"{pair} on {_gpus(claim)} GPUs, {head} LM head"
 
 
-def _say(ax: Axes, told: Sequence[str], height: float) -> None:
+def _say(ax: Axes, lines: Sequence[str], height: float) -> None:
     """Writes lines between a panel and its title, which is `height` points above the panel."""
     place: dict[str, Any] = {
         "xytext": (0, height - 6),
@@ -113,12 +113,12 @@ def _say(ax: Axes, told: Sequence[str], height: float) -> None:
         "ha": "center",
         "va": "top",
     }
-    ax.annotate("\n".join(told), (0.5, 1), xycoords="axes fraction", fontsize=12, **place)
+    ax.annotate("\n".join(lines), (0.5, 1), xycoords="axes fraction", fontsize=12, **place)
 
 
-def _rates(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
+def _rates(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
     lines: dict[str, list[tuple[float, MeasuredUse]]] = {}
-    for claim in found:
+    for claim in panel:
         for use in _uses(claim):
             lines.setdefault(_name(use), []).append((_alpha(claim), use))
     for name, points in lines.items():
@@ -127,7 +127,7 @@ def _rates(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
         also = {"K": [use.cell.lookahead for use in uses]}
         style = {**look(name), "zorder": 5 if name == "SSD" else 3}
         poster.line(ax, name, alphas, values, low=low, high=high, also=also, **style)
-    predicted = [_under(found, name) for name in REAL]
+    predicted = [_under(panel, name) for name in REAL]
     for name, line in zip(REAL, predicted, strict=True):
         for alpha, rate in line:
             poster.keep(ax, f"{PREDICTED}: {name}", x=alpha, y=rate)
@@ -147,16 +147,16 @@ def _name(use: MeasuredUse) -> str:
     return str(Family.of(use)).split(" T=")[0]
 
 
-def _places(found: Sequence[Claim]) -> list[str]:
+def _places(panel: Sequence[Claim]) -> list[str]:
     """Describes how each line splits the GPUs, and which other uses were not measured."""
     names: dict[str, set[str]] = {}
-    for use in (use for claim in found for use in _uses(claim)):
-        idle = _gpus(found[0]) - Family.of(use).gpus
+    for use in (use for claim in panel for use in _uses(claim)):
+        idle = _gpus(panel[0]) - Family.of(use).gpus
         where = str(Family.of(use)).removeprefix(f"{_name(use)} ")
         names.setdefault(where + f", {idle} idle" * bool(idle), set()).add(_name(use))
-    told = " · ".join(f"{', '.join(sorted(of))}: {where}" for where, of in names.items())
-    missing = {str(family) for claim in found for family in claim.verdict.others.missing}
-    return [told, *(f"{name} was not measured" for name in sorted(missing))]
+    uses = " · ".join(f"{', '.join(sorted(of))}: {where}" for where, of in names.items())
+    missing = {str(family) for claim in panel for family in claim.verdict.others.missing}
+    return [uses, *(f"{name} was not measured" for name in sorted(missing))]
 
 
 def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
@@ -169,10 +169,10 @@ def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
         ax.fill_between(alphas, first, last, color=RED, alpha=0.12, linewidth=0)
 
 
-def _under(found: Sequence[Claim], name: str) -> list[tuple[float, float]]:
+def _under(panel: Sequence[Claim], name: str) -> list[tuple[float, float]]:
     """Returns (alpha, tok/s) for the claims whose rows of every seed have the predicted value."""
-    told = ((_alpha(c), [row.get(name) for row in c.verdict.ssd.cell.rows]) for c in found)
-    return [(alpha, geometric_mean(rates)) for alpha, rates in told if all(rates)]
+    rates_at = ((_alpha(c), [row.get(name) for row in c.verdict.ssd.cell.rows]) for c in panel)
+    return [(alpha, geometric_mean(rates)) for alpha, rates in rates_at if all(rates)]
 
 
 def _real(claim: Claim) -> dict[str, float]:
@@ -180,22 +180,22 @@ def _real(claim: Claim) -> dict[str, float]:
     return dict(zip(REAL, claim.real, strict=True)) if len(claim.real) == len(REAL) else {}
 
 
-def _gains(poster: Poster, ax: Axes, found: Sequence[Claim]) -> None:
-    alphas = [_alpha(claim) for claim in found]
-    gains = [claim.gain for claim in found]
+def _gains(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
+    alphas = [_alpha(claim) for claim in panel]
+    gains = [claim.gain for claim in panel]
     bars = [[g.speedup - g.low for g in gains], [g.high - g.speedup for g in gains]]
     values = [g.speedup for g in gains]
     ax.errorbar(alphas, values, yerr=bars, capsize=3, elinewidth=1.4, zorder=5, **look("SSD"))
-    real = [(alpha, _real(claim)) for alpha, claim in zip(alphas, found, strict=True)]
+    real = [(alpha, _real(claim)) for alpha, claim in zip(alphas, panel, strict=True)]
     _dashed(ax, [[(alpha, of[name]) for alpha, of in real if of] for name in REAL])
-    for alpha, claim in zip(alphas, found, strict=True):
-        ax.annotate(_told(claim), (alpha, claim.gain.high), xytext=(0, 5), **_ABOVE)
+    for alpha, claim in zip(alphas, panel, strict=True):
+        ax.annotate(_gain_text(claim), (alpha, claim.gain.high), xytext=(0, 5), **_ABOVE)
     parity(ax)
-    for claim in found:
+    for claim in panel:
         _keep(poster, ax, claim)
 
 
-def _told(claim: Claim) -> str:
+def _gain_text(claim: Claim) -> str:
     """Formats a gain; it is a ratio only if every use that fits was measured."""
     gain = claim.gain
     if claim.verdict.others.missing:
@@ -222,7 +222,7 @@ def _keep(poster: Poster, ax: Axes, claim: Claim) -> None:
 
 def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     """Returns the caption of the rows that were drawn."""
-    uses = [use for found in shown for claim in found for use in (*_uses(claim), claim.other)]
+    uses = [use for panel in shown for claim in panel for use in (*_uses(claim), claim.other)]
     drawn = {row["run_id"] for use in uses for row in use.cell.rows}
     rows = data.rows[data.rows["run_id"].isin(drawn)]
     return caption(

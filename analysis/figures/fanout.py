@@ -39,8 +39,10 @@ def fan_out(data: Data) -> Poster:
         for kind, look in _KINDS.items():
             _series(poster, column, case, ssd[ssd["kind"] == kind], kind, look)
         if ssd["t_growth_s"].isna().all():
-            told = "never grown to its end: the outcome came first"
-            column[1].text(0.5, 0.4, told, transform=column[1].transAxes, ha="center", fontsize=12)
+            reason = "never grown to its end: the outcome came first"
+            column[1].text(
+                0.5, 0.4, reason, transform=column[1].transAxes, ha="center", fontsize=12
+            )
         parity(column[2], 1.0, "AR")
         column[2].set_xlabel("branch budget ΣF")
     grid[0, 0].set_ylim(0, 1)
@@ -73,13 +75,13 @@ def _is_sweep(ssd: pd.DataFrame) -> bool:
 def _series(
     poster: Poster, column: Any, case: Case, rows: pd.DataFrame, kind: str, look: dict[str, Any]
 ) -> None:
-    found = points(rows, ["branch_budget"])
+    medians = points(rows, ["branch_budget"])
     ar = case.ar[(case.ar["gpus"] == case.tp) & (case.ar["batch_size"] == 1)]
-    if not len(found):
+    if not len(medians):
         return
-    x = found["branch_budget"]
-    poster.line(column[0], kind, x, found["hit_rate"], **look)
-    grown = found["t_growth_s"] / found["t_target_s"]
+    x = medians["branch_budget"]
+    poster.line(column[0], kind, x, medians["hit_rate"], **look)
+    grown = medians["t_growth_s"] / medians["t_target_s"]
     poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **look)
     if not len(ar):
         return

@@ -17,8 +17,8 @@ def lm_head_context(data: Data) -> Poster:
     GPU."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
-    found = cases(data, wanted, ["lm_head", "context"], vary=("lm_head", "context"))
-    shown = [(case, _sweep(case)) for case in found]
+    candidates = cases(data, wanted, ["lm_head", "context"], vary=("lm_head", "context"))
+    shown = [(case, _sweep(case)) for case in candidates]
     shown = [(c, r) for c, r in shown if key(r, ["lm_head", "context"]).nunique() >= 2]
     shown = shown[:2]
     need(shown, "SD and SSD with and without --lm_head, or at several --context")
@@ -86,8 +86,8 @@ def _panel(poster: Poster, column: list[Axes], case: Case, rows: pd.DataFrame) -
         ("SSD over SD inline, per GPU", "SD inline", share, SKY, "D"),
     ):
         sides = [rows[rows["method"] == m] for m in ("SSD", method)]
-        found = gains(sides[0], sides[1], "place", factor)
-        draw_gains(poster, below, name, found, color=color, marker=marker)
+        gained = gains(sides[0], sides[1], "place", factor)
+        draw_gains(poster, below, name, gained, color=color, marker=marker)
     parity(below)
     below.set_xticks(range(len(kinds)), [_name(*kind) for kind in kinds])
 

@@ -22,8 +22,8 @@ _LAW = ("hit_law", "policy")
 def heterogeneity(data: Data) -> Poster:
     """x = draft step time over this machine's; y = gain of SD and SSD over AR, raw and per GPU."""
     wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
-    found = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
-    shown = [(c, t) for c in found if (t := Times.of(_own(c))) is not None]
+    every = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
+    shown = [(c, t) for c in every if (t := Times.of(_own(c))) is not None]
     shown = shown[:2]
     need(shown, "AR, SD and SSD of one pair at batch 1, with t_target_s, t_draft_s, t_growth_s")
     poster = Poster(7.8)
@@ -100,8 +100,8 @@ def _points(
     for method, color in (("SSD", RED), ("SD", BLUE)):
         here = rows[rows["method"] == method].dropna(subset=["step_s"])
         for device, group in here.groupby(here["other_draft"].fillna("")):
-            found = points(group, ["lookahead"])
-            best = best_point(found)
+            medians = points(group, ["lookahead"])
+            best = best_point(medians)
             over = gain(group[group["lookahead"] == best["lookahead"]], ar)
             y, low, high = over.speedup, over.low, over.high
             x = best["step_s"] / times.step
@@ -126,5 +126,5 @@ def _points(
 
 def _name(ax: Axes, device: str, x: float, y: float) -> None:
     """Writes the draft device's name above its point."""
-    told = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
-    ax.annotate(told, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=9)
+    label = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
+    ax.annotate(label, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=9)

@@ -33,8 +33,8 @@ def cache_hits(data: Data) -> Poster:
         used += _panel(poster, ax, case, ssd)
     grid[0].set_ylabel("SSD's gain over SD, ×")
     imposed = [price(data, case, ssd) for case, ssd in shown]
-    told = "Equal K, alpha and fan-out; per GPU counts the draft GPU"
-    text = caption(data, used, told, *imposed, GAINS, no_claim(used))
+    terms = "Equal K, alpha and fan-out; per GPU counts the draft GPU"
+    text = caption(data, used, terms, *imposed, GAINS, no_claim(used))
     return poster.finish("What cache hits are worth: SSD over SD", text)
 
 

@@ -75,23 +75,23 @@ def _bars(case: Case) -> list[tuple[str, pd.Series]]:
 
 def _ssd(rows: pd.DataFrame) -> list[tuple[str, pd.Series]]:
     """Returns p_hit 0, a power law or a p_hit in between, and p_hit 1; of equals the middle one."""
-    found = []
+    bars = []
     imposed = rows[rows["p_hit"].notna()]
     power = rows[rows["p_hit"].isna()]
     for value in (0.0, 1.0):
         group = imposed[imposed["p_hit"] == value]
         if len(group):
-            found.append((f"SSD, p_hit={value:g}", _middle(group)))
+            bars.append((f"SSD, p_hit={value:g}", _middle(group)))
     if len(power):
         law = power["policy"].value_counts().index[0]
         row = _middle(power[power["policy"] == law])
-        found.insert(1 if found else 0, (f"SSD, {row['hit_rate']:.0%} hits", row))
+        bars.insert(1 if bars else 0, (f"SSD, {row['hit_rate']:.0%} hits", row))
     elif len(imposed):
         group = imposed[~imposed["p_hit"].isin([0.0, 1.0])]
         if len(group):
             row = _middle(group)
-            found.insert(1, (f"SSD, p_hit={row['p_hit']:g}", row))
-    return found
+            bars.insert(1, (f"SSD, p_hit={row['p_hit']:g}", row))
+    return bars
 
 
 def _middle(rows: pd.DataFrame) -> pd.Series:

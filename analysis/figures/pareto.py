@@ -70,14 +70,14 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
     ax.set_title(f"{case.label}, K={first['lookahead']}, α={first['alpha']:g}")
     every = []
     for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
-        found = points(group, ["batch_size"])
+        medians = points(group, ["batch_size"])
         style = look("SSD" if method == IMPOSED else method)
         more = int(gpus) - case.tp
         label = f"{method}, T{f'+{more}' if more else ''} GPUs"
         wide = more > 0 and method in ("AR", "SD inline")
-        x, y = found["per_sequence"].to_numpy(), found["per_gpu"].to_numpy()
+        x, y = medians["per_sequence"].to_numpy(), medians["per_gpu"].to_numpy()
         below, above = (
-            (found[end] / found["tok_per_s"] - 1).abs().to_numpy() for end in ("low", "high")
+            (medians[end] / medians["tok_per_s"] - 1).abs().to_numpy() for end in ("low", "high")
         )
         ax.errorbar(
             x,
@@ -94,13 +94,13 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             label,
             x,
             y,
-            also={"b": found["batch_size"], "low": y * (1 - below), "high": y * (1 + above)},
+            also={"b": medians["batch_size"], "low": y * (1 - below), "high": y * (1 + above)},
             linewidth=1.4,
             linestyle=":" if wide else "--" if method == IMPOSED else "-",
             markerfacecolor="white" if wide or method == IMPOSED else style["color"],
             **style,
         )
-        for _, p in found.iterrows():
+        for _, p in medians.iterrows():
             ax.annotate(
                 f"{p['batch_size']:.0f}",
                 (p["per_sequence"], p["per_gpu"]),
@@ -120,8 +120,8 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
 
 def _frontier(points_: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Returns the points that no other exceeds in both values, fastest sequence first."""
-    found: list[tuple[float, float]] = []
+    frontier: list[tuple[float, float]] = []
     for x, y in sorted(points_, reverse=True):
-        if not found or y > found[-1][1]:
-            found.append((x, y))
-    return found
+        if not frontier or y > frontier[-1][1]:
+            frontier.append((x, y))
+    return frontier

@@ -61,8 +61,8 @@ def _method(poster: Poster, method: str, group: pd.DataFrame) -> None:
             color = METHODS[method][0]
             sns.ecdfplot(sizes, ax=right, color=color, linewidth=2.4, linestyle=line)
             p95 = float(np.quantile(sizes, 0.95))
-            told = {"median": sizes.median(), "p95": p95, "worst": sizes.max()}
-            poster.keep(right, name, n=len(sizes), **told)
+            summary = {"median": sizes.median(), "p95": p95, "worst": sizes.max()}
+            poster.keep(right, name, n=len(sizes), **summary)
 
 
 def _percent(value: float) -> str:

@@ -89,9 +89,9 @@ def _products(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
 
 
 def _forwards(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    found = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
+    measured = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
     seen: dict[str, Forward] = {}
-    for key, table in found:
+    for key, table in measured:
         if not key.lm_head and not key.kv_tokens:
             seen.setdefault(f"{short(key.model)} forward, T={key.tp}", table)
     looks = zip((BLUE, RED, *SERIES[2:]), MARKERS, strict=False)
@@ -119,11 +119,11 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
     rows."""
     if "floor_flops" not in rows:
         return 0
-    told = rows[(rows["t_target_s"] > 0) & (rows["floor_flops"] > 0) & (rows["floor_bytes"] > 0)]
-    told = told[plain(told) & ~told["lm_head"].astype(bool) & (told["context"] == 0)]
-    x = told["floor_flops"] / told["floor_bytes"]
-    y = told["floor_flops"] / told["t_target_s"] / 1e12
-    if len(told):
+    runs = rows[(rows["t_target_s"] > 0) & (rows["floor_flops"] > 0) & (rows["floor_bytes"] > 0)]
+    runs = runs[plain(runs) & ~runs["lm_head"].astype(bool) & (runs["context"] == 0)]
+    x = runs["floor_flops"] / runs["floor_bytes"]
+    y = runs["floor_flops"] / runs["t_target_s"] / 1e12
+    if len(runs):
         poster.line(
             ax,
             "verification in a run",
@@ -137,14 +137,14 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
             linestyle="none",
             zorder=5,
         )
-    return len(told)
+    return len(runs)
 
 
 def _collectives(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
     rate = 0.0
     styles = {"oneshot": RED, "nccl": BLUE}
-    found = tables(profiles, "all_reduces", "name", "ranks", "graph")
-    for table in sorted(found, key=lambda t: (t["name"], t["ranks"])):
+    measured = tables(profiles, "all_reduces", "name", "ranks", "graph")
+    for table in sorted(measured, key=lambda t: (t["name"], t["ranks"])):
         if not table["graph"]:
             continue
         x = np.array(sorted(int(b) for b in table["seconds"]))

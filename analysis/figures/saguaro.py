@@ -29,13 +29,13 @@ def saguaro(data: Data) -> Poster:
     for ax, title in ((left, "the trade"), (middle, "hit rate"), (right, "tokens a round")):
         ax.set_title(title)
     for place, (budget, group) in enumerate(used.groupby("branch_budget")):
-        found = points(group, ["saguaro_c"])
+        medians = points(group, ["saguaro_c"])
         look = {"color": SERIES[place % 7], "marker": MARKERS[place % 7]}
         label = f"F = {budget / (first['lookahead'] + 1):g} a row"
-        poster.line(left, label, found["hit_rate"], found["acceptance_length"], **look)
-        _name_ends(left, found)
-        poster.line(middle, label, found["saguaro_c"], found["hit_rate"], **look)
-        poster.line(right, label, found["saguaro_c"], found["acceptance_length"], **look)
+        poster.line(left, label, medians["hit_rate"], medians["acceptance_length"], **look)
+        _name_ends(left, medians)
+        poster.line(middle, label, medians["saguaro_c"], medians["hit_rate"], **look)
+        poster.line(right, label, medians["saguaro_c"], medians["acceptance_length"], **look)
     left.set(xlabel="hit rate", ylabel="tokens a round and sequence")
     for ax in (middle, right):
         ax.set_xlabel("C (1: plain sampling)")
@@ -54,8 +54,8 @@ def saguaro(data: Data) -> Poster:
     return poster.finish("Saguaro sampling: hits against acceptance", text)
 
 
-def _name_ends(ax: Axes, found: pd.DataFrame) -> None:
-    for _, point in found.iterrows():
+def _name_ends(ax: Axes, medians: pd.DataFrame) -> None:
+    for _, point in medians.iterrows():
         ax.annotate(
             f"{point['saguaro_c']:g}",
             (point["hit_rate"], point["acceptance_length"]),

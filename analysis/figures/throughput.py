@@ -49,9 +49,11 @@ def throughput(data: Data) -> Poster:
 
 
 def _case(data: Data, wanted: pd.Series) -> Case:
-    found = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
-    need(found and _is_sweep(found[0]), "SD and SSD, each at three or more K of one alpha")
-    return found[0]
+    candidates = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
+    need(
+        candidates and _is_sweep(candidates[0]), "SD and SSD, each at three or more K of one alpha"
+    )
+    return candidates[0]
 
 
 def _is_sweep(case: Case) -> bool:
@@ -91,11 +93,11 @@ def _over(poster: Poster, ax: Axes, rows: pd.DataFrame, by: str, per_gpu: bool, 
 
 def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool, case: Case) -> None:
     for label, method, group in _series(rows, case.tp):
-        found = best(group, "alpha")
-        _draw(poster, ax, (label, method), found, "alpha", per_gpu)
+        bests = best(group, "alpha")
+        _draw(poster, ax, (label, method), bests, "alpha", per_gpu)
         for alpha, ssd in group.groupby("alpha") if method == "SSD" else ():
             keep_beside(poster, ax, case, float(alpha), best_rows(ssd), per_gpu=per_gpu)
-        for _, point in found.iterrows() if method == "SSD" and not per_gpu else ():
+        for _, point in bests.iterrows() if method == "SSD" and not per_gpu else ():
             ax.annotate(
                 f"K={point['lookahead']:.0f}",
                 (point["alpha"], point["high"]),
@@ -108,18 +110,18 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool, case
 
 
 def _draw(
-    poster: Poster, ax: Axes, name: tuple[str, str], found: pd.DataFrame, by: str, per_gpu: bool
+    poster: Poster, ax: Axes, name: tuple[str, str], medians: pd.DataFrame, by: str, per_gpu: bool
 ) -> None:
-    if not len(found):
+    if not len(medians):
         return
-    share = found["gpus"] if per_gpu else 1
-    columns = (found[name] / share for name in ("tok_per_s", "low", "high"))
+    share = medians["gpus"] if per_gpu else 1
+    columns = (medians[name] / share for name in ("tok_per_s", "low", "high"))
     y, low, high = columns
-    also = {name: found[name] / share for name in REAL}
+    also = {name: medians[name] / share for name in REAL}
     label, method = name
     apart = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
     options = {**look(method), **apart}
-    poster.line(ax, label, found[by], y, low=low, high=high, also=also, **options)
+    poster.line(ax, label, medians[by], y, low=low, high=high, also=also, **options)
 
 
 def _baselines(poster: Poster, ax: Axes, case: Case, per_gpu: bool) -> None:

@@ -28,8 +28,8 @@ def window(data: Data) -> Poster:
     for place, case in enumerate(shown):
         look = {"color": SERIES[place], "marker": MARKERS[place]}
         rows = case.rows.assign(width=case.rows["batch_size"] * (case.rows["lookahead"] + 1))
-        found = points(rows.assign(fit=rows["t_target_s"] / rows["step_s"]), ["width"])
-        poster.line(left, case.label, found["width"], found["fit"], **look)
+        medians = points(rows.assign(fit=rows["t_target_s"] / rows["step_s"]), ["width"])
+        poster.line(left, case.label, medians["width"], medians["fit"], **look)
         _growth(poster, right, case, data, place)
     left.set(xscale="log", xlabel="verified rows b(K+1)", ylabel="draft steps in one verification")
     left.set_xscale("log", base=2)
@@ -57,8 +57,8 @@ def _growth(poster: Poster, ax: Axes, case: Case, data: Data, place: int) -> Non
         share=rows["t_growth_s"] / rows["t_target_s"],
     )
     color = SERIES[place]
-    found = points(rows, ["lookahead", "branches"])
-    for lookahead, group in found.groupby("lookahead"):
+    medians = points(rows, ["lookahead", "branches"])
+    for lookahead, group in medians.groupby("lookahead"):
         poster.line(
             ax,
             f"_{case.label}, K={lookahead}",

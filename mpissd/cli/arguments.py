@@ -118,11 +118,11 @@ def parse(arguments: list[str]) -> Command:
             fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="mpissd")
     if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
-    found = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
-    assert isinstance(found, Command), found
-    if found.name in _ON_A_BACKEND and "device" in found.given:
-        backend = found.run.backend
+    request = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
+    assert isinstance(request, Command), request
+    if request.name in _ON_A_BACKEND and "device" in request.given:
+        backend = request.run.backend
         if backend != "emulated":  # it would change nothing
-            told = f"device={found.run.device} with backend={backend}"
-            raise ConfigError(f"{told}: allowed: backend=emulated")
-    return found
+            device = f"device={request.run.device} with backend={backend}"
+            raise ConfigError(f"{device}: allowed: backend=emulated")
+    return request

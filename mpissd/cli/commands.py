@@ -46,11 +46,11 @@ def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int
     if config.profile is None:
         raise ConfigError("profile: needed: a job's OUT/profiles/RUN_ID.json, or a device's")
     job, device, host, num_rounds = _costs(config, config.profile, given)
-    found = predict_row(job, device, host, num_rounds)
-    rate, rounds = found["tok_per_s"], found["round_us"]
-    print(f"   tok/s  {_number(rate)}   (the laws' mean: {_number(found['expected_tok_per_s'])})")
+    row = predict_row(job, device, host, num_rounds)
+    rate, rounds = row["tok_per_s"], row["round_us"]
+    print(f"   tok/s  {_number(rate)}   (the laws' mean: {_number(row['expected_tok_per_s'])})")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
-    print(json.dumps(found))
+    print(json.dumps(row))
     return 0
 
 
@@ -78,8 +78,8 @@ def _costs(
     given: flags that override a job's own. Raises ConfigError if the profile lacks them.
     """
     _check_there(name)
-    found = jobfile.load(name)
-    if found is None:
+    file = jobfile.load(name)
+    if file is None:
         profile, drafts = role_profiles(name, config.run.draft_device)
         run = _run_config(config, covered(profile), given)
         job = resolve(
@@ -92,14 +92,14 @@ def _costs(
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
         return job, device, host_of(profile, job), None
-    backend = found.backend
-    base = _run_config(config, found.config, frozenset())
-    measured = resolve(base, found.tp, backend=backend, memory_bytes=None)
-    run, tp = _run_config(config, found.config, given), config.tp or found.tp
+    backend = file.backend
+    base = _run_config(config, file.config, frozenset())
+    measured = resolve(base, file.tp, backend=backend, memory_bytes=None)
+    run, tp = _run_config(config, file.config, given), config.tp or file.tp
     job = resolve(run, tp, backend=backend, memory_bytes=None)
-    check_job(name, job, measured, found.device)
+    check_job(name, job, measured, file.device)
     overridden = given - {"profile", "tp"}
-    return job, found.device, found.host, None if overridden else found.num_rounds
+    return job, file.device, file.host, None if overridden else file.num_rounds
 
 
 def _check_there(name: str) -> None:
@@ -115,16 +115,16 @@ def _run_config(
     config: PredictConfig, base: Mapping[str, Any], given: AbstractSet[str]
 ) -> RunConfig:
     """Returns the job's own flags, overridden by those that the user gave."""
-    told = {name: getattr(config.run, name) for name in flags_of(RunConfig) if name in given}
+    flags = {name: getattr(config.run, name) for name in flags_of(RunConfig) if name in given}
     known = dict(base)
     for alternatives in _ALTERNATIVES:
-        if set(alternatives) & set(told):  # these flags say the same in different ways
+        if set(alternatives) & set(flags):  # these flags say the same in different ways
             known |= dict.fromkeys(alternatives)
-    if told.get("mode", "ssd") != "ssd":  # leave out flags that only SSD has
+    if flags.get("mode", "ssd") != "ssd":  # leave out flags that only SSD has
         known |= {"backup": "jit", "backup_lookahead": None}
-    if told.get("mode") == "ar" or told.get("num_drafts") == 0:
+    if flags.get("mode") == "ar" or flags.get("num_drafts") == 0:
         known |= {"draft_device": None}
-    return RunConfig(**{**known, **told, "dry_run": True, "world_size": None})
+    return RunConfig(**{**known, **flags, "dry_run": True, "world_size": None})
 
 
 def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -132,19 +132,19 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     _check_there(config.profile)
     profile = load_profile(config.profile)
     run = _planned(config, profile, given)
-    found = survey(run, profile, config.gpus)
-    asked = run, HostCosts(), found.placements, config.gpus, found.unjudged
+    placed = survey(run, profile, config.gpus)
+    asked = run, HostCosts(), placed.placements, config.gpus, placed.unjudged
     advice, real = plan(*asked), real_hits.real_hits(*asked)
     heading = advice_text.heading(run, profile, config.gpus)
-    print(advice_text.render(advice, heading, found, config.gpus))
+    print(advice_text.render(advice, heading, placed, config.gpus))
     ssd = next((choice for choice in advice.by_method if choice.mode == "ssd"), None)
-    price = real_hits.price_line(run, ssd, found.placements)
+    price = real_hits.price_line(run, ssd, placed.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
     what = "run the fastest of these" if advice.missing else "run it"
     print(f"   {what}: {_command(run, advice.best)}")
-    told = advice_text.to_dict(advice, found)
-    print(json.dumps({**told, "real_hits": [hits.to_dict() for hits in real]}))
+    summary = advice_text.to_dict(advice, placed)
+    print(json.dumps({**summary, "real_hits": [hits.to_dict() for hits in real]}))
     return 0
 
 
@@ -157,13 +157,13 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
 def _command(run: RunConfig, choice: Choice) -> str:
     """Returns the command line that runs a choice under the planned laws and options."""
     flags = {"pair": run.pair or "", **choice.flags()}
-    told = said(run)
+    flags_said = said(run)
     if choice.mode != "ar":
         flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
-        if "acceptance_fast" in told:
+        if "acceptance_fast" in flags_said:
             flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
-        flags |= {name: told[name] for name in _HITS if name in told}
-    flags |= {name: told[name] for name in _FORWARD if name in told}
+        flags |= {name: flags_said[name] for name in _HITS if name in flags_said}
+    flags |= {name: flags_said[name] for name in _FORWARD if name in flags_said}
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
 
@@ -174,10 +174,10 @@ _FORWARD = ("batch_size", "fuse", "lm_head", "context")
 def why(config: WhyConfig) -> int:
     """Prints the three largest gaps between a row and its floor."""
     row = find_rows(config.result, config.out)[0][-1]
-    found = gaps(row)
+    largest = gaps(row)
     floor = "unknown" if row.floor_us is None else f"{row.floor_us:.1f} µs"
     print(f"{row.run_id}: round {row.round_us['mean']:.1f} µs, floor {floor}")
-    for gap in found:
+    for gap in largest:
         print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
     return 0
 

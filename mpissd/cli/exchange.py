@@ -46,19 +46,19 @@ def matching(rows: Sequence[Row], where: str) -> list[Row]:
 
     Raises ConfigError for text that is not key=value, and for a key or value that no row has.
     """
-    found = list(rows)
+    matched = list(rows)
     for part in filter(None, map(str.strip, where.split(";"))):
         key, is_said, value = (word.strip() for word in part.partition("="))
         if not is_said:
             raise ConfigError(f"where: {part!r}: allowed: key=value; key=value")
-        held = {str(row.get(key)) for row in found}
+        held = {str(row.get(key)) for row in matched}
         if held <= {"None"} and value != "None":
-            raise unknown("key of a row", key, {name for row in found for name in row})
-        found = [row for row in found if str(row.get(key)) == value]
-        if not found:
+            raise unknown("key of a row", key, {name for row in matched for name in row})
+        matched = [row for row in matched if str(row.get(key)) == value]
+        if not matched:
             some = ", ".join(sorted(held)[:_SHOWN])
             raise ConfigError(f"where: {part!r}: no such row is left: allowed: {some}")
-    return found
+    return matched
 
 
 def collectives(config: CollectivesConfig) -> int:

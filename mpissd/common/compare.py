@@ -99,9 +99,9 @@ class Comparison:
     @property
     def brief(self) -> str:
         """The text for a table: the speedup or "no difference", the interval, and + for a claim."""
-        told = f"{self.speedup:.2f}" if self.is_real else "no difference"
+        gain = f"{self.speedup:.2f}" if self.is_real else "no difference"
         mark = "+" * (self.is_headline and self.is_real)
-        return f"{told} ({self.interval}){mark}"
+        return f"{gain} ({self.interval}){mark}"
 
     @property
     def interval(self) -> str:
@@ -154,12 +154,12 @@ def compare_rows(
     for sides in ([_long(side) for side in (a, b)], [a, b]):
         ratios = _log_ratios(*sides)
         if len(ratios) >= SEVERAL:
-            found = _of_pairs(ratios)
+            comparison = _of_pairs(ratios)
             break
     else:
-        found = _of_blocks(a, b, kept) or _of_independent(a, b, kept)
+        comparison = _of_blocks(a, b, kept) or _of_independent(a, b, kept)
     fewest = min(_num_rounds(row) for side in sides for row in side)
-    return replace(found, num_seeds=len(ratios), num_rounds=fewest)
+    return replace(comparison, num_seeds=len(ratios), num_rounds=fewest)
 
 
 def compare_rates(a: Rate, b: Rate) -> Comparison:

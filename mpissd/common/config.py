@@ -77,12 +77,12 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     @property
     def digest(self) -> str:
         """Hash that names the configuration: equal flags in any order have equal digests."""
-        told = {
+        named = {
             name: getattr(self, name)
             for name, field in flags_of(RunConfig).items()
             if _is_in_digest(field.metadata["in_digest"], getattr(self, name) != field.default)
         }
-        text = json.dumps(told, sort_keys=True)
+        text = json.dumps(named, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

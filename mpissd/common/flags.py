@@ -122,10 +122,10 @@ def contained(
 
 def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
     """Returns the flags that a configuration takes by name, those of what it contains included."""
-    found: dict[str, dataclasses.Field[Any]] = {}
+    flags: dict[str, dataclasses.Field[Any]] = {}
     for known in dataclasses.fields(kind):
-        found |= known.metadata.get("flags") or {known.name: known}
-    return found
+        flags |= known.metadata.get("flags") or {known.name: known}
+    return flags
 
 
 def said(config: Checked) -> dict[str, str]:
@@ -189,9 +189,9 @@ def flags_read(check: Check, config: Checked) -> set[str]:
 
     class Reading:
         def __getattr__(self, name: str) -> Any:
-            found = inspect.getattr_static(config, name)
-            if isinstance(found, property):
-                return found.fget(self)  # type: ignore[misc]
+            attribute = inspect.getattr_static(config, name)
+            if isinstance(attribute, property):
+                return attribute.fget(self)  # type: ignore[misc]
             names.add(name)
             return getattr(config, name)
 
@@ -220,17 +220,17 @@ def documented(command: Any, about: str, kind: type) -> Any:
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
     """Makes a validated configuration of this kind, with those it contains, from flags as text."""
     known = flags_of(kind)
-    told = {}
+    texts = {}
     for name, text in flags.items():
         short = [f for f in known if len(name) == 1 and f.startswith(name)]
         # -m=sd is allowed, because the help offers it.
         name = short[0] if len(short) == 1 else name
         if name not in known:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in known))
-        told[name] = str(text)
+        texts[name] = str(text)
     values = {
         name: known[name].metadata["parse"](name, text)
-        for name, text in with_schedule(told).items()
+        for name, text in with_schedule(texts).items()
     }
     return _filled(kind, values)
 

@@ -45,7 +45,7 @@ class Guard:
         returns None where that fails.
         """
         self._link, self._enter = link, enter
-        self._told = threading.Event()
+        self._printed = threading.Event()
         self.has_spoken = False  # whether this rank reported a fault, or that it leaves
         self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
@@ -64,7 +64,7 @@ class Guard:
 
         Returns False where the warden is gone or did not answer: then the rank has to print it.
         """
-        return self.tell(kind, text=text[:_MOST]) and self._told.wait(_ANSWER_S)
+        return self.tell(kind, text=text[:_MOST]) and self._printed.wait(_ANSWER_S)
 
     def _listen(self) -> None:
         """Receives the warden's messages until the connection is closed for good.
@@ -83,7 +83,7 @@ class Guard:
                     return
                 left -= 1
             elif heard[0] == "said":
-                self._told.set()
+                self._printed.set()
             elif heard[0] == "lost":
                 self.lost = frozenset(map(int, heard[1:]))
             elif heard[0] == "end":
@@ -121,7 +121,7 @@ def join(
     if process.stat(os.getpid()) is None:
         return  # Without /proc every rank would seem dead.
     sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
-    told = {
+    about = {
         "rank": rank,
         "size": size,
         "local_size": next((int(text) for text in sizes if text.isdecimal()), None),
@@ -139,7 +139,7 @@ def join(
             link = _connect()
             if link is not None:
                 ends[:] = ends or [OWN.share(), _report_signals()]
-                socket.send_fds(link, [json.dumps(told).encode()], ends)
+                socket.send_fds(link, [json.dumps(about).encode()], ends)
         except OSError:
             return None
         return link

@@ -50,10 +50,10 @@ def split_head(text: str, is_name: Callable[[str], bool]) -> tuple[str, int | No
     A shape's own name has a dash there (eagle-llama-3.1-8b), and so may a path; with a dash, text
     is a head only if is_name(target).
     """
-    found = _FORM.fullmatch(text)
-    if found is None or (found[3] == "-" and not is_name(found[4])):
+    match = _FORM.fullmatch(text)
+    if match is None or (match[3] == "-" and not is_name(match[4])):
         return None
-    return found[1].lower(), None if found[2] is None else int(found[2]), found[4]
+    return match[1].lower(), None if match[2] is None else int(match[2]), match[4]
 
 
 def make_head(kind: str, number: int | None, hidden: int) -> tuple[str, int, DraftHead]:

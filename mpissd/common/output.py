@@ -31,18 +31,18 @@ def check_file(flag: str, path: str) -> None:
         raise ConfigError(f"{flag}={path!r}: is a folder; allowed: a file")
 
 
-def _check_folder(told: str, folder: Path) -> None:
+def _check_folder(asked: str, folder: Path) -> None:
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # The name is too long, or a parent folder may not be searched.
-        raise ConfigError(f"{told}: {error.strerror}") from error
+        raise ConfigError(f"{asked}: {error.strerror}") from error
     if not existing.is_dir():
-        raise ConfigError(f"{told}: {str(existing)!r} is not a folder")
+        raise ConfigError(f"{asked}: {str(existing)!r} is not a folder")
     try:
         with tempfile.TemporaryFile(dir=existing):  # it has no name; root may try even in /proc
             pass
     except OSError as error:
-        raise ConfigError(f"{told}: {str(existing)!r} cannot be written") from error
+        raise ConfigError(f"{asked}: {str(existing)!r} cannot be written") from error
 
 
 def make_output(out: str) -> None:

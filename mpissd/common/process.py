@@ -38,14 +38,14 @@ def stat(pid: int) -> tuple[str, int, int] | None:
 
 def is_gone(pid: int) -> bool:
     """Returns whether the process has ended, which includes a zombie."""
-    found = stat(pid)
-    return found is None or found[0] in "ZX"
+    fields = stat(pid)
+    return fields is None or fields[0] in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
     """Returns whether a signal has stopped the process. A debugger's stop is another state."""
-    found = stat(pid)
-    return found is not None and found[0] == "T"
+    fields = stat(pid)
+    return fields is not None and fields[0] == "T"
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
@@ -59,8 +59,8 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
                 return int(struct.unpack_from("i", info, _EXIT_AT)[0])
         except OSError:  # an older kernel, or the parent has not waited for it yet
             info.clear()
-    found = stat(pid)
-    return found[2] if found is not None and found[0] == "Z" else None
+    fields = stat(pid)
+    return fields[2] if fields is not None and fields[0] == "Z" else None
 
 
 def send(pid: int, pidfd: int | None, signum: int) -> None:
@@ -77,9 +77,9 @@ def send(pid: int, pidfd: int | None, signum: int) -> None:
 def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
     """Returns a descriptor of another process's stderr; None where that is not permitted."""
     if pidfd is not None:
-        found = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, 2, 0)
-        if found >= 0:
-            return int(found)
+        descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, 2, 0)
+        if descriptor >= 0:
+            return int(descriptor)
     try:
         return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
     except OSError:
@@ -88,8 +88,8 @@ def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
 
 def above_proxy(pid: int) -> int:
     """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), else `pid`."""
-    found = stat(pid)
-    return found[1] if found is not None and _name(pid).startswith("hydra_") else pid
+    fields = stat(pid)
+    return fields[1] if fields is not None and _name(pid).startswith("hydra_") else pid
 
 
 def is_front(pid: int) -> bool:

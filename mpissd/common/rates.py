@@ -48,8 +48,8 @@ class Rounds:
         except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
             raise ConfigError(f"{path}: no rounds of a run: {error}") from error
         if len(seconds) != row.num_rounds:
-            told = f"{len(seconds)} rounds, the row has {row.get('num_rounds')}"
-            raise ConfigError(f"{path}: {told}")
+            counts = f"{len(seconds)} rounds, the row has {row.get('num_rounds')}"
+            raise ConfigError(f"{path}: {counts}")
         return cls(seconds, tokens)
 
 
@@ -90,8 +90,8 @@ class Rate:
             counts = f"{len(took)} rounds ({len(made)} with tokens)"
             raise ConfigError(f"{counts}: allowed: {FEWEST_ROUNDS} or more")
         if not (took > 0).all() or not made.sum() > 0:
-            told = f"a round of {took.min():g} s, {made.sum():g} tokens"
-            raise ConfigError(f"{told}: allowed: above 0")
+            values = f"a round of {took.min():g} s, {made.sum():g} tokens"
+            raise ConfigError(f"{values}: allowed: above 0")
         blocks = num_blocks(len(took))
         time, done = (
             np.array([part.sum() for part in np.array_split(of, blocks)]) for of in (took, made)
@@ -112,13 +112,13 @@ class Rate:
             count, rate = int(row.num_rounds), float(row.tok_per_s)
             clock = clock_error(row.round_us, count)
             luck = row.sampling_sd
-            is_told = luck is not None and not math.isnan(luck)  # NaN stands for null in a table.
-            draws = float(luck or 0.0) if is_told else length_error(row.accept_histogram)
+            is_known = luck is not None and not math.isnan(luck)  # NaN stands for null in a table.
+            draws = float(luck or 0.0) if is_known else length_error(row.accept_histogram)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error
         if count < FEWEST_ROUNDS or not 0 < rate < math.inf:
-            told = f"row {row.get('run_id')!r}: {count} rounds, {rate:g} tok/s"
-            raise ConfigError(f"{told}: allowed: {FEWEST_ROUNDS} or more, above 0")
+            values = f"row {row.get('run_id')!r}: {count} rounds, {rate:g} tok/s"
+            raise ConfigError(f"{values}: allowed: {FEWEST_ROUNDS} or more, above 0")
         return cls(rate, draws**2 + clock**2, count - 1, from_rounds=False)
 
     @classmethod
@@ -183,8 +183,8 @@ def rate_of(row: Row, rounds: Rounds | None) -> Rate:
 
     Raises ConfigError with fewer than 20 rounds, or if the row lacks values that `run` writes.
     """
-    told = Rate.of_row(row)
+    of_row = Rate.of_row(row)
     if rounds is None:
-        return told
-    found = Rate.of_rounds(rounds.seconds, rounds.tokens)
-    return Rate(told.value, found.variance, found.freedom)
+        return of_row
+    of_rounds = Rate.of_rounds(rounds.seconds, rounds.tokens)
+    return Rate(of_row.value, of_rounds.variance, of_rounds.freedom)

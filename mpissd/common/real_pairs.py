@@ -54,12 +54,12 @@ def under_real_pairs(row: Row) -> dict[str, float | None]:
 def _under(row: Row, pair: PairHits) -> float | None:
     if row.mode != "ssd" or row.hit_law != DEFAULT_LAW:
         return None
-    found = re.fullmatch(r"alpha:([0-9.eE+-]+)", row.acceptance or "")
+    match = re.fullmatch(r"alpha:([0-9.eE+-]+)", row.acceptance or "")
     drafted, rate, batch = row.t_draft_s, row.hit_rate, row.batch_size
     mean, wait = row.round_us.get("mean"), _wait_us(row)
     whole = row.backup == "jit" and row.backup_lookahead in (None, row.lookahead)
     lists = row.fan_out
-    if not (found and whole and lists) or row.on_late != "finish":
+    if not (match and whole and lists) or row.on_late != "finish":
         return None
     if drafted is None or rate is None or mean is None or wait is None:
         return None
@@ -69,7 +69,7 @@ def _under(row: Row, pair: PairHits) -> float | None:
     missed = 1 - rate**batch  # P(some sequence misses)
     behind_miss = drafted * 1e6
     behind_hits = max(0.0, (wait - missed * behind_miss) / max(1 - missed, 1e-9))
-    alpha = float(found[1])
+    alpha = float(match[1])
 
     def round_us(law: PairHits) -> float:
         all_hit = hit_rate(alpha, lists, law) ** batch

@@ -82,7 +82,7 @@ class RoundRecords:
 
         Tokens behind the end of a sequence, in the round that reached it, are dropped.
         """
-        return {request_id: found.tolist() for request_id, found in self.token_arrays().items()}
+        return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
         """Returns what `tokens` does, with an array for each request."""
@@ -110,9 +110,9 @@ def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
     sequences: [n, 8], from RoundRecords.sequences.
     """
     names = (sequences[:, 1] << 32) + sequences[:, 2]
-    found = np.zeros(len(names), np.bool_)
-    found[np.unique(names, return_index=True)[1]] = True
-    return found
+    is_first = np.zeros(len(names), np.bool_)
+    is_first[np.unique(names, return_index=True)[1]] = True
+    return is_first
 
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:

@@ -88,12 +88,12 @@ def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family]
 
     Of uses that are equal to five digits, the one on fewer GPUs is taken, then the first given.
     """
-    found: dict[Family, U] = {}
+    fastest: dict[Family, U] = {}
     fits = [use for use in uses if use.mode != mode and use.tp + use.num_drafts <= gpus]
     for use in sorted(fits, key=_rank):
-        found.setdefault(Family.of(use), use)
-    missing = {f for f in wanted if f.mode != mode and f.gpus <= gpus and f not in found}
-    return Others(tuple(found.values()), tuple(sorted(missing)))
+        fastest.setdefault(Family.of(use), use)
+    missing = {f for f in wanted if f.mode != mode and f.gpus <= gpus and f not in fastest}
+    return Others(tuple(fastest.values()), tuple(sorted(missing)))
 
 
 def families(tp: int, gpus: int, most_drafts: int = 1) -> tuple[Family, ...]:
@@ -111,8 +111,8 @@ def widest(gpus: int, tps: Collection[int]) -> tuple[Family, ...]:
     first one's work; such rows count if they exist, but are not required.
     """
     whole, beside = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
-    found = [*families(whole, whole), *families(beside, beside + 1)[2:]]
-    return tuple(family for family in found if family.tp)
+    possible = [*families(whole, whole), *families(beside, beside + 1)[2:]]
+    return tuple(family for family in possible if family.tp)
 
 
 def tps_of(target: str, most: int) -> tuple[int, ...]:

@@ -275,8 +275,8 @@ class Row(Mapping[str, Any]):
     @property
     def sweep(self) -> dict[str, Any] | None:
         """The row's sweep: its id, task, repeat and flags; None in a row of `run`."""
-        found = self._origin("sweep")
-        return found if isinstance(found, dict) else None
+        sweep = self._origin("sweep")
+        return sweep if isinstance(sweep, dict) else None
 
     @property
     def command(self) -> list[str]:

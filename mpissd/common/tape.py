@@ -62,8 +62,8 @@ class Tape:
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Returns a copy of numbers start … stop-1; stop: the end where it is None or beyond it."""
         stop = len(self) if stop is None else min(stop, len(self))
-        found = np.empty(max(0, stop - start), self.tail.typecode)
-        old = found[: max(0, self.saved - start)]
+        numbers = np.empty(max(0, stop - start), self.tail.typecode)
+        old = numbers[: max(0, self.saved - start)]
         if self._file is not None and len(old):
             left = old.data.cast("B")
             self._file.seek(start * self.tail.itemsize)
@@ -72,8 +72,8 @@ class Tape:
                 assert count, "the temporary file has been cut"
                 left = left[count:]
         skipped = max(0, start - self.saved)
-        found[len(old) :] = self.tail[skipped : skipped + len(found) - len(old)]
-        return found
+        numbers[len(old) :] = self.tail[skipped : skipped + len(numbers) - len(old)]
+        return numbers
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self.read().astype(dtype or self.tail.typecode, copy=False)

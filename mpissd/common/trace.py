@@ -123,13 +123,13 @@ class Ledger:
         return np.concatenate([none, *(self._sums(*part) for part in parts)])
 
     def _sums(self, rounds: Int64s, counts: Int64s, slices: Int64s) -> Int64s:
-        found = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
+        table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
         row = np.repeat(np.arange(len(rounds)), counts)
         taken = slices[:, 3] - slices[:, 2]
-        np.add.at(found, (row, 2 + slices[:, 1]), taken)  # Adds up a phase that occurs twice.
-        found[:, 0] = rounds
-        found[:, 1] = found[:, 2:].sum(axis=1)
-        return found
+        np.add.at(table, (row, 2 + slices[:, 1]), taken)  # Adds up a phase that occurs twice.
+        table[:, 0] = rounds
+        table[:, 1] = table[:, 2:].sum(axis=1)
+        return table
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each mark of the rounds first_round … last_round-1, in time's order.

@@ -97,7 +97,7 @@ class Request:
         self._check_cores(ranks, gpu_type, gpus, cpus)
         if self.array is not None and not _ARRAY.fullmatch(self.array):
             raise ConfigError(f"ARRAY={self.array}: allowed: 0-7, 0-7%2 (two at once), 3,5")
-        told = {
+        options = {
             "partition": self.partition,
             "account": self.account,
             "nodes": str(nodes),
@@ -109,8 +109,8 @@ class Request:
         }
         if self.exports:
             listed = (f"{name}={value}" for name, value in self.exports.items())
-            told["export"] = ",".join(("ALL", *listed))
-        return {**self.header, **{name: text for name, text in told.items() if text is not None}}
+            options["export"] = ",".join(("ALL", *listed))
+        return {**self.header, **{name: text for name, text in options.items() if text is not None}}
 
     def _said(self, name: str) -> int:
         """Returns a count from the script's header; 0 if the header lacks it."""
@@ -146,8 +146,8 @@ class Request:
     def _check_time(self, time: str | None) -> None:
         if time is None:
             return
-        found = minutes(time)
-        if self.limits is not None and found > _LONGEST_MIN:
+        asked = minutes(time)
+        if self.limits is not None and asked > _LONGEST_MIN:
             raise ConfigError(
                 f"TIME={time}: Bridges-2 ends GPU jobs after 48 hours: allowed: up to 48:00:00; "
                 "an array goes on where it stopped when it is submitted again"
@@ -196,10 +196,10 @@ def minutes(time: str) -> float:
 
     Raises ConfigError for anything else.
     """
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise ConfigError(f"TIME={time}: allowed: minutes, H:MM:SS or D-HH:MM:SS")
-    days, *rest = found.groups()
+    days, *rest = match.groups()
     numbers = [int(part) for part in rest if part is not None]
     if days is None and len(numbers) < 3:  # M, M:S
         numbers = [0, *numbers]

@@ -82,9 +82,9 @@ class Cell:
 
     def flags(self, choice: Choice) -> list[str]:
         """Of `mpissd run`, without --out."""
-        told = {**self.laws, **choice.flags(), "rounds": str(num_rounds(choice))}
-        told |= {"seed": str(self.number), "backend": "emulated", "device": self.device}
-        return [f"--{name}={value}" for name, value in told.items()]
+        flags = {**self.laws, **choice.flags(), "rounds": str(num_rounds(choice))}
+        flags |= {"seed": str(self.number), "backend": "emulated", "device": self.device}
+        return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def _rivals(advice: Advice) -> tuple[Choice, ...]:
@@ -101,8 +101,8 @@ def cells_of(out: Path, count: int, seed: int) -> list[Cell]:
     if not path.exists():
         return [Cell.draw(number, seed) for number in range(count)]
     return [
-        Cell(**{**told, "rivals": tuple(Choice(**choice) for choice in told["rivals"])})
-        for told in json.loads(path.read_text())
+        Cell(**{**cell, "rivals": tuple(Choice(**choice) for choice in cell["rivals"])})
+        for cell in json.loads(path.read_text())
     ]
 
 
@@ -173,18 +173,18 @@ def table(cells: list[Cell], rows: list[dict], rounds: dict[str, Rounds]) -> str
         by_flags.setdefault(flags_of(row), []).append(row)
     near, alike, fair, full = 0, 0, 0, 0
     for cell in cells:
-        found = [
+        measured = [
             Measured.of(c, by_flags[key], rounds)
             for c in cell.rivals
             if (key := tuple(cell.flags(c))) in by_flags
         ]
-        if len(found) < len(cell.rivals):
+        if len(measured) < len(cell.rivals):
             continue
         full += 1
-        advised, best = found[0], max(found, key=lambda m: m.rate.value)
+        advised, best = measured[0], max(measured, key=lambda m: m.rate.value)
         behind = 1 - advised.rate.value / best.rate.value
         is_real = compare_rates(advised.rate, best.rate).is_real
-        luckless = 1 - advised.expected / max(m.expected for m in found)
+        luckless = 1 - advised.expected / max(m.expected for m in measured)
         near += behind <= 0.02
         alike += behind > 0.02 and not is_real
         fair += luckless <= 0.02

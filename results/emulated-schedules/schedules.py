@@ -117,56 +117,56 @@ def forward_s(device: str, model: str, tp: int, rows: int) -> float:
     return load_profile(PROFILES.get(device, device)).forward_s(cost)
 
 
-def command(told: argparse.Namespace, target: str, alpha: float, entry: Entry) -> list[str]:
+def command(given: argparse.Namespace, target: str, alpha: float, entry: Entry) -> list[str]:
     """[ranks, flags …] of one run."""
-    tp = ranks_for(target, told.gpus if entry.inline else told.gpus - 1)
-    count, backup = lengths(entry, told.device, target, tp, alpha)
+    tp = ranks_for(target, given.gpus if entry.inline else given.gpus - 1)
+    count, backup = lengths(entry, given.device, target, tp, alpha)
     pair = f"--pair={target}/{entry.draft}"
-    law = [f"--alpha={alpha}", f"--num_tokens={told.tokens}", f"--seed={told.seed}"]
-    where = ["--backend=emulated", f"--device={told.device}", "--fuse", "--lm_head"]
+    law = [f"--alpha={alpha}", f"--num_tokens={given.tokens}", f"--seed={given.seed}"]
+    where = ["--backend=emulated", f"--device={given.device}", "--fuse", "--lm_head"]
     drafts = [] if count == 0 else [f"--lookahead={count}"]
     drafts += [f"--backup_lookahead={backup}"] if entry.drafting == "ssd" else []
     return [str(tp + (not entry.inline)), *where, pair, *law, *drafts, *entry.flags]
 
 
-def measure(told: argparse.Namespace, cell: tuple[str, float]) -> None:
+def measure(given: argparse.Namespace, cell: tuple[str, float]) -> None:
     """Runs what OUT does not hold yet."""
-    done = Counter(flags_of(row) for row in rows_of(told.out))
+    done = Counter(flags_of(row) for row in rows_of(given.out))
     for entry in entries(*cell):
-        ranks, *flags = command(told, *cell, entry)
-        run = [str(LOCAL), ranks, f"--out={told.out}", *flags]
-        for _ in range(told.repeats - done[tuple(flags)]):
+        ranks, *flags = command(given, *cell, entry)
+        run = [str(LOCAL), ranks, f"--out={given.out}", *flags]
+        for _ in range(given.repeats - done[tuple(flags)]):
             ended = subprocess.run(run, stdout=subprocess.DEVNULL, timeout=600, check=False)
             state = "" if ended.returncode == 0 else f" FAILED ({ended.returncode})"
             print(f"{cell[0]} {cell[1]} {entry.name}: {' '.join(flags)}{state}", file=sys.stderr)
 
 
-def table(told: argparse.Namespace, cell: tuple[str, float]) -> str:
+def table(given: argparse.Namespace, cell: tuple[str, float]) -> str:
     """One cell as Markdown; entries that were not run are left out."""
-    by_speed = sorted(rows_of(told.out), key=lambda row: float(row["tok_per_s"]))
+    by_speed = sorted(rows_of(given.out), key=lambda row: float(row["tok_per_s"]))
     held = {flags_of(row): row for row in by_speed}  # the fastest of each
-    found = [
+    measured = [
         (entry, held[tuple(flags)])
         for entry in entries(*cell)
-        for flags in [command(told, *cell, entry)[1:]]
+        for flags in [command(given, *cell, entry)[1:]]
         if tuple(flags) in held
     ]
     lines = [
-        f"**{cell[0]}, alpha {cell[1]}, {told.gpus} × {told.device} (emulated)**",
+        f"**{cell[0]}, alpha {cell[1]}, {given.gpus} × {given.device} (emulated)**",
         "",
         "| schedule | T + D | draft | K (K_b) | tok/s | tok/s per GPU | × AR | tokens a round "
         "| hits | t_draft / t_target | predicted |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base = next((row["tok_per_s"] for entry, row in found if entry.name == "ar"), None)
-    lines += [line(told, entry, row, base) for entry, row in found]
-    same = len({row["token_digest"] for _, row in found}) == 1
+    base = next((row["tok_per_s"] for entry, row in measured if entry.name == "ar"), None)
+    lines += [line(given, entry, row, base) for entry, row in measured]
+    same = len({row["token_digest"] for _, row in measured}) == 1
     return "\n".join([*lines, "", f"All emitted the same tokens: {'yes' if same else 'NO'}."])
 
 
-def line(told: argparse.Namespace, entry: Entry, row: dict, base: float | None) -> str:
+def line(given: argparse.Namespace, entry: Entry, row: dict, base: float | None) -> str:
     """One line of the table."""
-    idle = told.gpus - row["world_size"]
+    idle = given.gpus - row["world_size"]
     place = f"{row['tp']} + {row['num_drafts']}" + (f", {idle} idle" if idle else "")
     rate, predicted = row["tok_per_s"], row["predicted_tok_per_s"]
     cells = [
@@ -175,7 +175,7 @@ def line(told: argparse.Namespace, entry: Entry, row: dict, base: float | None) 
         row["draft"] or "–",
         length(row),
         f"{rate:.1f}",
-        f"{rate / told.gpus:.1f}",
+        f"{rate / given.gpus:.1f}",
         "–" if base is None else f"{rate / base:.2f}",
         f"{row['acceptance_length']:.2f}",
         "–" if row["hit_rate"] is None else f"{row['hit_rate']:.2f}",
@@ -203,14 +203,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest is shown")
     parser.add_argument("--table", action="store_true", help="only print what is there")
-    told = parser.parse_args()
-    if told.gpus < 2:
-        parser.error(f"--gpus={told.gpus}: allowed: 2 or more")
+    given = parser.parse_args()
+    if given.gpus < 2:
+        parser.error(f"--gpus={given.gpus}: allowed: 2 or more")
     os.environ.setdefault("PYTHON", sys.executable)
     for cell in [(target, alpha) for target in TARGETS for alpha in ALPHAS]:
-        if not told.table:
-            measure(told, cell)
-        print(table(told, cell), end="\n\n", flush=True)
+        if not given.table:
+            measure(given, cell)
+        print(table(given, cell), end="\n\n", flush=True)
     return 0
 
 

@@ -40,15 +40,15 @@ def main() -> int:
     """0, or 2 with one line where a file or a flag is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    found = commands.add_parser("predict")
-    found.add_argument("grid")
-    found.add_argument("--tp", type=int, required=True)
-    found.add_argument("--targets", type=Path, required=True)
-    found.add_argument("--drafts", type=Path, required=True)
-    found.add_argument("--to", type=Path, required=True)
-    found = commands.add_parser("judge")
-    found.add_argument("predicted", type=Path)
-    found.add_argument("results", type=Path)
+    command = commands.add_parser("predict")
+    command.add_argument("grid")
+    command.add_argument("--tp", type=int, required=True)
+    command.add_argument("--targets", type=Path, required=True)
+    command.add_argument("--drafts", type=Path, required=True)
+    command.add_argument("--to", type=Path, required=True)
+    command = commands.add_parser("judge")
+    command.add_argument("predicted", type=Path)
+    command.add_argument("results", type=Path)
     said = parser.parse_args()
     try:
         return predict(said) if said.command == "predict" else judge(said.predicted, said.results)
@@ -76,15 +76,15 @@ def predict(said: argparse.Namespace) -> int:
         device = DeviceCosts.from_points(verify, None if job.draft is None else draft)
         lines.append(line(job, predict_row(job, device, nearest(job, drafts).host)))
     said.to.parent.mkdir(parents=True, exist_ok=True)
-    said.to.write_text("".join(json.dumps(told) + "\n" for told in lines))
+    said.to.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     print(f"{said.to}: {len(lines)} configurations predicted, {left} not (> {max(verify)} rows)")
     return 0
 
 
 def profiles(folder: Path) -> list[JobFile]:
     """Every job's profile under a folder."""
-    found = (jobfile.load(str(path)) for path in sorted(folder.rglob("*.json")))
-    return [file for file in found if file is not None]
+    files = (jobfile.load(str(path)) for path in sorted(folder.rglob("*.json")))
+    return [file for file in files if file is not None]
 
 
 def merged(tables: Iterable[tuple[Iterable[int], Iterable[float]]]) -> dict[int, float]:
@@ -107,24 +107,24 @@ def nearest(job: Job, files: list[JobFile]) -> JobFile:
     """The job whose host had most alike to do."""
 
     def distance(file: JobFile) -> tuple[bool, bool, int, int]:
-        told = file.config
+        flags = file.config
         return (
-            told["mode"] != job.config.mode,
-            (told.get("num_drafts") == 0) != job.inline,
-            abs(told["batch_size"] - job.config.batch_size),
-            abs(told["lookahead"] - job.lookahead),
+            flags["mode"] != job.config.mode,
+            (flags.get("num_drafts") == 0) != job.inline,
+            abs(flags["batch_size"] - job.config.batch_size),
+            abs(flags["lookahead"] - job.lookahead),
         )
 
     return min(files, key=distance)
 
 
-def key(mode: str, told: dict[str, Any]) -> list[Any]:
+def key(mode: str, flags: dict[str, Any]) -> list[Any]:
     """What tells configurations of one grid apart, read off a row or a line."""
     names = ("tp", "num_drafts", "lookahead", "batch_size", "fan_out", "acceptance", "hit_law")
-    return [mode, *(told[name] for name in names), told["backup"] if mode == "ssd" else None]
+    return [mode, *(flags[name] for name in names), flags["backup"] if mode == "ssd" else None]
 
 
-def line(job: Job, found: dict[str, Any]) -> dict[str, Any]:
+def line(job: Job, predicted: dict[str, Any]) -> dict[str, Any]:
     """What is predicted of a configuration, by the keys of a row."""
     mode, config = job.config.mode, job.config
     drafted = mode != "ar"
@@ -138,16 +138,16 @@ def line(job: Job, found: dict[str, Any]) -> dict[str, Any]:
         "acceptance": config.acceptance_text if drafted else None,
         "hit_law": job.hit_law.label if mode == "ssd" else None,
         "backup": config.backup if drafted else None,
-        "tok_per_s": found["tok_per_s"],
-        "round_us": found["round_us"]["p50"],
-        "t_target_s": found["t_target_s"],
+        "tok_per_s": predicted["tok_per_s"],
+        "round_us": predicted["round_us"]["p50"],
+        "t_target_s": predicted["t_target_s"],
     }
 
 
 def judge(predicted: Path, results: Path) -> int:
     """Prints how far what was measured lies from what was predicted, by method."""
-    told = [json.loads(text) for text in predicted.read_text().splitlines()]
-    known = {json.dumps(key(entry["mode"], entry)): entry["tok_per_s"] for entry in told}
+    lines = [json.loads(text) for text in predicted.read_text().splitlines()]
+    known = {json.dumps(key(entry["mode"], entry)): entry["tok_per_s"] for entry in lines}
     errors: dict[str, list[float]] = defaultdict(list)
     missing = 0
     for row in load_rows([results]):
@@ -156,11 +156,11 @@ def judge(predicted: Path, results: Path) -> int:
             missing += 1
         else:
             errors[f"{row['mode']} D={row['num_drafts']}"].append(row["tok_per_s"] / expected - 1)
-    for name, found in sorted(errors.items()):
-        size = sorted(map(abs, found))
+    for name, values in sorted(errors.items()):
+        size = sorted(map(abs, values))
         print(
-            f"{name:8} {len(found):4} rows: measured / predicted - 1: median {median(found):+.1%}, "
-            f"in size {median(size):.1%}, at most {size[-1]:.1%}"
+            f"{name:8} {len(values):4} rows: measured / predicted - 1: median "
+            f"{median(values):+.1%}, in size {median(size):.1%}, at most {size[-1]:.1%}"
         )
     print(f"{missing} rows were not predicted")
     return 0

@@ -24,12 +24,14 @@ WAYS = ("jit", "fast", "auto")
 
 def line(batch: int, rows: list[dict[str, Any]]) -> str:
     """One batch size; "" unless all three were measured."""
-    found = {w: [r for r in rows if (r["batch_size"], r["backup"]) == (batch, w)] for w in WAYS}
-    if not all(found.values()):
+    rows_by_way = {
+        w: [r for r in rows if (r["batch_size"], r["backup"]) == (batch, w)] for w in WAYS
+    }
+    if not all(rows_by_way.values()):
         return ""
-    rates = {way: fmean(row["tok_per_s"] for row in found[way]) for way in WAYS}
+    rates = {way: fmean(row["tok_per_s"] for row in rows_by_way[way]) for way in WAYS}
     better = max("jit", "fast", key=rates.__getitem__)
-    pairs = compare_rows(found[better], found["auto"], {})
+    pairs = compare_rows(rows_by_way[better], rows_by_way["auto"], {})
     loss = f"{1 - pairs.speedup:.1%} ({1 - pairs.high:.1%} to {1 - pairs.low:.1%})"
     cells = [str(batch), *(f"{rates[way]:.0f}" for way in WAYS), better, loss]
     return f"| {' | '.join(cells)} | {pairs.num_seeds} × {pairs.num_rounds} |\n"

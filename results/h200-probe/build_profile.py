@@ -55,36 +55,36 @@ def merged(entries: Iterable[Entry], key: Sequence[str]) -> list[Entry]:
     for entry in entries:
         alike.setdefault(tuple(entry.get(name, 0) for name in key), []).append(entry)
     return [
-        {**dict(zip(key, identity, strict=True)), **_median(found)}
-        for identity, found in alike.items()
+        {**dict(zip(key, identity, strict=True)), **_median(group)}
+        for identity, group in alike.items()
     ]
 
 
-def _median(found: Sequence[Entry]) -> Entry:
+def _median(entries: Sequence[Entry]) -> Entry:
     points: dict[str, list[float]] = {}
-    for entry in found:
+    for entry in entries:
         for point, seconds in entry["seconds"].items():
             points.setdefault(point, []).append(seconds)
     number = all(point.isdigit() for point in points)
     order = sorted(points, key=int) if number else list(points)
-    many = f", median of {len(found)} measurements" if len(found) > 1 else ""
-    told = {point: float(f"{median(points[point]):.6g}") for point in order}
-    return {"from": found[0]["from"] + many, "seconds": told}
+    many = f", median of {len(entries)} measurements" if len(entries) > 1 else ""
+    medians = {point: float(f"{median(points[point]):.6g}") for point in order}
+    return {"from": entries[0]["from"] + many, "seconds": medians}
 
 
 def of_jobs(probe: Entry) -> list[Entry]:
     """The forwards that the probe's own jobs measured while they found their host costs."""
     by_size = sorted(probe["tables"]["forwards"], key=lambda entry: entry["params"])
-    found = []
+    entries = []
     for host in probe["host"]:
         for role, like in (("draft", by_size[0]), ("verify", by_size[-1])):
             seconds = (host.get("job_forwards") or {}).get(role)
             if seconds:
                 chain = max(map(int, seconds)) <= FEW_ROWS
                 kernel = ("chain", FEW_ROWS) if chain else ("cublas", None)
-                told = dict(zip(("kernel", "most_rows"), kernel, strict=True))
-                found.append({**like, **told, "seconds": seconds})
-    return found
+                of_kernel = dict(zip(("kernel", "most_rows"), kernel, strict=True))
+                entries.append({**like, **of_kernel, "seconds": seconds})
+    return entries
 
 
 def with_heads(forwards: Sequence[Entry]) -> list[Entry]:
@@ -92,12 +92,14 @@ def with_heads(forwards: Sequence[Entry]) -> list[Entry]:
     known = {_identity(entry): entry for entry in forwards}
     plain = [entry for entry in forwards if not entry["lm_head"]]
     pairs = [(e, known[key]) for e in plain if (key := _identity({**e, "lm_head": True})) in known]
-    found = []
+    headed = []
     for entry in plain:
         alike = [pair for pair in pairs if pair[0]["kernel"] == entry["kernel"]]
         if _identity({**entry, "lm_head": True}) not in known and alike:
-            found.append(_with_head(entry, *max(alike, key=lambda pair: _likeness(pair[0], entry))))
-    return found
+            headed.append(
+                _with_head(entry, *max(alike, key=lambda pair: _likeness(pair[0], entry)))
+            )
+    return headed
 
 
 def _identity(entry: Entry) -> tuple[Any, ...]:
@@ -162,21 +164,21 @@ def _remote(lead: Entry, far: Entry) -> Entry:
     seconds["follower"] = costs.follower + costs.link + costs.nap
     seconds["lead_send"] = far["seconds"]["lead_send"]  # to the draft: inline nothing is sent
     why = f"derived: lead of T={lead['tp']}, {lead['mode']} D=0; link and draft of T=1, D=1"
-    told = {name: far.get(name, 0) for name in HOST}
-    return {**told, "tp": lead["tp"], "from": why, "seconds": seconds}
+    values = {name: far.get(name, 0) for name in HOST}
+    return {**values, "tp": lead["tp"], "from": why, "seconds": seconds}
 
 
 def numbers(probes: Sequence[Entry], base: Entry) -> Entry:
     """Medians over the probes; memory is the device's, of the base."""
-    found = {}
+    merged_numbers = {}
     for name, known in base["numbers"].items():
         of = [p["numbers"][name] for p in probes if p["numbers"][name]["value"] is not None]
         if name == "memory_bytes" or not of:
-            found[name] = known
+            merged_numbers[name] = known
             continue
         source = f"{of[0]['from']}, median of {len(of)} probes"
-        found[name] = {"value": median(entry["value"] for entry in of), "from": source}
-    return found
+        merged_numbers[name] = {"value": median(entry["value"] for entry in of), "from": source}
+    return merged_numbers
 
 
 def all_reduce(probes: Iterable[Entry], base: Entry) -> Entry:
@@ -190,10 +192,10 @@ def all_reduce(probes: Iterable[Entry], base: Entry) -> Entry:
             measured[ranks] = own["from"]
     if not measured:
         return dict(base["all_reduce"])
-    told = [f"{source} ({ranks} ranks)" for ranks, source in sorted(measured.items())]
+    sources = [f"{source} ({ranks} ranks)" for ranks, source in sorted(measured.items())]
     if rest := [ranks for ranks in latency if ranks not in measured]:
-        told.append(f"{', '.join(rest)} ranks as before, {base['all_reduce']['from']}")
-    return {"from": "; ".join(told), "latency_s": latency, "bytes_per_s": rate}
+        sources.append(f"{', '.join(rest)} ranks as before, {base['all_reduce']['from']}")
+    return {"from": "; ".join(sources), "latency_s": latency, "bytes_per_s": rate}
 
 
 def build(probes: Sequence[Entry], base: Entry) -> Entry:
@@ -239,10 +241,10 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     given = parser.parse_args()
     base = json.loads(given.base.read_text())
-    found = build([json.loads(path.read_text()) for path in given.profiles], base)
-    given.to.write_text(text_of(found) + "\n")
+    data = build([json.loads(path.read_text()) for path in given.profiles], base)
+    given.to.write_text(text_of(data) + "\n")
     profile = load_profile(str(given.to))
-    entries = [e for rows in (*found["tables"].values(), found["host"]) for e in rows]
+    entries = [e for rows in (*data["tables"].values(), data["host"]) for e in rows]
     derived = sum(entry["from"].startswith("derived") for entry in entries)
     print(f"{given.to}: {len(entries)} entries, {derived} derived, of {len(given.profiles)} probes")
     print(f"jobs of at most {profile.few_rows} rows run a kernel of their own")

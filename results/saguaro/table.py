@@ -70,11 +70,11 @@ def text(row: dict[str, Any], cell: dict[str, Any]) -> str:
 def table() -> str:
     """The table as Markdown, a line for each C."""
     cells = {cell["run_id"]: cell for cell in entries(CELLS)}
-    found = {(r["saguaro_c"], r["fan_out"][0]): text(r, cells[r["run_id"]]) for r in entries(ROWS)}
-    fans = sorted({fan for _, fan in found})
+    texts = {(r["saguaro_c"], r["fan_out"][0]): text(r, cells[r["run_id"]]) for r in entries(ROWS)}
+    fans = sorted({fan for _, fan in texts})
     shown = [["C", *(f"F = {fan}" for fan in fans)]]
-    for c in sorted({c for c, _ in found}, reverse=True):
-        shown.append([f"{c:g}".replace("0.", "."), *(found[c, fan] for fan in fans)])
+    for c in sorted({c for c, _ in texts}, reverse=True):
+        shown.append([f"{c:g}".replace("0.", "."), *(texts[c, fan] for fan in fans)])
     first, *others = (f"| {' | '.join(cells)} |" for cells in shown)
     return "\n".join([first, "|---" * (1 + len(fans)) + "|", *others])
 

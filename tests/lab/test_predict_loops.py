@@ -1,7 +1,7 @@
 """The recurrence against the loops themselves, in virtual time.
 
 The real TargetLoop, drafter and workers run with clocks of their own that only move when a forward,
-a message or a named piece of host work takes time. What they do and when must be foretold exactly.
+a message or a named piece of host work takes time. What they do and when must be predicted exactly.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def check(job: Job, rounds: int = 60) -> None:
     found = replay(job, run.device, HOST, rounds)
     np.testing.assert_array_equal(found.sequences(), records.sequences())
     assert outcome_digest(found.sequences()) == outcome_digest(records.sequences())
-    # What the first round waits for began in warm-up rounds, which are only foretold as full ones.
+    # What the first round waits for began in warm-up rounds, which are only predicted as full ones.
     np.testing.assert_allclose(found.round_s[1:, 0], np.asarray(round_s)[1:], rtol=0, atol=1e-9)
 
 

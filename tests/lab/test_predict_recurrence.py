@@ -57,12 +57,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
-def test_foretells_what_the_loops_do(flags: dict[str, Any]) -> None:
+def test_predicts_what_the_loops_do(flags: dict[str, Any]) -> None:
     check(make_job(**flags))
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_foretells_random_configurations(seed: int) -> None:
+def test_predicts_random_configurations(seed: int) -> None:
     rnd = random.Random(seed)
     lookahead = rnd.randint(1, 9)
     fan_outs = [f"uniform:{rnd.randint(1, 9)}", f"geometric:{rnd.randint(8, 60)}"]

@@ -191,9 +191,9 @@ def test_the_committed_rows_compare() -> None:
     ssd_row = next(r for r in rows if r["mode"] == "ssd" and r["hit_law"] == "p_hit:1.0"
                    and r["target"] == sd_row["target"])  # fmt: skip
     pair = Pair.of(sd_row, ssd_row, load_rounds([folder], [sd_row, ssd_row]))
-    assert pair.found.how is How.BLOCKS and pair.found.low > 1.6
+    assert pair.comparison.how is How.BLOCKS and pair.comparison.low > 1.6
     whole = ssd_row["tok_per_s"] / sd_row["tok_per_s"]
-    assert pair.found.speedup == pytest.approx(whole, rel=1e-3)
+    assert pair.comparison.speedup == pytest.approx(whole, rel=1e-3)
     alone = compare_rows([sd_row], [ssd_row])
-    width, apart = ((math.log(c.high / c.low)) for c in (pair.found, alone))
+    width, apart = ((math.log(c.high / c.low)) for c in (pair.comparison, alone))
     assert width < apart / 5  # all of the luck is shared: K and outcomes are equal

@@ -36,7 +36,7 @@ def test_a_healthy_machine(facts: Facts) -> None:
 
 
 def test_what_a_run_would_choose() -> None:
-    lines = {finding.what: finding.found for finding in judge(HEALTHY)}
+    lines = {finding.what: finding.detail for finding in judge(HEALTHY)}
     assert lines["backend"] == "cupy on NVIDIA H200: CuPy finds a GPU"
     assert lines["all-reduce"] == "oneshot: the target's GPUs map each other's memory"
     assert lines["pair"].startswith("llama-3.1-70b / llama-3.2-1b: the default here: the largest")
@@ -57,7 +57,7 @@ def test_other_users_of_a_gpu() -> None:
     ]
     facts = replace(HEALTHY, hosts=[build_host({**asdict(HOST), "gpu_users": users})])
     found = [finding for finding in judge(facts) if finding.verdict != OK]
-    assert [(f.what, f.found) for f in found] == [("GPU 0", "also used by python3 (77) on gpu1")]
+    assert [(f.what, f.detail) for f in found] == [("GPU 0", "also used by python3 (77) on gpu1")]
 
 
 def test_a_control_group_smaller_than_the_weights() -> None:

@@ -102,7 +102,7 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
 
 def test_on_one_of_several_hosts_the_fault_may_be_elsewhere(job: Job) -> None:
     for rank in range(3):
-        job.host.peers[rank].told["size"] = 5
+        job.host.peers[rank].about["size"] = 5
         job.end(rank, signal.SIGTERM)
     found = job.host.dead()
     assert found is not None and "to the ranks of this host" in found.line
@@ -111,7 +111,7 @@ def test_on_one_of_several_hosts_the_fault_may_be_elsewhere(job: Job) -> None:
 def test_who_stands_still_alone_on_its_host_is_named_and_not_judged(job: Job) -> None:
     """Job control would look the same."""
     for rank in range(3):
-        job.host.peers[rank].told["size"] = 4
+        job.host.peers[rank].about["size"] = 4
     for rank in (0, 2):
         job.end(rank)
         del job.host.peers[rank]
@@ -128,8 +128,8 @@ def test_an_mpi_that_loses_another_host_does_not_make_a_culprit(job: Job) -> Non
     job.host.peers[1].status = 14 << 8
     found = job.host.dead()
     assert found is not None and found.line.endswith("exit code 14 in rounds")
-    job.host.peers[1].told["size"] = 4
-    job.host.peers[0].told["size"] = 4
+    job.host.peers[1].about["size"] = 4
+    job.host.peers[0].about["size"] = 4
     found = job.host.dead()
     assert found is not None and found.line.endswith("; a rank of another host may be why")
 
@@ -168,7 +168,7 @@ def test_who_waits_names_who_does_not(job: Job) -> None:
     job.set(1, WAITING, 1)
     found = job.host.waited(job.host.peers[0], "plan", 0.0)
     assert found.culprit is job.host.peers[0] and found.line.endswith("in rounds: plan")
-    job.host.peers[0].told["size"] = 4
+    job.host.peers[0].about["size"] = 4
     assert job.host.waited(job.host.peers[0], "plan", 0.0).line.endswith(
         "plan; a rank of another host may be why"
     )

@@ -226,7 +226,7 @@ def test_the_committed_claims_are_those_of_compare() -> None:
     for claim in found:
         a, b = (side.cell.rows[0] for side in (claim.other, claim.verdict.ssd))
         b = next(r for r in claim.verdict.ssd.cell.rows if r["seed"] == a["seed"])
-        told = Pair.of(a, b, {}, others=every).found
+        told = Pair.of(a, b, {}, others=every).comparison
         assert (told.low, told.high) == pytest.approx((claim.gain.low, claim.gain.high))
         assert told.is_headline and told.is_real == ("×" in claim.gain.claim)
 

@@ -32,7 +32,7 @@ study = sys.modules["study"]
 
 
 def row(mode: str, rate: float, *, cell: int = 0, sd: float = 0.01, **changed: Any) -> Any:
-    """A row of 100 rounds whose draws are worth `sd`; what was foretold is what was measured."""
+    """A row of 100 rounds whose draws are worth `sd`; what was predicted is what was measured."""
     flat = {"mean": 1e4, "p50": 1e4, "p90": 1e4, "p99": 1e4}
     told = {"mode": mode, "tok_per_s": rate, "predicted_tok_per_s": rate, "prediction_error": 0.0}
     known = {"seed": cell, "target": "t", "tp": 1, "device_name": "d", "batch_size": 1}
@@ -44,11 +44,13 @@ def row(mode: str, rate: float, *, cell: int = 0, sd: float = 0.01, **changed: A
 
 
 def test_cells_whose_interval_holds_0_are_not_counted() -> None:
-    """±2.8%: 10% more or less is told, 2% is not, however right or wrong it was foretold."""
+    """±2.8%: 10% more or less is told, 2% is not, however right or wrong it was predicted."""
     rows = []
-    for cell, (ssd, foretold) in enumerate([(110, 105), (110, 90), (90, 80), (102, 120), (98, 90)]):
+    for cell, (ssd, predicted) in enumerate(
+        [(110, 105), (110, 90), (90, 80), (102, 120), (98, 90)]
+    ):
         rows += [row("sd", 100.0, cell=cell)]
-        rows += [row("ssd", float(ssd), cell=cell, predicted_tok_per_s=float(foretold))]
+        rows += [row("ssd", float(ssd), cell=cell, predicted_tok_per_s=float(predicted))]
     assert predictions.signs(rows, {}) == (2, 3, 2)
     wide = [r | {"sampling_sd": 0.1} for r in rows]
     assert predictions.signs(wide, {}) == (0, 0, 5)

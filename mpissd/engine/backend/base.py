@@ -59,9 +59,9 @@ class ForwardKey:
     kv_tokens: int  # Tokens of context read, summed over all sequences.
 
     def __str__(self) -> str:
-        told = [self.model, f"T={self.tp}"]
-        told += [name for name in ("fuse", "lm_head") if getattr(self, name)]
-        return " ".join(told + [f"kv_tokens={self.kv_tokens}"] * (self.kv_tokens > 0))
+        parts = [self.model, f"T={self.tp}"]
+        parts += [name for name in ("fuse", "lm_head") if getattr(self, name)]
+        return " ".join(parts + [f"kv_tokens={self.kv_tokens}"] * (self.kv_tokens > 0))
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,10 @@ class ChainRunner:
         self._start(Chain(self._uploaded(table.view(np.uint8)), finished, len(table), 0, tiles))
         self.limit_s = limit_s
         packed_product(self._launch, operand(x), weight, operand(slow))
-        found, expected = (cupy.asnumpy(a, stream=self._stream).astype(float) for a in (fast, slow))
-        error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        computed, expected = (
+            cupy.asnumpy(a, stream=self._stream).astype(float) for a in (fast, slow)
+        )
+        error = float(np.linalg.norm(computed - expected) / np.linalg.norm(expected))
         if not error <= TOLERANCE:
             self._stop[0] = 0
             raise FaultError(

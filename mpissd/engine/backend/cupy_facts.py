@@ -20,24 +20,24 @@ from mpissd.engine.backend.cupy_device import can_access_peers, device_info
 def facts(local_rank: int) -> dict[str, Any]:
     """Returns the fields of ops.doctor.facts.CudaView; `error` says why this local rank has no
     GPU."""
-    found: dict[str, Any] = {"cupy": cupy.__version__, **_nccl()}
-    found["runtime"] = int(runtime.runtimeGetVersion())
+    view: dict[str, Any] = {"cupy": cupy.__version__, **_nccl()}
+    view["runtime"] = int(runtime.runtimeGetVersion())
     try:
-        found["driver"] = int(runtime.driverGetVersion())
-        found["count"] = int(runtime.getDeviceCount())
-        if local_rank >= found["count"]:
-            return found
+        view["driver"] = int(runtime.driverGetVersion())
+        view["count"] = int(runtime.getDeviceCount())
+        if local_rank >= view["count"]:
+            return view
         runtime.setDevice(local_rank)
         info = device_info(local_rank, runtime.getDeviceProperties(local_rank))
-        found |= {"name": info.name, "uuid": info.uuid or "", "bus_id": info.bus_id or ""}
-        found["capability"] = info.compute_capability or ""
+        view |= {"name": info.name, "uuid": info.uuid or "", "bus_id": info.bus_id or ""}
+        view["capability"] = info.compute_capability or ""
         free, total = runtime.memGetInfo()
-        found |= {"memory_free": int(free), "memory_total": int(total)}
-        found["peers"] = can_access_peers()
-        found |= _nvmath()
+        view |= {"memory_free": int(free), "memory_total": int(total)}
+        view["peers"] = can_access_peers()
+        view |= _nvmath()
     except runtime.CUDARuntimeError as error:
-        found["error"] = str(error)
-    return found
+        view["error"] = str(error)
+    return view
 
 
 def _nccl() -> dict[str, Any]:

@@ -159,8 +159,8 @@ def _read(path: Path) -> Profile:
     except (OSError, ValueError) as error:
         raise ConfigError(f"profile {str(path)!r}: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else None
-        raise ConfigError(f"profile {str(path)!r}: schema {found!r}, this version reads {SCHEMA}")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        raise ConfigError(f"profile {str(path)!r}: schema {schema!r}, this version reads {SCHEMA}")
     if data.get("kind", "device") != "device":
         raise ConfigError(
             f"profile {str(path)!r}: kind {data['kind']!r}; allowed: a device's, as probe saves it"

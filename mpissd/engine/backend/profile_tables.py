@@ -47,9 +47,9 @@ class Curve:
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> Curve:
         """Reads the curve from one entry of a table."""
-        told = {_whole(point): float(s) for point, s in entry["seconds"].items()}
-        points = tuple(sorted(told))
-        return cls(points, tuple(told[n] for n in points), str(entry["from"]))
+        measured = {_whole(point): float(s) for point, s in entry["seconds"].items()}
+        points = tuple(sorted(measured))
+        return cls(points, tuple(measured[n] for n in points), str(entry["from"]))
 
     def __call__(self, at: int) -> float:
         """Returns the seconds at any point, measured or not."""
@@ -160,18 +160,18 @@ class Tables:
         """Returns the measured curve of a cost's forward with the kernel that its job would run, or
         None."""
         most = cost.most_rows or cost.rows
-        for found in () if cost.key is None else self.forwards.get(cost.key, ()):
+        for kernel in () if cost.key is None else self.forwards.get(cost.key, ()):
             # Two config.json files may share a model name, so the number of weights must match too.
-            is_of_model = cost.flops == 2 * cost.rows * found.params
-            if is_of_model and (found.most_rows is None or most <= found.most_rows):
-                return found.seconds
+            is_of_model = cost.flops == 2 * cost.rows * kernel.params
+            if is_of_model and (kernel.most_rows is None or most <= kernel.most_rows):
+                return kernel.seconds
         return None
 
     @property
     def few_rows(self) -> int:
         """The most rows at which a job may use another kernel than larger jobs; 0 if there is
         none."""
-        every = (found.most_rows for kernels in self.forwards.values() for found in kernels)
+        every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
         return max((most for most in every if most is not None), default=0)
 
 
@@ -180,9 +180,9 @@ def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Fo
     counts."""
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
-        key, found = _forward(entry)
-        every.setdefault(key, {})[found.most_rows or math.inf] = found
-    return {key: tuple(found[most] for most in sorted(found)) for key, found in every.items()}
+        key, forward = _forward(entry)
+        every.setdefault(key, {})[forward.most_rows or math.inf] = forward
+    return {key: tuple(forward[most] for most in sorted(forward)) for key, forward in every.items()}
 
 
 def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:

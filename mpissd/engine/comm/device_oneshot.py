@@ -195,8 +195,8 @@ class OneshotGroup(Group):
                 self._device.from_host(values, array)
                 self.all_reduce(array)
                 self._wait(self._comm.Iallreduce(MPI.IN_PLACE, values), "sums of the host")
-                found = self._device.to_host(array)
-                error = np.linalg.norm(found - values) / np.linalg.norm(values)
+                summed = self._device.to_host(array)
+                error = np.linalg.norm(summed - values) / np.linalg.norm(values)
                 worst = max(worst, float(error)) if np.isfinite(error) else np.inf
         self._limit = limit
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
@@ -206,9 +206,9 @@ class OneshotGroup(Group):
         line = np.zeros((self.size, 256), np.uint8)
         text = np.frombuffer((reason or "").encode()[:256].ljust(256, b"\0"), np.uint8)
         self._wait(self._comm.Iallgather(text, line), what)
-        for rank, found in enumerate(line):
-            if found.any():
-                why = bytes(found).rstrip(b"\0").decode(errors="replace")
+        for rank, error in enumerate(line):
+            if error.any():
+                why = bytes(error).rstrip(b"\0").decode(errors="replace")
                 raise ConfigError(
                     f"all-reduce 'oneshot': {what} failed on rank {rank} ({why}); "
                     "allowed: nccl, staged, auto"

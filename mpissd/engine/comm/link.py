@@ -143,10 +143,12 @@ class LeadEnd:
         """Waits for the speculation of round `round_` for `count` sequences."""
         self.waiter.until(self._carrier.arrived, "draft: speculation")
         sampled = self._vocab > 0
-        found = wire.read_speculation(self._in, round_, count, self.lookahead, sampled=sampled)
+        speculation = wire.read_speculation(
+            self._in, round_, count, self.lookahead, sampled=sampled
+        )
         self._carrier.release()
         self._count(self._in.array.nbytes)
-        return found
+        return speculation
 
     def send_trunk(self, speculation: Speculation) -> None:
         """Starts to send TRUNK, the speculation that was served."""
@@ -207,9 +209,9 @@ class DraftEnd:
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         """Waits for OUTCOME, of round `round_` if given; returns it, and whether it says stop."""
         self._waiter.until(self._carrier.arrived, "target: outcome")
-        found = wire.read_outcome(self._in, round_)
+        outcome = wire.read_outcome(self._in, round_)
         self._carrier.release()
-        return found
+        return outcome
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Starts to send SPECULATION."""
@@ -222,9 +224,9 @@ class DraftEnd:
         assert self._side is not None, "a trunk without a side carrier"
         self._waiter.until(self._side.carrier.arrived, "target: trunk")
         incoming = self._side.incoming
-        found = wire.read_speculation(incoming, round_, count, lookahead, sampled=sampled)
+        speculation = wire.read_speculation(incoming, round_, count, lookahead, sampled=sampled)
         self._side.carrier.release()
-        return found
+        return speculation
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
         """Starts to send PROPOSALS: the distribution [V] behind each token that was not certain."""
@@ -262,10 +264,10 @@ class QueueCarrier(Carrier):
     def arrived(self) -> bool:
         if not self._full:
             try:
-                found = self._from_peer.get_nowait()
+                message = self._from_peer.get_nowait()
             except queue.Empty:
                 return False
-            self._in.array[: len(found)] = found
+            self._in.array[: len(message)] = message
             self._full = True
         return True
 

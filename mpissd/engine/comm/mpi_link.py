@@ -141,9 +141,9 @@ class PlanReceiver:
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
         """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
         self._waiter.until(self._receive.Test, "lead: plan")
-        found = wire.read_plan(self._buffer, round_, self._lookahead, sampled=self._sampled)
+        plan = wire.read_plan(self._buffer, round_, self._lookahead, sampled=self._sampled)
         self._receive.Start()
-        return found
+        return plan
 
     def close(self) -> None:
         """Cancels the posted receive; called after the plan that says stop."""

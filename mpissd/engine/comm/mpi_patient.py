@@ -39,8 +39,8 @@ class PatientComm(MPI.Intracomm):
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
         here = self.rank == root
         sizes = np.zeros(self.size if here else 0, np.int64)
-        told = np.array([len(data)], np.int64)
-        self._wait(self.Igather(told, sizes if here else None, root), "all ranks' reports")
+        length = np.array([len(data)], np.int64)
+        self._wait(self.Igather(length, sizes if here else None, root), "all ranks' reports")
         every = np.empty(int(sizes.sum()), np.uint8)
         target = (every, sizes) if here else None
         self._wait(self.Igatherv(data, target, root), "all ranks' reports")
@@ -51,9 +51,9 @@ class PatientComm(MPI.Intracomm):
         data = np.frombuffer(MPI.pickle.dumps(obj if self.rank == root else None), np.uint8)
         size = np.array([len(data)], np.int64)
         self._wait(self.Ibcast(size, root), f"rank {root}'s word")
-        told = data.copy() if self.rank == root else np.empty(int(size[0]), np.uint8)
-        self._wait(self.Ibcast(told, root), f"rank {root}'s word")
-        return obj if self.rank == root else MPI.pickle.loads(told.tobytes())
+        pickled = data.copy() if self.rank == root else np.empty(int(size[0]), np.uint8)
+        self._wait(self.Ibcast(pickled, root), f"rank {root}'s word")
+        return obj if self.rank == root else MPI.pickle.loads(pickled.tobytes())
 
     def allreduce(self, sendobj: Any, op: MPI.Op | Callable[[Any, Any], Any] = MPI.SUM) -> Any:
         """Returns all ranks' objects, combined by `op` in rank order."""

@@ -33,14 +33,14 @@ def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
 
 def command_lines(pid: int) -> list[list[str]]:
     """Returns the command lines of a process, its parent, the parent's parent, and so on."""
-    found = []
+    lines = []
     while pid > 1:
         try:
-            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"))
+            lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"))
         except (OSError, UnicodeDecodeError):
             break
-        told = process.stat(pid)
-        if told is None:
+        fields = process.stat(pid)
+        if fields is None:
             break
-        pid = told[1]
-    return found
+        pid = fields[1]
+    return lines

@@ -50,7 +50,7 @@ def numa_node(bus_id: str | None, root: str = "/sys") -> int | None:
 
 def core_numa_nodes(cores: set[int], root: str = "/sys") -> list[int] | None:
     """Returns the NUMA nodes of these cores, ascending; None if the system does not report them."""
-    found = set()
+    nodes = set()
     for path in Path(root, "devices/system/node").glob("node[0-9]*/cpulist"):
         try:
             listed = path.read_text().strip()
@@ -59,8 +59,8 @@ def core_numa_nodes(cores: set[int], root: str = "/sys") -> list[int] | None:
         for part in filter(None, listed.split(",")):
             low, _, high = part.partition("-")
             if cores & set(range(int(low), int(high or low) + 1)):
-                found.add(int(path.parent.name.removeprefix("node")))
-    return sorted(found) or None
+                nodes.add(int(path.parent.name.removeprefix("node")))
+    return sorted(nodes) or None
 
 
 def peer_access() -> list[list[bool]]:

@@ -102,12 +102,12 @@ def open_topology(num_drafts: int) -> Topology:
     from mpissd.engine.comm.mpi_patient import PatientComm
 
     world = PatientComm(MPI.COMM_WORLD)
-    told = launcher_size()
-    if told is not None and told != world.size:
+    launched = launcher_size()
+    if launched is not None and launched != world.size:
         library = MPI.Get_library_version().split(",")[0].strip()
         raise ConfigError(
-            f"launcher mismatch: it started {told} processes, but MPI sees {world.size}; use the "
-            f"mpirun that belongs to mpi4py's library ({library})"
+            f"launcher mismatch: it started {launched} processes, but MPI sees {world.size}; use "
+            f"the mpirun that belongs to mpi4py's library ({library})"
         )
     return placed(world, check_world(world.size, num_drafts))
 
@@ -124,14 +124,14 @@ def placed(world: MPI.Comm, tp: int) -> Topology:
     return Topology(world, group, tp, world.size - tp, node.rank, hosts, cores_a_rank)
 
 
-def label_hosts(told: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+def label_hosts(names: Sequence[tuple[str, int]]) -> tuple[str, ...]:
     """Returns a name for each rank's machine.
 
-    told: for each rank its hostname and the first rank on the same machine. Containers and cloned
+    names: for each rank its hostname and the first rank on the same machine. Containers and cloned
     machines may share a hostname; then that first rank is appended.
     """
-    machines = {name: {first for other, first in told if other == name} for name, _ in told}
-    return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in told)
+    machines = {name: {first for other, first in names if other == name} for name, _ in names}
+    return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in names)
 
 
 def part_of(topology: Topology, num_drafts: int) -> Topology | None:
@@ -170,6 +170,6 @@ def agree(world: MPI.Comm, error: MpissdError | None) -> None:
     error: this rank's, or None. Called before a collective in which the others would wait in vain.
     """
     errors = world.allgather(None if error is None else (str(error), error.exit_code))
-    found = next((e for e in errors if e is not None), None)
-    if found is not None:
-        raise Refused(*found)
+    first = next((e for e in errors if e is not None), None)
+    if first is not None:
+        raise Refused(*first)

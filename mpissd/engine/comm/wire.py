@@ -86,11 +86,11 @@ class Buffer:
 
     def check_seal(self, size: int) -> None:
         """Raises ProtocolError where the body, of `size` int32, does not fit its checksum."""
-        told, found = self._words[_CHECKSUM], self._checksum(size)
-        if told != found:
+        written, computed = self._words[_CHECKSUM], self._checksum(size)
+        if written != computed:
             raise ProtocolError(
                 f"round {self._ints[_ROUND]}: {self.kind.name} message refused: checksum is "
-                f"{told:#010x}, expected {found:#010x}"
+                f"{written:#010x}, expected {computed:#010x}"
             )
 
     def check_outcome(self, rows: Ints) -> None:

@@ -151,8 +151,8 @@ class RemoteSpeculator(Speculator):
         if n in self._waiting:
             self._rows[n] = self._links[n].proposals(self._served.round, self._waiting.pop(n))
         before = self._served.num_proposals[:row][self._link_of[:row] == n].sum()
-        found: NDArray[np.float32] = self._rows[n][int(before) + index]
-        return found
+        proposal: NDArray[np.float32] = self._rows[n][int(before) + index]
+        return proposal
 
     def _drop_proposals(self) -> None:
         for n, count in self._waiting.items():

@@ -29,8 +29,8 @@ def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None)
     if draft is None or draft.head is None or config.mode == "ar":
         return
     if draft.head.lm_heads == 0 and not config.is_lookup:
-        told = f"draft={draft.name} with mode={config.mode}, backup={config.backup}"
-        raise ConfigError(f"{told}: allowed: mode=sd, backup=fast")
+        asked = f"draft={draft.name} with mode={config.mode}, backup={config.backup}"
+        raise ConfigError(f"{asked}: allowed: mode=sd, backup=fast")
     if draft.num_tokens > 1:
         _check_parallel(config, draft)
 
@@ -48,8 +48,8 @@ def _check_tail(config: RunConfig) -> None:
         ("backup", config.backup, ("jit", "fast")),
     ):
         if value not in allowed:
-            told = ", ".join(str(one) for one in allowed if one is not None)
-            raise ConfigError(f"{name}={value} with fan_out={config.fan_out}: allowed: {told}")
+            values = ", ".join(str(one) for one in allowed if one is not None)
+            raise ConfigError(f"{name}={value} with fan_out={config.fan_out}: allowed: {values}")
 
 
 def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
@@ -61,8 +61,8 @@ def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
         what = f"{draft.num_tokens}, one head a token (medusaN:MODEL has N)"
         raise ConfigError(f"lookahead={config.lookahead} with {draft.name}: allowed: {what}")
     if config.backup_lookahead not in (None, 0, config.lookahead):
-        told = f"backup_lookahead={config.backup_lookahead} with {draft.name}"
-        raise ConfigError(f"{told}: allowed: {config.lookahead}, which one forward drafts")
+        asked = f"backup_lookahead={config.backup_lookahead} with {draft.name}"
+        raise ConfigError(f"{asked}: allowed: {config.lookahead}, which one forward drafts")
 
 
 def check_shards(config: RunConfig, target: ModelShape, tp: int) -> None:

@@ -195,6 +195,6 @@ def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) 
         hazards, law = (PRIOR_ALPHA,) * lookahead, HitLaw("")
     minimum = 1 if hit_law.p_hit else 0
     powers = law.powers(lookahead, served)
-    found = resolve_fan_out(text, lookahead, hazards, *powers, minimum=minimum)
-    hit_law.check_fan_out(found)
-    return found
+    fan_out = resolve_fan_out(text, lookahead, hazards, *powers, minimum=minimum)
+    hit_law.check_fan_out(fan_out)
+    return fan_out

@@ -196,7 +196,7 @@ class GemmStack:
         entry, states = shard.shape.fused_width, sum(shard.shape.head_widths)
         ids, values = backend.top_buffers(rows, k)
         all_ids, all_values = backend.top_buffers(rows * self.group.size, k)
-        told = rows * k * self.group.size * max(1, len(self.heads))
+        length = rows * k * self.group.size * max(1, len(self.heads))
         return Buffers(
             tokens=backend.host_ints(rows),
             entry=backend.activation(rows, entry) if entry else None,
@@ -210,8 +210,8 @@ class GemmStack:
             top_values=values,
             all_ids=all_ids,
             all_values=all_values,
-            result=backend.host_ints(told),
-            values=backend.host_ints(told).view(np.float32) if self.options.values else None,
+            result=backend.host_ints(length),
+            values=backend.host_ints(length).view(np.float32) if self.options.values else None,
         )
 
 

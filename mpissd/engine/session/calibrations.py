@@ -45,5 +45,5 @@ class Calibrations:
             known[key] = value, min([datetime.now(timezone.utc), *self._asked[before:]])
         value, at = known[key]
         self._asked.append(at)
-        found: Value = value
-        return found
+        result: Value = value
+        return result

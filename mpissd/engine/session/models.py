@@ -56,10 +56,10 @@ class Need:
     num_sequences: int
 
     def weights(self, few_rows: int) -> WeightsKey:
-        told, shard = self.options, self.shard
+        options, shard = self.options, self.shard
         few = self.buckets[-1] <= few_rows
         return WeightsKey(
-            self.which, self.stacks, shard.shape, shard.tp, told.fuse, told.lm_head, few
+            self.which, self.stacks, shard.shape, shard.tp, options.fuse, options.lm_head, few
         )
 
     @property
@@ -76,11 +76,11 @@ def needs(job: Job) -> list[Need]:
     """Returns the needs of a job: of its target, and of its draft if it has one."""
     batch, stacks = job.config.batch_size, workload_of(job).stacks
     target = Shard(job.target, job.tp)
-    found = [Need(_TARGET, stacks, target, job.options, tuple(job.target_buckets()), batch)]
+    needed = [Need(_TARGET, stacks, target, job.options, tuple(job.target_buckets()), batch)]
     if job.draft is not None:
         draft, rows = Shard(job.draft), tuple(job.draft_buckets())
-        found.append(Need(_DRAFT, stacks, draft, job.draft_options, rows, batch))
-    return found
+        needed.append(Need(_DRAFT, stacks, draft, job.draft_options, rows, batch))
+    return needed
 
 
 @dataclass
@@ -152,11 +152,11 @@ class Models:
         for need in fresh:
             if (stepper := self._stepper(need)) is not None:
                 stepper.compile()
-        found: list[Stepper | None] = [None, None]
+        steppers: list[Stepper | None] = [None, None]
         for need in mine:
             stepper = self._stepper(need)
-            found[need.which] = None if stepper is None else stepper.only(need.buckets)
-        return found
+            steppers[need.which] = None if stepper is None else stepper.only(need.buckets)
+        return steppers
 
     def _wanted(self, need: Need) -> frozenset[int]:
         known = self._rows.get((self._key(need), need.stepper), frozenset())

@@ -227,11 +227,11 @@ def named_hit_law(text: str) -> HitLaw:
         return _power_law((*pair.hit_a, *pair.hit_r))
     if kind == "p_hit":
         return resolve_hit_law(_number(text, values), None, None)
-    found = _POWER.fullmatch(values)
-    if kind != "power" or found is None:
+    match = _POWER.fullmatch(values)
+    if kind != "power" or match is None:
         known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", *REAL_PAIRS))
         raise ConfigError(f"{known}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
-    a, end_a, r, end_r = found.groups()
+    a, end_a, r, end_r = match.groups()
     split = end_a is not None or end_r is not None
     each = (a, end_a or a, r, end_r or r) if split else (a, None, r, None)
     return _power_law(tuple(None if v is None else _number(text, v) for v in each))

@@ -80,7 +80,7 @@ class BackupController:
         self,
         accepted: Whole,
         source: Whole,
-        found: NDArray[np.bool_],
+        in_cache: NDArray[np.bool_],
         *,
         round_s: float,
         backup_s: float,
@@ -88,12 +88,12 @@ class BackupController:
     ) -> None:
         """Takes in one round of b ≥ 1 sequences.
 
-        accepted, source, found: [b] each, the tokens accepted, what drafted them, and whether the
+        accepted, source, in_cache: [b] each: accepted tokens, what drafted them, and whether the
         outcome was a key of the cache. round_s: seconds from one outcome to the next. backup_s: the
         part spent drafting for misses (0 without a miss). verify_s: the part spent verifying (0 if
         not known separately).
         """
-        tallies = self._count(accepted, source, found)
+        tallies = self._count(accepted, source, in_cache)
         hits, rows = tallies[Source.CACHE][0], len(source)
         keep = 1 - 1 / _MEMORY_ROUNDS
         self._hits, self._rows = keep * self._hits + hits, keep * self._rows + rows
@@ -137,13 +137,15 @@ class BackupController:
         at_best, _ = self._rate(Source.FAST, batch, _ERRORS)
         return at_best >= self._rate(Source.JIT, batch)[0]
 
-    def _count(self, accepted: Whole, source: Whole, found: NDArray[np.bool_]) -> list[list[int]]:
+    def _count(
+        self, accepted: Whole, source: Whole, in_cache: NDArray[np.bool_]
+    ) -> list[list[int]]:
         """Tallies a round by source and remembers it.
 
         Returns [rows, tokens, tokens among the first K_b, keys found] for each Source.
         """
         tallies = [[0, 0, 0, 0] for _ in Source]
-        for k, kind, key in zip(accepted.tolist(), source.tolist(), found.tolist(), strict=True):
+        for k, kind, key in zip(accepted.tolist(), source.tolist(), in_cache.tolist(), strict=True):
             tally = tallies[kind]
             tally[0] += 1
             tally[1] += k
@@ -186,7 +188,7 @@ class BackupController:
 
     def _found_after(self, own: _Outcomes) -> float:
         both = [self._outcomes[backup] for backup in BACKUPS]
-        share = (1 + sum(o.found for o in both)) / (2 + sum(o.rows for o in both))
+        share = (1 + sum(o.in_cache for o in both)) / (2 + sum(o.rows for o in both))
         return own.found_share(share, _LIKE_OTHER)
 
 
@@ -196,13 +198,13 @@ class _Outcomes:
 
     def __init__(self) -> None:
         self.ever = 0
-        self.rows = self.tokens = self.short = self.found = 0.0
+        self.rows = self.tokens = self.short = self.in_cache = 0.0
 
-    def add(self, rows: int, tokens: int, short: int, found: int) -> None:
+    def add(self, rows: int, tokens: int, short: int, in_cache: int) -> None:
         keep = (1 - 1 / _MEMORY_ROWS) ** rows
         self.ever += rows
         self.rows, self.tokens = keep * self.rows + rows, keep * self.tokens + tokens
-        self.short, self.found = keep * self.short + short, keep * self.found + found
+        self.short, self.in_cache = keep * self.short + short, keep * self.in_cache + in_cache
 
     def mean_tokens(self, prior: float = 0.0, weight: float = 0.0) -> float:
         """Returns the mean number of accepted tokens, without the bonus token."""
@@ -218,7 +220,7 @@ class _Outcomes:
         return self.short / self.rows if self.rows else 0.0
 
     def found_share(self, prior: float, weight: float) -> float:
-        return (self.found + weight * prior) / (self.rows + weight)
+        return (self.in_cache + weight * prior) / (self.rows + weight)
 
 
 class _Times(deque[float]):

@@ -184,8 +184,8 @@ class FanOuts:
     @property
     def lists(self) -> tuple[tuple[int, ...], ...]:
         """All lists that are set, after_hit first."""
-        found = self.after_hit, self.after_miss
-        return found if self.after_fast is None else (*found, self.after_fast)
+        pair = self.after_hit, self.after_miss
+        return pair if self.after_fast is None else (*pair, self.after_fast)
 
     @cached_property
     def is_one(self) -> bool:

@@ -106,10 +106,10 @@ def _of_json(data: Any) -> list[int] | None:
         return [data]
     if isinstance(data, list) and not any(isinstance(item, (dict, list)) for item in data):
         return _whole(data)
-    found = list(_histograms(data))
-    if not found or None in found:
+    histograms = list(_histograms(data))
+    if not histograms or None in histograms:
         return None
-    lists = [counts for counts in found if counts is not None]
+    lists = [counts for counts in histograms if counts is not None]
     longest = max(map(len, lists))
     return [sum(counts[k] for counts in lists if k < len(counts)) for k in range(longest)]
 

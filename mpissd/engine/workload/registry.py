@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def workload_kind(name: str) -> type[Workload]:
     """Imports and returns the workload class `name`; raises ConfigError if it is not registered."""
     module, _, kind = known(name).where.partition(":")
-    found: type[Workload] = getattr(import_module(module), kind)
-    return found
+    workload: type[Workload] = getattr(import_module(module), kind)
+    return workload
 
 
 def workload_of(job: Job) -> Workload:

@@ -36,13 +36,13 @@ class TailWorker(DraftWorker):
         every = len(batch) > 0 and bool((served != served[0]).any())
         rows = range(speculation.tokens.shape[1] + 1)
         fan_out = tuple(count if every or k == served[0] else 0 for k in rows)
-        found = self._worker.branches(batch, speculation, FanOuts(fan_out, fan_out))
+        branches = self._worker.branches(batch, speculation, FanOuts(fan_out, fan_out))
         if not every:
-            return found
-        lanes = found.lanes
+            return branches
+        lanes = branches.lanes
         last = np.flatnonzero(lanes.k == served[lanes.rows])
-        found.rollout.keep(last.tolist(), ())
-        return Branches(Lanes(lanes.rows[last], lanes.k[last], lanes.place[last]), found.rollout)
+        branches.rollout.keep(last.tolist(), ())
+        return Branches(Lanes(lanes.rows[last], lanes.k[last], lanes.place[last]), branches.rollout)
 
     def prepare(self, requests: Iterable[Request]) -> None:
         self._worker.prepare(requests)

@@ -1,6 +1,6 @@
 """Consistency gates: check a result row against its raw rounds, and both against physics.
 
-    found = violations(row, rounds)     one line each, "gate: what is wrong, with both numbers"
+    lines = violations(row, rounds)     one line each, "gate: what is wrong, with both numbers"
 
 row is what `run` prints, rounds the arrays of OUT/rounds/RUN_ID.npz. What is null or missing is
 unknown and judged by no gate, save the few numbers that every row has. Keys of a row that only
@@ -51,11 +51,11 @@ GATES: tuple[Gate, ...] = (
 
 def violations(row: Row, rounds: Rounds) -> list[str]:
     """Returns every contradiction in a row, one line each; empty if the row is sound."""
-    found = []
+    messages = []
     for gate in GATES:
         try:
-            found += [f"{gate.__name__}: {message}" for message in gate(row, rounds)]
+            messages += [f"{gate.__name__}: {message}" for message in gate(row, rounds)]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A row or array of the wrong shape is reported as a violation, too.
-            found.append(f"{gate.__name__}: cannot be judged: {error!r}")
-    return found
+            messages.append(f"{gate.__name__}: cannot be judged: {error!r}")
+    return messages

@@ -55,14 +55,14 @@ def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
     size = int(row.world_size)
     if row.tp + row.num_drafts != size:
         yield f"world_size is {size}, tp + num_drafts is {row.tp + row.num_drafts}"
-    told = row.rank_digests
-    if told is None and "rank_digests" in rounds:
-        told = rounds["rank_digests"].tolist()
-    if told is None:
+    digests = row.rank_digests
+    if digests is None and "rank_digests" in rounds:
+        digests = rounds["rank_digests"].tolist()
+    if digests is None:
         return
-    if len(told) != size:
-        yield f"world_size is {size}, rank_digests has {len(told)}"
-    heard = [(rank, digest) for rank, digest in enumerate(told) if digest is not None]
+    if len(digests) != size:
+        yield f"world_size is {size}, rank_digests has {len(digests)}"
+    heard = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
     for rank, digest in heard[1:]:
         if digest != heard[0][1]:
             yield f"rank {heard[0][0]} heard {heard[0][1]}, rank {rank} heard {digest}"
@@ -70,14 +70,14 @@ def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
 
 def counts(row: Row, rounds: Rounds) -> Iterator[str]:
     """Reports arrays and keys that disagree on the number of rounds."""
-    found = {name: len(rounds[name]) for name in _A_ROW_A_ROUND if name in rounds}
+    lengths = {name: len(rounds[name]) for name in _A_ROW_A_ROUND if name in rounds}
     if "sequences" in rounds:
-        found["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
+        lengths["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
     names = ["round_us.n", "predicted_round_us.n"]
     if row.on_late == "serve" and row.token_limit is not None:
         names.pop()  # k' depends on timing, so the replay may need another number of rounds
-    told = {name: number(row, name) for name in names}
-    for name, count in {**found, **told}.items():
+    numbers = {name: number(row, name) for name in names}
+    for name, count in {**lengths, **numbers}.items():
         if count is not None and count != row.num_rounds:
             yield f"num_rounds is {row.num_rounds}, {name} has {count:g}"
     fan_out = row.fan_out

@@ -147,9 +147,9 @@ def walls(row: Row, rounds: Rounds) -> Iterator[str]:
         if known != sorted(known):
             yield f"{key}: p50, p90, p99 are {known}"
     if "lead_ledger_ns" in rounds:
-        found = percentiles_us((rounds["lead_ledger_ns"][:, 1] * 1e-9).tolist())
+        computed = percentiles_us((rounds["lead_ledger_ns"][:, 1] * 1e-9).tolist())
         for name in ("mean", "p50", "p90", "p99"):
-            yield from differs(row, f"round_us.{name}", found[name], "lead_ledger_ns", 2e-3)
+            yield from differs(row, f"round_us.{name}", computed[name], "lead_ledger_ns", 2e-3)
 
 
 def ledger(row: Row, rounds: Rounds) -> Iterator[str]:
@@ -200,8 +200,8 @@ def _phases(row: Row, rounds: Rounds, role: str) -> Iterator[str]:
     names = rounds[f"{role}_phases"].tolist()
     for name, mean in zip(names, table[:, 2:].mean(axis=0) * 1e-3, strict=True):
         yield from differs(row, f"phases_us.{role}.{name}", mean, f"{role}_ledger_ns", 2e-3)
-    told = [number(row, f"phases_us.{role}.{name}") for name in names]
-    total, mean = sum(value or 0.0 for value in told), float(table[:, 1].mean()) * 1e-3
+    phases = [number(row, f"phases_us.{role}.{name}") for name in names]
+    total, mean = sum(value or 0.0 for value in phases), float(table[:, 1].mean()) * 1e-3
     if abs(total - mean) > 1e-3 * mean + 1e-3 * len(names):
         yield f"phases_us.{role} adds up to {total:.3f} µs, the mean round is {mean:.3f} µs"
 

@@ -44,12 +44,12 @@ def read(path: Path) -> AllReduces:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     try:
-        found = _parse(text)
+        curves = _parse(text)
     except (LookupError, TypeError, ValueError, AttributeError, *_TOO_MUCH) as error:
         raise ConfigError(f"{str(path)!r}: no result of nccl-tests: {error}") from error
-    if not found.seconds:
+    if not curves.seconds:
         raise ConfigError(f"{str(path)!r}: no result of nccl-tests: no line with a size and a time")
-    return found
+    return curves
 
 
 def _parse(text: str) -> AllReduces:
@@ -154,7 +154,7 @@ def with_all_reduces(
     small, large = points[0], points[-1]
     low, high = measured.seconds[small], measured.seconds[large]
     rate = (large - small) / max(high - low, 1e-12)
-    told = f"measured: nccl-tests, {source}, {small} B and {large} B"
+    origin = f"measured: nccl-tests, {source}, {small} B and {large} B"
     before = profile.get("all_reduce") or {}
     table = [
         entry
@@ -173,7 +173,7 @@ def with_all_reduces(
     return {
         **profile,
         "all_reduce": {
-            "from": told,
+            "from": origin,
             "latency_s": {
                 **(before.get("latency_s") or {}),
                 str(ranks): max(0.0, low - small / rate),

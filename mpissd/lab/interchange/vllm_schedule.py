@@ -74,12 +74,12 @@ _OF_DRAFTS = ("draft", "acceptance")  # AR rows have none of these.
 
 
 def _check_alike(rows: list[Row]) -> None:
-    told = {key: [row.get(key) for row in rows] for key in _SAME}
-    told["draft_device_name"] = [row.draft_device for row in rows]
-    for key, values in told.items():
-        found = sorted(set(map(str, values)))
-        if len(found) > 1:
+    compared = {key: [row.get(key) for row in rows] for key in _SAME}
+    compared["draft_device_name"] = [row.draft_device for row in rows]
+    for key, values in compared.items():
+        distinct = sorted(set(map(str, values)))
+        if len(distinct) > 1:
             raise ConfigError(
-                f"rows of {key} {found[0]!r} and {found[1]!r}: allowed: one pair, machine and "
-                f"law: --where='{key}={found[0]}'"
+                f"rows of {key} {distinct[0]!r} and {distinct[1]!r}: allowed: one pair, machine "
+                f"and law: --where='{key}={distinct[0]}'"
             )

@@ -54,16 +54,18 @@ class Bar:
 
     def line(self, rows: Sequence[Row]) -> str:
         """Returns one line of the table."""
-        found, limit, text = _matching(rows, self.where), self._limit(rows), self.unit.text
-        runs = [row[self.key] for row in found if row.get("stable") is not False]
-        told = f"{self.number:2d}  {self.what:46s}"
+        matching, limit, text = _matching(rows, self.where), self._limit(rows), self.unit.text
+        runs = [row[self.key] for row in matching if row.get("stable") is not False]
+        line = f"{self.number:2d}  {self.what:46s}"
         if limit is not None:
-            told += f" {'>=' if self.least else '<='} {text(limit):6s}"
+            line += f" {'>=' if self.least else '<='} {text(limit):6s}"
         if limit is None or not runs:
-            return f"{told}  not measured here{self._others(rows)}"
-        spread = f"{text(min(runs))} … {text(max(runs))}, {len(runs)} of {len(found)} runs stable"
-        told += f" {text(median(runs)):>8s} {self.unit.name:2s} {self._verdict(runs, limit):7s}"
-        return f"{told} ({spread}){self._others(rows)}"
+            return f"{line}  not measured here{self._others(rows)}"
+        spread = (
+            f"{text(min(runs))} … {text(max(runs))}, {len(runs)} of {len(matching)} runs stable"
+        )
+        line += f" {text(median(runs)):>8s} {self.unit.name:2s} {self._verdict(runs, limit):7s}"
+        return f"{line} ({spread}){self._others(rows)}"
 
     def _verdict(self, runs: Sequence[float], limit: float) -> str:
         if len(runs) < RUNS:
@@ -79,11 +81,11 @@ class Bar:
 
     def _others(self, rows: Sequence[Row]) -> str:
         """Returns the text on cuBLAS and PyTorch's graph for the same forward."""
-        told, key = "", "seconds" if self.unit is MS else "floor_fraction"
+        line, key = "", "seconds" if self.unit is MS else "floor_fraction"
         for name, way in (("cuBLAS", "cublas"), ("PyTorch", "torch")) if self.beside else ():
-            if found := _matching(rows, {"what": "forward", "way": way, **(self.beside or {})}):
-                told += f"  {name} {self.unit.text(median(row[key] for row in found))}"
-        return told
+            if others := _matching(rows, {"what": "forward", "way": way, **(self.beside or {})}):
+                line += f"  {name} {self.unit.text(median(row[key] for row in others))}"
+        return line
 
 
 def _matching(rows: Iterable[Row], where: Row) -> list[Row]:
@@ -152,7 +154,7 @@ def with_replays(rows: Sequence[Row]) -> list[Row]:
     of_replays: relative to replays back to back in the same job. of_own: relative to the forwards
     of these very rounds, without any time between them.
     """
-    found = []
+    merged = []
     for row in rows:
         if row["what"] == "rounds" and row["mode"] == "ssd":
             at = {"model": row["model"], "tp": row["tp"], "rows": row["lookahead"] + 1}
@@ -162,14 +164,14 @@ def with_replays(rows: Sequence[Row]) -> list[Row]:
             rate = row["tok_per_s"] / row["acceptance_length"]
             of_replays = rate * median(replay["seconds"] for replay in replays)
             row = row | {"of_replays": of_replays, "of_own": rate * row["t_target_s"]}
-        found.append(row)
-    return found
+        merged.append(row)
+    return merged
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Returns the table's lines, one for each bar and place."""
-    told = with_replays(rows)
-    return [bar.line(told) for bar in bars()]
+    merged = with_replays(rows)
+    return [bar.line(merged) for bar in bars()]
 
 
 def read(out: Path) -> list[Row]:

@@ -103,13 +103,13 @@ class Limits:
 
     def _forwards(self, forward: Forward) -> None:
         """Measures the fast path and the cuBLAS path; raises GateError if they disagree."""
-        found = {}
+        results = {}
         for way, all_reduce, chain in (("fast", "auto", True), ("cublas", "nccl", False)):
             with self._opened(all_reduce, chain=chain) as (backend, group):
-                found[way] = self._way(way, backend, group, forward)
+                results[way] = self._way(way, backend, group, forward)
         allowed = _HALF_EPSILON * math.sqrt(2 * 4 * resolve_model(forward.model).num_layers)
-        for rows, expected in found["cublas"].items():
-            error = np.linalg.norm(found["fast"][rows] - expected) / np.linalg.norm(expected)
+        for rows, expected in results["cublas"].items():
+            error = np.linalg.norm(results["fast"][rows] - expected) / np.linalg.norm(expected)
             self._tell("agreement", model=forward.model, rows=rows, error=float(error), bar=allowed)
             if not error <= allowed:
                 raise GateError(f"{forward.model}, {rows} rows: not what cuBLAS gives")
@@ -132,8 +132,8 @@ class Limits:
                 self._tell_forward(forward, way, group.name, rows, taken)
             for _ in range(RUNS if rows == 1 else 0):
                 alone, host = self._timed(stepper, rows, 1, 2 * _SAMPLES)
-                told = {"seconds": float(np.median(host)), "forward_s": float(np.median(alone))}
-                self._tell("launch", model=name, way=way, **told)
+                times = {"seconds": float(np.median(host)), "forward_s": float(np.median(alone))}
+                self._tell("launch", model=name, way=way, **times)
             hidden[rows] = self._checked(stepper, rows)
         stepper.close()
         return hidden
@@ -224,8 +224,8 @@ class Limits:
             if sample:
                 times.append(self._slowest(program.elapsed_s()) / _REDUCES)
         for buffer in buffers:
-            found = backend.to_host(buffer)
-            error = max(error, float(np.linalg.norm(found - total) / np.linalg.norm(total)))
+            summed = backend.to_host(buffer)
+            error = max(error, float(np.linalg.norm(summed - total) / np.linalg.norm(total)))
         program.close()
         return times, self._slowest(error)
 
@@ -259,8 +259,8 @@ class Limits:
     def _slowest(self, value: float) -> float:
         return float(self.comm.allreduce(value, MPI.MAX))
 
-    def _tell(self, what: str, **found: Any) -> None:
-        row = {"what": what, "tp": self.comm.size, "device": self.device, **found}
+    def _tell(self, what: str, **values: Any) -> None:
+        row = {"what": what, "tp": self.comm.size, "device": self.device, **values}
         if self.comm.rank == 0:
             add(self.out, [row])
             print(line_of(row), flush=True)

@@ -74,10 +74,10 @@ def last_row(out: Path) -> Row:
     """Returns the last row of OUT/runs.jsonl; raises ConfigError if there is none."""
     try:
         lines = (out / "runs.jsonl").read_text().splitlines()
-        found = Row.from_dict(json.loads(lines[-1]))
+        row = Row.from_dict(json.loads(lines[-1]))
     except (OSError, IndexError, ValueError) as error:
         raise ConfigError(f"{out}/runs.jsonl: no row ({error})") from error
-    return found
+    return row
 
 
 def main(arguments: Iterable[str]) -> int:
@@ -86,14 +86,14 @@ def main(arguments: Iterable[str]) -> int:
     row, trace = last_row(out), json.loads(path.read_text())
     if trace["otherData"]["config_digest"] != row.config_digest:
         raise ConfigError(f"{path}: not the trace of {row.run_id}")
-    told = [rounds_of(row)]
+    rows = [rounds_of(row)]
     if row.mode == "ssd":
         for start, seconds in hit_paths(trace, row.tp).items():
             p50, p99 = (float(p) for p in np.percentile(seconds, [50, 99]))
-            same = {key: told[0][key] for key in ("run_id", "model", "tp", "lookahead", "stable")}
-            told.append({"what": "hit_path", "start": start, **same, "num_rounds": len(seconds),
+            same = {key: rows[0][key] for key in ("run_id", "model", "tp", "lookahead", "stable")}
+            rows.append({"what": "hit_path", "start": start, **same, "num_rounds": len(seconds),
                          "p50_s": p50, "p99_s": p99})  # fmt: skip
-    add(out, told)
+    add(out, rows)
     return 0
 
 

@@ -22,26 +22,26 @@ def _refused(row: Row) -> str:
 
 def _all_reduce(row: Row) -> str:
     size, taken = row["bytes"] >> 10, 1e6 * row["seconds"]
-    told = f"all-reduce {row['group']:8s} T={row['tp']} {size:4d} KB {taken:7.2f} us"
-    return f"{told}, error {row['error']:.1e}"
+    line = f"all-reduce {row['group']:8s} T={row['tp']} {size:4d} KB {taken:7.2f} us"
+    return f"{line}, error {row['error']:.1e}"
 
 
 def _forward(row: Row) -> str:
-    told = f"{row['model']} T={row['tp']} M={row['rows']:<2d} {row['way']:6s} {row['group']:7s} "
-    told += f"{1e3 * row['seconds']:7.3f} ms, p99 {1e3 * row['p99_s']:.3f}"
-    told += f" = {row['floor_fraction']:.3f} of the floor"
-    return told + (" (not stable)" if row["stable"] is False else "")
+    line = f"{row['model']} T={row['tp']} M={row['rows']:<2d} {row['way']:6s} {row['group']:7s} "
+    line += f"{1e3 * row['seconds']:7.3f} ms, p99 {1e3 * row['p99_s']:.3f}"
+    line += f" = {row['floor_fraction']:.3f} of the floor"
+    return line + (" (not stable)" if row["stable"] is False else "")
 
 
 def _launch(row: Row) -> str:
     taken = 1e6 * row["seconds"]
-    told = f"launch of {row['model']} T={row['tp']} {row['way']} {taken:.1f} us of the host"
-    return f"{told}, the forward alone {1e3 * row['forward_s']:.3f} ms"
+    line = f"launch of {row['model']} T={row['tp']} {row['way']} {taken:.1f} us of the host"
+    return f"{line}, the forward alone {1e3 * row['forward_s']:.3f} ms"
 
 
 def _agreement(row: Row) -> str:
-    told = f"agreement {row['model']} T={row['tp']} M={row['rows']:<2d} {row['error']:.1e}"
-    return f"{told}, at most {row['bar']:.1e}{'' if row['error'] <= row['bar'] else ': WRONG'}"
+    line = f"agreement {row['model']} T={row['tp']} M={row['rows']:<2d} {row['error']:.1e}"
+    return f"{line}, at most {row['bar']:.1e}{'' if row['error'] <= row['bar'] else ': WRONG'}"
 
 
 _LINES = {

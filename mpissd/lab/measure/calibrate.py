@@ -98,8 +98,8 @@ def _key(job: Job, unseen: Iterable[str]) -> Hashable:
     unseen: names of further flags to ignore.
     """
     flags = asdict(job.config)
-    told = json.dumps({n: v for n, v in flags.items() if n not in {*unseen, *_UNSEEN}})
-    return told, job.lookahead, job.config.drafts, job.draft
+    flags_read = json.dumps({n: v for n, v in flags.items() if n not in {*unseen, *_UNSEEN}})
+    return flags_read, job.lookahead, job.config.drafts, job.draft
 
 
 def _host_costs(

@@ -81,8 +81,8 @@ class _Lines:
     encoding = "utf-8"
 
     def write(self, text: str) -> int:
-        if told := text.strip("\r\n "):
-            sys.stderr.write(f"{told}\n")
+        if line := text.strip("\r\n "):
+            sys.stderr.write(f"{line}\n")
         return len(text)
 
     def flush(self) -> None:
@@ -138,8 +138,8 @@ def print_summary(row: Row) -> None:
         lines.append(("draft", f"{_us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
     if row.hit_rate is not None:
         price = price_of(row.imposed_hits, row.expected_tok_per_s or 0.0)
-        told = [f"{row.hit_rate:.3f} of the lookups", price]
-        lines.append(("hits", ", ".join(filter(None, told))))
+        hits = [f"{row.hit_rate:.3f} of the lookups", price]
+        lines.append(("hits", ", ".join(filter(None, hits))))
     if row.stable is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))

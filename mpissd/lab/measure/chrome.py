@@ -127,10 +127,10 @@ def _on_lead(rank: RankTrace, track: Track) -> Int64s:
     table: Int64s = track.slices[np.argsort(track.slices[:, 2], kind="stable")]  # a copy
     backwards = np.flatnonzero(table[:, 3] < table[:, 2])
     overlaps = np.flatnonzero(table[1:, 2] < table[:-1, 3])
-    for found, what in ((backwards, "ends before it starts"), (overlaps, "overlaps the next one")):
-        if len(found):
+    for wrong, what in ((backwards, "ends before it starts"), (overlaps, "overlaps the next one")):
+        if len(wrong):
             raise ValueError(
-                f"rank {rank.rank}, {track.name}: slice {table[found[0]].tolist()} {what}"
+                f"rank {rank.rank}, {track.name}: slice {table[wrong[0]].tolist()} {what}"
             )
     table[:, 2] = rank.clock.on_lead(table[:, 2])
     table[:, 3] = rank.clock.on_lead(table[:, 3])

@@ -55,8 +55,8 @@ class PassLedgers:
     def column(self, name: str) -> NDArray[Any]:
         """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
         assert self.rounds is not None, "a pass without a draft"
-        found: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
-        return found
+        values: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
+        return values
 
 
 def pause_of(times: ForwardTimes | None) -> Callable[[int], float]:

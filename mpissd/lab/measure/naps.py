@@ -38,7 +38,7 @@ def measure_nap(topology: Topology, waiter: Waiter, lead_s: float, draft_s: floa
         elif world.rank == answers:
             _answer(_Ping(world, asks, waiter))
     every = world.gather(late)
-    known = [seconds for told in every or () for seconds in told]
+    known = [seconds for of_rank in every or () for seconds in of_rank]
     return max(0.0, float(np.mean(known))) if known else 0.0
 
 
@@ -50,10 +50,10 @@ def _ask(ping: _Ping, idle_s: float) -> float:
         start = time.perf_counter()
         ping.send()
         ping.receive()
-        found = time.perf_counter()
+        woken = time.perf_counter()
         ping.send()
         ping.receive()
-        late.append(2 * found - start - time.perf_counter())
+        late.append(2 * woken - start - time.perf_counter())
     ping.close()
     return float(np.median(late))
 

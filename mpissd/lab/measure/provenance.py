@@ -55,14 +55,14 @@ def cuda_versions() -> dict[str, Any] | None:
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return None
-    found: dict[str, Any] = {
+    versions: dict[str, Any] = {
         "cupy": cupy.__version__,
         "runtime": cupy.cuda.runtime.runtimeGetVersion(),
         "driver": cupy.cuda.runtime.driverGetVersion(),
     }
     nccl = sys.modules.get("cupy.cuda.nccl")
-    found["nccl"] = nccl.get_version() if nccl is not None and nccl.available else None
-    return found
+    versions["nccl"] = nccl.get_version() if nccl is not None and nccl.available else None
+    return versions
 
 
 @cache

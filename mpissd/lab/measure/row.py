@@ -165,17 +165,17 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
         return {}
     count = len(lead.records)
     known = job.config.digest, count, profile.device, profile.host
-    found = session.calibrations.once(  # repeats of a configuration share one prediction
+    predicted = session.calibrations.once(  # repeats of a configuration share one prediction
         session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
     )
-    rate = found["tok_per_s"]
+    rate = predicted["tok_per_s"]
     measured_rate = _num_tokens(lead.records, job.config.num_tokens) / lead.wall_s
     same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
     return {
         "predicted_tok_per_s": rate,
-        "predicted_round_us": found["round_us"],
+        "predicted_round_us": predicted["round_us"],
         "prediction_error": None if not rate else round(measured_rate / rate - 1, 5),
-        **{name: found[name] for name in same},
+        **{name: predicted[name] for name in same},
     }
 
 
@@ -201,17 +201,17 @@ def _mpi_library() -> str:
     return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
 
 
-def _overhead(found: Overhead | None) -> dict[str, float] | None:
+def _overhead(measured: Overhead | None) -> dict[str, float] | None:
     """Returns the ledger's overhead and its 95% interval for the row; None if not measured."""
-    if found is None:
+    if measured is None:
         return None
-    return {"overhead": found.overhead, "low": found.low, "high": found.high}
+    return {"overhead": measured.overhead, "low": measured.low, "high": measured.high}
 
 
 def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
     """Returns the emitted token ids by sequence, in the order of their request ids."""
-    found = records.token_arrays()
-    emitted = [found[request_id] for request_id in sorted(found)]
+    tokens = records.token_arrays()
+    emitted = [tokens[request_id] for request_id in sorted(tokens)]
     return {
         "tokens": np.concatenate([np.zeros(0, np.int32), *emitted]),
         "token_counts": np.array([len(tokens) for tokens in emitted], np.int32),

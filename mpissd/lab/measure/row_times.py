@@ -66,8 +66,8 @@ def _floor(session: Session, profile: JobProfile) -> tuple[dict[str, Any], float
     itemsize = session.backend.itemsize
     cost = shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
     size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates(profile).values()
-    told = {"floor_bytes": size, "floor_flops": cost.flops, **rates(profile)}
-    return told, max(size / read, cost.flops / peak) if read and peak else None
+    values = {"floor_bytes": size, "floor_flops": cost.flops, **rates(profile)}
+    return values, max(size / read, cost.flops / peak) if read and peak else None
 
 
 def rates(profile: JobProfile) -> dict[str, float | None]:

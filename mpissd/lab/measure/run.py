@@ -97,8 +97,8 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
         draft = next((report for report in drafts or () if report is not None), None)
         try:
             row = _conclude(session, profile, lead, draft, digests or [], overhead, sweep)
-        except GateError as found:
-            error = found
+        except GateError as loss:
+            error = loss
     agree(world, error)
     if tracing is not None:
         tracing.write(rank, drafter, span, str(config.trace))
@@ -122,14 +122,14 @@ def _conclude(
     silent = [None] * (session.job.world_size - len(digests))
     measured = Measured(lead, draft, profile, [*digests, *silent], overhead)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
-    found = violations(row, arrays)
+    faults = violations(row, arrays)
     try:
-        write_row(session, row, arrays, profile, found)
+        write_row(session, row, arrays, profile, faults)
     except OSError as error:  # for example a full disk, or a file system that has gone away
         out = session.job.config.out
         raise FaultError(f"out={out!r}: the row was not written: {error.strerror}") from error
-    if found:
-        raise GateError(f"row {row.run_id} contradicts itself: {'; '.join(found)}")
+    if faults:
+        raise GateError(f"row {row.run_id} contradicts itself: {'; '.join(faults)}")
     return row
 
 

@@ -4,7 +4,7 @@ costs       what a round's pieces take: host work by phase, forwards by row coun
 timing      how the pieces add up to a round's moments
 draws       what decides outcomes: a run's own draws, or fresh ones from its laws
 recurrence  the round by round simulation of the loops in `decode`, on those draws
-prediction  what that simulation found, round by round and in sum
+prediction  the result of that simulation, round by round and in sum
 row         predict_row: a prediction with the keys of a result row
 closed      the expectation without sampling, over many configurations at once
 search      the configurations that an advisor may choose from; laws: under which laws

@@ -88,24 +88,24 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
 
 def host_of(name: str) -> HostCosts:
     """Returns the host costs of a run's profile. Raises ConfigError for any other file."""
-    found = jobfile.load(name)
-    if found is None:
+    file = jobfile.load(name)
+    if file is None:
         raise ConfigError(f"host {name!r}: allowed: a run's OUT/profiles/RUN_ID.json")
-    return found.host
+    return file.host
 
 
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
     """Returns the errors of all rows by machine, T and mode, as Markdown and as JSON."""
     errors, left = errors_of(rows, forecast)
-    found = list(groups(errors))
-    return table(found, left), {"groups": found, "left_out": dict(left)}
+    judged = list(groups(errors))
+    return table(judged, left), {"groups": judged, "left_out": dict(left)}
 
 
 def errors_of(
     rows: Iterable[Row], forecast: Callable[[Row], Forecast]
 ) -> tuple[list[Errors], Counter[str]]:
     """Returns the errors of the rows that have all three, and a count of the others by reason."""
-    found, left = [], Counter[str]()
+    of_rows, left = [], Counter[str]()
     for row in rows:
         other = forecast(row)
         if other.derived or other.reason is not None:
@@ -113,8 +113,8 @@ def errors_of(
         elif (errors := _errors(row, other)) is None:
             left["its own job predicted nothing"] += 1
         else:
-            found.append(errors)
-    return found, left
+            of_rows.append(errors)
+    return of_rows, left
 
 
 def _errors(row: Row, other: Forecast) -> Errors | None:
@@ -169,12 +169,12 @@ def _sizes(errors: Any) -> tuple[float, float]:
     return float(median), float(p95)
 
 
-def table(found: Sequence[dict[str, Any]], left: Counter[str]) -> str:
+def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
     """Renders the groups as Markdown, with a verdict on T = 1 and the rows that are in no group."""
     columns = (*_COLUMNS, *_LAST)
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, found), ""]
-    lines += [line for group in found if (line := _verdict(group, found))]
-    lines += [_means_verdict(machine, found) for machine in {g["machine"]: 0 for g in found}]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, judged), ""]
+    lines += [line for group in judged if (line := _verdict(group, judged))]
+    lines += [_means_verdict(machine, judged) for machine in {g["machine"]: 0 for g in judged}]
     for reason, count in sorted(left.items()):
         lines.append(f"Without (c): {count} row{'s' * (count > 1)}, {reason}.")
     return "\n".join(lines)
@@ -195,17 +195,17 @@ def _verdict(group: dict[str, Any], every: Sequence[dict[str, Any]]) -> str | No
     alone = sum(1 for g in every if (g["machine"], g["tp"]) == (group["machine"], 1)) == 1
     if group["tp"] != 1 or not (alone or group["mode"] == "all"):
         return None
-    told = [_meets(group[key]) for key in ("other", "without_luck")]
     bar = "median at most {:.0%}, p95 at most {:.0%}".format(*BAR)
-    return (
-        f"{group['machine']}, T = 1: (c) {told[0]} its bar ({bar}); without luck it {told[1]} it."
+    own, luckless = (_meets(group[key]) for key in ("other", "without_luck"))
+    return f"{group['machine']}, T = 1: (c) {own} its bar ({bar}); without luck it {luckless} it."
+
+
+def _means_verdict(machine: str, judged: Sequence[dict[str, Any]]) -> str:
+    here = [group for group in judged if group["machine"] == machine]
+    biased = [f"{g['mode']} at T = {g['tp']}" for g in here if is_biased(g)]
+    verdict = (
+        f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else f"within {MEAN_BAR:.0%}"
     )
-
-
-def _means_verdict(machine: str, found: Sequence[dict[str, Any]]) -> str:
-    here = [group for group in found if group["machine"] == machine]
-    told = [f"{g['mode']} at T = {g['tp']}" for g in here if is_biased(g)]
-    verdict = f"beyond {MEAN_BAR:.0%} for {', '.join(told)}" if told else f"within {MEAN_BAR:.0%}"
     most = max(abs(group["without_luck_signed"]) for group in here)
     return (
         f"{machine}: the mean of (c) by mode and T is {verdict}, without luck where the rows have "

@@ -69,8 +69,8 @@ def render(advice: Advice, heading: str, survey: Survey, gpus: int) -> str:
         lines = [missing + "; ".join(dict.fromkeys(survey.unjudged.values())), heading]
     lines += [f" {'→' if choice == best else ' '} {_line(choice)}" for choice in advice.judged]
     legend = [_LEGEND] if advice.extra_gpu is not None else []
-    told = [*_sources(advice.judged), *_left_out(advice, survey), *_verdict(advice, gpus)]
-    return "\n".join([*lines, *(f"   {line}" for line in (*legend, *told))])
+    notes = [*_sources(advice.judged), *_left_out(advice, survey), *_verdict(advice, gpus)]
+    return "\n".join([*lines, *(f"   {line}" for line in (*legend, *notes))])
 
 
 def _sources(judged: Sequence[Choice]) -> list[str]:
@@ -84,11 +84,11 @@ def _sources(judged: Sequence[Choice]) -> list[str]:
 
 def _left_out(advice: Advice, survey: Survey) -> list[str]:
     large = ", ".join(map(str, survey.too_large))
-    told = [f"does not fit: {large}"] if large else []
+    parts = [f"does not fit: {large}"] if large else []
     more = any(2 in place.num_drafts for place in survey.placements)
     if more and any(choice.mode == "ssd" for choice in advice.judged):
-        told.append("SSD is judged at D = 1")
-    return told
+        parts.append("SSD is judged at D = 1")
+    return parts
 
 
 def _line(choice: Choice) -> str:
@@ -100,17 +100,19 @@ def _line(choice: Choice) -> str:
 
 
 def _verdict(advice: Advice, gpus: int) -> list[str]:
-    told = []
+    lines = []
     if not any(family.mode != advice.best.mode for family in advice.missing):
-        told += _over_asked(advice.best, advice, gpus)
+        lines += _over_asked(advice.best, advice, gpus)
     if advice.extra_gpu is not None:
-        told += _of_ssd(advice.extra_gpu, advice, gpus)
+        lines += _of_ssd(advice.extra_gpu, advice, gpus)
     rates = ("alpha", advice.break_even_alpha), ("p_hit", advice.break_even_p_hit)
     for what, value in rates:
         if value is not None or not advice.missing:
             known = "none" if value is None else f"{value:.3f}"
-            told.append(f"break-even {what}: {known}{_mark(any(c.derived for c in advice.judged))}")
-    return told
+            lines.append(
+                f"break-even {what}: {known}{_mark(any(c.derived for c in advice.judged))}"
+            )
+    return lines
 
 
 def _of_ssd(extra: ExtraGpu, advice: Advice, gpus: int) -> list[str]:
@@ -118,15 +120,15 @@ def _of_ssd(extra: ExtraGpu, advice: Advice, gpus: int) -> list[str]:
 
     If the user asked for more than N GPUs, a line compares SSD with the best other use of them all.
     """
-    ssd, told = extra.ssd, []
+    ssd, lines = extra.ssd, []
     if extra.otherwise is not None and (ssd.gpus < gpus or ssd != advice.best):
-        told.append(_over(ssd, extra.otherwise, f"the best other use of {ssd.gpus}"))
+        lines.append(_over(ssd, extra.otherwise, f"the best other use of {ssd.gpus}"))
     if ssd.gpus < gpus and ssd != advice.best and not advice.missing:
-        told += _over_asked(ssd, advice, gpus)
+        lines += _over_asked(ssd, advice, gpus)
     if extra.without is not None and extra.gain_per_gpu is not None:
         line = _over(ssd, extra.without, "one GPU fewer")
-        told.append(f"{line}; in tok/s a GPU: {gain_text(extra.gain_per_gpu)}")
-    return told
+        lines.append(f"{line}; in tok/s a GPU: {gain_text(extra.gain_per_gpu)}")
+    return lines
 
 
 def _over_asked(choice: Choice, advice: Advice, gpus: int) -> list[str]:

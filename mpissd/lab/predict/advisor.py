@@ -198,16 +198,16 @@ def _labelled(advice: Advice, places: Sequence[Placement]) -> Advice:
     """Returns the advice, each of its choices labelled with the source of derived times."""
     labels = {place.tp: cache(place.label) for place in places}
 
-    def told(value: Any) -> Any:
+    def labelled(value: Any) -> Any:
         if isinstance(value, Choice):
             return replace(value, derived=labels[value.tp](value))
         if isinstance(value, tuple):
-            return tuple(map(told, value))
+            return tuple(map(labelled, value))
         if isinstance(value, ExtraGpu):
-            return replace(value, **{name: told(getattr(value, name)) for name in _USES})
+            return replace(value, **{name: labelled(getattr(value, name)) for name in _USES})
         return value
 
-    return replace(advice, **{f.name: told(getattr(advice, f.name)) for f in fields(advice)})
+    return replace(advice, **{f.name: labelled(getattr(advice, f.name)) for f in fields(advice)})
 
 
 def best_of(
@@ -251,12 +251,12 @@ class _Search:
         """
         few = tuple(d for d in place.num_drafts if d <= 1)
         many = tuple(d for d in place.num_drafts if d > 1)
-        found = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
-        if not found or not many:
-            return found
-        best = _ranked(found)[0].lookahead
+        choices = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
+        if not choices or not many:
+            return choices
+        best = _ranked(choices)[0].lookahead
         near = range(max(1, best - 2), min(MOST_LOOKAHEAD, best + 2) + 1)
-        return found + self._sd(replace(place, num_drafts=many), near)
+        return choices + self._sd(replace(place, num_drafts=many), near)
 
     def _sd(self, place: Placement, lookaheads: Iterable[int]) -> list[Choice]:
         return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
@@ -269,9 +269,9 @@ class _Search:
         choices = []
         for group in groups:
             if group.place.tp + group.method[1] <= self.gpus:
-                found = group.expect(self.host)
+                expected = group.expect(self.host)
                 self.num_evaluated += len(group.cells)
-                choices.append(group.choice(int(found.tok_per_s.argmax()), found))
+                choices.append(group.choice(int(expected.tok_per_s.argmax()), expected))
         return choices
 
 
@@ -297,10 +297,10 @@ def _ranked(choices: Iterable[Choice]) -> list[Choice]:
 
 def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
     """Returns the first choice of each kind, in order; kind maps a choice to its kind."""
-    found: dict[Hashable, Choice] = {}
+    first: dict[Hashable, Choice] = {}
     for choice in choices:
-        found.setdefault(kind(choice), choice)
-    return list(found.values())
+        first.setdefault(kind(choice), choice)
+    return list(first.values())
 
 
 def _extra_gpu(ssd: Choice, ranked: _Ranked) -> ExtraGpu:

@@ -121,14 +121,14 @@ def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
     if device.draft is None or device.draft.few is None:
         return _expect(cells, device, host)
     is_few = cells.draft_rows <= device.draft.few_rows
-    found = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
+    columns = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
     for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
         if len(chosen):
             part = cells.take(chosen)
             draft = device.draft.in_job(int(part.draft_rows.max()))
             for name, values in vars(_expect(part, replace(device, draft=draft), host)).items():
-                found[name][chosen] = values
-    return Expected(**found)
+                columns[name][chosen] = values
+    return Expected(**columns)
 
 
 def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
@@ -219,8 +219,8 @@ class _Model:
             return there, there
         travel = host.lead_send + 2 * host.link + host.reply_s
         arrived = travel + late[:, :, None] + self.drafting
-        found = arrived + found_after_s(arrived - host.ask_s, host)
-        return arrived, np.maximum(host.ask_s, found)
+        answered_at = arrived + found_after_s(arrived - host.ask_s, host)
+        return arrived, np.maximum(host.ask_s, answered_at)
 
     def _steps(self, served: Ints, hits: Ints, slack: Floats) -> tuple[Floats, Ints, Floats]:
         """Returns (verification, steps when its outcome is seen, how late it is seen), [G, D, n].

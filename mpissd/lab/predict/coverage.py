@@ -30,8 +30,8 @@ def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequ
     profile.require(shard.shape.name, shard.tp, options, sequences)
     cost = shard.cost(1, sequences, EMULATED_ITEMSIZE, options)
     if profile.tables.forward(cost) is None:
-        told = f"profile {profile.name!r} doesn't cover this {shard.shape.name}"
-        raise ConfigError(f"{told}: it was probed with another number of weights")
+        gap = f"profile {profile.name!r} doesn't cover this {shard.shape.name}"
+        raise ConfigError(f"{gap}: it was probed with another number of weights")
 
 
 def covered(profile: Profile) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def with_derived(
     near = None if key in forwards else _nearest(profile, shard, sequences, options)
     if near is None:
         return profile
-    found = derive(profile, near, shard, sequences, options)
-    return replace(profile, tables=replace(profile.tables, forwards={**forwards, key: found}))
+    derived = derive(profile, near, shard, sequences, options)
+    return replace(profile, tables=replace(profile.tables, forwards={**forwards, key: derived}))
 
 
 def derive(
@@ -118,15 +118,15 @@ def _nearest(
     profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
 ) -> Shard | None:
     """Returns the model on the measured number of ranks that is nearest to T by ratio, or None."""
-    found = []
+    others = []
     for tp in sorted({key.tp for key in profile.tables.forwards}):
         try:
             other = replace(shard, tp=tp)
         except ConfigError:  # the model cannot be divided among so many ranks
             continue
         if profile.tables.forward(other.cost(1, sequences, _ITEMSIZE, options)) is not None:
-            found.append(other)
-    return min(found, key=lambda other: abs(math.log(other.tp / shard.tp)), default=None)
+            others.append(other)
+    return min(others, key=lambda other: abs(math.log(other.tp / shard.tp)), default=None)
 
 
 def _all_reduces_of(profile: Profile, ranks: int) -> Profile:

@@ -83,12 +83,12 @@ def costs_at(profile: Profile, entry: HostEntry | None, batch_size: int) -> Host
     alike = {e.batch_size: e for e in profile.hosts if _way(e) == _way(entry)}
     every = [alike[batch] for batch in sorted(alike)]
     batches = tuple(e.batch_size for e in every)
-    found = {
+    costs = {
         name: Curve(batches, tuple(e.seconds[name] for e in every))(batch_size)
         for name in entry.seconds
         if all(name in e.seconds for e in every)
     }
-    return HostCosts.from_dict({**found, **_keys(every)})
+    return HostCosts.from_dict({**costs, **_keys(every)})
 
 
 def _way(entry: HostEntry) -> tuple[str, int, int, int, int]:

@@ -31,8 +31,8 @@ def all_derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
 
     The host costs are those of `profile`, the target's.
     """
-    found = derived_from(profile, drafts, job), hosts.derived_from(profile, job)
-    return "; ".join(filter(None, found)) or None
+    sources = derived_from(profile, drafts, job), hosts.derived_from(profile, job)
+    return "; ".join(filter(None, sources)) or None
 
 
 def _forwards(profile: Profile, drafts: Profile, job: Job) -> Iterator[str]:
@@ -48,12 +48,12 @@ def _forward(
 ) -> Iterator[str]:
     """Yields what a forward is derived from; nothing if it was measured or is modelled."""
     batch = job.config.batch_size
-    found = known.tables.forward(shard.cost(rows, batch, EMULATED_ITEMSIZE, options))
-    source = known.sources["all_reduce"] if found is None else found.source
+    curve = known.tables.forward(shard.cost(rows, batch, EMULATED_ITEMSIZE, options))
+    source = known.sources["all_reduce"] if curve is None else curve.source
     if source.startswith(DERIVED):
         yield source
-    elif found is not None and rows > found.points[-1]:
-        told = f"{rows} rows of {shard.shape.name}, measured up to {found.points[-1]}"
-        yield f"{DERIVED}: {told}"
-    elif found is None and known.tables.forwards:
+    elif curve is not None and rows > curve.points[-1]:
+        beyond = f"{rows} rows of {shard.shape.name}, measured up to {curve.points[-1]}"
+        yield f"{DERIVED}: {beyond}"
+    elif curve is None and known.tables.forwards:
         yield f"{DERIVED}: {shard.key(batch, options)} not measured, by the profile's numbers"

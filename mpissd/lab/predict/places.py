@@ -49,7 +49,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     ConfigError if nothing can be judged: it says what the profile covers, or what is wrong with the
     last T.
     """
-    found: list[Placement] = []
+    placements: list[Placement] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
     unjudged: dict[Family, str] = {}
     large: list[Family] = []
@@ -66,15 +66,15 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
         except ConfigError as error:
             unjudged |= dict.fromkeys(families(tp, gpus, MOST_DRAFTS), str(error))
             continue
-        found.append(place)
+        placements.append(place)
         unjudged |= {
             family: f"profile {profile.name} has no host costs of {family.mode.upper()}"
             for family in families(tp, gpus, max(place.num_drafts, default=0))
             if not place.judges((family.mode, family.num_drafts))
         }
-    if not any(place.judges(method) for place in found for method in METHODS):
+    if not any(place.judges(method) for place in placements for method in METHODS):
         raise ConfigError(next(iter(unjudged.values()), str(reason)))
-    return Survey(tuple(found), unjudged, tuple(large))
+    return Survey(tuple(placements), unjudged, tuple(large))
 
 
 def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:

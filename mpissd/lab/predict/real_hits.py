@@ -61,10 +61,10 @@ def real_hits(
     return [RealHits(name, a.extra_gpu) for name, a in advices if a.extra_gpu is not None]
 
 
-def lines(found: Sequence[RealHits]) -> list[str]:
+def lines(priced: Sequence[RealHits]) -> list[str]:
     """Returns the lines in which `plan` prints the results; none without results."""
     title = f"predicted with hits as {SOURCE}:"
-    return [title, *(f"  {hits}" for hits in found)] if found else []
+    return [title, *(f"  {hits}" for hits in priced)] if priced else []
 
 
 def price_line(config: RunConfig, ssd: Choice | None, places: Sequence[Placement]) -> str:

@@ -52,30 +52,30 @@ def predict_row(
             "no prediction for what is sampled (markov), adapts (adaptive, auto), follows the last "
             "served token (tail) or drafts several tokens a forward: allowed: fixed choices, gemm"
         )
-    found = replay(job, device, host, num_rounds, seed)
+    replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
     law = expect_by_law(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
-    t_target, t_draft = found.t_target_s, found.t_draft_s
-    rate = found.tok_per_s if math.isfinite(mean) else None  # rounds that take no time
+    t_target, t_draft = replayed.t_target_s, replayed.t_draft_s
+    rate = replayed.tok_per_s if math.isfinite(mean) else None  # rounds that take no time
     return {
         "mode": job.config.mode,
-        "num_rounds": found.num_rounds,
-        "num_tokens": int(found.tokens.sum()),
-        "wall_s": float(found.round_s.sum()),
+        "num_rounds": replayed.num_rounds,
+        "num_tokens": int(replayed.tokens.sum()),
+        "wall_s": float(replayed.round_s.sum()),
         "tok_per_s": rate,
         "tok_per_s_per_gpu": None if rate is None else rate / job.world_size,
-        "round_us": found.round_us(),
-        "acceptance_length": found.acceptance_length,
-        "hit_rate": found.hit_rate,
+        "round_us": replayed.round_us(),
+        "acceptance_length": replayed.acceptance_length,
+        "hit_rate": replayed.hit_rate,
         "t_target_s": t_target,
         "t_draft_s": t_draft,
-        "t_growth_s": found.t_growth_s,
+        "t_growth_s": replayed.t_growth_s,
         "T_SD": t_draft / t_target if t_draft is not None and t_target else None,
-        "T_p": found.T_p,
-        "exposed_us": found.exposed_s * 1e6,
-        "outcome_digest": outcome_digest(found.sequences()),
+        "T_p": replayed.T_p,
+        "exposed_us": replayed.exposed_s * 1e6,
+        "outcome_digest": outcome_digest(replayed.sequences()),
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
-        "sampling_sd": None if rate is None else law.tok_per_s_noise(found.num_rounds) / mean,
+        "sampling_sd": None if rate is None else law.tok_per_s_noise(replayed.num_rounds) / mean,
         "imposed_hits": None if rate is None else imposed_hits(job, device, host),
     }

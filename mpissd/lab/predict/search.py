@@ -39,9 +39,9 @@ class Placement:
     def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
         """Returns the host's costs of a method (mode, D), which must be known."""
         mode, drafts = method
-        found = self.hosts.get((mode, min(drafts, 1)), otherwise)
-        assert found is not None, method
-        return found
+        costs = self.hosts.get((mode, min(drafts, 1)), otherwise)
+        assert costs is not None, method
+        return costs
 
     def judges(self, method: tuple[str, int]) -> bool:
         """Returns whether the host's costs of a method (mode, D) are known."""
@@ -142,7 +142,7 @@ class Group:
         """Computes the expectation of every cell."""
         return expect(self.cells, self.place.device, self.place.host(self.method, host))
 
-    def choice(self, index: int, found: Expected) -> Choice:
+    def choice(self, index: int, expected: Expected) -> Choice:
         """Returns cell `index` as a choice."""
         cells, (mode, drafts) = self.cells, self.method
         return Choice(
@@ -155,16 +155,16 @@ class Group:
             backup="fast" if cells.fast[index] else "jit",
             backup_lookahead=int(cells.backup_lookahead[index]),
             on_late="serve" if cells.serve[index] else "finish",
-            tok_per_s=float(found.tok_per_s[index]),
-            round_us=float(found.round_s[index]) * 1e6,
-            hit_rate=float(found.hit_rate[index]) if self.fan_out[index] is not None else None,
+            tok_per_s=float(expected.tok_per_s[index]),
+            round_us=float(expected.round_s[index]) * 1e6,
+            hit_rate=float(expected.hit_rate[index]) if self.fan_out[index] is not None else None,
         )
 
 
 def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
     """Returns AR on T ranks as a choice."""
-    found = expect_ar(batch, place.device, place.host(("ar", 0), host))
-    rate, round_us = float(found.tok_per_s[0]), float(found.round_s[0]) * 1e6
+    expected = expect_ar(batch, place.device, place.host(("ar", 0), host))
+    rate, round_us = float(expected.tok_per_s[0]), float(expected.round_s[0]) * 1e6
     nothing = None, "jit", 0, "finish"
     return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None)
 
@@ -257,8 +257,8 @@ def _fan_out(
         # shared.
         while reached and not hazards[reached - 1]:
             reached -= 1
-    found = _resolved(text, hazards[:reached], min(served, reached + 1), hit)
-    return None if found is None else (*found, *(0,) * (len(hazards) - reached))
+    resolved = _resolved(text, hazards[:reached], min(served, reached + 1), hit)
+    return None if resolved is None else (*resolved, *(0,) * (len(hazards) - reached))
 
 
 @lru_cache(maxsize=4096)

@@ -106,10 +106,10 @@ def binomial(batch: int, chance: Floats) -> Floats:
     counts = hit_counts(batch)
     p = np.clip(chance, 1e-15, 1 - 1e-15)[..., None]
     missed = np.log1p(-p)
-    found = np.exp(_log_ways(batch) + batch * missed + counts * (np.log(p) - missed))
+    shares = np.exp(_log_ways(batch) + batch * missed + counts * (np.log(p) - missed))
     if len(counts) <= batch:
-        found /= found.sum(axis=-1, keepdims=True)
-    return np.asarray(found, np.float64)
+        shares /= shares.sum(axis=-1, keepdims=True)
+    return np.asarray(shares, np.float64)
 
 
 @lru_cache(maxsize=16)

@@ -48,12 +48,12 @@ def gaps(row: Row, count: int = 3) -> list[Gap]:
     round_us = (row.round_us or {}).get("mean")
     if not round_us:
         return []
-    found = [
+    candidates = [
         Gap(name, us, us / round_us, advice[:1].upper() + advice[1:] + ".")
         for name, us, advice in _parts(row)
         if us > 0
     ]
-    return sorted(found, key=lambda gap: -gap.us)[:count]
+    return sorted(candidates, key=lambda gap: -gap.us)[:count]
 
 
 def _parts(row: Row) -> Iterator[tuple[str, float, str]]:

@@ -95,9 +95,9 @@ def _conclude(
     """Writes the tables, the profile and the JSON line; runs on the lead after all measurements."""
     job, backend, infos = session.job, session.backend, session.infos
     tables: dict[str, list[Entry]] = {
-        table: [entry for found, *_ in every for entry in found[table]] for table in TABLES
+        table: [entry for own, *_ in every for entry in own[table]] for table in TABLES
     }
-    notes = [note for _, _, found, *_ in every for note in found]
+    notes = [note for _, _, own, *_ in every for note in own]
     seats, host = [place for *_, place, _ in every], every[0][-1]
     memory = [info.memory_bytes for info in infos]
     fitted = fit(job, backend.itemsize, tables, every[0][1], memory, _source(session))
@@ -120,10 +120,10 @@ def _conclude(
     }
     path = save_profile(job.config.out, name, data)
     covers = [f"{e['model']} T={e['tp']}" for e in tables["forwards"]]
-    values = {key: told["value"] for key, told in fitted["numbers"].items()}
-    told = {"profile": str(path), "name": name, "covers": covers, **values}
-    told["seconds"] = sum(seconds.values())
-    print(json.dumps(told), flush=True)
+    values = {key: number["value"] for key, number in fitted["numbers"].items()}
+    summary = {"profile": str(path), "name": name, "covers": covers, **values}
+    summary["seconds"] = sum(seconds.values())
+    print(json.dumps(summary), flush=True)
 
 
 def _source(session: Session) -> str:
@@ -206,10 +206,10 @@ class Prober:
         every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
         for most in kinds(self._session.backend):
             rows = [n for n in every if most is None or n <= most]
-            found = ranks.forwards(group, shard, options, rows, batch, most)
+            tables = ranks.forwards(group, shard, options, rows, batch, most)
             if self._topology.group.rank == 0:
-                self.tables["forwards"].append(found[0])
-                self.tables["launches"].append(found[1])
+                self.tables["forwards"].append(tables[0])
+                self.tables["launches"].append(tables[1])
 
     def all_reduces(self) -> None:
         """Measures every all-reduce that can be opened over the target ranks; none with one
@@ -225,9 +225,9 @@ class Prober:
             for group in groups.values():
                 if group is not session.group:
                     opened.callback(group.close)
-            found = self._group(comm).all_reduces(groups, self._job.target.hidden)
+            entries = self._group(comm).all_reduces(groups, self._job.target.hidden)
         if self._topology.is_lead:
-            self.tables["all_reduces"] += found
+            self.tables["all_reduces"] += entries
             self.notes += refused
 
     def links(self) -> None:
@@ -241,9 +241,9 @@ class Prober:
         session, config = self._session, self._job.config
         source = "measured: host MPI" if session.backend.info.kind == "emulated" else self._source
         link = LinkProbe(session.backend, pair, session.waiter, self.checks, source)
-        found, refused = link.measure(cuda_aware=config.cuda_aware_mpi)
+        curves, refused = link.measure(cuda_aware=config.cuda_aware_mpi)
         if self._topology.is_lead:
-            self.tables["links"] += found
+            self.tables["links"] += curves
             self.notes += refused
 
     def hosts(self) -> None:
@@ -273,8 +273,8 @@ class Prober:
             work()
 
     def _bandwidth(self, num_bytes: int) -> None:
-        found = self._device.bandwidths(num_bytes)
-        self.tables["bandwidths"].append({"rank": self._topology.world.rank, **found})
+        rates = self._device.bandwidths(num_bytes)
+        self.tables["bandwidths"].append({"rank": self._topology.world.rank, **rates})
 
     def _products(self, shapes: list[tuple[int, int]]) -> None:
         rate = self.tables["bandwidths"][0]["read_bytes_per_s"]

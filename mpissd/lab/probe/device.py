@@ -104,7 +104,7 @@ class DeviceProbe:
         taken: dict[str, dict[int, Sample]] = {"in": {}, "out": {}}
         for size in COPY_BYTES:
             self._copy(cast(Device, self._backend), size, taken)
-        return [entry({"direction": way}, self._source, found) for way, found in taken.items()]
+        return [entry({"direction": way}, self._source, times) for way, times in taken.items()]
 
     def _product(self, k: int, n: int, read_rate: float | None) -> Entry:
         size = k * n * self._backend.itemsize
@@ -121,15 +121,15 @@ class DeviceProbe:
         taken = self._timed(programs, length)
         for rows in ROWS:
             self._check_product(outs[rows], rows, k, n, (length - 1) % count)
-        told = entry({"k": k, "n": n}, self._source, taken)
+        product = entry({"k": k, "n": n}, self._source, taken)
         cache = self._backend.info.cache_bytes
-        told["graph"], told["num_weights"] = self._backend.capture, count
-        told["beyond_cache"] = None if cache is None else size * count >= _CACHES * cache
-        told["read_share"] = {
+        product["graph"], product["num_weights"] = self._backend.capture, count
+        product["beyond_cache"] = None if cache is None else size * count >= _CACHES * cache
+        product["read_share"] = {
             str(rows): size / read_rate / s.seconds if read_rate and s.seconds else None
             for rows, s in taken.items()
         }
-        return told
+        return product
 
     def _num_weights(self, size: int) -> int:
         """Returns the number of weights of `size` bytes in a chain: more than the cache, less than
@@ -175,16 +175,16 @@ class DeviceProbe:
         """Checks that every element was written, and the first and last columns against NumPy."""
         if not self._real:
             return
-        found = self._backend.to_host(out)
+        computed = self._backend.to_host(out)
         what = f"product {rows}x{k} @ {k}x{n}"
-        self._checks.expect(bool(np.isfinite(found).all()), f"{what}: an element is not finite")
+        self._checks.expect(bool(np.isfinite(computed).all()), f"{what}: an element is not finite")
         checked = min(rows, 64)
         x = weights.element(_KEY, np.arange(checked), np.arange(k))
         tolerance = 0.03 if self._backend.itemsize == 2 else 1e-3
         for start in (0, max(0, n - _CHECKED_COLUMNS)):
             stop = min(n, start + _CHECKED_COLUMNS)
             wanted = x @ weights.part(self._part(k, number, start, stop))
-            self._checks.close(found[:checked, start:stop], wanted, tolerance, what)
+            self._checks.close(computed[:checked, start:stop], wanted, tolerance, what)
 
     def _copy(self, device: Device, size: int, taken: dict[str, dict[int, Sample]]) -> None:
         array = self._backend.activation(1, size // self._backend.itemsize)

@@ -69,15 +69,15 @@ class GroupProbe:
             stepper.close()
         key, params = shard.key(sequences, options), shard.num_params(options)
         which = {"params": params, "kernel": kernel, "most_rows": most_rows}
-        told = entry(vars(key) | which, self._source, taken)
-        return told, launch | {"what": f"forward of {key}, {kernel}"}
+        forward = entry(vars(key) | which, self._source, taken)
+        return forward, launch | {"what": f"forward of {key}, {kernel}"}
 
     def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
         """Measures every group's all-reduce of ROWS hidden vectors and of 1 MB, in a graph and
         eagerly."""
         itemsize = self._backend.itemsize
         widths = [(rows, hidden) for rows in ROWS] + [(1, LARGE_BYTES // itemsize)]
-        found = []
+        entries = []
         for name, group in groups.items():
             for graph in self._ways(group):
                 taken = {
@@ -85,8 +85,8 @@ class GroupProbe:
                     for rows, width in widths
                 }
                 identity = {"name": name, "ranks": self._comm.size, "graph": graph}
-                found.append(entry(identity, self._source, dict(sorted(taken.items()))))
-        return found
+                entries.append(entry(identity, self._source, dict(sorted(taken.items()))))
+        return entries
 
     def _ways(self, group: Group) -> tuple[bool, ...]:
         if not self._real:
@@ -165,8 +165,8 @@ class GroupProbe:
         if not self._real:
             return
         for number, buffer in enumerate(buffers):
-            found = self._backend.to_host(buffer)
-            self._checks.close(found, addends.sum(number), addends.tolerance, what)
+            computed = self._backend.to_host(buffer)
+            self._checks.close(computed, addends.sum(number), addends.tolerance, what)
 
 
 class Addends:

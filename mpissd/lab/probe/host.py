@@ -34,12 +34,12 @@ def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
     for config in ways(session.job.config):
         try:
             job = _resolved(session, config)
-            found = _measured(replace(session, job=job, resources=ExitStack()))
+            profile = _measured(replace(session, job=job, resources=ExitStack()))
         except (ConfigError, Refused) as error:  # All ranks raise the same error here.
             notes.append(f"host costs of {config.mode}, b={config.batch_size}: {error}")
             continue
-        if found is not None:
-            entries.append(_entry(job, found, source))
+        if profile is not None:
+            entries.append(_entry(job, profile, source))
     return entries, notes
 
 
@@ -72,15 +72,15 @@ def _measured(session: Session) -> JobProfile | None:
     """
     try:
         rank = Rank(session)
-        found = calibrate(rank)
+        profile = calibrate(rank)
         rank.close()
     finally:
         session.resources.close()
-    return found
+    return profile
 
 
-def _entry(job: Job, found: JobProfile, source: str) -> Entry:
-    told: dict[str, Any] = {
+def _entry(job: Job, profile: JobProfile, source: str) -> Entry:
+    about: dict[str, Any] = {
         "mode": job.config.mode,
         "tp": job.tp,
         "num_drafts": job.config.drafts,
@@ -88,5 +88,5 @@ def _entry(job: Job, found: JobProfile, source: str) -> Entry:
         "lookahead": job.lookahead,
         "lanes": job.fan_outs.branches,
     }
-    forwards = found.device.to_dict()
-    return {**told, "from": source, "seconds": found.host.to_dict(), "job_forwards": forwards}
+    forwards = profile.device.to_dict()
+    return {**about, "from": source, "seconds": profile.host.to_dict(), "job_forwards": forwards}

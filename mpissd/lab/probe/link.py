@@ -60,10 +60,10 @@ class LinkProbe:
 
         The results are meaningful on the lead only.
         """
-        found = [self._curve("mpi", self._mpi, idle_s) for idle_s in (0.0, IDLE_S)]
+        curves = [self._curve("mpi", self._mpi, idle_s) for idle_s in (0.0, IDLE_S)]
         refused: list[str] = []
         if self._backend.info.kind != "gpu":
-            return found, refused
+            return curves, refused
         for name, begin in (("nccl", self._begin_nccl), ("device_mpi", self._begin_device_mpi)):
             if name == "device_mpi" and not cuda_aware:
                 continue
@@ -72,9 +72,9 @@ class LinkProbe:
             except ConfigError as error:  # Both ranks raise the same error here.
                 refused.append(str(error))
                 continue
-            found += [self._curve(name, trip, idle_s) for idle_s in (0.0, IDLE_S)]
+            curves += [self._curve(name, trip, idle_s) for idle_s in (0.0, IDLE_S)]
             close()
-        return found, refused
+        return curves, refused
 
     def _curve(self, name: str, trip: Callable[[int], Trip], idle_s: float) -> Entry:
         taken = {size: self._sample(name, trip, size, idle_s) for size in SIZES}

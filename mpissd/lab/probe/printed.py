@@ -49,8 +49,8 @@ def print_host(entries: Sequence[Entry]) -> None:
         costs = HostCosts.from_dict(entry["seconds"])
         rows, seconds = max(entry["job_forwards"]["verify"].items(), key=lambda each: int(each[0]))
         way = f"{entry['mode']} T={entry['tp']} D={entry['num_drafts']} b={entry['batch_size']}"
-        told = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
-        lines.append(("" if number else "host", f"{way}: {told}; M={rows} {_us(seconds)} µs"))
+        costs_text = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
+        lines.append(("" if number else "host", f"{way}: {costs_text}; M={rows} {_us(seconds)} µs"))
     _print(lines)
 
 
@@ -80,8 +80,8 @@ def _products(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
         yield "product", f"{'K x N':>13}  read share{heads}"
     for entry in entries:
         share = next(iter(entry["read_share"].values()))
-        told = f"{share:9.0%}" if share is not None else f"{'?':>9}"
-        yield "", f"{entry['k']:>6}x{entry['n']:<6}  {told} {_times(entry, entry['seconds'])}"
+        share_text = f"{share:9.0%}" if share is not None else f"{'?':>9}"
+        yield "", f"{entry['k']:>6}x{entry['n']:<6}  {share_text} {_times(entry, entry['seconds'])}"
 
 
 def _forwards(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
@@ -116,12 +116,12 @@ def _link_name(entry: Entry) -> str:
 
 def _launches(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     for entry in entries:
-        told = f"host {_us(entry['host_s'])} µs, device {_us(entry['device_s'])} µs"
-        yield "launch", f"{entry['what']}: {told}"
+        times = f"host {_us(entry['host_s'])} µs, device {_us(entry['device_s'])} µs"
+        yield "launch", f"{entry['what']}: {times}"
 
 
 def _print(lines: Any) -> None:
-    text = "\n".join(f"{name:>10}  {told}" for name, told in lines)
+    text = "\n".join(f"{name:>10}  {text_of}" for name, text_of in lines)
     if text:
         print(text, flush=True)
 

@@ -128,16 +128,16 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
         said = f"{source}: not known, there was one target rank"
         return {"from": said, "latency_s": None, "bytes_per_s": None}
     own = entries[0]
-    told = {int(size): seconds for size, seconds in own["seconds"].items()}
-    least, most = min(told), max(told)
+    seconds_at = {int(size): seconds for size, seconds in own["seconds"].items()}
+    least, most = min(seconds_at), max(seconds_at)
     how = "in a graph" if own["graph"] else "eagerly"
     said = f"{source}: {own['name']} {how}, {least} B and {most} B"
-    if not told[most]:
+    if not seconds_at[most]:
         return {"from": said, "latency_s": {}, "bytes_per_s": {}}
     # Noise may make a small all-reduce slower than a large one; then the large one sets the rate.
-    slope = (told[most] - told[least]) / (most - least)
-    rate = 1 / slope if slope > 0 else most / told[most]
-    latency = max(0.0, told[least] - least / rate)
+    slope = (seconds_at[most] - seconds_at[least]) / (most - least)
+    rate = 1 / slope if slope > 0 else most / seconds_at[most]
+    latency = max(0.0, seconds_at[least] - least / rate)
     return {"from": said, "latency_s": {str(ranks): latency}, "bytes_per_s": {str(ranks): rate}}
 
 

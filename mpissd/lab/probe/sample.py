@@ -99,13 +99,13 @@ def samples(
     for turn in range(max(counts.values())):
         for at in (at for at, count in counts.items() if turn < count):
             times[at].append(onces[at]())
-    found = {}
+    by_point = {}
     for at, seconds in times.items():
         least = np.array(seconds)
         if together is not None:
             together.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
-        found[at] = Sample.of(least, per)
-    return found
+        by_point[at] = Sample.of(least, per)
+    return by_point
 
 
 def entry(identity: Mapping[str, Any], source: str, samples: Mapping[int, Sample]) -> Entry:
@@ -130,20 +130,20 @@ class Checks:
         if not sound:
             self.findings.append(finding)
 
-    def close(self, found: Any, wanted: Any, tolerance: float, what: str) -> None:
+    def close(self, computed: Any, wanted: Any, tolerance: float, what: str) -> None:
         """Records a finding if an element is off by more than `tolerance`, or NaN, or the shapes
         differ."""
-        if np.shape(found) != np.shape(wanted):
-            self.expect(False, f"{what}: shape {np.shape(found)}, expected {np.shape(wanted)}")
+        if np.shape(computed) != np.shape(wanted):
+            self.expect(False, f"{what}: shape {np.shape(computed)}, expected {np.shape(wanted)}")
             return
-        error = np.abs(np.asarray(found, np.float64) - wanted)
+        error = np.abs(np.asarray(computed, np.float64) - wanted)
         wrong = ~(error <= tolerance)  # NaN counts as wrong.
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
             self.expect(
                 False,
                 f"{what}: {int(wrong.sum())} of {wrong.size} values are wrong, at {list(at)} "
-                f"{float(np.asarray(found)[at]):g}, expected {float(np.asarray(wanted)[at]):g} "
+                f"{float(np.asarray(computed)[at]):g}, expected {float(np.asarray(wanted)[at]):g} "
                 f"± {tolerance:.1g}",
             )
 

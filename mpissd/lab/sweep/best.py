@@ -57,9 +57,9 @@ class Cell:
 
         A row's prediction is the mean under its laws, computed from its own job's profile.
         """
-        found = [row.expected_tok_per_s for row in self.rows]
-        told = [float(rate) for rate in found if rate]
-        return fmean(told) if len(told) == len(found) else None
+        rates = [row.expected_tok_per_s for row in self.rows]
+        known = [float(rate) for rate in rates if rate]
+        return fmean(known) if len(known) == len(rates) else None
 
     def over(self, base: Cell) -> Gain | None:
         """Returns the gain over another cell; None if the rows lack the data to compare them."""
@@ -130,11 +130,11 @@ class Comparison:
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
     """Groups rows by setting and method, in order of appearance; skips entries that are no rows."""
-    found = [row for row in rows if is_row(row)]
-    settings = dict.fromkeys(setting_of(row) for row in found if row.mode != "ar")
+    kept = [row for row in rows if is_row(row)]
+    settings = dict.fromkeys(setting_of(row) for row in kept if row.mode != "ar")
     if not settings:
-        settings = dict.fromkeys(setting_of(row) for row in found)
-    return [Comparison(setting, _methods(found, dict(setting))) for setting in settings]
+        settings = dict.fromkeys(setting_of(row) for row in kept)
+    return [Comparison(setting, _methods(kept, dict(setting))) for setting in settings]
 
 
 def is_row(row: Row) -> bool:
@@ -153,8 +153,8 @@ def setting_of(row: Row) -> tuple[tuple[str, Any], ...]:
 def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
     cells: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        told = [name for name in setting if row.mode != "ar" or name not in DRAFTED]
-        if all(row.get(name) == setting[name] for name in told):
+        names = [name for name in setting if row.mode != "ar" or name not in DRAFTED]
+        if all(row.get(name) == setting[name] for name in names):
             cells.setdefault(method_of(row), {}).setdefault(row.lookahead, []).append(row)
     methods = [Method(name, _cells(of)) for name, of in cells.items()]
     return tuple(sorted(methods, key=lambda m: (_rank(m.name), m.name)))
@@ -171,37 +171,37 @@ def _cells(rows: Mapping[int, list[Row]]) -> tuple[Cell, ...]:
 def method_of(row: Row) -> str:
     """Returns the name of a row's method, which contains all of its options except K."""
     mode = str(row.mode)
-    told = [mode.upper()]
+    words = [mode.upper()]
     if row.schedule:
-        told.append(str(row.schedule))
+        words.append(str(row.schedule))
     if mode == "sd" and row.inline_draft:
-        told.append("inline")
+        words.append("inline")
     if (row.num_drafts or 0) > 1:
-        told.append(f"D={row.num_drafts}")
+        words.append(f"D={row.num_drafts}")
     if (device := row.other_draft_device) is not None:
-        told.append(f"draft on {device}")
+        words.append(f"draft on {device}")
     if row.backup not in (None, "jit"):
-        told.append(f"backup={row.backup}")
+        words.append(f"backup={row.backup}")
         if row.acceptance_fast not in (None, RunConfig.acceptance_fast):
-            told.append(f"acceptance_fast={row.acceptance_fast}")
+            words.append(f"acceptance_fast={row.acceptance_fast}")
     if row.backup_lookahead not in (None, row.lookahead):
-        told.append(f"backup_lookahead={row.backup_lookahead}")
+        words.append(f"backup_lookahead={row.backup_lookahead}")
     if mode == "ssd":
-        told += _growth(row)
-    return " ".join(told)
+        words += _growth(row)
+    return " ".join(words)
 
 
 def _growth(row: Row) -> list[str]:
     flags = flags_of(row)
     if not row.schedule:
         flags.setdefault("fan_out", RunConfig.fan_out)
-    told = [f"{name}={flags[name]}" for name in _FAN_OUTS if name in flags]
-    told += [str(row.hit_law)] if row.hit_law else []
+    words = [f"{name}={flags[name]}" for name in _FAN_OUTS if name in flags]
+    words += [str(row.hit_law)] if row.hit_law else []
     if row.on_late not in (None, "finish"):
-        told.append(f"on_late={row.on_late}")
+        words.append(f"on_late={row.on_late}")
     if row.saguaro_c not in (None, 1.0):
-        told.append(f"C={row.saguaro_c:g}")
-    return told
+        words.append(f"C={row.saguaro_c:g}")
+    return words
 
 
 def flags_of(row: Row) -> dict[str, str]:
@@ -217,34 +217,36 @@ def render(comparisons: Iterable[Comparison], beside: Sequence[Sequence[object]]
 
     beside: lines to print below each table, one sequence per table (sweep/uses.py).
     """
-    found = list(comparisons)
-    told = [*beside, *[[]] * (len(found) - len(beside))]
-    tables = (_table(one, lines) for one, lines in zip(found, told, strict=True))
+    shown = list(comparisons)
+    lines_of = [*beside, *[[]] * (len(shown) - len(beside))]
+    tables = (_table(one, lines) for one, lines in zip(shown, lines_of, strict=True))
     return "\n\n".join([*tables, _LEGEND])
 
 
-def _table(found: Comparison, beside: Sequence[object]) -> str:
-    said = dict(found.setting)
-    told = [f"{name} {said[name]}" for name in _SHOWN if said.get(name)]
+def _table(comparison: Comparison, beside: Sequence[object]) -> str:
+    said = dict(comparison.setting)
+    settings = [f"{name} {said[name]}" for name in _SHOWN if said.get(name)]
     drafts = f"/{said['draft']}" if said.get("draft") else ""
-    lines = [f"{said['target']}{drafts}, T={said['tp']}, {said['device_name']}: {', '.join(told)}"]
-    width = max(len(method.name) for method in found.methods)
-    columns = "".join(f"{f'K={k}':>9}" for k in found.lookaheads)
+    lines = [
+        f"{said['target']}{drafts}, T={said['tp']}, {said['device_name']}: {', '.join(settings)}"
+    ]
+    width = max(len(method.name) for method in comparison.methods)
+    columns = "".join(f"{f'K={k}':>9}" for k in comparison.lookaheads)
     gains = f"{'x AR':>{_WIDE}}{'a GPU':>{_WIDE}}"
     lines.append(f"{'tok/s':{width}}{columns}     best   at  spread   n{gains}")
-    lines += [f"{method.name:{width}}{_line(method, found)}" for method in found.methods]
+    lines += [f"{method.name:{width}}{_line(method, comparison)}" for method in comparison.methods]
     return "\n".join([*lines, *map(str, beside)])
 
 
-def _line(method: Method, found: Comparison) -> str:
-    best, base = method.best, found.baseline
-    cells = [None if best.lookahead == 0 else method.at(k) for k in found.lookaheads]
-    told = "".join(f"{'' if c is None else _number(c.median):>9}" for c in cells)
+def _line(method: Method, comparison: Comparison) -> str:
+    best, base = method.best, comparison.baseline
+    cells = [None if best.lookahead == 0 else method.at(k) for k in comparison.lookaheads]
+    line = "".join(f"{'' if c is None else _number(c.median):>9}" for c in cells)
     at = f"K={best.lookahead}" if best.lookahead else ""
-    told += f"{_number(best.median):>9}{at:>5}{best.spread:>8.1%}{len(best.tok_per_s):>4}"
+    line += f"{_number(best.median):>9}{at:>5}{best.spread:>8.1%}{len(best.tok_per_s):>4}"
     for gain in _gains(best, base):
-        told += f"{'–' if gain is None else gain.brief:>{_WIDE}}"
-    return told.rstrip()
+        line += f"{'–' if gain is None else gain.brief:>{_WIDE}}"
+    return line.rstrip()
 
 
 def _gains(best: Cell, base: Cell | None) -> tuple[Gain | None, Gain | None]:
@@ -252,21 +254,21 @@ def _gains(best: Cell, base: Cell | None) -> tuple[Gain | None, Gain | None]:
 
     Both are None for AR itself, and if the rows lack the data to compare them.
     """
-    found = None if base is None or best is base else best.over(base)
-    if found is None or base is None:
+    gain = None if base is None or best is base else best.over(base)
+    if gain is None or base is None:
         return None, None
-    return found, found.scaled(base.ranks / best.ranks)
+    return gain, gain.scaled(base.ranks / best.ranks)
 
 
 def _number(rate: float) -> str:
     return f"{rate:.1f}" if rate < 1e5 else f"{rate:.0f}"
 
 
-def to_dict(found: Comparison) -> dict[str, Any]:
+def to_dict(comparison: Comparison) -> dict[str, Any]:
     """Returns a comparison as JSON: the setting, and the cells and best K of each method."""
     return {
-        "setting": dict(found.setting),
-        "methods": [_method_dict(method, found.baseline) for method in found.methods],
+        "setting": dict(comparison.setting),
+        "methods": [_method_dict(method, comparison.baseline) for method in comparison.methods],
     }
 
 

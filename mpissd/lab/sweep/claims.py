@@ -56,9 +56,9 @@ class Claim:
     gain: Comparison
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """What may be said of the gain: a ratio only if every use that fits was measured."""
-        return told_of(self.gain, self.verdict.others.not_known)
+        return claim_text(self.gain, self.verdict.others.not_known)
 
     @property
     def real(self) -> list[float]:
@@ -78,7 +78,7 @@ class Claim:
         return (*(self.setting.get(n) for n in names), ssd.tp + ssd.num_drafts, law)
 
 
-def told_of(gain: Comparison, not_known: str) -> str:
+def claim_text(gain: Comparison, not_known: str) -> str:
     """Returns the text of a claim, or an interval and the reason why it is no claim.
 
     not_known: names the uses that were not measured; empty if all were.
@@ -94,18 +94,18 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
     Raises ConfigError if no SSD rows with enough seeds and rounds can be compared with another use.
     """
     kept = enough(rows)
-    found = [
+    judged = [
         claim
         for comparison in compare_methods(kept)
         for verdict in verdicts(comparison, kept)
         if (claim := _claim(dict(comparison.setting), verdict)) is not None
     ]
-    if not found:
+    if not judged:
         least = f"{HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds"
         raise ConfigError(
             f"claims: no SSD beside another use of its GPUs: allowed: from {least} on"
         )
-    return sorted(found, key=lambda c: (not c.setting["lm_head"], str(c.setting["acceptance"])))
+    return sorted(judged, key=lambda c: (not c.setting["lm_head"], str(c.setting["acceptance"])))
 
 
 def enough(rows: Iterable[Row]) -> list[Row]:
@@ -130,27 +130,27 @@ def _claim(setting: dict[str, Any], verdict: Verdict) -> Claim | None:
     if fastest is None or gain is None:
         return None
     every = [(verdict.ssd.cell.over(use.cell), use) for use in verdict.every]
-    told = [(one, use) for one, use in every if one is not None]
-    gain, fastest = min(told, key=lambda pair: pair[0].low)
+    measured = [(one, use) for one, use in every if one is not None]
+    gain, fastest = min(measured, key=lambda pair: pair[0].low)
     return Claim(setting, verdict, fastest, gain)
 
 
-def render(found: Sequence[Claim]) -> str:
+def render(judged: Sequence[Claim]) -> str:
     """Renders claims as Markdown, with a table for each pair, machine and number of GPUs."""
     groups: dict[tuple[Any, ...], list[Claim]] = {}
-    for claim in found:
+    for claim in judged:
         groups.setdefault(claim.group, []).append(claim)
     return "\n\n".join(_table(group, of) for group, of in groups.items())
 
 
-def _table(group: tuple[Any, ...], found: Sequence[Claim]) -> str:
+def _table(group: tuple[Any, ...], group_claims: Sequence[Claim]) -> str:
     target, draft, device, dtype, batch, context, fuse, gpus, law = group
-    rounds = min(claim.gain.num_rounds for claim in found)
-    seeds = min(claim.gain.num_seeds for claim in found)
+    rounds = min(claim.gain.num_rounds for claim in group_claims)
+    seeds = min(claim.gain.num_seeds for claim in group_claims)
     issued = f"{dtype}{', fused' * bool(fuse)}, context {context}, batch {batch}"
-    told = f"{target}/{draft} on {gpus} × {device} ({issued}), hits by {law}, assumed. "
-    told += f"{seeds} seeds × {rounds} rounds, paired by seed; tok/s: medians."
-    return "\n".join([told, "", _HEAD.format(gpus=gpus), *map(_line, found)])
+    about = f"{target}/{draft} on {gpus} × {device} ({issued}), hits by {law}, assumed. "
+    about += f"{seeds} seeds × {rounds} rounds, paired by seed; tok/s: medians."
+    return "\n".join([about, "", _HEAD.format(gpus=gpus), *map(_line, group_claims)])
 
 
 def _line(claim: Claim) -> str:
@@ -164,7 +164,7 @@ def _line(claim: Claim) -> str:
         where, real = f"fastest measured: {where}", ""
     ours = f"T={ssd.tp} D={ssd.num_drafts} K={ssd.cell.lookahead}"
     cells = (alpha, head, ours, rates[0], where, rates[1])
-    return f"| {' | '.join(cells)} | {claim.told} | {real or '–'} |"
+    return f"| {' | '.join(cells)} | {claim.text} | {real or '–'} |"
 
 
 def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
@@ -177,8 +177,8 @@ def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
         raise ConfigError("no <!-- claims RESULTS --> … <!-- /claims --> there")
 
     def table(block: re.Match[str]) -> str:
-        found = claims(read(block[2]))
-        kept = [claim for claim in found if claim.setting["lm_head"] or not block[3]]
+        judged = claims(read(block[2]))
+        kept = [claim for claim in judged if claim.setting["lm_head"] or not block[3]]
         return f"{block[1]}{render(kept)}\n{block[5]}"
 
     return _BLOCK.sub(table, text)
@@ -190,12 +190,12 @@ def intervals(rows: Iterable[Row]) -> set[str]:
     Only rows with enough seeds and rounds count. These are all the intervals that a sentence may
     show as measured.
     """
-    kept, found = enough(rows), set()
+    kept, headlines = enough(rows), set()
     for comparison in compare_methods(kept):
         ways = ways_of(dict(comparison.setting), kept)
         gains = (a.cell.over(b.cell) for a, b in itertools.permutations(ways, 2))
-        found |= {gain.interval for gain in gains if gain is not None and gain.is_headline}
-    return found
+        headlines |= {gain.interval for gain in gains if gain is not None and gain.is_headline}
+    return headlines
 
 
 def unbacked(text: str, known: Collection[str] | None = None) -> list[str]:

@@ -91,16 +91,16 @@ def list_plan(config: SweepConfig) -> None:
 def best(config: BestConfig) -> int:
     """Prints which method is fastest, at equal K and each at its own best K, from measured rows."""
     rows = load_rows([Path(config.results or "out")])
-    found = compare_methods(rows)
-    if not found:
+    comparisons = compare_methods(rows)
+    if not comparisons:
         raise ConfigError(f"results {config.results or 'out'!r}: no rows there")
-    beside = [verdicts(comparison, rows) for comparison in found]
-    print(render(found, beside))
-    told = [
+    beside = [verdicts(comparison, rows) for comparison in comparisons]
+    print(render(comparisons, beside))
+    methods = [
         {**to_dict(one), "ssd_at_equal_gpus": [verdict.to_dict() for verdict in lines]}
-        for one, lines in zip(found, beside, strict=True)
+        for one, lines in zip(comparisons, beside, strict=True)
     ]
-    print(json.dumps(told))
+    print(json.dumps(methods))
     return 0
 
 

@@ -54,9 +54,9 @@ def _round(job: Job, backend: str) -> tuple[float, float]:
     """Returns the predicted seconds of a round, and the tokens that it adds to a sequence."""
     device = _costs(job, backend)
     if is_predictable(job):
-        found = expected(job, device, HostCosts())
+        mean = expected(job, device, HostCosts())
         host = _CPU_ROUND_S if backend != "cupy" else 0.0
-        return float(found.round_s[0]) + host, float(found.tokens[0]) / job.config.batch_size
+        return float(mean.round_s[0]) + host, float(mean.tokens[0]) / job.config.batch_size
     steps = job.num_forwards(job.lookahead)
     drafting = steps * float(device.draft_s([job.config.batch_size])[0]) if job.draft else 0.0
     return float(device.verify_s([job.verify_rows])[0]) + drafting + _CPU_ROUND_S, 1.0

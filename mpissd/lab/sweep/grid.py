@@ -47,23 +47,23 @@ class Block:
     axes: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def read_grid(told: str) -> list[Block]:
-    """Returns the blocks of an inline grid, or of the file that `told` names.
+def read_grid(grid: str) -> list[Block]:
+    """Returns the blocks of an inline grid, or of the file that `grid` names.
 
     Raises ConfigError for a missing file, an unknown or repeated flag, a flag without values, a
     value that the flag never takes, or an open quotation.
     """
-    path = Path(told)
-    if "=" in told and not _is_file(path):
-        return [_block("grid", _inline(told))]
+    path = Path(grid)
+    if "=" in grid and not _is_file(path):
+        return [_block("grid", _inline(grid))]
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"grid={told!r}: {reason}; allowed: a file, or flag=value,value; flag=…"
+            f"grid={grid!r}: {reason}; allowed: a file, or flag=value,value; flag=…"
         ) from error
-    return list(_blocks(told, text))
+    return list(_blocks(grid, text))
 
 
 def _is_file(path: Path) -> bool:
@@ -74,15 +74,15 @@ def _is_file(path: Path) -> bool:
 
 
 def _inline(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    axes: dict[str, str] = {}
     for part in _split(text, ";", "grid"):
         name, is_said, values = part.partition("=")
         if not is_said:
             raise ConfigError(f"grid: {part!r}: allowed: flag=value,value")
-        if name.strip() in found:
+        if name.strip() in axes:
             raise ConfigError(f"grid: {name.strip()} twice")
-        found[name.strip()] = values
-    return found
+        axes[name.strip()] = values
+    return axes
 
 
 def _blocks(where: str, text: str) -> Iterator[Block]:
@@ -104,24 +104,24 @@ def _blocks(where: str, text: str) -> Iterator[Block]:
         yield _block(name, dict(parser[name]))
 
 
-def _block(block: str, told: dict[str, str]) -> Block:
-    for name in told:
+def _block(block: str, axes: dict[str, str]) -> Block:
+    for name in axes:
         if name in ONE_A_JOB:
             raise ConfigError(f"grid: {name} is one for all configurations: say --{name}=…")
         if name not in _FLAGS:
             raise unknown("flag in the grid", name, _FLAGS)
-    return Block(block, tuple((name, _values(name, text)) for name, text in told.items()))
+    return Block(block, tuple((name, _values(name, text)) for name, text in axes.items()))
 
 
 def _values(name: str, text: str) -> tuple[str, ...]:
     parts = _split(text, ",", f"grid: {name}")
-    found = [value for item in parts for value in _expanded(name, item)]
-    if not found:
+    values = [value for item in parts for value in _expanded(name, item)]
+    if not values:
         raise ConfigError(f"grid: {name} has no value")
-    for value in found:
+    for value in values:
         if value != NONE:
             _PARSE[name](name, value)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(values))
 
 
 def _expanded(name: str, item: str) -> Iterator[str]:
@@ -129,11 +129,11 @@ def _expanded(name: str, item: str) -> Iterator[str]:
     if item[0] in "\"'":
         yield item[1:-1]
         return
-    found = _RANGE.fullmatch(item)
-    if found is None:
+    match = _RANGE.fullmatch(item)
+    if match is None:
         yield item
         return
-    first, last, step = (int(part or 1) for part in found.groups())
+    first, last, step = (int(part or 1) for part in match.groups())
     if not (first <= last and step):
         raise ConfigError(f"grid: {name}={item}: allowed: FIRST..LAST or FIRST..LAST..STEP, rising")
     if last - first >= _MOST_VALUES:

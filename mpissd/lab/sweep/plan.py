@@ -58,8 +58,8 @@ class Task:
 
         Two tasks with equal digests need only one measurement.
         """
-        told = [self.point.digest, self.repeat, tp, backend, device_name]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        named = [self.point.digest, self.repeat, tp, backend, device_name]
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,21 @@ def make_plan(
     job["progress"] = "off"  # the sweep shows a bar of its own
     most = given.pop("num_drafts", None)
     shared = {name: text for name, text in given.items() if name not in ONE_A_JOB}
-    found: dict[str, Point] = {}
+    by_digest: dict[str, Point] = {}
     for combination in _combinations(blocks):
         flags = shared | combination
         if most is not None and int(most) != 1 and "schedule" not in flags:
             flags = {"num_drafts": most, **flags}
         point = _point(flags, job)
-        found.setdefault(point.digest, point)
-    used = max((p.config.drafts for p in found.values() if p.config is not None), default=0)
+        by_digest.setdefault(point.digest, point)
+    used = max((p.config.drafts for p in by_digest.values() if p.config is not None), default=0)
     if most is not None and used > int(most):
         raise ConfigError(f"num_drafts={used} in the grid: allowed: at most {most}, as said")
-    points = tuple(found.values())[shard[0] - 1 :: shard[1]]
+    points = tuple(by_digest.values())[shard[0] - 1 :: shard[1]]
     if not points:
-        raise ConfigError(f"shard={shard[0]}/{shard[1]}: {len(found)} configurations leave it none")
+        raise ConfigError(
+            f"shard={shard[0]}/{shard[1]}: {len(by_digest)} configurations leave it none"
+        )
     return Plan(points, repeats, base.seed, used if most is None else int(most))
 
 
@@ -129,8 +131,8 @@ def _combinations(blocks: Sequence[Block]) -> Iterator[dict[str, str]]:
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
     """Makes a configuration from a combination of flags, without those that its method ignores."""
     try:
-        told = with_schedule(flags)
-        unseen = _unseen(told)
+        resolved = with_schedule(flags)
+        unseen = _unseen(resolved)
         kept = {name: text for name, text in flags.items() if name not in unseen}
         held = {name: text for name, text in job.items() if name not in unseen}
         return Point(tuple(kept.items()), parse_into(RunConfig, {**held, **kept}))

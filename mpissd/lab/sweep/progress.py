@@ -96,17 +96,17 @@ def print_end(
     earlier: measurements that failed in an earlier job and were not repeated. elsewhere:
     measurements that were left to another job.
     """
-    found = compare_methods(rows)
+    comparisons = compare_methods(rows)
     done, failed = codes.count(0), sum(code != 0 for code in codes)
-    if found:
-        print(f"\n{render(found)}\n")
+    if comparisons:
+        print(f"\n{render(comparisons)}\n")
     rate = 60 * done / seconds if done and seconds > 0 else None
     at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
     before = f", {earlier} before (--retry measures them again)" if earlier else ""
     others = f"; {elsewhere} left to another job" if elsewhere else ""
     there = f"{len(rows)} rows of this sweep are there"
     print(f"{done} measured{at}; {failed} failed{before}{others}; {there}")
-    told = {
+    summary = {
         "sweep": sweep,
         "measured": done,
         "failed": failed,
@@ -115,6 +115,6 @@ def print_end(
         "rows": len(rows),
         "seconds": round(seconds, 3),
         "per_minute": None if rate is None else round(rate, 1),
-        "best": [to_dict(comparison) for comparison in found],
+        "best": [to_dict(comparison) for comparison in comparisons],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(summary), flush=True)

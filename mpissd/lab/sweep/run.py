@@ -119,10 +119,10 @@ class Sweep:
         codes, began = [], time.monotonic()
         with Progress(self._config.run.progress, len(todo), self._is_lead) as progress:
             for task in todo:
-                found = self._one(task)
-                codes.append(found.exit_code if isinstance(found, Failure) else 0)
+                result = self._one(task)
+                codes.append(result.exit_code if isinstance(result, Failure) else 0)
                 if self._is_lead:
-                    self._tell(task, found, progress)
+                    self._tell(task, result, progress)
         if self._is_lead:
             self._conclude(tasks, codes, survey, time.monotonic() - began)
         return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
@@ -136,12 +136,14 @@ class Sweep:
 
         They are read from the folder's files, which several jobs may share.
         """
-        found: dict[str, int] = {}
+        exit_codes: dict[str, int] = {}
         if not self._config.retry:
             for row in read_rows(self._out / "failed.jsonl"):
-                found[str(row.get("task"))] = int(row.get("exit_code") or ConfigError.exit_code)
-            found |= dict.fromkeys(self._rows_of("flagged.jsonl"), GateError.exit_code)
-        return found | dict.fromkeys(self._rows_of("runs.jsonl"), 0)
+                exit_codes[str(row.get("task"))] = int(
+                    row.get("exit_code") or ConfigError.exit_code
+                )
+            exit_codes |= dict.fromkeys(self._rows_of("flagged.jsonl"), GateError.exit_code)
+        return exit_codes | dict.fromkeys(self._rows_of("runs.jsonl"), 0)
 
     def _rows_of(self, name: str) -> list[str]:
         """Returns the names of the tasks that have a row in this file of OUT."""
@@ -174,24 +176,24 @@ class Sweep:
         session.resources.close()
         return row
 
-    def _tell(self, task: Task, found: Row | Failure | None, progress: Progress) -> None:
+    def _tell(self, task: Task, result: Row | Failure | None, progress: Progress) -> None:
         """Prints the outcome of a task and records a failure in failed.jsonl; on the lead."""
-        if not isinstance(found, Failure):
-            assert found is not None, "a lead without a row"
-            progress.row(task, found)
+        if not isinstance(result, Failure):
+            assert result is not None, "a lead without a row"
+            progress.row(task, result)
             return
-        is_flagged = found.exit_code == GateError.exit_code  # its row is in flagged.jsonl already
+        is_flagged = result.exit_code == GateError.exit_code  # its row is in flagged.jsonl already
         if not is_flagged:
             failed = {
                 "task": self._digest(task),
                 "repeat": task.repeat,
                 "flags": dict(task.point.flags),
-                "error": found.error,
-                "exit_code": found.exit_code,
+                "error": result.error,
+                "exit_code": result.exit_code,
                 "sweep": self._id,
             }
             append_row(self._out / "failed.jsonl", failed)
-        progress.failure(task, found.error)
+        progress.failure(task, result.error)
 
     def _conclude(
         self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float

@@ -52,18 +52,18 @@ class Verdict:
         return None if fastest is None else self.ssd.cell.over(fastest.cell)
 
     def __str__(self) -> str:
-        told = f"{self.ssd.method}, T={self.ssd.tp} D={self.ssd.num_drafts} K="
-        told += f"{self.ssd.cell.lookahead}: {self.ssd.cell.median:.1f} tok/s"
+        line = f"{self.ssd.method}, T={self.ssd.tp} D={self.ssd.num_drafts} K="
+        line += f"{self.ssd.cell.lookahead}: {self.ssd.cell.median:.1f} tok/s"
         if self.others.fastest is None:
-            return f"{told}; no other use of its GPUs was measured"
+            return f"{line}; no other use of its GPUs was measured"
         what = "fastest measured" if self.others.missing else "best other use"
-        told += f"; {what} of {self._gpus} GPUs, {self.others.fastest}"
+        line += f"; {what} of {self._gpus} GPUs, {self.others.fastest}"
         if self.gain is not None:
             unclaimed = f"{self.gain.interval}, no claim"
-            told += f", {unclaimed if self.others.missing else self.gain.brief}"
+            line += f", {unclaimed if self.others.missing else self.gain.brief}"
         if is_imposed(self.ssd.cell.rows[0].hit_law):
-            told += "; its hits are imposed and cost no branches"
-        return f"{told}; not measured: {self.others.not_known}" if self.others.missing else told
+            line += "; its hits are imposed and cost no branches"
+        return f"{line}; not measured: {self.others.not_known}" if self.others.missing else line
 
     @property
     def _gpus(self) -> int:
@@ -90,24 +90,24 @@ def is_imposed(hit_law: object) -> bool:
     return str(hit_law).startswith("p_hit:")
 
 
-def verdicts(found: Comparison, rows: Iterable[Row]) -> list[Verdict]:
+def verdicts(comparison: Comparison, rows: Iterable[Row]) -> list[Verdict]:
     """Returns a verdict on SSD for each number of GPUs, hit law and schedule of a setting.
 
     rows: all rows; those that differ from the setting in T alone are compared too. Rows whose
     drafts run on another kind of device are left out, because their GPUs are not the same.
     """
-    setting = dict(found.setting)
+    setting = dict(comparison.setting)
     alike = _alike(setting, rows)
     ways, uses = _ways(alike), _uses(alike)
     tps = tps_of(str(setting["target"]), max((row.world_size for row in alike), default=0))
     here = [row for row in alike if row.mode == "ssd" and row.tp == setting["tp"]]
-    told = []
+    judged = []
     for case in dict.fromkeys(map(_case, here)):
         gpus, own = case[0], [row for row in here if _case(row) == case]
         ssd = max(_uses(own), key=lambda use: use.tok_per_s)
         every = tuple(u for u in ways if u.mode != "ssd" and Family.of(u).gpus <= gpus)
-        told.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps)), every))
-    return told
+        judged.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps)), every))
+    return judged
 
 
 def _case(row: Row) -> tuple[int, str | None, str | None]:
@@ -149,8 +149,8 @@ def _ways(rows: Sequence[Row]) -> list[MeasuredUse]:
     for row in rows:
         place = row.mode, row.tp, row.world_size - row.tp
         cells.setdefault((*place, method_of(row), row.lookahead), []).append(row)
-    found = []
+    ways = []
     for (mode, tp, num_drafts, method, lookahead), of in cells.items():
         cell = Cell(lookahead, tuple(of))
-        found.append(MeasuredUse(mode, tp, num_drafts, cell.median, method, cell))
-    return found
+        ways.append(MeasuredUse(mode, tp, num_drafts, cell.median, method, cell))
+    return ways

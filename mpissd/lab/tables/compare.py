@@ -238,7 +238,7 @@ def _ratios(
                 tabled.setdefault(width, []).append(seconds / times[1])
         if ar_t_target_s and row.t_target_s:
             timed.setdefault(row.lookahead + 1, []).append(row.t_target_s / ar_t_target_s)
-    return {width: statistics.median(found) for width, found in (timed | tabled).items()}
+    return {width: statistics.median(values) for width, values in (timed | tabled).items()}
 
 
 def _ratio(ratios: Mapping[int, float], width: int) -> Ratio | None:

@@ -65,17 +65,17 @@ def find_pair(a: str | None, b: str | None, out: str) -> tuple[Row, Row, list[Pa
 
 def _alike(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows that have the last row's configuration, in order."""
-    found = siblings(rows[-1], rows)
-    return [row for row in rows if row in found]
+    alike = siblings(rows[-1], rows)
+    return [row for row in rows if row in alike]
 
 
 def _by_configuration(rows: Sequence[Row]) -> list[list[Row]]:
     kinds: list[list[Row]] = []
     left = list(rows)
     while left:
-        found = siblings(left[0], left)
-        kinds.append([row for row in left if row in found])
-        left = [row for row in left if row not in found]
+        alike = siblings(left[0], left)
+        kinds.append([row for row in left if row in alike])
+        left = [row for row in left if row not in alike]
     return kinds
 
 

@@ -43,15 +43,15 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
     the profile of a job.
     """
     ids = [str(row.run_id) for row in rows]
-    found: dict[str, dict[str, Any]] = {}
+    profiles: dict[str, dict[str, Any]] = {}
     for folder in dict.fromkeys(path.parent / "profiles" for path in _run_files(paths)):
         for run_id in ids:
             path = folder / f"{run_id}.json"
-            if run_id not in found and path.is_file():
+            if run_id not in profiles and path.is_file():
                 profile = _parse(str(path), _read(path))
                 forward_times(str(path), profile)
-                found[run_id] = profile
-    return found
+                profiles[run_id] = profile
+    return profiles
 
 
 def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
@@ -60,14 +60,14 @@ def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
     Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
     """
     known = list(rows)
-    found: dict[str, Rounds] = {}
+    rounds: dict[str, Rounds] = {}
     for folder in dict.fromkeys(path.parent / "rounds" for path in _run_files(paths)):
         for row in known:
             run_id = str(row.run_id)
             path = folder / f"{run_id}.npz"
-            if run_id not in found and path.is_file():
-                found[run_id] = Rounds.read(path, row)
-    return found
+            if run_id not in rounds and path.is_file():
+                rounds[run_id] = Rounds.read(path, row)
+    return rounds
 
 
 def forward_times(where: str, profile: Mapping[str, Any]) -> dict[int, float]:

@@ -42,7 +42,7 @@ class Pair:
 
     a: Row
     b: Row
-    found: Comparison
+    comparison: Comparison
     per_gpu: Comparison
     differ: dict[str, tuple[Any, Any]]
 
@@ -59,22 +59,26 @@ class Pair:
             for other in sides[1]:
                 if one.seed == other.seed:
                     check_alike(one, other)
-        found = compare_rows(sides[0], sides[1], rounds)
-        if found.how is not How.SEEDS:  # compare only the two rows that were named
-            found = compare_rows([a], [b], rounds)
+        comparison = compare_rows(sides[0], sides[1], rounds)
+        if comparison.how is not How.SEEDS:  # compare only the two rows that were named
+            comparison = compare_rows([a], [b], rounds)
         share = a.world_size / b.world_size
-        return cls(a=a, b=b, found=found, per_gpu=found.scaled(share), differ=_differ(a, b))
+        return cls(
+            a=a, b=b, comparison=comparison, per_gpu=comparison.scaled(share), differ=_differ(a, b)
+        )
 
     def __str__(self) -> str:
         """Returns the comparison as a few lines for a terminal."""
         lines = [f"{name} = {_side(row)}" for name, row in (("a", self.a), ("b", self.b))]
-        told = "; ".join(f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items())
-        lines.append(f"differ in: {told or 'nothing'}")
-        lines.append(f"b over a: {self.found}")
+        differences = "; ".join(
+            f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items()
+        )
+        lines.append(f"differ in: {differences or 'nothing'}")
+        lines.append(f"b over a: {self.comparison}")
         if self.a.world_size != self.b.world_size:
             lines.append(f"per GPU: {self.per_gpu}")
-        lines.append(f"({_HOW[self.found.how].format(self.found.num_seeds)})")
-        if self.found.is_real and not self.found.is_headline:
+        lines.append(f"({_HOW[self.comparison.how].format(self.comparison.num_seeds)})")
+        if self.comparison.is_real and not self.comparison.is_headline:
             lines.append(f"({FEW_SEEDS})")
         for name, row in (("a", self.a), ("b", self.b)):
             if row.stable is False:
@@ -87,9 +91,9 @@ class Pair:
         return {
             "a": self.a.run_id,
             "b": self.b.run_id,
-            **self.found.to_dict(),
+            **self.comparison.to_dict(),
             "per_gpu": self.per_gpu.to_dict(),
-            "from_rounds": self.found.how in (How.BLOCKS, How.ROUNDS),
+            "from_rounds": self.comparison.how in (How.BLOCKS, How.ROUNDS),
             "differ": {key: list(values) for key, values in self.differ.items()},
         }
 
@@ -117,15 +121,15 @@ def check_alike(a: Row, b: Row) -> None:
             if key not in row and key not in _SAME:
                 raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
         if key in _SAME and a.get(key) != b.get(key):
-            told = f"{key}={a.get(key)!r} and {b.get(key)!r}"
-            raise ConfigError(f"{told}: allowed: two runs of one {key}")
+            values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
+            raise ConfigError(f"{values}: allowed: two runs of one {key}")
     if (a.backend == "emulated") != (b.backend == "emulated"):
-        told = f"backend={a.backend!r} and {b.backend!r}"
-        raise ConfigError(f"{told}: allowed: two measured runs, or two emulated ones")
+        values = f"backend={a.backend!r} and {b.backend!r}"
+        raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
     # Above temperature 0, equal laws may give different tokens.
     if not a.temperature and _cover_alike(a, b) and a.token_digest != b.token_digest:
-        told = f"token_digest={a.token_digest!r} and {b.token_digest!r}"
-        raise ConfigError(f"{told}: allowed: two runs that decoded the same tokens")
+        values = f"token_digest={a.token_digest!r} and {b.token_digest!r}"
+        raise ConfigError(f"{values}: allowed: two runs that decoded the same tokens")
 
 
 def _cover_alike(a: Row, b: Row) -> bool:
@@ -149,6 +153,6 @@ def _short(value: Any) -> str:
 
 
 def _differ(a: Row, b: Row) -> dict[str, tuple[Any, Any]]:
-    told = {key: (a.get(key), b.get(key)) for key in _CHOSEN}
-    told["draft_device_name"] = a.draft_device, b.draft_device
-    return {key: values for key, values in told.items() if values[0] != values[1]}
+    both = {key: (a.get(key), b.get(key)) for key in _CHOSEN}
+    both["draft_device_name"] = a.draft_device, b.draft_device
+    return {key: values for key, values in both.items() if values[0] != values[1]}

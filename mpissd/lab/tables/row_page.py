@@ -16,9 +16,9 @@ def lines() -> Iterator[str]:
     """Yields the table of a row's keys as Markdown, a line for each key in the order of a row."""
     yield "| key | type | unit | meaning |"
     yield "|---|---|---|---|"
-    for name, found in FIELDS.items():
-        unit, meaning = found.metadata["unit"], found.metadata["meaning"]
-        yield f"| `{name}` | {_type(str(found.type))} | {unit} | {meaning} |"
+    for name, field in FIELDS.items():
+        unit, meaning = field.metadata["unit"], field.metadata["meaning"]
+        yield f"| `{name}` | {_type(str(field.type))} | {unit} | {meaning} |"
 
 
 def _type(annotation: str) -> str:

@@ -108,12 +108,12 @@ def _line(row: TableRow) -> str:
     achieved = relative = _NONE
     marks = "!" * row.unstable
     if row.achieved is not None:
-        found = row.achieved
+        gain = row.achieved
         achieved = "no difference"
-        marks = "+" * found.is_headline + "*" * (found.how is How.ROWS) + marks
-        if found.is_real:
-            achieved = f"{found.speedup:.2f} ({found.interval})"
-            relative = _number(found.speedup / row.theory if row.theory else None, 2)
+        marks = "+" * gain.is_headline + "*" * (gain.how is How.ROWS) + marks
+        if gain.is_real:
+            achieved = f"{gain.speedup:.2f} ({gain.interval})"
+            relative = _number(gain.speedup / row.theory if row.theory else None, 2)
     ours = (
         f"{report.lookahead}",
         _number(row.t_sd, 3),

@@ -51,9 +51,9 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
     yield from _check_extra(facts, gpus)
     views = [rank for rank in facts.ranks if rank.cuda is not None]
     for rank in views:
-        found = list(_check_view(facts, rank, _view(rank)))
-        yield from found
-        if found:  # Other ranks would repeat this finding.
+        findings = list(_check_view(facts, rank, _view(rank)))
+        yield from findings
+        if findings:  # Other ranks would repeat this finding.
             return
     if views and _view(views[0]).count:
         seen = _view(views[0])
@@ -74,24 +74,24 @@ def _check_extra(facts: Facts, gpus: list[Gpu]) -> Iterator[Finding]:
     if not gpus:
         return
     drivers = [_major(gpu.driver) for gpu in gpus]
-    driver, told = min(drivers), gpus[drivers.index(min(drivers))].driver
+    driver, version = min(drivers), gpus[drivers.index(min(drivers))].driver
     if driver and driver < _DRIVER_12:
         fix = f"driver >= {_DRIVER_12} (CUDA 12) or >= {_DRIVER_13} (CUDA 13)"
-        yield warn("driver", f"{told} is too old for CUDA 12", fix)
+        yield warn("driver", f"{version} is too old for CUDA 12", fix)
         return
     if not installed:
         if not any(name.startswith("cupy") for name in facts.launch.packages):
-            found = f"not installed, and there are {len(gpus)} × {gpus[0].name}"
-            yield warn("CuPy", found, wanted(gpus))
+            detail = f"not installed, and there are {len(gpus)} × {gpus[0].name}"
+            yield warn("CuPy", detail, wanted(gpus))
         return
     cuda = int(_CUPY.fullmatch(installed[0])[1])  # type: ignore[index]
     oldest = min(gpus, key=lambda gpu: gpu.capability or _TURING)
     if cuda >= 13 and (oldest.capability or _TURING) < _TURING:
-        found = f"{installed[0]} has no code for {oldest.name} ({oldest.capability})"
-        yield warn("CuPy", found, f"pip uninstall -y {installed[0]}; {wanted(gpus)}")
+        detail = f"{installed[0]} has no code for {oldest.name} ({oldest.capability})"
+        yield warn("CuPy", detail, f"pip uninstall -y {installed[0]}; {wanted(gpus)}")
     elif cuda >= 13 and driver and driver < _DRIVER_13:
-        found = f"{installed[0]} needs driver >= {_DRIVER_13}, here is {told}"
-        yield warn("CuPy", found, f"pip uninstall -y {installed[0]}; {wanted(gpus)}")
+        detail = f"{installed[0]} needs driver >= {_DRIVER_13}, here is {version}"
+        yield warn("CuPy", detail, f"pip uninstall -y {installed[0]}; {wanted(gpus)}")
 
 
 def wanted(gpus: list[Gpu]) -> str:
@@ -111,19 +111,19 @@ def _check_view(facts: Facts, rank: RankFacts, seen: CudaView) -> Iterator[Findi
         )
         yield bad("CuPy", f"cannot be imported on {where}: {seen.error}", fix)
     elif seen.error or seen.count == 0:
-        found = f"{seen.error or 'no GPU is visible'} on {where}"
+        detail = f"{seen.error or 'no GPU is visible'} on {where}"
         blind = f" (CUDA_VISIBLE_DEVICES={rank.visible})" if rank.visible is not None else ""
         has_gpus = any(host.gpus for host in facts.hosts)
         if asked == "cupy":
-            yield bad("CUDA", found + blind, "run on a GPU node, or BACKEND=numpy")
+            yield bad("CUDA", detail + blind, "run on a GPU node, or BACKEND=numpy")
         elif has_gpus:
-            yield warn("CUDA", found + blind, "unset CUDA_VISIBLE_DEVICES; else: nvidia-smi -q")
+            yield warn("CUDA", detail + blind, "unset CUDA_VISIBLE_DEVICES; else: nvidia-smi -q")
     elif rank.local_rank >= seen.count:
         fix = "fewer ranks on this node, more GPUs, or BACKEND=numpy"
         yield bad("CUDA", f"{seen.count} visible GPU(s) for {where}, its {_nth(rank)}", fix)
     elif (seen.runtime or 0) // 1000 > (seen.driver or 10**6) // 1000:
-        found = f"runtime {cuda_version(seen.runtime)}, driver serves {cuda_version(seen.driver)}"
-        yield warn("CUDA", f"{found} on {where}", f"pip uninstall CuPy; {wanted([])}")
+        detail = f"runtime {cuda_version(seen.runtime)}, driver serves {cuda_version(seen.driver)}"
+        yield warn("CUDA", f"{detail} on {where}", f"pip uninstall CuPy; {wanted([])}")
     elif seen.nvmath_error:
         fix = "pip install nvmath-python (without it forwards are not CUDA graphs)"
         yield warn("nvmath", f"{seen.nvmath_error} on {where}", fix)
@@ -147,14 +147,14 @@ def check_nccl(facts: Facts) -> Iterator[Finding]:
             yield warn("NCCL", f"{seen.nccl_error or 'none'} {where}", fix)
             return
         if seen.nccl != first.nccl:
-            found = f"{nccl_version(first.nccl)}, but {nccl_version(seen.nccl)} {where}"
-            yield warn("NCCL", found, "one .venv for all hosts; unset LD_LIBRARY_PATH")
+            detail = f"{nccl_version(first.nccl)}, but {nccl_version(seen.nccl)} {where}"
+            yield warn("NCCL", detail, "one .venv for all hosts; unset LD_LIBRARY_PATH")
             return
         if seen.nccl_built is not None and seen.nccl // 100 < seen.nccl_built // 100:
-            found = f"{nccl_version(seen.nccl)} loaded, CuPy was built for "
+            detail = f"{nccl_version(seen.nccl)} loaded, CuPy was built for "
             yield warn(
                 "NCCL",
-                found + f"{nccl_version(seen.nccl_built)} {where}",
+                detail + f"{nccl_version(seen.nccl_built)} {where}",
                 "pip install -U the nvidia-nccl wheel; unset LD_LIBRARY_PATH and LD_PRELOAD",
             )
             return
@@ -200,13 +200,13 @@ def _check_nvlink(host: HostFacts, pairs: list[tuple[RankFacts, RankFacts]]) -> 
             links[f"{a.rank}-{b.rank}"] = kind
     if not links:
         return
-    found = ", ".join(f"{ranks} {kind}" for ranks, kind in links.items())
+    detail = ", ".join(f"{ranks} {kind}" for ranks, kind in links.items())
     if all(kind.startswith("NV") for kind in links.values()):
-        yield ok("NVLink", f"{found} on {host.host}")
+        yield ok("NVLink", f"{detail} on {host.host}")
     else:
         yield warn(
             "NVLink",
-            f"{found} on {host.host}",
+            f"{detail} on {host.host}",
             "choose GPUs that NVLink joins (nvidia-smi topo -m): CUDA_VISIBLE_DEVICES=…",
         )
 
@@ -222,8 +222,8 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
         for gpu in host.gpus:
             if gpu.bus_id not in used:
                 continue
-            found = [*_health(host, gpu), *_users(host, gpu, ours)]
-            yield from found or [ok(f"GPU {gpu.index}", _vital(host, gpu))]
+            findings = [*_health(host, gpu), *_users(host, gpu, ours)]
+            yield from findings or [ok(f"GPU {gpu.index}", _vital(host, gpu))]
 
 
 def _vital(host: HostFacts, gpu: Gpu) -> str:
@@ -261,8 +261,8 @@ def _users(host: HostFacts, gpu: Gpu, ours: set[int]) -> Iterator[Finding]:
         return
     total, free = gpu.memory_total, gpu.memory_free
     if total is not None and free is not None and total - free > _BUSY_BYTES + total // 20:
-        found = f"{(total - free) / 1e9:.1f} GB are taken on {host.host}, by nobody that is seen"
-        yield warn(f"GPU {gpu.index}", found, "nvidia-smi; end what holds it, or take another GPU")
+        detail = f"{(total - free) / 1e9:.1f} GB are taken on {host.host}, by nobody that is seen"
+        yield warn(f"GPU {gpu.index}", detail, "nvidia-smi; end what holds it, or take another GPU")
 
 
 def cuda_version(number: int | None) -> str:

@@ -21,16 +21,16 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
         ranks = facts.of_host(host.host)
         if not host.cores or not ranks:
             continue
-        found = f"{host.cores} for {len(ranks)} rank{'s' * (len(ranks) != 1)} on {host.host}"
+        detail = f"{host.cores} for {len(ranks)} rank{'s' * (len(ranks) != 1)} on {host.host}"
         if host.cores < len(ranks):
             yield warn(
                 "cores",
-                found,
+                detail,
                 "ranks share cores, so times are noisy: ask for more (--cpus-per-task), or a "
                 "smaller TP",
             )
         else:
-            yield ok("cores", found)
+            yield ok("cores", detail)
         for rank in ranks:
             far = rank.gpu_numa is not None and rank.core_numa is not None
             if far and rank.gpu_numa not in (rank.core_numa or ()):
@@ -48,11 +48,11 @@ def check_threads(facts: Facts) -> Iterator[Finding]:
         threads = [rank.blas_threads or 1 for rank in facts.of_host(host.host)]
         if not threads or not host.cores:
             continue
-        found = f"{max(threads)} a rank, {sum(threads)} in all on {host.cores} cores"
+        detail = f"{max(threads)} a rank, {sum(threads)} in all on {host.cores} cores"
         if sum(threads) > max(host.cores, len(threads)):
-            yield warn("BLAS threads", found, f"export {_CAPS} (or start by launch/local.sh)")
+            yield warn("BLAS threads", detail, f"export {_CAPS} (or start by launch/local.sh)")
         else:
-            yield ok("BLAS threads", found)
+            yield ok("BLAS threads", detail)
 
 
 _CAPS = "OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_NUM_THREADS=1"
@@ -67,9 +67,9 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
         if host.shm_free is None:
             yield warn("/dev/shm", f"none on {host.host}", "mount -t tmpfs tmpfs /dev/shm")
         elif host.shm_free < _SHM_A_RANK * len(ranks):
-            found = f"{_size(host.shm_free)} free on {host.host} for {len(ranks)} ranks"
+            detail = f"{_size(host.shm_free)} free on {host.host} for {len(ranks)} ranks"
             need = -(-_SHM_A_RANK * len(ranks) // _GIB)
-            yield warn("/dev/shm", found, f"docker run --shm-size={need}g, or remove old files")
+            yield warn("/dev/shm", detail, f"docker run --shm-size={need}g, or remove old files")
         else:
             yield ok("/dev/shm", f"{_size(host.shm_free)} free on {host.host}")
         blocked = [rank.rank for rank in ranks if rank.reads_neighbour is False]
@@ -90,8 +90,8 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
     for host in facts.hosts:
         need = _FILES + _FILES_A_RANK * len(facts.of_host(host.host))
         if host.open_files is not None and host.open_files < need:
-            found = f"{host.open_files} on {host.host}"
-            yield warn("open files", found, f"ulimit -n {max(1024, need)}")
+            detail = f"{host.open_files} on {host.host}"
+            yield warn("open files", detail, f"ulimit -n {max(1024, need)}")
         elif host.open_files is not None:
             yield ok("open files", f"{host.open_files} on {host.host}")
         if several and host.locked_bytes is not None and host.locked_bytes < _LOCKED:
@@ -119,13 +119,15 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
     for host in facts.hosts:
         if host.clock_ns is None:
             continue
-        found = f"{host.clock_source or 'unknown'}, {host.clock_ns:.0f} ns a reading on {host.host}"
+        detail = (
+            f"{host.clock_source or 'unknown'}, {host.clock_ns:.0f} ns a reading on {host.host}"
+        )
         known = not host.clock_source or host.clock_source in _GOOD_CLOCKS
         if known and host.clock_ns < _CLOCK_NS:
-            yield ok("clock", found)
+            yield ok("clock", detail)
         else:
             folder = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-            yield warn("clock", found, f"as root: echo tsc > {folder}")
+            yield warn("clock", detail, f"as root: echo tsc > {folder}")
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
@@ -135,14 +137,14 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
         return
     for host in facts.hosts:
         need = sum(session.needs[rank.rank] for rank in facts.of_host(host.host))
-        found = f"{_size(need)} for the weights on {host.host}"
+        detail = f"{_size(need)} for the weights on {host.host}"
         if host.memory_free is not None:
-            found += f", {_size(host.memory_free)} free"
+            detail += f", {_size(host.memory_free)} free"
         if host.memory_limit is not None and need + _GIB > host.memory_limit:
             fix = "ask for more memory (--mem, docker run --memory), a larger TP or another PAIR"
-            yield warn("memory", f"{found}, {_size(host.memory_limit)} left to this job", fix)
+            yield warn("memory", f"{detail}, {_size(host.memory_limit)} left to this job", fix)
         else:
-            yield ok("memory", found)
+            yield ok("memory", detail)
 
 
 def _size(count: int) -> str:

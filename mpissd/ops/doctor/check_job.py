@@ -42,11 +42,11 @@ def fix_of(error: str) -> str:
 def check_request(facts: Facts) -> Iterator[Finding]:
     """Finds what `run` would refuse before MPI starts."""
     asked, launch = facts.asked, facts.launch
-    found = f"MODE={asked.mode}, T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
+    detail = f"MODE={asked.mode}, T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
     if launch.config_error:
-        yield bad("run", f"{found}: {launch.config_error}", fix_of(launch.config_error))
+        yield bad("run", f"{detail}: {launch.config_error}", fix_of(launch.config_error))
     else:
-        yield ok("run", found)
+        yield ok("run", detail)
 
 
 def check_output(facts: Facts) -> Iterator[Finding]:
@@ -57,13 +57,13 @@ def check_output(facts: Facts) -> Iterator[Finding]:
     if launch.out_free is None:
         yield ok("out", launch.out)
         return
-    found = f"{launch.out}, {launch.out_free / 1e9:.1f} GB free"
+    detail = f"{launch.out}, {launch.out_free / 1e9:.1f} GB free"
     if launch.out_free < _OUT_LEAST:
-        yield bad("out", found, "make room, or another folder: OUT=…")
+        yield bad("out", detail, "make room, or another folder: OUT=…")
     elif launch.out_free < _OUT_FEW:
-        yield warn("out", found, "make room, or another folder: OUT=…")
+        yield warn("out", detail, "make room, or another folder: OUT=…")
     else:
-        yield ok("out", found)
+        yield ok("out", detail)
 
 
 def check_slurm(facts: Facts) -> Iterator[Finding]:
@@ -76,19 +76,19 @@ def check_slurm(facts: Facts) -> Iterator[Finding]:
         return
     tasks, nodes = launch.slurm.get("SLURM_NTASKS", ""), launch.slurm.get("SLURM_JOB_NUM_NODES", "")
     gpus = launch.slurm.get("SLURM_GPUS_ON_NODE", launch.slurm.get("SLURM_GPUS", ""))
-    found = f"job {job}: {tasks or '?'} tasks, {gpus or 'no'} GPUs a node, {nodes or 1} node(s)"
+    detail = f"job {job}: {tasks or '?'} tasks, {gpus or 'no'} GPUs a node, {nodes or 1} node(s)"
     num_ranks, left = launch.num_ranks, launch.slurm_seconds_left
     if tasks.isdigit() and int(tasks) < num_ranks:
         fix = f"sbatch --ntasks={num_ranks} (ranks would share the cores of {tasks})"
-        yield warn("Slurm", f"{found}, for {num_ranks} ranks", fix)
+        yield warn("Slurm", f"{detail}, for {num_ranks} ranks", fix)
     elif facts.asked.backend in ("auto", "cupy") and gpus.isdigit() and nodes in ("", "1"):
         if int(gpus) < num_ranks:
             fix = f"sbatch --gpus={num_ranks}, or a smaller TP"
-            yield warn("Slurm", f"{found}, for {num_ranks} ranks", fix)
+            yield warn("Slurm", f"{detail}, for {num_ranks} ranks", fix)
         else:
-            yield ok("Slurm", found)
+            yield ok("Slurm", detail)
     else:
-        yield ok("Slurm", found)
+        yield ok("Slurm", detail)
     if left is not None and left < _SHORT_S:
         fix = "scontrol update needs an operator: start a new job with a longer --time"
         yield warn("Slurm time", f"{left:.0f} s left", fix)
@@ -130,18 +130,18 @@ def _default(session: SessionFacts) -> str:
 def _backend(facts: Facts, session: SessionFacts) -> Finding:
     """Returns the finding about the backend: a warning where a run would leave a GPU idle."""
     asked = facts.asked
-    found = f"{session.backend} on {session.device_name}"
+    detail = f"{session.backend} on {session.device_name}"
     idle = next((host for host in facts.hosts if host.gpus), None)
     if asked.backend != "auto":
-        return ok("backend", f"{found}: asked for")
+        return ok("backend", f"{detail}: asked for")
     if session.backend == "cupy":
-        return ok("backend", f"{found}: CuPy finds a GPU")
+        return ok("backend", f"{detail}: CuPy finds a GPU")
     if idle is not None:
         return warn(
             "backend",
-            f"{found}, though {idle.host} has {len(idle.gpus)} × {idle.gpus[0].name}",
+            f"{detail}, though {idle.host} has {len(idle.gpus)} × {idle.gpus[0].name}",
             "fix CUDA as told above, or: make venv on this node installs CuPy",
         )
     cuda = next((rank.cuda for rank in facts.ranks if rank.cuda is not None), None)
     why = "CuPy is not installed" if cuda is None else "CuPy finds no GPU"
-    return ok("backend", f"{found}: {why}")
+    return ok("backend", f"{detail}: {why}")

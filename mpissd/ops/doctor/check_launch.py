@@ -36,37 +36,37 @@ def check_python(facts: Facts) -> Iterator[Finding]:
     """Finds a Python that is too old or differs between ranks."""
     launch = facts.launch
     number = tuple(int(part) for part in launch.python_version.split(".")[:2] if part.isdigit())
-    told = f"{launch.python_version} {launch.python}"
+    version = f"{launch.python_version} {launch.python}"
     if number < _LEAST_PYTHON:
-        yield bad("python", told, "use Python >= 3.10: make … PYTHON=python3.12")
+        yield bad("python", version, "use Python >= 3.10: make … PYTHON=python3.12")
         return
     for rank in facts.ranks:
         if rank.python_version != launch.python_version:
             where = f"{rank.python_version} {rank.python} on rank {rank.rank} ({rank.host})"
             yield warn(
                 "python",
-                f"{told}, but {where}",
+                f"{version}, but {where}",
                 "let every host see one Python: a .venv on a shared file system, or PYTHON=…",
             )
             return
-    yield ok("python", told)
+    yield ok("python", version)
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Finds ranks with another version or another copy of mpissd."""
     launch = facts.launch
-    told = f"{launch.mpissd} {launch.folder}"
+    version = f"{launch.mpissd} {launch.folder}"
     for rank in facts.ranks:
         where = f"{rank.mpissd} {rank.folder} on rank {rank.rank} ({rank.host})"
         if rank.mpissd != launch.mpissd:
             fix = f"install {launch.mpissd} there too, or share one .venv between the hosts"
-            yield bad("mpissd", f"{told}, but {where}", fix)
+            yield bad("mpissd", f"{version}, but {where}", fix)
             return
         if rank.folder != launch.folder and rank.host == facts.ranks[0].host:
             fix = "two copies are installed: pip uninstall one, or unset PYTHONPATH"
-            yield warn("mpissd", f"{told}, but {where}", fix)
+            yield warn("mpissd", f"{version}, but {where}", fix)
             return
-    yield ok("mpissd", told)
+    yield ok("mpissd", version)
 
 
 def check_mpirun(facts: Facts) -> Iterator[Finding]:
@@ -85,24 +85,24 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     """Finds an MPI library that mpi4py cannot load, or that is not mpirun's."""
     launch = facts.launch
     if launch.mpi4py_error:
-        found = f"mpi4py {launch.mpi4py or 'missing'}: {launch.mpi4py_error}"
-        yield bad("MPI library", found, _library_mend(launch.mpi4py, launch.mpi4py_error))
+        detail = f"mpi4py {launch.mpi4py or 'missing'}: {launch.mpi4py_error}"
+        yield bad("MPI library", detail, _library_mend(launch.mpi4py, launch.mpi4py_error))
         return
-    told = facts.ranks[0] if facts.ranks else launch
-    library, path = told.library, told.library_path
-    found = f"{library} {path} (mpi4py {launch.mpi4py})"
+    first = facts.ranks[0] if facts.ranks else launch
+    library, path = first.library, first.library_path
+    detail = f"{library} {path} (mpi4py {launch.mpi4py})"
     other = next((rank for rank in facts.ranks if rank.library != library), None)
     if other is not None:
         where = f"{other.library} on rank {other.rank} ({other.host})"
-        yield bad("MPI library", f"{found}, but {where}", "load one MPI on every host")
+        yield bad("MPI library", f"{detail}, but {where}", "load one MPI on every host")
         return
     if differ(library, launch.mpirun_version):
         fix = "use one MPI: set MPIRUN to its mpirun, or MPI4PY_LIBMPI to its libmpi.so"
         alone = not facts.ranks or any(r.world_size != r.launcher_size for r in facts.ranks)
         make = bad if facts.tried and alone else warn
-        yield make("MPI library", f"{found}, but mpirun is {launch.mpirun_version}", fix)
+        yield make("MPI library", f"{detail}, but mpirun is {launch.mpirun_version}", fix)
         return
-    yield ok("MPI library", found)
+    yield ok("MPI library", detail)
 
 
 def _library_mend(installed: str, error: str) -> str:
@@ -122,7 +122,7 @@ def differ(library: str, mpirun: str) -> bool:
     if not ours or not theirs or ours != theirs:
         return bool(ours and theirs)
     numbers = [re.search(r"Open MPI\D*(\d+)\.", text) for text in (library, mpirun)]
-    return all(numbers) and len({found[1] for found in numbers if found}) > 1
+    return all(numbers) and len({number[1] for number in numbers if number}) > 1
 
 
 def family(text: str) -> str:
@@ -150,11 +150,11 @@ def check_launcher(facts: Facts) -> Iterator[Finding]:
     if not facts.ranks:
         return
     first = facts.ranks[0]
-    told = first.launcher_size
-    if told is not None and told != first.world_size:
+    launched = first.launcher_size
+    if launched is not None and launched != first.world_size:
         yield bad(
             "launcher",
-            f"it started {told} processes, but MPI sees {_ranks(first.world_size)}",
+            f"it started {launched} processes, but MPI sees {_ranks(first.world_size)}",
             f"use the mpirun that belongs to {first.library} "
             f"({first.library_path or 'mpi4py'}), or set MPI4PY_LIBMPI to the other's libmpi.so",
         )
@@ -166,7 +166,7 @@ def check_launcher(facts: Facts) -> Iterator[Finding]:
             "the mpirun of this MPI, or set MPIRUN",
         )
     else:
-        source = "" if told is None else ", as the launcher says"
+        source = "" if launched is None else ", as the launcher says"
         yield ok("launcher", f"MPI sees {_ranks(first.world_size)}{source}")
 
 

@@ -11,13 +11,13 @@ OK, WARN, BAD = "ok", "warn", "BAD"
 class Finding:
     """One line of the table.
 
-    what: the thing that was examined. found: its state. verdict: ok; warn for a run that works but
+    what: the thing that was examined. detail: its state. verdict: ok; warn for a run that works but
     is slower or less trustworthy; BAD for a run that fails. fix: what
     repairs it, "" where it is ok.
     """
 
     what: str
-    found: str
+    detail: str
     verdict: str = OK
     fix: str = ""
 
@@ -25,16 +25,16 @@ class Finding:
         assert (self.verdict == OK) == (not self.fix), f"{self.what}: a fix for what is not ok"
 
 
-def ok(what: str, found: str) -> Finding:
+def ok(what: str, detail: str) -> Finding:
     """Returns a finding about something that is as it should be."""
-    return Finding(what, found)
+    return Finding(what, detail)
 
 
-def warn(what: str, found: str, fix: str) -> Finding:
+def warn(what: str, detail: str, fix: str) -> Finding:
     """Returns a finding about something with which the run still works."""
-    return Finding(what, found, WARN, fix)
+    return Finding(what, detail, WARN, fix)
 
 
-def bad(what: str, found: str, fix: str) -> Finding:
+def bad(what: str, detail: str, fix: str) -> Finding:
     """Returns a finding about something with which the run fails."""
-    return Finding(what, found, BAD, fix)
+    return Finding(what, detail, BAD, fix)

@@ -68,9 +68,9 @@ def control_group_bytes(root: str = "/sys/fs/cgroup") -> int | None:
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        told = _text(Path(root, limit)), _text(Path(root, used))
-        if all(text.isdigit() for text in told) and int(told[0]) < 1 << 60:
-            return max(0, int(told[0]) - int(told[1]))
+        texts = _text(Path(root, limit)), _text(Path(root, used))
+        if all(text.isdigit() for text in texts) and int(texts[0]) < 1 << 60:
+            return max(0, int(texts[0]) - int(texts[1]))
     return None
 
 
@@ -124,12 +124,12 @@ def watch_error() -> str:
 def _space(path: str) -> int | None:
     """Returns the free bytes of a file system; None where the path is none."""
     try:
-        found = os.statvfs(path)
+        system = os.statvfs(path)
     except OSError:
         return None
-    if not found.f_blocks:  # a file system without storage, such as /proc
+    if not system.f_blocks:  # a file system without storage, such as /proc
         return None
-    return found.f_bavail * found.f_frsize
+    return system.f_bavail * system.f_frsize
 
 
 def free_space(path: str) -> int | None:
@@ -146,11 +146,11 @@ def _limits() -> tuple[int | None, int | None]:
         return None, None
     import resource
 
-    found = []
+    limits = []
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
         soft = resource.getrlimit(kind)[0]
-        found.append(None if soft == resource.RLIM_INFINITY else soft)
-    return found[0], found[1]
+        limits.append(None if soft == resource.RLIM_INFINITY else soft)
+    return limits[0], limits[1]
 
 
 def _clock_ns() -> float:

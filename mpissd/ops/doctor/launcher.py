@@ -50,7 +50,7 @@ def read_launch(
     mpirun = os.environ.get("MPIRUN") or "mpirun"
     path = find_mpirun(mpirun)
     library, library_path, error = ("", "", "") if inside else _library()
-    found = packages()
+    installed = packages()
     slurm = {name: os.environ[name] for name in _SLURM if name in os.environ}
     return LaunchFacts(
         python=sys.executable,
@@ -62,11 +62,11 @@ def read_launch(
         mpirun=mpirun,
         mpirun_path=path,
         mpirun_version=_mpirun_version(path) if path else "",
-        mpi4py=found.get("mpi4py", ""),
+        mpi4py=installed.get("mpi4py", ""),
         mpi4py_error=error,
         library=library,
         library_path=library_path,
-        packages=found,
+        packages=installed,
         stray=[] if inside else [name for name in _STRAY if name in os.environ],
         out=str(Path(config.out).absolute()),
         out_free=free_space(config.out),
@@ -100,12 +100,12 @@ def user_environment() -> dict[str, str]:
 
 def packages() -> dict[str, str]:
     """Returns {distribution: version} of installed packages that may contradict each other."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for one in metadata.distributions():
         name = str(one.metadata["Name"] or "").lower()
         if _PACKAGES.fullmatch(name):
-            found.setdefault(name, one.version)  # Python imports the first one on its path.
-    return dict(sorted(found.items()))
+            versions.setdefault(name, one.version)  # Python imports the first one on its path.
+    return dict(sorted(versions.items()))
 
 
 def one_line(library: str) -> str:
@@ -116,8 +116,8 @@ def one_line(library: str) -> str:
 
 def library_path(maps: str) -> str:
     """Returns the path of libmpi in the text of /proc/PID/maps; "" where there is none."""
-    found = re.search(r"(/\S*libmpi(?:ch)?\.so\S*)$", maps, re.M)
-    return found[1] if found else ""
+    match = re.search(r"(/\S*libmpi(?:ch)?\.so\S*)$", maps, re.M)
+    return match[1] if match else ""
 
 
 def _library() -> tuple[str, str, str]:
@@ -126,10 +126,10 @@ def _library() -> tuple[str, str, str]:
     if answer.problem:
         return "", "", answer.problem
     try:
-        told, maps = json.loads(answer.out.splitlines()[-1])
+        version, maps = json.loads(answer.out.splitlines()[-1])
     except (ValueError, IndexError):
         return "", "", f"no answer: {answer.out[-200:]!r}"
-    return one_line(told), library_path(maps), ""
+    return one_line(version), library_path(maps), ""
 
 
 def _mpirun_version(path: str) -> str:
@@ -138,8 +138,8 @@ def _mpirun_version(path: str) -> str:
     if answer.problem:
         return ""
     words = " ".join(answer.out.split())
-    found = re.match(r".{0,100}?\d+(\.\w+)+", words)
-    return found[0] if found else words[:80]
+    match = re.match(r".{0,100}?\d+(\.\w+)+", words)
+    return match[0] if match else words[:80]
 
 
 def _refusal(config: RunConfig, num_ranks: int, check: Callable[[RunConfig], None]) -> str:

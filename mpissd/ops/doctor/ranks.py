@@ -95,8 +95,8 @@ def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say
             seen.session = SessionFacts(error=str(error))
             return say(seen) if launcher_rank() == 0 else 2
         except Exception as error:  # noqa: BLE001  (what is examined may fail in any way)
-            told = f"rank {rank}: {type(error).__name__}: {error}"
-            seen.session = SessionFacts(error=told)
+            problem = f"rank {rank}: {type(error).__name__}: {error}"
+            seen.session = SessionFacts(error=problem)
             if launcher_rank():  # if all fail alike, rank 0 reports first and ends the others
                 time.sleep(_HEAD_START_S)
             mpi_library.abort(say(seen) or 2)
@@ -180,7 +180,7 @@ def _gather(
     has_cupy = importlib.util.find_spec("cupy") is not None
     cuda = read_cuda(topology.local_rank, min(ASK_S, limit_s / 2)) if has_cupy else None
     role = "draft" if topology.is_draft else "lead" if topology.is_lead else "target"
-    told = dataclasses.replace(
+    own = dataclasses.replace(
         mine,
         role=role,
         local_rank=topology.local_rank,
@@ -188,7 +188,7 @@ def _gather(
         gpu_numa=numa_node(cuda.bus_id or None) if cuda else None,
         cuda=cuda,
     )
-    ranks = world.allgather(json.dumps(dataclasses.asdict(told)))
+    ranks = world.allgather(json.dumps(dataclasses.asdict(own)))
     seen.ranks = [build_rank(json.loads(rank)) for rank in ranks]
 
 
@@ -197,7 +197,7 @@ def _cores(mine: RankFacts) -> list[tuple[str, int]]:
 
 
 def _every(world: Any, mine: list[Any]) -> list[Any]:
-    return [one for found in world.allgather(mine) for one in found]
+    return [one for facts in world.allgather(mine) for one in facts]
 
 
 def _reads_neighbour(world: Any, mine: RankFacts) -> bool | None:
@@ -212,8 +212,8 @@ def _reads_neighbour(world: Any, mine: RankFacts) -> bool | None:
     answer = None
     if len(local) > 1:
         here = [pid for _, pid, _, _ in local].index(mine.pid)
-        _, pid, address, told = local[(here + 1) % len(local)]
-        answer = peek(pid, address, len(told)) == told
+        _, pid, address, content = local[(here + 1) % len(local)]
+        answer = peek(pid, address, len(content)) == content
     world.Barrier()  # `kept` has to live until the other rank has read it
     return answer
 

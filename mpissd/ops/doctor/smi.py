@@ -49,20 +49,20 @@ def read_gpus(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> tuple[li
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Returns the GPUs in the output of `--query-gpu=… --format=csv`; skips malformed lines."""
-    found = []
+    gpus = []
     for row in _rows(text):
         index, bus_id = _whole(row.get("index", "")), row.get("pci.bus_id", "")
         if index is None or not bus_id:
             continue
         reason = next((row[name] for name in _REASONS if name in row), "")
-        found.append(
+        gpus.append(
             Gpu(
                 index=index,
                 uuid=row.get("uuid", ""),
                 bus_id=short_bus_id(bus_id),
                 name=row.get("name", ""),
                 driver=row.get("driver_version", ""),
-                capability=_told(row.get("compute_cap", ""), float),
+                capability=_parsed(row.get("compute_cap", ""), float),
                 memory_total=_mib(row.get("memory.total", "")),
                 memory_free=_mib(row.get("memory.free", "")),
                 persistence=_switch(row.get("persistence_mode", "")),
@@ -71,10 +71,10 @@ def parse_gpus(text: str) -> list[Gpu]:
                 ecc_errors=_whole(row.get("ecc.errors.uncorrected.volatile.total", "")),
                 clock=_whole(row.get("clocks.current.sm", row.get("clocks.sm", ""))),
                 max_clock=_whole(row.get("clocks.max.sm", "")),
-                throttle=_told(reason, lambda told: int(told, 16)),
+                throttle=_parsed(reason, lambda mask: int(mask, 16)),
             )
         )
-    return found
+    return gpus
 
 
 def read_users(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> list[GpuUser]:
@@ -85,14 +85,14 @@ def read_users(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> list[Gp
 
 def parse_users(text: str) -> list[GpuUser]:
     """Returns the processes in the output of `--query-compute-apps=… --format=csv`."""
-    found = []
+    users = []
     for row in _rows(text):
         pid = _whole(row.get("pid", ""))
         if pid is not None:
             used = row.get("used_gpu_memory", row.get("used_memory", ""))
             name = row.get("process_name", "")
-            found.append(GpuUser(row.get("gpu_uuid", ""), pid, name, _mib(used)))
-    return found
+            users.append(GpuUser(row.get("gpu_uuid", ""), pid, name, _mib(used)))
+    return users
 
 
 def read_links() -> dict[str, dict[str, str]]:
@@ -106,13 +106,13 @@ def parse_links(text: str) -> dict[str, dict[str, str]]:
     """Returns the links in the output of `nvidia-smi topo -m`; skips columns that are no GPU."""
     rows = [line.split() for line in text.splitlines()]
     gpus = [word for word in next(iter(rows), []) if re.fullmatch(r"GPU\d+", word)]
-    found: dict[str, dict[str, str]] = {}
+    links: dict[str, dict[str, str]] = {}
     for row in rows[1:]:
         cells = row[1 : 1 + len(gpus)]
         if row and row[0] in gpus and all(_LINK.fullmatch(cell) for cell in cells):
             pairs = zip(gpus, cells, strict=False)
-            found[row[0]] = {gpu: cell for gpu, cell in pairs if cell != "X"}
-    return found
+            links[row[0]] = {gpu: cell for gpu, cell in pairs if cell != "X"}
+    return links
 
 
 def short_bus_id(bus_id: str) -> str:
@@ -134,7 +134,7 @@ def _rows(text: str) -> list[Mapping[str, str]]:
     ]
 
 
-def _told(text: str, convert: Callable[[str], Value]) -> Value | None:
+def _parsed(text: str, convert: Callable[[str], Value]) -> Value | None:
     try:
         return convert(text)
     except ValueError:
@@ -143,7 +143,7 @@ def _told(text: str, convert: Callable[[str], Value]) -> Value | None:
 
 def _whole(text: str) -> int | None:
     """Returns the leading whole number: "1980 MHz" gives 1980; None for none."""
-    return _told(text.partition(" ")[0], int)
+    return _parsed(text.partition(" ")[0], int)
 
 
 def _mib(text: str) -> int | None:

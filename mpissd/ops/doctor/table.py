@@ -12,7 +12,7 @@ def render(findings: Sequence[Finding]) -> str:
     width = max((len(finding.what) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.verdict:4}  {finding.what:{width}}  {_line(finding.found)}")
+        lines.append(f"{finding.verdict:4}  {finding.what:{width}}  {_line(finding.detail)}")
         if finding.fix:
             lines.append(f"{'':4}  {'':{width}}  → {_line(finding.fix)}")
     return "\n".join([*lines, "", verdict(findings), ""])
@@ -20,13 +20,13 @@ def render(findings: Sequence[Finding]) -> str:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Returns one line that says whether the run works, or else what to fix first."""
-    found = [finding for finding in findings if finding.verdict == BAD]
+    faults = [finding for finding in findings if finding.verdict == BAD]
     warnings = sum(finding.verdict == WARN for finding in findings)
     noted = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    if not found:
+    if not faults:
         return f"doctor: this run works{noted}"
-    first = found[0]
-    count = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    first = faults[0]
+    count = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"doctor: this run fails: {first.what}{count}{noted}. To fix: {_line(first.fix)}"
 
 

@@ -18,15 +18,15 @@ class Peer:
     """A rank of this host that has joined the warden."""
 
     def __init__(
-        self, link: socket.socket, pid: int, page: int, signals: int, told: dict[str, Any]
+        self, link: socket.socket, pid: int, page: int, signals: int, about: dict[str, Any]
     ) -> None:
         """Takes over a rank's descriptors.
 
         link: the connection. page: of the rank's page, closed here. signals: of the pipe with the
-        numbers of the signals that the rank got. told: the message of guard.join.
+        numbers of the signals that the rank got. about: the message of guard.join.
         """
-        self.link, self.pid, self.told = link, pid, told
-        self.rank: int = told["rank"]
+        self.link, self.pid, self.about = link, pid, about
+        self.rank: int = about["rank"]
         self.pidfd = process.open_pidfd(pid)
         self._page = mmap.mmap(page, SIZE)
         os.close(page)
@@ -43,7 +43,7 @@ class Peer:
         self.stopped_at: float | None = None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.told['host']}, pid {self.pid})"
+        return f"rank {self.rank} ({self.about['host']}, pid {self.pid})"
 
     @property
     def stage(self) -> int:

@@ -43,27 +43,27 @@ class Host:
         return [peer for peer in self.peers.values() if not peer.gone]
 
     @property
-    def told(self) -> Mapping[str, Any]:
+    def about(self) -> Mapping[str, Any]:
         """The message of guard.join; it is read from one rank, as all send the same about the
         job."""
-        return next(iter(self.peers.values())).told if self.peers else {}
+        return next(iter(self.peers.values())).about if self.peers else {}
 
     @property
     def deadline_s(self) -> float:
         """The value of --deadline_s, in seconds."""
-        return float(self.told.get("deadline_s", 120.0))
+        return float(self.about.get("deadline_s", 120.0))
 
     @property
     def is_whole_job(self) -> bool:
         """Whether all ranks of the job are on this host."""
-        return self.told.get("local_size") == self.told.get("size")
+        return self.about.get("local_size") == self.about.get("size")
 
     @property
     def absent(self) -> list[int]:
         """The ranks that have not joined; none where the job has several hosts."""
         if not self.is_whole_job:
             return []
-        return sorted(set(range(self.told["size"])) - set(self.peers))
+        return sorted(set(range(self.about["size"])) - set(self.peers))
 
     def phase(self, peer: Peer) -> str:
         """Returns what a rank did last, in words."""
@@ -96,7 +96,7 @@ class Host:
         )
         if self.absent:
             line += f"; rank {self.absent[0]} had not come up yet"
-        line += self.told.get("hint", "")
+        line += self.about.get("hint", "")
         return Verdict(line, late=True)
 
     def can_do_without(self, peer: Peer) -> bool:
@@ -105,7 +105,7 @@ class Host:
         It does if may_lose names the rank and the lead is in its measured rounds.
         """
         lead = self.peers.get(0)
-        wanted = peer.rank in self.told.get("may_lose", ())
+        wanted = peer.rank in self.about.get("may_lose", ())
         return wanted and lead is not None and not lead.gone and lead.stage == Stage.ROUNDS
 
     def stopped(self, now: float) -> Verdict | None:
@@ -157,14 +157,14 @@ class Host:
         """
         busy = [peer for peer in self.alive if not peer.is_waiting and peer is not detector]
         if len(busy) == 1:
-            found = Verdict(
+            verdict = Verdict(
                 f"{busy[0]} is stuck in {self.phase(busy[0])}: rank {detector.rank} waited: {text}",
                 busy[0],
             )
         else:
             line = f"{detector} waited in vain in {self.phase(detector)}: {text}"
-            found = Verdict(line if self.is_whole_job else line + _ELSEWHERE, detector)
-        return self._unless_stopped(found, now)
+            verdict = Verdict(line if self.is_whole_job else line + _ELSEWHERE, detector)
+        return self._unless_stopped(verdict, now)
 
     def unborn(self, now: float) -> Verdict | None:
         """Looks for a job whose MPI does not start, and for the rank that it lacks."""
@@ -172,24 +172,24 @@ class Host:
         if not starting or not self._is_very_late(now, self.joined_at):
             return None
         since = f"within {now - self.joined_at:.1f} s (--deadline_s={self.deadline_s:g})"
-        found = Verdict(f"MPI did not start {since}")
+        verdict = Verdict(f"MPI did not start {since}")
         if self.absent:
-            found = Verdict(f"rank {self.absent[0]} did not come up in start {since}")
-        return self._unless_stopped(found, now)
+            verdict = Verdict(f"rank {self.absent[0]} did not come up in start {since}")
+        return self._unless_stopped(verdict, now)
 
     def undead(self, now: float) -> Verdict | None:
         """Looks for a rank that announced its end and still runs."""
         for peer in self.alive:
             if peer.left_at is not None and self._is_very_late(now, peer.left_at):
                 since = f"within {now - peer.left_at:.1f} s (--deadline_s={self.deadline_s:g})"
-                found = Verdict(f"{peer} did not end in teardown {since}", peer)
-                return self._unless_stopped(found, now)
+                verdict = Verdict(f"{peer} did not end in teardown {since}", peer)
+                return self._unless_stopped(verdict, now)
         return None
 
-    def _unless_stopped(self, found: Verdict, now: float) -> Verdict:
-        """Returns the verdict about a stopped rank, which would explain `found`; else `found`."""
+    def _unless_stopped(self, verdict: Verdict, now: float) -> Verdict:
+        """Returns the verdict about a stopped rank if there is one, else the given verdict."""
         stopped = [peer for peer in self.alive if peer.stopped_at is not None]
-        return self.silent(stopped[0], now) if stopped else found
+        return self.silent(stopped[0], now) if stopped else verdict
 
     def _is_late(self, now: float, since: float) -> bool:
         return now - since > self.deadline_s

@@ -73,7 +73,7 @@ class Warden:
         last = max(peer.gone_at for peer in host.peers.values())
         if self._verdict is None and any(peer.is_unclear for peer in host.peers.values()):
             return now < last + 2 * _STATUS_S
-        if len(host.peers) == host.told.get("local_size") or self._launcher is None:
+        if len(host.peers) == host.about.get("local_size") or self._launcher is None:
             return False
         if not self._lingers:  # the launcher waits until no process holds a dead rank's stderr
             self._lingers = True
@@ -108,7 +108,7 @@ class Warden:
             return
         if not self._host.peers:
             self._host.joined_at = monotonic()
-            self._watch_launcher(peer.told["launcher"])
+            self._watch_launcher(peer.about["launcher"])
         link.setblocking(False)
         self._host.peers[peer.rank] = peer
         self._events.register(link, selectors.EVENT_READ, peer)
@@ -162,11 +162,11 @@ class Warden:
             peer.say("said")
         elif said["kind"] == "waited":
             self._host.stopped(monotonic())
-            found = self._host.waited(peer, said["text"], monotonic())
-            if found.culprit is not peer or self._host.is_whole_job:
-                self._judge(found)
+            verdict = self._host.waited(peer, said["text"], monotonic())
+            if verdict.culprit is not peer or self._host.is_whole_job:
+                self._judge(verdict)
             elif self._held is None:
-                self._held = monotonic() + _OTHERS_S, found
+                self._held = monotonic() + _OTHERS_S, verdict
 
     def _look(self, now: float) -> None:
         """Looks for ranks that have ended, are stopped, never joined or don't end; judges them."""
@@ -184,9 +184,9 @@ class Warden:
             return
         self._looked_at = now
         self._judge_dead(now)
-        for found in (host.stopped(now), host.unborn(now), host.undead(now)):
-            if found is not None:
-                self._judge(found)
+        for verdict in (host.stopped(now), host.unborn(now), host.undead(now)):
+            if verdict is not None:
+                self._judge(verdict)
         halted = host.halted(now)
         if halted is not None and not self._noted:
             self._noted = True
@@ -200,18 +200,18 @@ class Warden:
             peer.look()
         if any(p.is_unclear and now < p.gone_at + _STATUS_S for p in gone):
             return
-        found = host.dead()
-        if found is None:
+        verdict = host.dead()
+        if verdict is None:
             return
-        if found.culprit is not None and found.culprit.lost_its_launcher:
+        if verdict.culprit is not None and verdict.culprit.lost_its_launcher:
             self._judge(self._abandoned())
-        elif found.culprit is not None:
-            if host.can_do_without(found.culprit):
-                self._lose(found, found.culprit)
+        elif verdict.culprit is not None:
+            if host.can_do_without(verdict.culprit):
+                self._lose(verdict, verdict.culprit)
             else:
-                self._judge(found)
+                self._judge(verdict)
         elif not host.alive or now > min(p.gone_at for p in gone) + _ORDERED_S:
-            self._judge(found)
+            self._judge(verdict)
 
     def _is_abandoned(self) -> bool:
         return self._launcher is not None and process.is_gone(self._launcher[0])
@@ -220,30 +220,30 @@ class Warden:
         assert self._launcher is not None
         return Verdict(f"the launcher (pid {self._launcher[0]}) is gone", late=True)
 
-    def _lose(self, found: Verdict, lost: Peer) -> None:
+    def _lose(self, verdict: Verdict, lost: Peer) -> None:
         """Prints that the job goes on without this rank, and tells the others."""
         lost.is_lost = True
-        self._say(Verdict(f"{found.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
+        self._say(Verdict(f"{verdict.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
         for peer in self._host.alive:
             peer.say(f"lost {lost.rank}")
 
-    def _judge(self, found: Verdict, grace_s: float = 0.0) -> None:
+    def _judge(self, verdict: Verdict, grace_s: float = 0.0) -> None:
         """Prints the first verdict and has the ranks end `grace_s` later; ignores further ones."""
         if self._verdict is not None:
             return
-        self._verdict = found
+        self._verdict = verdict
         self._end_at = monotonic() + grace_s
-        if not found.late or (self._host.is_whole_job or 0 in self._host.peers):
-            self._say(found)
+        if not verdict.late or (self._host.is_whole_job or 0 in self._host.peers):
+            self._say(verdict)
 
-    def _say(self, found: Verdict) -> None:
+    def _say(self, verdict: Verdict) -> None:
         """Prints a verdict once, on the launcher's stderr or on that of this process.
 
         A launcher that ends a job may drop what its ranks print last, so a late verdict goes to the
         launcher's own stderr if that is on this host.
         """
-        line = f"mpissd: {found.line}\n".encode(errors="backslashreplace")
-        direct = found.late or self._is_front
+        line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")
+        direct = verdict.late or self._is_front
         for fd in (self._stderr, 2) if direct else (2, self._stderr):
             if fd is None:
                 continue

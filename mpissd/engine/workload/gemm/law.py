@@ -77,8 +77,8 @@ class TokenStream:
     def row(self, count: int) -> list[int]:
         """Returns Y at positions n … n + count − 1 of the only sequence of the batch."""
         first = int(self._origin[0])
-        found: list[int] = self._flat_true[first : first + count].tolist()
-        return found
+        tokens: list[int] = self._flat_true[first : first + count].tolist()
+        return tokens
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
         origin = self._origin if rows is None else self._origin[rows]

@@ -47,8 +47,8 @@ class MarkovModel:
 
         float32 [stop − start], read-only. A token's logit does not depend on the slice.
         """
-        found: Logits = _rows(self)(context, start, self.vocab if stop is None else stop)
-        return found
+        logits: Logits = _rows(self)(context, start, self.vocab if stop is None else stop)
+        return logits
 
     @property
     def likeliest(self) -> int:
@@ -88,14 +88,14 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
             if share:
                 u = stream(model.seed, _word(purpose, context), start, stop - start)
                 mixed += share * -np.log1p(-u)
-        found: Logits = (SHARPNESS * mixed).astype(np.float32)
-        found.setflags(write=False)
-        return found
+        logits: Logits = (SHARPNESS * mixed).astype(np.float32)
+        logits.setflags(write=False)
+        return logits
 
     return rows
 
 
 def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
     """Returns a 64-bit hash of the purpose and the context."""
-    told = np.array([int(purpose), *context], np.int64).tobytes()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
+    words = np.array([int(purpose), *context], np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
