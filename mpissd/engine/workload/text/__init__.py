@@ -1,0 +1,1 @@
+"""Text: prompts in, and out what a language model answers to them."""

@@ -1,0 +1,114 @@
+"""Ends an answer at a stop token, or at a stop string, which may begin in one token and end in
+another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.workload.text.stream import TextStream
+from mpissd.engine.workload.text.tokenizer import Tokenizer
+
+
+class AnswerText:
+    """The text of one answer while its tokens arrive, up to its end.
+
+    `ended` says what ended it: "stop_token", "stop" (a stop string), or None so far. The token that
+    ends an answer belongs to its tokens, but no stop belongs to its text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, strings: Sequence[str], stop_ids: Collection[int]
+    ) -> None:
+        self._stream, self._cut = TextStream(tokenizer), Cut(strings)
+        self._stop_ids = stop_ids
+        self.ended: str | None = None
+
+    def push(self, token: int) -> str:
+        """Takes one token; returns the text that can be shown now."""
+        if self.ended is not None:
+            return ""
+        if token in self._stop_ids:
+            self.ended = "stop_token"
+            return self._cut.push(self._stream.flush()) + self._cut.flush()
+        text = self._cut.push(self._stream.push(token))
+        if self._cut.stopped:
+            self.ended = "stop"
+        return text
+
+    def flush(self) -> str:
+        """Returns the text that still waits, of an answer that ends without a stop."""
+        if self.ended is not None:
+            return ""
+        return self._cut.push(self._stream.flush()) + self._cut.flush()
+
+
+class Stops:
+    """Finds where answers end. One object serves all sequences of a run."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, strings: Sequence[str], stop_ids: Collection[int]
+    ) -> None:
+        """The tokenizer may be None without stop strings; raises ConfigError with them."""
+        if tokenizer is None and strings:
+            raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
+        self._tokenizer, self._strings, self._stop_ids = tokenizer, strings, stop_ids
+        self._texts: dict[int, AnswerText] = {}
+
+    def feed(self, request_id: int, tokens: Sequence[int]) -> int | None:
+        """Takes a sequence's new tokens; returns how many of them belong to its answer if it ends
+        with them, and None if it goes on."""
+        if self._tokenizer is None or not self._strings:  # then no text is needed
+            ends = (n for n, token in enumerate(tokens, 1) if token in self._stop_ids)
+            return next(ends, None)
+        new = AnswerText(self._tokenizer, self._strings, self._stop_ids)
+        text = self._texts.setdefault(request_id, new)
+        for n, token in enumerate(tokens, 1):
+            text.push(token)
+            if text.ended is not None:
+                del self._texts[request_id]
+                return n
+        return None
+
+
+class Cut:
+    """Cuts a text that arrives in pieces in front of its first stop string.
+
+    Text that may be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """Takes a piece of text; returns what can be shown. After a stop, that is nothing."""
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        if (at := self._first(text)) is not None:
+            self.stopped, self._held = True, ""
+            return text[:at]
+        keep = self._longest_beginning(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """Returns the text that was held back, at the end of a sequence."""
+        text, self._held = self._held, ""
+        return text
+
+    def _first(self, text: str) -> int | None:
+        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(places, default=None)
+
+    def _longest_beginning(self, text: str) -> int:
+        """Returns the length of the longest end of the text that begins a stop string."""
+        sizes = (
+            size
+            for stop in self._stops
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        )
+        return max(sizes, default=0)

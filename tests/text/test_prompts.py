@@ -1,0 +1,189 @@
+"""Prompts from flags and files, and what is refused of them; the file of answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
+from mpissd.engine.workload.text.answers import answer_of, sources_of, write_answers
+from mpissd.engine.workload.text.prompts import Prompt, read_prompts
+from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text import tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("prompts"))))
+
+
+def text_config(**flags: str) -> RunConfig:
+    return parse_flags({"workload": "text", **flags})
+
+
+def lines(path: Path, *entries: object) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_a_prompt_is_a_users_message_where_there_is_a_template(tokenizer: Tokenizer) -> None:
+    (found,) = read_prompts(text_config(prompt="hello"), tokenizer)
+    assert found.tokens == tuple(tokenizer.chat([{"role": "user", "content": "hello"}]))
+    assert found.entry == {"prompt": "hello"}
+
+
+def test_a_prompt_is_plain_text_where_the_template_is_not_wanted(tokenizer: Tokenizer) -> None:
+    (found,) = read_prompts(text_config(prompt="hello", chat_template="false"), tokenizer)
+    assert found.tokens == tuple(tokenizer.encode("hello"))
+
+
+def test_a_prompt_is_plain_text_without_a_template(tmp_path: Path) -> None:
+    plain = load_tokenizer(str(tiny.write(tmp_path, chat_template=None)))
+    (found,) = read_prompts(text_config(prompt="hello"), plain)
+    assert found.tokens == tuple(plain.encode("hello"))
+
+
+def test_a_file_holds_prompts_and_conversations(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+    ]
+    path = lines(tmp_path / "p.jsonl", {"prompt": "hello"}, {"messages": messages})
+    path.write_text(path.read_text().replace("\n", "\n\n"))  # blank lines count for nothing
+    one, two = read_prompts(text_config(prompts=str(path)), tokenizer)
+    assert one.tokens == tuple(tokenizer.chat(messages[1:]))
+    assert two.tokens == tuple(tokenizer.chat(messages))
+
+
+def test_token_ids_need_no_tokenizer() -> None:
+    found = read_prompts(text_config(prompt_ids="1,2,3; 4,5"), None, context=4, vocab=6)
+    assert [prompt.tokens for prompt in found] == [(1, 2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("1,x", "prompt 1: '1,x'"),
+        ("1;", "prompt 2: ''"),
+        ("1,-2", "prompt 1"),
+        ("1;5,6", "prompt 2: token 6: allowed: 0..5"),
+        ("1,2,3,4", "prompt 1: 4 tokens: allowed: at most 3"),
+    ],
+)
+def test_bad_token_ids_are_named(ids: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(text_config(prompt_ids=ids), None, context=4, vocab=6)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 2: is no JSON"),
+        (b'{"prompt": "\xff"}', "line 2: is no UTF-8 text .byte 13"),
+        (b'"hello"', "line 2: allowed:"),
+        (b'{"prompt": "a", "messages": []}', "line 2: allowed:"),
+        (b'{"text": "a"}', "line 2: allowed:"),
+        (b'{"prompt": ""}', "line 2: is empty"),
+        (b'{"prompt": " \\n"}', "line 2: is empty"),
+        (b'{"prompt": null}', "line 2: null is no text"),
+        (b'{"prompt": "\\ud800"}', "line 2: is no UTF-8 text"),
+        (b'{"messages": []}', "line 2: messages: allowed"),
+        (b'{"messages": [{"role": "user"}]}', "line 2: message 1: null is no text"),
+        (b'{"messages": ["hello"]}', "line 2: message 1: allowed"),
+        (b'{"messages": [{"role": "user", "content": ""}]}', "line 2: message 1: is empty"),
+        (b'{"prompt": "' + b"x" * 90 + b'"}', "line 2: 1.. tokens: allowed: at most 99"),
+        (b"[" * 100_000, "line 2: is no JSON"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(
+    tokenizer: Tokenizer, tmp_path: Path, line: bytes, message: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "hello"}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_prompts(text_config(prompts=str(path)), tokenizer, context=100)
+    assert "\n" not in str(refused.value)
+
+
+def test_no_prompt_and_no_file_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prompt: needed with workload=text"):
+        read_prompts(text_config(), tokenizer)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_prompts(text_config(prompts=str(tmp_path / "none.jsonl")), tokenizer)
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        read_prompts(text_config(prompts=str(lines(tmp_path / "none.jsonl"))), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"prompt": "a", "prompts": "b"}, "prompt and prompts say the same thing"),
+        ({"prompt": "a", "prompt_ids": "1"}, "prompt and prompt_ids say the same thing"),
+        ({"prompt": ""}, "prompt: needs a value"),
+        ({"prompt": os.fsdecode(b"\xff")}, "prompt: is no UTF-8 text"),
+        ({"stop": os.fsdecode(b"\xff")}, "stop: is no UTF-8 text"),
+        ({"stop": "[]"}, "stop=.*: allowed: a list of strings"),
+        ({"stop": '["a", 1]'}, "stop=.*: allowed: a list of strings"),
+        ({"stop": '[""]'}, "stop=.*: allowed: a list of strings"),
+        ({"top_p": "0", "temperature": "1"}, "top_p=0"),
+        ({"top_p": "1.1", "temperature": "1"}, "top_p=1.1"),
+        ({"top_p": "0.9"}, "top_p=0.9 with temperature=0"),
+        ({"workload": "gemm", "prompt": "a"}, "prompt=a with workload=gemm"),
+        ({"workload": "gemm", "show": "true"}, "show=True with workload=gemm"),
+    ],
+)
+def test_flags_of_text_that_mean_nothing_are_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        text_config(**flags)
+
+
+def test_stop_strings_are_one_or_a_json_list() -> None:
+    assert text_config().stop_strings == ()
+    assert text_config(stop="a,b").stop_strings == ("a,b",)
+    assert text_config(stop="[x]").stop_strings == ("[x]",)
+    assert text_config(stop='["\\n\\n", "#"]').stop_strings == ("\n\n", "#")
+
+
+def test_flags_of_text_leave_the_digest_of_other_runs_alone() -> None:
+    assert RunConfig(show=False).digest == RunConfig().digest
+    assert RunConfig().digest == parse_flags({"chat_template": "true", "top_p": "1"}).digest
+    assert text_config(prompt="a").digest != text_config(prompt="b").digest
+
+
+def test_answers_are_written_whole_and_hold_every_token(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    prompt = Prompt({"prompt": "hi"}, (5, 6))
+    tokens = [*tokenizer.encode("hello wé"), 1]
+    sources = [*sources_of(len(tokens) - 2, Source.CACHE), *sources_of(0, Source.JIT)]
+    text = AnswerText(tokenizer, [], {1})
+    answer = answer_of(prompt, tokens, sources, text)
+    path = write_answers(str(tmp_path), "run", [answer, answer])
+    assert path == tmp_path / "text" / "run.jsonl"
+    assert [p.name for p in path.parent.iterdir()] == ["run.jsonl"]
+    assert path.stat().st_mode & 0o777 == 0o644
+    found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert found[0] == found[1] == {
+        "prompt": "hi",
+        "text": "hello wé",
+        "prompt_tokens": [5, 6],
+        "tokens": tokens,
+        "sources": ["cache"] * (len(tokens) - 2) + ["bonus", "bonus"],
+        "ended": "stop_token",
+    }  # fmt: skip
+
+
+def test_a_failed_write_leaves_the_old_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    answer = answer_of(Prompt({"prompt": "a"}, (5,)), [6], ["bonus"], None)
+    path = write_answers(str(tmp_path), "run", [answer])
+    before = path.read_text()
+    broken = answer_of(Prompt({"prompt": {1, 2}}, (5,)), [6], ["bonus"], None)
+    with pytest.raises(TypeError):
+        write_answers(str(tmp_path), "run", [broken])
+    assert path.read_text() == before and len(list(path.parent.iterdir())) == 1

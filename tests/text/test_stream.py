@@ -1,0 +1,123 @@
+"""Text while it arrives: whole characters alone, and nothing behind a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.workload.text.stops import AnswerText, Cut, Stops
+from mpissd.engine.workload.text.stream import TextStream, pieces
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text import tiny
+
+END = 1  # <|e|>
+TOKENIZERS: list[Tokenizer] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    TOKENIZERS[:] = [load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("stream"))))]
+
+
+def of_bytes(text: str) -> list[int]:
+    return [tiny.of_byte(byte) for byte in text.encode()]
+
+
+def test_a_character_of_four_tokens_appears_with_its_last() -> None:
+    stream = TextStream(TOKENIZERS[0])
+    assert [stream.push(token) for token in of_bytes("a👋b")] == ["a", "", "", "", "👋", "b"]
+
+
+@given(st.text(max_size=30))
+def test_pieces_hold_whole_characters_and_add_up(text: str) -> None:
+    found = pieces(TOKENIZERS[0], of_bytes(text))
+    assert "".join(found) == text
+    assert not any("\ufffd" in piece for piece in found) or "\ufffd" in text
+
+
+@given(st.lists(st.integers(0, 263), max_size=30))
+def test_pieces_of_any_tokens_add_up_to_the_text_of_all(tokens: list[int]) -> None:
+    assert "".join(pieces(TOKENIZERS[0], tokens)) == TOKENIZERS[0].decode(tokens)
+
+
+def test_a_character_that_never_completes_leaves_at_the_end() -> None:
+    stream = TextStream(TOKENIZERS[0])
+    assert [stream.push(token) for token in of_bytes("é")[:1]] == [""]
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+def test_invalid_bytes_are_shown_once_the_next_character_is_there() -> None:
+    stream = TextStream(TOKENIZERS[0])
+    assert [stream.push(tiny.of_byte(b)) for b in (0xE2, 0x82, ord("a"))] == ["", "", "\ufffda"]
+
+
+@given(
+    st.text("abc", max_size=20),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
+def test_a_text_is_cut_in_front_of_its_first_stop_however_it_is_split(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    cut, at, shown = Cut(stops), 0, ""
+    while at < len(text):
+        size = data.draw(st.integers(1, 4))
+        shown += cut.push(text[at : at + size])
+        at += size
+        ends = [n for stop in stops if (n := text[:at].find(stop)) >= 0]
+        assert cut.stopped == bool(ends)
+        assert len(shown) <= min(ends, default=len(text))
+        if cut.stopped:
+            assert shown == text[: min(ends)]
+            return
+    assert shown + cut.flush() == text
+
+
+def test_a_stop_string_that_straddles_tokens_never_shows() -> None:
+    text = AnswerText(TOKENIZERS[0], ["\n\n#"], {END})
+    assert [text.push(t) for t in of_bytes("ab\n\n#c")] == ["a", "b", "", "", "", ""]
+    assert text.ended == "stop" and text.flush() == ""
+
+
+def test_a_held_beginning_of_a_stop_string_leaves_at_the_end() -> None:
+    text = AnswerText(TOKENIZERS[0], ["\n\n#"], {END})
+    assert "".join(text.push(t) for t in of_bytes("a\n\n")) == "a"
+    assert text.flush() == "\n\n" and text.ended is None
+
+
+def test_a_stop_token_ends_the_text_and_gives_what_was_held() -> None:
+    text = AnswerText(TOKENIZERS[0], ["ab"], {END})
+    assert text.push(tiny.of_byte(ord("a"))) == ""
+    assert text.push(END) == "a"
+    assert text.ended == "stop_token" and text.push(tiny.of_byte(ord("b"))) == ""
+
+
+def test_stops_count_the_tokens_up_to_the_one_that_ends() -> None:
+    stops = Stops(TOKENIZERS[0], ["lo\n"], {END})
+    assert stops.feed(7, of_bytes("hel")) is None
+    assert stops.feed(8, [5, END, 9]) == 2
+    assert stops.feed(7, of_bytes("lo\nxx")) == 3
+    assert stops.feed(7, of_bytes("\n")) is None  # an id that is used again starts afresh
+
+
+def test_without_stop_strings_no_tokenizer_is_needed() -> None:
+    stops = Stops(None, [], {END})
+    assert [stops.feed(0, [3, 4]), stops.feed(0, [END])] == [None, 1]
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        Stops(None, ["x"], {END})
+
+
+def test_decoders_that_drop_a_first_space_keep_the_spaces_between(tmp_path: Path) -> None:
+    """A SentencePiece vocabulary marks words by ▁, and its decoder strips the first."""
+    from tokenizers import Tokenizer as Raw
+    from tokenizers import decoders, models
+
+    raw = Raw(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2}, "c"))
+    raw.decoder = decoders.Metaspace()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert "".join(pieces(load_tokenizer(str(tmp_path)), [0, 1, 2, 1])) == "a bc b"

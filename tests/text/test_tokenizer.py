@@ -1,0 +1,205 @@
+"""Text to tokens and back, from a Hugging Face folder and from a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.gguf_metadata import read_gguf
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text import tiny
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("tiny"))))
+
+
+def gguf_string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def gguf_value(value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + gguf_string(value)
+    if isinstance(value, list):
+        kind = 8 if isinstance(value[0], str) else 5
+        items = [gguf_string(v) if kind == 8 else struct.pack("<i", v) for v in value]
+        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
+    return struct.pack("<II", 4, value)
+
+
+def write_gguf(path: Path, **changed: Any) -> Path:
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tiny.tokens(),
+        "tokenizer.ggml.token_type": [3] * len(tiny.SPECIALS) + [1] * (256 + len(tiny.MERGES)),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in tiny.MERGES],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": tiny.TEMPLATE,
+        **{f"tokenizer.ggml.{key}": value for key, value in changed.items()},
+    }
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 1, len(metadata))
+    entries = b"".join(gguf_string(k) + gguf_value(v) for k, v in metadata.items())
+    tensor = gguf_string("output.weight") + struct.pack("<I2QIQ", 2, 8, 4, 0, 0)
+    whole = head + entries + tensor
+    path.write_bytes(whole + bytes(-len(whole) % 32) + bytes(8 * 4 * 4))
+    return path
+
+
+def test_a_folder_and_a_gguf_file_of_one_vocabulary_agree(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    same = load_tokenizer(str(write_gguf(tmp_path / "tiny.gguf")))
+    assert same.vocab_size == tokenizer.vocab_size == 3 + 256 + 5
+    assert same.stop_ids == tokenizer.stop_ids == {1}
+    assert same.chat(CHAT) == tokenizer.chat(CHAT)
+    for text in ("hello world", "Grüße 👋", "\n\n", "a  b"):
+        assert same.encode(text) == tokenizer.encode(text)
+
+
+def test_merges_apply_and_a_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("hello") == [tokenizer.id_of("hello")]
+    tokens = tokenizer.chat(CHAT)
+    assert tokens[0] == 0 and tokens.count(1) == 1
+    said = tokenizer.decode(tokens, specials=True)
+    assert said == "<|s|>user\nhello<|e|><|s|>assistant\n"
+    assert tokenizer.decode(tokens) == "user\nhelloassistant\n"
+
+
+@given(st.text(max_size=40))
+def test_what_was_encoded_decodes_to_the_same_text(text: str) -> None:
+    tokenizer = load_tokenizer(str(FOLDER))
+    if not any(special in text for special in tiny.SPECIALS):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+FOLDER = Path()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global FOLDER
+    FOLDER = tiny.write(tmp_path_factory.mktemp("given"))
+
+
+def test_smollm_splits_every_digit_and_the_space_before_it(tmp_path: Path) -> None:
+    """GPT-2's rule alone would put the second space of "a  1" in front of the digit."""
+    merges = [" ".join(pair) for pair in [*tiny.MERGES, ("Ġ", "Ġ"), ("1", "2")]]
+    tokens = [*tiny.tokens(), "ĠĠ", "12"]
+    kinds = [3] * len(tiny.SPECIALS) + [1] * (len(tokens) - len(tiny.SPECIALS))
+    path = write_gguf(tmp_path / "d.gguf", merges=merges, tokens=tokens, token_type=kinds)
+    found = load_tokenizer(str(path))
+    one, two = tiny.of_byte(ord("1")), tiny.of_byte(ord("2"))
+    assert found.encode("  12") == [tokens.index("ĠĠ"), one, two]
+
+
+def test_stop_tokens_are_those_of_every_file_that_names_some(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert load_tokenizer(str(folder)).stop_ids == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "message"),
+    [
+        ({}, {"eos_token": "</s>"}, "has no stop token '</s>'"),
+        ({"generation_config.json": '{"eos_token_id": 128001}'}, {}, "stop token 128001"),
+        ({"generation_config.json": "{"}, {}, "generation_config.json"),
+        ({"tokenizer_config.json": "[]"}, {}, "is no JSON object"),
+        ({"tokenizer.json": '{"model": '}, {}, "tokenizer.json"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_one_line(
+    tmp_path: Path, files: dict[str, str], config: dict[str, Any], message: str
+) -> None:
+    tiny.write(tmp_path, **config)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "llama"}, "its tokenizer is 'llama'"),
+        ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
+        ({"eos_token_id": 999}, "token 999 of 264 tokens"),
+        ({"merges": ["no such"]}, "its merges"),
+    ],
+)
+def test_a_gguf_vocabulary_that_would_encode_wrongly_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_tokenizer(str(write_gguf(tmp_path / "x.gguf", **changed)))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gguf_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    found = read_gguf(tmp_path / "whole.gguf")
+    assert found.tensors["output.weight"].shape == (8, 4)
+    for size in (0, 3, 10, 23, 30, 100, 900, len(whole) // 2, found.data_start - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ConfigError) as refused:
+            read_gguf(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_file_of_something_else_is_no_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"PK\x03\x04" * 20)
+    with pytest.raises(ConfigError, match="is no GGUF file"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "chat template"),
+        ("{{ messages[7].role }}", "chat template"),
+    ],
+)
+def test_a_template_that_fails_or_breaks_out_is_refused(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
+
+
+def test_a_template_may_use_special_tokens_and_json(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ messages[0] | tojson }}{{ strftime_now('') }}"
+    found = load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
+    assert found[0] == 0 and len(found) > 10
+
+
+def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, chat_template=None)
+    assert load_tokenizer(str(folder)).template is None
+    load_tokenizer.cache_clear()
+    (folder / "chat_template.jinja").write_text("hello")
+    assert load_tokenizer(str(folder)).chat(CHAT) == load_tokenizer(str(folder)).encode("hello")
