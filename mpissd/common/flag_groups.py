@@ -203,6 +203,9 @@ class OutputFlags(Checked):
     progress: str = flag(
         "auto", choice("auto", "on", "off"), "progress bar on stderr", in_digest=False
     )
+    show: bool = flag(
+        False, switch, "print the answer, each token by what drafted it (text)", in_digest=False
+    )
     dry_run: bool = flag(False, switch, "validate and stop, without MPI", in_digest=False)
     world_size: int | None = flag(
         None, integer(1), "ranks to validate for, with dry_run", in_digest=False

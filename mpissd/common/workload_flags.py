@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import DRAFTING, GROWING, Checked, flag, integer, number, words
+from mpissd.common.flags import DRAFTING, GROWING, Checked, flag, integer, number, switch, words
 from mpissd.common.workloads import parse_name
 
 DEFAULT_VOCAB = 64
@@ -54,7 +55,7 @@ class WorkloadFlags(Checked):
         modes=GROWING,
         in_digest="said",
     )
-    temperature: float = flag(0.0, number(0), "of both models (markov); 0 is greedy")
+    temperature: float = flag(0.0, number(0), "of both models (markov, text); 0 is greedy")
     vocab: int | None = flag(None, integer(2, 50000), "V of both models (markov; default 64)")
     order: int | None = flag(None, integer(1, 3), "tokens a row depends on (markov; default 2)")
     divergence: float | None = flag(
@@ -70,7 +71,39 @@ class WorkloadFlags(Checked):
         modes=GROWING,
     )
     prompt_tokens: int | None = flag(None, integer(1, 1 << 20), "prompt length (markov; default 1)")
-    stop_token: int | None = flag(None, integer(0), "ends a sequence (markov; default none)")
+    stop_token: int | None = flag(
+        None, integer(0), "ends a sequence (markov; text: beside the model's own)"
+    )
+    prompt: str | None = flag(
+        None, words, "what the model answers to, as a user's message (text)", in_digest="said"
+    )
+    prompts: str | None = flag(
+        None,
+        words,
+        'file of lines {"prompt": "…"} or {"messages": […]} (text)',
+        in_digest="said",
+    )
+    prompt_ids: str | None = flag(
+        None,
+        words,
+        "token ids in place of text: 1,2,3;4,5 are two prompts (text)",
+        in_digest="said",
+    )
+    chat_template: bool = flag(
+        True, switch, "put a prompt into the model's chat template (text)", in_digest="said"
+    )
+    top_p: float = flag(
+        1.0,
+        number(0, 1),
+        "sample from the likeliest tokens that weigh this much (text)",
+        in_digest="said",
+    )
+    stop: str | None = flag(
+        None,
+        words,
+        'ends an answer: a string, or a JSON list of them, ["\\n\\n","###"] (text)',
+        in_digest="said",
+    )
 
     @property
     def acceptance_text(self) -> str:
@@ -84,8 +117,46 @@ class WorkloadFlags(Checked):
         if self.alpha is not None and self.acceptance is not None:
             raise ConfigError("alpha and acceptance say the same thing: give one")
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings: none, one, or those of a JSON list; raises ConfigError."""
+        if self.stop is None or not self.stop.startswith("["):
+            return () if self.stop is None else (self.stop,)
+        try:
+            found = json.loads(self.stop)
+        except ValueError:
+            return (self.stop,)  # a string that begins with a bracket
+        if not found or not all(isinstance(each, str) and each for each in found):
+            raise ConfigError(f"stop={self.stop}: allowed: a list of strings that are not empty")
+        return tuple(found)
+
+    def check_prompts(self) -> None:
+        """Refuses two sources of prompts, and text that is no UTF-8."""
+        names = [n for n in ("prompt", "prompts", "prompt_ids") if getattr(self, n) is not None]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} say the same thing: give one")
+        for name in ("prompt", "stop"):
+            text = getattr(self, name) or ""
+            if any("\ud800" <= c <= "\udfff" for c in text):  # arguments carry bad bytes so
+                raise ConfigError(f"{name}: is no UTF-8 text")
+
+    def check_stop(self) -> None:
+        """Refuses stop strings that are none."""
+        tuple(self.stop_strings)
+
+    def check_top_p(self) -> None:
+        """Refuses a top_p that leaves no token, or that a greedy choice does not read."""
+        if self.top_p == 0:
+            raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
+        if self.top_p < 1 and self.temperature == 0:
+            raise ConfigError(
+                f"top_p={self.top_p:g} with temperature=0: allowed: a temperature above 0"
+            )
+
     def check_stop_token(self) -> None:
-        """Refuses a stop token outside the vocabulary."""
+        """Refuses a stop token outside the vocabulary (text compares with the tokenizer's)."""
+        if self.workload == "text":
+            return
         if self.stop_token is not None and self.stop_token >= (self.vocab or DEFAULT_VOCAB):
             raise ConfigError(
                 f"stop_token={self.stop_token}: allowed: 0..{(self.vocab or DEFAULT_VOCAB) - 1}"

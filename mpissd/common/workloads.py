@@ -67,3 +67,8 @@ register(
     "mpissd.engine.workload.markov.workload:MarkovWorkload",
     "temperature vocab order divergence saguaro_c prompt_tokens stop_token",
 )
+register(
+    "text",
+    "mpissd.engine.workload.text.workload:TextWorkload",
+    "temperature top_p saguaro_c stop_token prompt prompts prompt_ids chat_template stop show",
+)
