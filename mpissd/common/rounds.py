@@ -6,7 +6,7 @@ a Speculation are one int32 matrix each, with views of its columns, so that a me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from zlib import crc32
@@ -38,11 +38,22 @@ class Event(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot."""
+    """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
+
+    prompt: its tokens up to first_token, where the workers read them; empty elsewhere. temperature,
+    top_p: how such a sequence is sampled.
+    """
 
     request_id: int
     first_token: int = 0
     epoch: int = 0
+    prompt: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)
+_NONE: Requests = {}
 
 
 class Outcome:
@@ -50,13 +61,15 @@ class Outcome:
 
     rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*). The
     speculation of round + 1 answers the rows that are not releases, in their order.
+    prompts: the requests of those admitted sequences that have a prompt.
     """
 
     WIDTH = 5
 
-    def __init__(self, round_: int, rows: Ints) -> None:
+    def __init__(self, round_: int, rows: Ints, prompts: Requests = _NONE) -> None:
         self.round = round_
         self.rows = rows
+        self.prompts = prompts
         self.ids: Ints = rows[:, 0]
         self.epochs: Ints = rows[:, 1]
         self.events: Ints = rows[:, 2]
@@ -67,7 +80,14 @@ class Outcome:
     def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
         """Returns an outcome that admits these requests and nothing else."""
         rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
-        return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH))
+        prompts = {(r.request_id, r.epoch): r for r in requests if r.prompt}
+        return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH), prompts or _NONE)
+
+    @property
+    def admitted(self) -> Ints:
+        """The rows of the admitted sequences, [n, 5]."""
+        found: Ints = self.rows[self.events == Event.ADMIT]
+        return found
 
     @property
     def num_live(self) -> int:
@@ -185,8 +205,17 @@ class Batch:
         self.identity = np.zeros_like(rows)
         self.identity[:, :2] = rows[:, :2]
         self._steady = self.identity[:, :3].tobytes()
-        requests = [Request(int(i), int(t), int(e)) for i, e, _, _, t in new]
-        return list(zip(slots.tolist(), requests, strict=True))
+        return list(zip(slots.tolist(), self._requests(new, outcome.prompts), strict=True))
+
+    def _requests(self, new: Ints, prompts: Requests) -> list[Request]:
+        """Returns the requests of the admissions `new`; the digest covers their prompts."""
+        found = []
+        for i, epoch, _, _, token in new.tolist():
+            request = prompts.get((i, epoch)) or Request(i, token, epoch)
+            if request.prompt:
+                self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
+            found.append(request)
+        return found
 
     def _mismatch(self, outcome: Outcome) -> ProtocolError:
         return ProtocolError(

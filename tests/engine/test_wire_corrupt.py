@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Event, Outcome, Source, Speculation
+from mpissd.common.rounds import Event, Outcome, Request, Source, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import LinkShape, queue_link
+from mpissd.engine.comm import prompts, wire
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.comm.wire import HEADER, Buffer
 
 BATCH, K, V, ROUND = 3, 4, 50, 7
-SHAPE = LinkShape(2, BATCH, K, vocab=V, num_drafts=2)
+SHAPE = LinkShape(2, BATCH, K, vocab=V, num_drafts=2, prompt_tokens=9)
 
 
 @dataclass
@@ -88,7 +89,25 @@ def sent_proposals(seed: int) -> Message:
     return Message(buffer, size, lambda: wire.read_proposals(buffer, ROUND, BATCH, V))
 
 
-SENT = [sent_outcome, sent_speculation, sent_trunk, sent_plan, sent_proposals]
+def sent_prompts(seed: int) -> Message:
+    buffer, told = SHAPE.prompt_buffer(), admission(seed)
+    size = prompts.write_prompts(buffer, told)
+    bare = Outcome(told.round, told.rows)
+    return Message(buffer, size, lambda: prompts.read_prompts(buffer, bare))
+
+
+def admission(seed: int) -> Outcome:
+    """Goes on with one sequence, and admits two with prompts of 1 to 9 tokens."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, V, rng.integers(1, 10)).tolist() for _ in range(2)]
+    admitted = Outcome.admission(
+        0, [Request(n, text[-1], 1, tuple(text), 0.5, 0.9) for n, text in enumerate(texts)]
+    )
+    rows = np.concatenate([outcome(seed).rows[2:], admitted.rows])
+    return Outcome(ROUND - 1, rows, admitted.prompts)
+
+
+SENT = [sent_outcome, sent_speculation, sent_trunk, sent_plan, sent_prompts, sent_proposals]
 Send = Callable[[int], Message]
 in_every_message = pytest.mark.parametrize("send", SENT, ids=lambda send: send.__name__[5:])
 
@@ -190,7 +209,7 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
 @given(st.data())
 def test_sealed_nonsense_is_refused_or_harmless(data: st.DataObject) -> None:
     """A peer with a defect, not a damaged message: what passes is within all limits."""
-    message = data.draw(st.sampled_from(SENT[:4]), "message")(data.draw(st.integers(0, 9), "seed"))
+    message = data.draw(st.sampled_from(SENT[:5]), "message")(data.draw(st.integers(0, 9), "seed"))
     body = message.buffer.body
     for _ in range(data.draw(st.integers(1, 3), "changes")):
         place = data.draw(st.integers(0, message.size - HEADER - 1), "place")
@@ -203,6 +222,11 @@ def test_sealed_nonsense_is_refused_or_harmless(data: st.DataObject) -> None:
         return
     parts = found if isinstance(found, tuple) else (found,)
     for part in parts:
+        if isinstance(part, Outcome) and part.prompts:
+            assert part.prompts.keys() == {(0, 1), (1, 1)}
+            for request in part.prompts.values():
+                assert request.temperature >= 0 and 0 < request.top_p <= 1
+                assert all(0 <= token < V for token in request.prompt)
         if isinstance(part, Outcome):
             assert ((part.num_accepted >= 0) & (part.num_accepted <= K)).all()
             assert ((part.bonus >= 0) & (part.bonus < V)).all() and (part.ids >= 0).all()

@@ -21,7 +21,8 @@ from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import LinkShape, queue_link
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.in_process import NoPlans
 from mpissd.engine.decode.serve import serve

@@ -19,7 +19,8 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Ints, Outcome, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape, queue_link
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape
+from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.share import Share

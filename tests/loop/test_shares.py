@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.rounds import Ints, Source
-from mpissd.engine.comm.link import LinkShape, queue_link
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.share import Share

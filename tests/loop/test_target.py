@@ -10,7 +10,7 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Outcome, Request
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
 from mpissd.engine.decode.target import RoundResult, TargetLoop

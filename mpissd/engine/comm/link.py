@@ -3,22 +3,22 @@
 An end of a link holds buffers and a carrier that moves them. A second carrier, the side, moves what
 only some jobs need: TRUNK, the speculation that was served, goes to a draft that did not make all
 of it; PROPOSALS, the distributions behind sampled tokens, come while the target already verifies.
-queue_link joins two threads without MPI, for tests; mpi_link joins two ranks.
+A third one takes PROMPT, behind outcomes that admit sequences with prompts, to the draft.
+comm.queue_link joins two threads without MPI, for tests; comm.mpi_link joins two ranks.
 """
 
 from __future__ import annotations
 
-import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Ints, Outcome, Speculation
+from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import wire
+from mpissd.engine.comm import prompts, wire
 
 
 class Carrier(ABC):
@@ -48,7 +48,9 @@ class Carrier(ABC):
 class LinkShape:
     """The sizes of messages, the same at both ends.
 
-    batch: the largest b. vocab: V if tokens are sampled, else 0. num_tokens: exceeds every token.
+    batch: the largest b. vocab: entries of a distribution if tokens are sampled, else 0.
+    num_tokens: exceeds every token (None: it is vocab). prompt_tokens: tokens of the longest prompt
+    that is sent; 0: sequences have no prompts.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class LinkShape:
         *,
         vocab: int = 0,
         num_drafts: int = 1,
-        num_tokens: int = wire.MOST,
+        num_tokens: int | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         self.group, self.batch, self.lookahead, self.vocab = group, batch, lookahead, vocab
-        self.num_drafts, self.num_tokens = num_drafts, vocab or num_tokens
+        self.num_drafts, self.num_tokens = num_drafts, num_tokens or vocab or wire.MOST
+        self.prompt_tokens = prompt_tokens
 
     @property
     def sampled(self) -> bool:
@@ -95,6 +99,14 @@ class LinkShape:
         """Makes a buffer for a round's distributions, at most b·K of them."""
         return self._buffer(wire.Kind.PROPOSALS, self.batch * self.lookahead * self.vocab)
 
+    def prompt_buffer(self) -> wire.Buffer:
+        """Makes a buffer for the prompts that an outcome or a plan admits."""
+        return self._buffer(wire.Kind.PROMPT, prompts.capacity(self.batch, self.prompt_tokens))
+
+    def nothing_buffer(self) -> wire.Buffer:
+        """Makes a buffer for the way back of prompts, which nobody takes."""
+        return self._buffer(wire.Kind.PROMPT, 0)
+
     def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:
         return wire.Buffer(kind, self.group, size, lookahead=self.lookahead, vocab=self.num_tokens)
 
@@ -120,10 +132,11 @@ class LeadEnd:
         *,
         vocab: int = 0,
         side: Side | None = None,
+        prompts: Side | None = None,
     ) -> None:
         self._carrier, self._out, self._in = carrier, outgoing, incoming
         self.lookahead, self.waiter = lookahead, waiter
-        self._vocab, self._side = vocab, side
+        self._vocab, self._side, self._prompts = vocab, side, prompts
         self.num_messages = 0
         self.num_bytes = 0
 
@@ -132,8 +145,16 @@ class LeadEnd:
         self._carrier.ready()
         wire.write_outcome(self._out, outcome, stop)
         self._carrier.send()
-        self.num_messages += 1
-        self.num_bytes += self._out.array.nbytes
+        self._count(self._out.array.nbytes)
+        if self._prompts is not None and outcome.prompts:
+            self._send_prompts(self._prompts, outcome)
+
+    def _send_prompts(self, side: Side, outcome: Outcome) -> None:
+        if prompts.follows(outcome):
+            side.carrier.ready()
+            size = prompts.write_prompts(side.outgoing, outcome)
+            side.carrier.send(size)
+            self._count(4 * size)
 
     def arrived(self) -> bool:
         """Returns whether a SPECULATION has arrived, without blocking."""
@@ -182,9 +203,8 @@ class LeadEnd:
 
     def close(self) -> None:
         """Closes the carriers."""
-        self._carrier.close()
-        if self._side is not None:
-            self._side.carrier.close()
+        for carrier in _carriers(self._carrier, self._side, self._prompts):
+            carrier.close()
 
 
 class DraftEnd:
@@ -198,9 +218,10 @@ class DraftEnd:
         waiter: Waiter,
         *,
         side: Side | None = None,
+        prompts: Side | None = None,
     ) -> None:
         self._carrier, self._out, self._in = carrier, outgoing, incoming
-        self._waiter, self._side = waiter, side
+        self._waiter, self._side, self._prompts = waiter, side, prompts
 
     def outcome_arrived(self) -> bool:
         """Returns whether an OUTCOME has arrived, without blocking."""
@@ -209,9 +230,13 @@ class DraftEnd:
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         """Waits for OUTCOME, of round `round_` if given; returns it, and whether it says stop."""
         self._waiter.until(self._carrier.arrived, "target: outcome")
-        outcome = wire.read_outcome(self._in, round_)
+        outcome, stop = wire.read_outcome(self._in, round_)
         self._carrier.release()
-        return outcome
+        if self._prompts is not None and prompts.follows(outcome):
+            self._waiter.until(self._prompts.carrier.arrived, "target: prompts")
+            outcome = prompts.read_prompts(self._prompts.incoming, outcome)
+            self._prompts.carrier.release()
+        return outcome, stop
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Starts to send SPECULATION."""
@@ -236,70 +261,9 @@ class DraftEnd:
 
     def close(self) -> None:
         """Closes the carriers."""
-        self._carrier.close()
-        if self._side is not None:
-            self._side.carrier.close()
+        for carrier in _carriers(self._carrier, self._side, self._prompts):
+            carrier.close()
 
 
-class QueueCarrier(Carrier):
-    """A carrier between two threads, over one queue in each direction."""
-
-    def __init__(
-        self,
-        outgoing: wire.Buffer,
-        incoming: wire.Buffer,
-        to_peer: queue.SimpleQueue[Ints],
-        from_peer: queue.SimpleQueue[Ints],
-    ) -> None:
-        self._out, self._in = outgoing, incoming
-        self._to_peer, self._from_peer = to_peer, from_peer
-        self._full = False
-
-    def ready(self) -> None:
-        return None
-
-    def send(self, size: int | None = None) -> None:
-        self._to_peer.put(self._out.array[:size].copy())
-
-    def arrived(self) -> bool:
-        if not self._full:
-            try:
-                message = self._from_peer.get_nowait()
-            except queue.Empty:
-                return False
-            self._in.array[: len(message)] = message
-            self._full = True
-        return True
-
-    def release(self) -> None:
-        self._full = False
-
-    def close(self) -> None:
-        return None
-
-
-def queue_link(
-    shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
-) -> tuple[LeadEnd, DraftEnd]:
-    """Returns both ends of a link between two threads of one process.
-
-    draft_waiter: how the draft waits; None: as the lead does.
-    """
-    lead, draft = _joined(shape.outcome_buffer, shape.speculation_buffer)
-    sides = _joined(shape.trunk_buffer, shape.proposals_buffer) if shape.has_side else (None, None)
-    return (
-        LeadEnd(*lead, shape.lookahead, waiter, vocab=shape.vocab, side=sides[0]),
-        DraftEnd(*draft, draft_waiter or waiter, side=sides[1]),
-    )
-
-
-def _joined(down: Callable[[], wire.Buffer], up: Callable[[], wire.Buffer]) -> tuple[Side, Side]:
-    """Returns two connected carriers with buffers; the first sends `down` and receives `up`."""
-    to_second: queue.SimpleQueue[Ints] = queue.SimpleQueue()
-    to_first: queue.SimpleQueue[Ints] = queue.SimpleQueue()
-    out, into = down(), up()
-    back, heard = up(), down()
-    return (
-        Side(QueueCarrier(out, into, to_second, to_first), out, into),
-        Side(QueueCarrier(back, heard, to_first, to_second), back, heard),
-    )
+def _carriers(carrier: Carrier, *sides: Side | None) -> list[Carrier]:
+    return [carrier, *(side.carrier for side in sides if side is not None)]

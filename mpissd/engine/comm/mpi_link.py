@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import wire
+from mpissd.engine.comm import prompts, wire
 from mpissd.engine.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape, Side
 
 
@@ -72,19 +72,23 @@ class MpiCarrier(Carrier):
 def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> LeadEnd:
     """Opens the lead's end of a link to rank `draft` of `comm`."""
     main = _open(comm, draft, shape.outcome_buffer(), shape.speculation_buffer(), waiter)
-    side = None
+    side = prompts = None
     if shape.has_side:
         side = _open(comm, draft, shape.trunk_buffer(), shape.proposals_buffer(), waiter)
-    return LeadEnd(*main, shape.lookahead, waiter, vocab=shape.vocab, side=side)
+    if shape.prompt_tokens:
+        prompts = _open(comm, draft, shape.prompt_buffer(), shape.nothing_buffer(), waiter)
+    return LeadEnd(*main, shape.lookahead, waiter, vocab=shape.vocab, side=side, prompts=prompts)
 
 
 def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> DraftEnd:
     """Opens the draft's end of a link to rank `lead` of `comm`."""
     main = _open(comm, lead, shape.speculation_buffer(), shape.outcome_buffer(), waiter)
-    side = None
+    side = prompts = None
     if shape.has_side:
         side = _open(comm, lead, shape.proposals_buffer(), shape.trunk_buffer(), waiter)
-    return DraftEnd(*main, waiter, side=side)
+    if shape.prompt_tokens:
+        prompts = _open(comm, lead, shape.nothing_buffer(), shape.prompt_buffer(), waiter)
+    return DraftEnd(*main, waiter, side=side, prompts=prompts)
 
 
 def _open(comm: MPI.Comm, peer: int, out: wire.Buffer, into: wire.Buffer, waiter: Waiter) -> Side:
@@ -95,13 +99,14 @@ class PlanSender:
     """The lead's end of the plan channel: sends each follower outcome r-1 and speculation r."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
-        self._buffer = shape.plan_buffer()
-        self._waiter = waiter
+        self._buffer, self._waiter = shape.plan_buffer(), waiter
+        self._comm, self._followers = comm, range(1, comm.size)
         self._sends = [
             comm.Send_init(self._buffer.array, dest=rank, tag=int(self._buffer.kind))
-            for rank in range(1, comm.size)
+            for rank in self._followers
         ]
-        self._in_flight = False
+        self._prompts = shape.prompt_buffer() if shape.prompt_tokens else None
+        self._in_flight: list[MPI.Request] = []
         self.num_messages = 0
         self.num_bytes = 0
 
@@ -112,14 +117,22 @@ class PlanSender:
         self._finish()
         wire.write_plan(self._buffer, outcome, speculation, stop)
         MPI.Prequest.Startall(self._sends)
-        self._in_flight = True
+        self._in_flight = [*self._sends]
+        self._count(self._buffer.array.nbytes)
+        if self._prompts is not None and prompts.follows(outcome):
+            part = self._prompts.array[: prompts.write_prompts(self._prompts, outcome)]
+            tag = int(self._prompts.kind)
+            self._in_flight += [self._comm.Isend(part, rank, tag) for rank in self._followers]
+            self._count(part.nbytes)
+
+    def _count(self, num_bytes: int) -> None:
         self.num_messages += len(self._sends)
-        self.num_bytes += len(self._sends) * self._buffer.array.nbytes
+        self.num_bytes += len(self._sends) * num_bytes
 
     def _finish(self) -> None:
         if self._in_flight:
-            self._waiter.until(lambda: MPI.Request.Testall(self._sends), "plan to followers")
-            self._in_flight = False
+            self._waiter.until(lambda: MPI.Request.Testall(self._in_flight), "plan to followers")
+            self._in_flight = []
 
     def close(self) -> None:
         """Finishes sending the last plan and frees the requests."""
@@ -132,21 +145,50 @@ class PlanReceiver:
     """A follower's end of the plan channel."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
-        self._buffer = shape.plan_buffer()
         self._waiter = waiter
         self._lookahead, self._sampled = shape.lookahead, shape.sampled
-        self._receive = comm.Recv_init(self._buffer.array, source=0, tag=int(self._buffer.kind))
-        self._receive.Start()
+        self._plans = _Inbox(comm, shape.plan_buffer())
+        self._prompts = _Inbox(comm, shape.prompt_buffer()) if shape.prompt_tokens else None
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
         """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
-        self._waiter.until(self._receive.Test, "lead: plan")
-        plan = wire.read_plan(self._buffer, round_, self._lookahead, sampled=self._sampled)
-        self._receive.Start()
-        return plan
+        buffer = self._plans.wait(self._waiter, "lead: plan")
+        outcome, speculation, stop = wire.read_plan(
+            buffer, round_, self._lookahead, sampled=self._sampled
+        )
+        self._plans.release()
+        if self._prompts is not None and prompts.follows(outcome):
+            arrived = self._prompts.wait(self._waiter, "lead: prompts")
+            outcome = prompts.read_prompts(arrived, outcome)
+            self._prompts.release()
+        return outcome, speculation, stop
 
     def close(self) -> None:
-        """Cancels the posted receive; called after the plan that says stop."""
+        """Cancels the posted receives; called after the plan that says stop."""
+        self._plans.close()
+        if self._prompts is not None:
+            self._prompts.close()
+
+
+class _Inbox:
+    """A persistent receive from the lead into one buffer, posted from the start."""
+
+    def __init__(self, comm: MPI.Comm, buffer: wire.Buffer) -> None:
+        self._buffer = buffer
+        self._receive = comm.Recv_init(buffer.array, source=0, tag=int(buffer.kind))
+        self._receive.Start()
+
+    def wait(self, waiter: Waiter, what: str) -> wire.Buffer:
+        """Returns the buffer when a message is in it."""
+        waiter.until(self._receive.Test, what)
+        return self._buffer
+
+    def release(self) -> None:
+        """Gives the buffer back for the next message."""
+        self._receive.Start()
+
+    def close(self) -> None:
+        """Cancels the posted receive."""
         self._receive.Cancel()
         self._receive.Wait()
         self._receive.Free()

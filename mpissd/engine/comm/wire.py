@@ -38,6 +38,7 @@ class Kind(IntEnum):
     PLAN = 3
     TRUNK = 4
     PROPOSALS = 5
+    PROMPT = 6
 
 
 class Buffer:

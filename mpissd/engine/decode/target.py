@@ -72,8 +72,9 @@ class TargetLoop:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join at the next round."""
-        rows = Outcome.admission(0, requests).rows
-        self._pending = Outcome(self._pending.round, np.concatenate([self._pending.rows, rows]))
+        new, pending = Outcome.admission(0, requests), self._pending
+        rows = np.concatenate([pending.rows, new.rows])
+        self._pending = Outcome(pending.round, rows, {**pending.prompts, **new.prompts})
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """Releases these sequences from the next round on; the tokens they emitted so far
@@ -82,7 +83,7 @@ class TargetLoop:
         # No other rank knows a sequence admitted since the last round, so that one is dropped.
         unborn = gone & (self._pending.events == Event.ADMIT)
         released = self._released(gone)
-        self._pending = Outcome(released.round, released.rows[~unborn])
+        self._pending = Outcome(released.round, released.rows[~unborn], released.prompts)
 
     def step(self) -> RoundResult:
         """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
@@ -126,7 +127,8 @@ class TargetLoop:
 
         It must be a copy, because step() has returned the original.
         """
-        released = Outcome(self._pending.round, self._pending.rows.copy())
+        pending = self._pending
+        released = Outcome(pending.round, pending.rows.copy(), pending.prompts)
         released.events[gone] = Event.RELEASE
         return released
 
