@@ -39,7 +39,6 @@ from mpissd.engine.comm.topology import (  # noqa: E402
     launcher_rank,
     launcher_size,
 )
-from mpissd.lab.sweep.commands import check_sweep, list_plan  # noqa: E402
 from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
 
 HEAD_START_S = 5.0
@@ -60,6 +59,8 @@ def execute(arguments: list[str] | None) -> int:
             return alone(command)
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
+            from mpissd.lab.sweep.commands import check_sweep  # imports NumPy; --help need not
+
             check_sweep(command.config, command.given)
         else:
             check_before_mpi(command.run)
@@ -74,6 +75,8 @@ def execute(arguments: list[str] | None) -> int:
     if not command.run.dry_run:
         return launch(command)
     if isinstance(command.config, SweepConfig) and launcher_rank() == 0:
+        from mpissd.lab.sweep.commands import list_plan
+
         list_plan(command.config)
     return 0
 
