@@ -8,7 +8,7 @@ on how many they are, nor on the pages and lanes that hold its K and V, bit for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol
 
@@ -27,8 +27,8 @@ class Part:
     """A part of a checkpoint's matrix: these of its rows (outputs) and columns (inputs)."""
 
     name: str
-    rows: slice = ALL
-    columns: slice = ALL
+    rows: slice = field(default_factory=lambda: ALL)  # before 3.12, a slice is no default
+    columns: slice = field(default_factory=lambda: ALL)
 
 
 @dataclass(frozen=True)
