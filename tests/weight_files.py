@@ -1,0 +1,111 @@
+"""Writes tiny models in the formats of the public, from random weights of any architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.tensors import tensors
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+}
+
+
+def values_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, float32."""
+    return {
+        name: np.ascontiguousarray(
+            (checkpoint.matrix if len(size) == 2 else checkpoint.vector)(name)
+        )
+        for name, size in tensors(checkpoint.config)
+    }
+
+
+def write_folder(
+    folder: Path, config: dict[str, Any], values: dict[str, np.ndarray], shards: int = 1
+) -> Path:
+    """Writes config.json, *.safetensors and, with several shards, their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    if shards == 1:
+        save_file(values, folder / "model.safetensors")
+        return folder
+    names: dict[str, str] = {}
+    for number in range(shards):
+        part = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        own = dict(list(values.items())[number::shards])
+        save_file(own, folder / part)
+        names.update(dict.fromkeys(own, part))
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    return folder
+
+
+def quantised(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every matrix as int8 with a float16 scale for each 32 inputs; vectors as they are."""
+    found = {}
+    for name, value in values.items():
+        if value.ndim != 2:
+            found[name] = value
+            continue
+        blocks = value.reshape(len(value), -1, 32)
+        scale = (np.abs(blocks).max(-1) / 127).astype(np.float16)
+        rounded = np.rint(blocks / scale[..., None].astype(np.float32)).clip(-127, 127)
+        found[name] = rounded.astype(np.int8).reshape(value.shape)
+        found[name.removesuffix("weight") + "scale"] = scale
+    return found
+
+
+def write_gguf(
+    path: Path, values: dict[str, np.ndarray], kind: str = "F32", **changes: Any
+) -> Path:
+    """Writes a .gguf as llama.cpp's converter does: q and k reordered, matrices of type `kind`."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    from mpissd.engine.model.transformer.gguf_files import gguf_name
+
+    architecture = changes.get("architecture", "llama")
+    writer = GGUFWriter(path, architecture)
+    told = {
+        "block_count": CONFIG["num_hidden_layers"],
+        "embedding_length": CONFIG["hidden_size"],
+        "feed_forward_length": CONFIG["intermediate_size"],
+        "attention.head_count": CONFIG["num_attention_heads"],
+        "attention.head_count_kv": CONFIG["num_key_value_heads"],
+        "context_length": CONFIG["max_position_embeddings"],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    for key, value in {**told, **changes.get("metadata", {})}.items():
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        if value is not None:
+            kinds[type(value)](f"{architecture}.{key}", value)
+    for name, value in values.items():
+        stored, own = value, GGMLQuantizationType.F32
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = len(value) // 16
+            stored = value.reshape(heads, 2, 8, -1).swapaxes(1, 2).reshape(value.shape)
+        if value.ndim == 2:
+            own = GGMLQuantizationType[kind]
+        writer.add_tensor(gguf_name(name), quantize(stored, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
