@@ -23,6 +23,7 @@ from mpissd.common.records import (
     token_digest,
 )
 from mpissd.common.row import SCHEMA, Row
+from mpissd.common.whole import whole_file
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
@@ -30,7 +31,6 @@ from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row_times import device_means, device_times, rates
-from mpissd.lab.measure.whole import whole_file
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.row import is_predictable, predict_row
 
