@@ -45,7 +45,7 @@ SEVERAL = 3  # The number of seeds from which level "seeds" applies.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
 _LEAST_SHARE = 0.5  # The least share of the longer run's tokens that both must have emitted.
-_LAW = "workload acceptance seed temperature vocab order divergence prompt_tokens".split()
+_LAW = "workload acceptance seed temperature vocab order divergence prompt_tokens recording".split()
 
 
 class How(str, Enum):

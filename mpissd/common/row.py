@@ -35,7 +35,9 @@ class Row(Mapping[str, Any]):
     schedule: str | None = key(
         "`--schedule`, which stands for flags ([schedules.md](schedules.md)); null without it"
     )
-    workload: str = key("gemm (outcomes are imposed) or markov (tokens are sampled)")
+    workload: str = key(
+        "gemm (outcomes are imposed), markov (tokens are sampled) or replay (of a recording)"
+    )
     backend: str = key("cupy, numpy or emulated")
     device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
     world_size: int = key("T + D, all ranks")
@@ -91,6 +93,7 @@ class Row(Mapping[str, Any]):
     divergence: float | None = key("how far a `markov` job's draft is from its target; else null")
     saguaro_c: float | None = key("Saguaro's C in a `markov` job; else null")
     prompt_tokens: int | None = key("length of each prompt of a `markov` job; else null", "tokens")
+    recording: str | None = key("what a `replay` job follows: its file and SHA-256; else null")
     stop_token: int | None = key("the token that ends a sequence of a `markov` job; else null")
     num_rounds: int = key("measured rounds")
     token_limit: int | None = key("`--num_tokens`; null: no limit", "tokens")

@@ -17,7 +17,7 @@ class WorkloadFlags(Checked):
     """What is decoded: how many sequences, and the laws or the models that draw their tokens."""
 
     workload: str = flag(
-        "gemm", parse_name, "imposed laws, or a language-model pair that is sampled"
+        "gemm", parse_name, "imposed laws, a language-model pair that is sampled, or a recording"
     )
     batch_size: int = flag(1, integer(1, 4096), "sequences b")
     alpha: float | None = flag(
@@ -104,6 +104,8 @@ class WorkloadFlags(Checked):
         'ends an answer: a string, or a JSON list of them, ["\\n\\n","###"] (text)',
         in_digest="said",
     )
+
+    recording: str | None = flag(None, words, "file of `record` that decides (replay)")
 
     @property
     def acceptance_text(self) -> str:

@@ -72,3 +72,4 @@ register(
     "mpissd.engine.workload.text.workload:TextWorkload",
     "temperature top_p saguaro_c stop_token prompt prompts prompt_ids chat_template stop show",
 )
+register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload", "recording")

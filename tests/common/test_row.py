@@ -16,6 +16,7 @@ LINES = [
     for line in path.read_text().splitlines()
 ]
 NEWEST = max((line for line in LINES if "round_us" in line), key=lambda line: len(json.loads(line)))
+UNSEEN = {"recording"}  # keys that no committed row has yet
 RANKS = [{"device": "A"}, {"device": "A"}, {"device": "B"}]
 OWN = {"device_name": "A", "num_drafts": 1, "tp": 2}
 
@@ -29,7 +30,7 @@ def test_every_committed_line_is_written_as_it_was_read() -> None:
 
 def test_a_row_of_today_is_written_byte_for_byte() -> None:
     row = Row.from_dict(json.loads(NEWEST))
-    assert json.dumps(row.to_dict()) == NEWEST and not row.absent and not row.extra
+    assert json.dumps(row.to_dict()) == NEWEST and row.absent <= UNSEEN and not row.extra
 
 
 def test_the_committed_rows_have_the_type_of_each_field() -> None:
@@ -40,7 +41,8 @@ def test_the_committed_rows_have_the_type_of_each_field() -> None:
         plain, _, null = str(found.type).partition(" | ")
         kind = kinds.get(plain.partition("[")[0], dict)
         values = [row[name] for row in rows if name in row]
-        assert values and all(isinstance(v, kind) or (null and v is None) for v in values), name
+        assert values or name in UNSEEN, name
+        assert all(isinstance(v, kind) or (null and v is None) for v in values), name
 
 
 def test_a_key_that_a_line_lacks_is_none_and_not_in_it() -> None:

@@ -18,3 +18,4 @@ class RowFields:
     divergence: float | None = None
     saguaro_c: float | None = None
     prompt_tokens: int | None = None
+    recording: str | None = None

@@ -23,7 +23,15 @@ from mpissd.common.row import Row
 
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
 _FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
-_SAMPLED = ("temperature", "vocab", "order", "prompt_tokens", "stop_token", "token_limit")
+_SAMPLED = (
+    "temperature",
+    "vocab",
+    "order",
+    "prompt_tokens",
+    "stop_token",
+    "recording",
+    "token_limit",
+)
 DRAFTED = ("draft", "acceptance", "divergence")  # keys that AR rows leave empty
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _MODES = ("ar", "sd", "ssd")

@@ -23,7 +23,7 @@ _HOW = {
 # Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
-    "stop_token"
+    "stop_token recording"
 ).split()
 # Keys that may differ; differences are printed.
 _CHOSEN = (

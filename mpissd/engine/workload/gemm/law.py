@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Batch, Ints, Request, Source
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.workload.base import Admissions
@@ -185,6 +185,22 @@ class DraftStream(TokenStream):
         """Returns the tokens x_1 … x_K that `source` drafts from n + offsets on, [b, …, K]."""
         index = self._index(offsets[..., None] + self._places, rows)
         return self._flat_table[source].take(index)
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow behind them [n, ΣF, K]."""
+        source, num_draft = speculation.source, speculation.num_draft
+        if rows is not None:
+            source, num_draft = source[rows], num_draft[rows]
+        offsets = self.offsets(fan_out)
+        found = self.candidates(source, num_draft, offsets, rows)
+        return found, self.drafts(Source.CACHE, offsets.behind, rows)
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
+        return self.drafts(source, np.zeros((), np.int64), rows)
 
     def candidates(
         self, source: Ints, num_draft: Ints, offsets: Offsets, rows: Index | None = None

@@ -1,13 +1,13 @@
-"""Target and draft workers of the `gemm` workload.
+"""Target and draft workers whose forwards decide nothing.
 
-Their forwards compute on random numbers (or are modelled) and decide nothing. k, t* and the draft
-tokens come from the laws, so acceptance and cache hits are imposed and every mode emits the same
-tokens.
+k, t* and the draft tokens come from tables, which imposed laws fill (`gemm`) or a recording
+(`replay`). Every mode then emits the same tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -24,15 +24,46 @@ from mpissd.engine.workload.base import (
     Rollout,
     TargetWorker,
 )
-from mpissd.engine.workload.gemm.law import DraftStream, Index, TokenStream
+from mpissd.engine.workload.gemm.law import Index
 
 _NOBODY: Index = np.zeros(0, np.int64)
+
+
+class Stream(Protocol):
+    """The tokens Y that the target emits; offset 0 is the position behind a sequence's newest."""
+
+    lookahead: int
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Tabulates future sequences, while no sequence is live."""
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        """Admits new sequences, and follows the lengths of the batch."""
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns Y at these offsets, int32 [b, …], or of batch rows `rows` if given."""
+
+    def row(self, count: int) -> list[int]:
+        """Returns the next `count` tokens Y of the only sequence of the batch."""
+
+
+class DraftTables(Stream, Protocol):
+    """What the draft proposes, and which outcomes it prepares for."""
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow behind them [n, ΣF, K]."""
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
 
 
 class GemmTargetWorker(TargetWorker):
     """Runs the target's forward, and accepts drafted tokens that equal the token stream Y."""
 
-    def __init__(self, stepper: Forwards, stream: TokenStream) -> None:
+    def __init__(self, stepper: Forwards, stream: Stream) -> None:
         self.stepper, self._stream = stepper, stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
@@ -74,7 +105,7 @@ def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
 class GemmDraftWorker(DraftWorker):
     """Runs the draft's forwards; takes tokens and bonus candidates from the stream's tables."""
 
-    def __init__(self, stepper: Forwards, stream: DraftStream, num_tokens: int = 1) -> None:
+    def __init__(self, stepper: Forwards, stream: DraftTables, num_tokens: int = 1) -> None:
         """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""
         self.stepper, self.lookahead = stepper, stream.lookahead
         self._stream, self._num_tokens = stream, num_tokens
@@ -118,14 +149,10 @@ class GemmDraftWorker(DraftWorker):
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> Branches:
         """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
-        stream, offsets = self._stream, self._stream.offsets(fan_out)
-        source, num_draft = speculation.source, speculation.num_draft
-        if rows is not None:
-            source, num_draft = source[rows], num_draft[rows]
-        candidates = stream.candidates(source, num_draft, offsets, rows).reshape(-1)
-        tokens = stream.drafts(Source.CACHE, offsets.behind, rows)
-        lanes = self._lanes(fan_out, len(source) if rows is None else rows)
-        return Branches(lanes, Rollout(_NOBODY, candidates, tokens.reshape(len(candidates), -1)))
+        candidates, tokens = self._stream.grown(speculation, fan_out, rows)
+        lanes = self._lanes(fan_out, len(candidates) if rows is None else rows)
+        first = candidates.reshape(-1)
+        return Branches(lanes, Rollout(_NOBODY, first, tokens.reshape(len(first), self.lookahead)))
 
     def _lanes(self, fan_out: tuple[int, ...], rows: int | Index) -> Lanes:
         """Returns the lanes of batch rows 0 … rows − 1 (int), or of the given rows (array)."""
@@ -142,8 +169,7 @@ class GemmDraftWorker(DraftWorker):
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         chosen = np.asarray(rows, np.int64)
-        tokens = self._stream.drafts(source, np.zeros((), np.int64), chosen)
-        return Rollout(chosen, batch.last_tokens[chosen], tokens)
+        return Rollout(chosen, batch.last_tokens[chosen], self._stream.restarts(source, chosen))
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:

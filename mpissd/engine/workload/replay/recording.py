@@ -1,0 +1,217 @@
+"""Recordings: what a real pair of models does at temperature 0, in one small file.
+
+At temperature 0 everything that speculative decoding decides is a function of the committed text.
+A recording holds, for each prompt, the target's greedy tokens, and behind each of them the draft's
+greedy continuation and its likeliest tokens. This replays every K, fan-out and timing exactly.
+
+The file is a NumPy archive (.npz): `header`, JSON as bytes, and arrays over all prompts one behind
+the other. docs/recordings.md describes it. This module needs NumPy alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.whole import whole_file
+
+SCHEMA = 1
+LONGEST = 3  # tokens that a prompt lookup compares at most
+_SMALL = 1 << 16  # ids of a vocabulary up to this size are stored in two bytes
+_ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
+# What zipfile, zlib, NumPy and json raise for a file that is damaged, or none of theirs.
+_BROKEN = (
+    *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+Ids = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One prompt's recording; positions count generated tokens from 0.
+
+    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens; the K behind the end are what
+    it would have said next, which the last round's verification may accept. end: tokens of the
+    answer, the stop token included. stopped: whether a stop token ended it, and no limit. rollout:
+    [end, K], the draft's greedy tokens behind `position` generated tokens. top: [end, F + 1], its
+    likeliest next tokens there, best first.
+    """
+
+    prompt: Ids
+    tokens: Ids
+    end: int
+    stopped: bool
+    rollout: Ids
+    top: Ids
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The recordings of some prompts, by one target and one draft.
+
+    vocab: token ids are 0 … vocab − 1. longest, filler: how a fast backup drafts: it looks up the
+    last `longest` tokens, and repeats `filler` (None: the last token) where that gives too few.
+    about: provenance: target, draft, prompts, sha256 of the weights, licence, date, tool.
+    """
+
+    vocab: int
+    sequences: Sequence[Recorded]
+    about: Mapping[str, Any]
+    longest: int = LONGEST
+    filler: int | None = None
+    name: str = ""
+    sha256: str = ""
+
+    @property
+    def lookahead(self) -> int:
+        """K, the most tokens that a replay can draft in a round."""
+        return int(self.sequences[0].rollout.shape[1])
+
+    @property
+    def widest(self) -> int:
+        """F, the most bonus candidates that a replay can keep for one k."""
+        return int(self.sequences[0].top.shape[1]) - 1
+
+    @property
+    def label(self) -> str:
+        """Names the file and its contents, as a result row does."""
+        return f"{self.name} sha256:{self.sha256[:16]}"
+
+
+def save(path: Path, recording: Recording) -> None:
+    """Writes a recording to a new file, completely or not at all."""
+    kind = np.uint16 if recording.vocab <= _SMALL else np.uint32
+    header = {
+        "schema": SCHEMA,
+        "vocab": recording.vocab,
+        "longest": recording.longest,
+        "filler": recording.filler,
+        "about": dict(recording.about),
+    }
+    parts = recording.sequences
+    arrays: dict[str, NDArray[Any]] = {
+        "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
+        "prompts": np.concatenate([part.prompt for part in parts]).astype(kind),
+        "prompt_counts": np.array([len(part.prompt) for part in parts], np.int32),
+        "tokens": np.concatenate([part.tokens for part in parts]).astype(kind),
+        "ends": np.array([part.end for part in parts], np.int32),
+        "stopped": np.array([part.stopped for part in parts], np.bool_),
+        "rollout": np.concatenate([part.rollout for part in parts]).astype(kind),
+        "top": np.concatenate([part.top for part in parts]).astype(kind),
+    }
+    with whole_file(path) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def load(path: str) -> Recording:
+    """Reads a recording; raises ConfigError in one line for a file that is none."""
+    try:
+        stat = Path(path).stat()
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from error
+    return _load(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)
+def _load(path: str, changed: int, size: int) -> Recording:
+    """Reads a recording; a file that has not changed is read once."""
+    try:
+        data = Path(path).read_bytes()
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            read = {name: _array(archive, name) for name in ("header", *_ARRAYS)}
+        header = json.loads(read["header"].tobytes())
+    except _BROKEN as error:
+        raise _refused(path, f"{type(error).__name__}: {error}") from error
+    arrays = {name: read[name] for name in _ARRAYS}
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        found = header.get("schema") if isinstance(header, dict) else header
+        raise _refused(path, f"schema {found}: allowed: {SCHEMA}")
+    if (fault := _fault(header, arrays)) is not None:
+        raise _refused(path, fault)
+    return Recording(
+        vocab=header["vocab"],
+        sequences=_split(arrays),
+        about=header["about"],
+        longest=header["longest"],
+        filler=header["filler"],
+        name=Path(path).name,
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    with archive.open(f"{name}.npy") as file:
+        found: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+        return found
+
+
+def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
+    """Returns what contradicts itself in a file of the right schema, or None."""
+    vocab, filler = header.get("vocab"), header.get("filler")
+    is_whole = isinstance(header.get("longest"), int) and isinstance(header.get("about"), dict)
+    if not isinstance(vocab, int) or not is_whole:
+        return "its header lacks vocab, longest or about"
+    shapes = {"rollout": 2, "top": 2}
+    for name in _ARRAYS:
+        if arrays[name].ndim != shapes.get(name, 1) or arrays[name].dtype.kind not in "uib":
+            return f"{name} is {arrays[name].dtype} {arrays[name].shape}"
+    ends, rows = arrays["ends"], int(arrays["ends"].sum())
+    lookahead, width = arrays["rollout"].shape[1], arrays["top"].shape[1]
+    if not len(ends) or ends.min() < 1 or arrays["prompt_counts"].min() < 1:
+        return "a prompt or its answer is empty"
+    wanted = {
+        "prompts": int(arrays["prompt_counts"].sum()),
+        "prompt_counts": len(ends),
+        "tokens": rows + len(ends) * lookahead,
+        "stopped": len(ends),
+        "rollout": rows,
+        "top": rows,
+    }
+    for name, count in wanted.items():
+        if len(arrays[name]) != count:
+            return f"{name} has {len(arrays[name])} rows, {count} are meant"
+    if lookahead < 1 or width < 1:
+        return f"K = {lookahead}, {width} likeliest tokens: allowed: 1 or more"
+    for name in ("prompts", "tokens", "rollout", "top"):
+        if int(arrays[name].max()) >= vocab or int(arrays[name].min()) < 0:
+            return f"{name} holds a token beyond the vocabulary of {vocab}"
+    if filler is not None and not (isinstance(filler, int) and 0 <= filler < vocab):
+        return f"filler {filler}: allowed: null, or a token"
+    return None
+
+
+def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:
+    ends = arrays["ends"].astype(np.int64)
+    lookahead = arrays["rollout"].shape[1]
+
+    def parts(name: str, counts: NDArray[np.int64]) -> list[Ids]:
+        return np.split(arrays[name], np.cumsum(counts)[:-1])
+
+    columns = zip(
+        parts("prompts", arrays["prompt_counts"].astype(np.int64)),
+        parts("tokens", ends + lookahead),
+        ends.tolist(),
+        arrays["stopped"].tolist(),
+        parts("rollout", ends),
+        parts("top", ends),
+        strict=True,
+    )
+    return tuple(Recorded(*column) for column in columns)
+
+
+def _refused(path: str, reason: str) -> ConfigError:
+    reason = " ".join(reason.split())
+    return ConfigError(f"recording={path}: {reason}: allowed: a whole file of `record`")

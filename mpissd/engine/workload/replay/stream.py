@@ -1,0 +1,140 @@
+"""Tables of a recording: what the target emits, and what the draft proposes and predicts.
+
+They stand where the `gemm` workload has its laws, under the same workers. Sequence n replays prompt
+n modulo their number. A sequence that nobody ends reads on in the next prompt's answer, as warm-up
+and calibration may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.engine.spec.fanout import lanes_of
+from mpissd.engine.workload.base import Admissions
+from mpissd.engine.workload.gemm.law import Index
+from mpissd.engine.workload.history import looked_up
+from mpissd.engine.workload.replay.recording import Ids, Recording
+
+
+class RecordedStream:
+    """The target's recorded tokens, one prompt's behind the other's.
+
+    Each prompt has end + K entries, K being that of the recording: entry c is the token behind c
+    generated ones.
+    """
+
+    def __init__(self, recording: Recording, capacity: int, lookahead: int) -> None:
+        self.recording, self.lookahead = recording, lookahead
+        counts = [len(part.tokens) for part in recording.sequences]
+        self._starts = np.cumsum([0, *counts])
+        self._size = int(self._starts[-1])
+        self._tokens = self._table([part.tokens for part in recording.sequences])
+        self._base = np.zeros(capacity, np.int64)  # by slot: entry 0, less 1 (Batch.lengths is c+1)
+        self._origin: Index = np.zeros(0, np.int64)  # [b], the entry of each sequence's next token
+
+    def _table(self, parts: list[Ids]) -> Ints:
+        """Joins [end or end + K, …] of all prompts to int32 [entries, …]; zeros fill the rest.
+
+        The first entries follow once more behind the last: a round reads 2·(K + 1) entries at most.
+        """
+        table = np.zeros((self._size, *parts[0].shape[1:]), np.int32)
+        for start, part in zip(self._starts.tolist(), parts, strict=False):
+            table[start : start + len(part)] = part
+        again = np.arange(2 * self.lookahead + 2) % self._size
+        return np.concatenate([table, table[again]])
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Does nothing: the tables are there."""
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        """Finds the entry at which each sequence stands."""
+        for slot, request in admissions:
+            self._base[slot] = self._starts[request.request_id % len(self.recording.sequences)] - 1
+        self._origin = (self._base[batch.slots] + batch.lengths) % self._size
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns the target's tokens at these offsets from each sequence's next, int32 [b, …]."""
+        origin = self._origin if rows is None else self._origin[rows]
+        return self._tokens.take(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
+
+    def row(self, count: int) -> list[int]:
+        """Returns the next `count` tokens of the only sequence of the batch."""
+        first = int(self._origin[0])
+        found: list[int] = self._tokens[first : first + count].tolist()
+        return found
+
+
+class RecordedDraft(RecordedStream):
+    """The draft's recorded continuations and likeliest tokens behind every true prefix.
+
+    A key can only come true behind served tokens that the target accepted; behind others there is
+    nothing recorded, and what stands there is never looked up.
+    """
+
+    def __init__(self, recording: Recording, capacity: int, lookahead: int, widest: int) -> None:
+        """Makes the tables; `widest` is the most candidates that a row keeps (max F_k)."""
+        super().__init__(recording, capacity, lookahead)
+        parts = recording.sequences
+        self._rollout = self._table([part.rollout[:, :lookahead] for part in parts])
+        self._top = self._table([part.top[:, : widest + 1] for part in parts])
+        self._width = widest + 1
+        self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
+        self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
+        self._fast: dict[int, list[int]] = {}  # by entry
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow behind them [n, ΣF, K].
+
+        The candidates of k are the likeliest tokens behind k accepted ones, without the one served
+        there. Behind a hit the bonus token is committed, so that its branch is the draft's
+        continuation of the true prefix.
+        """
+        chosen = slice(None) if rows is None else rows
+        origin = self._origin[chosen]
+        k, place = self._lanes_of(fan_out)
+        column = place + (place >= self._served(speculation, chosen, origin)[:, k])
+        first = self._top.take((origin[:, None] + k) * self._width + column)
+        return first, self._rollout[origin[:, None] + k + 1]
+
+    def _served(self, speculation: Speculation, rows: Index | slice, origin: Index) -> Index:
+        """Returns [n, K+1] the rank from 0 of the served token among the likeliest of its place.
+
+        A rank beyond them where it is none of them, or where no token was served.
+        """
+        served = np.full((len(origin), self.lookahead + 1), -1, np.int32)
+        served[:, :-1] = speculation.tokens[rows]
+        served[self._trunk >= speculation.num_draft[rows][:, None]] = -1
+        is_same = self._top[origin[:, None] + self._trunk] == served[..., None]
+        return np.where(is_same.any(axis=2), is_same.argmax(axis=2), self._width)
+
+    def _lanes_of(self, fan_out: tuple[int, ...]) -> tuple[Index, Index]:
+        if fan_out not in self._lanes:
+            k, place = lanes_of(fan_out)
+            self._lanes[fan_out] = k.astype(np.int64), place.astype(np.int64)
+        return self._lanes[fan_out]
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
+        origin = self._origin[rows]
+        if source != Source.FAST:
+            return self._rollout[origin]
+        found = [self._looked_up(entry) for entry in origin.tolist()]
+        return np.array(found, np.int32).reshape(len(found), self.lookahead)
+
+    def _looked_up(self, entry: int) -> list[int]:
+        """Returns the K tokens of prompt lookup in the committed tokens before an entry."""
+        if entry not in self._fast:
+            n = int(np.searchsorted(self._starts, entry, side="right")) - 1
+            part = self.recording.sequences[n]
+            committed = [*part.prompt.tolist(), *part.tokens[: entry - self._starts[n]].tolist()]
+            found = looked_up(committed, self.recording.longest, self.lookahead)
+            filler = self.recording.filler
+            rest = committed[-1] if filler is None else filler
+            self._fast[entry] = found + [rest] * (self.lookahead - len(found))
+        return self._fast[entry]

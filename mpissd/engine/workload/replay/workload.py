@@ -1,0 +1,97 @@
+"""The `replay` workload as one object: its recording, workers, requests, checks and row fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Request
+from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.workload.base import OpenGather, Workload
+from mpissd.engine.workload.endings import Endings
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.replay.recording import Recording, load
+from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
+from mpissd.engine.workload.row_fields import RowFields
+
+
+class RecordedEndings(Endings):
+    """Ends each sequence where its recorded answer ends."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        super().__init__()
+        self._ends = ends
+
+    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        left = self._ends[request_id % len(self._ends)] - before
+        return left if len(tokens) >= left else None
+
+
+class ReplayWorkload(Workload):
+    """A recording of a real pair at temperature 0 decides tokens, acceptance and hits."""
+
+    reports_outcomes = True
+
+    @cached_property
+    def recording(self) -> Recording:
+        """The recording that --recording names."""
+        path = self.job.config.recording
+        if path is None:
+            raise ConfigError("recording: needed with workload=replay: allowed: a file of `record`")
+        return load(path)
+
+    @property
+    def vocab(self) -> int:
+        return self.recording.vocab
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.recording.sequences)
+
+    @property
+    def law(self) -> str:
+        about = self.recording.about
+        pair = "/".join(str(about.get(model, "?")) for model in ("target", "draft"))
+        return f"recording {self.recording.label}: {self.num_sequences} prompts by {pair}"
+
+    def check(self) -> None:
+        """Refuses a job that needs more than was recorded: K, candidates a row, or prompts."""
+        super().check()
+        job, found = self.job, self.recording
+        wanted = [
+            (f"lookahead={job.lookahead}", job.lookahead, found.lookahead),
+            (f"batch_size={job.config.batch_size}", job.config.batch_size, self.num_sequences),
+        ]
+        if job.fan_out:
+            fan_out = f"fan_out={job.config.fan_out}: {job.widest} candidates a row"
+            wanted.append((fan_out, job.widest, found.widest))
+        for name, value, most in wanted:
+            if value > most:
+                raise ConfigError(
+                    f"{name} with recording={job.config.recording}: allowed: at most {most}, as "
+                    "recorded"
+                )
+
+    def endings(self) -> RecordedEndings:
+        return RecordedEndings([part.end for part in self.recording.sequences])
+
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> GemmTargetWorker:
+        job = self.job
+        stream = RecordedStream(self.recording, job.config.batch_size, job.lookahead)
+        return GemmTargetWorker(stepper, stream)
+
+    def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
+        job, batch = self.job, self.job.config.batch_size
+        widest = min(job.widest, self.recording.widest)  # without branches none is read
+        return GemmDraftWorker(stepper, RecordedDraft(self.recording, batch, job.lookahead, widest))
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        parts = self.recording.sequences
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=int(parts[n % len(parts)].prompt[-1])) for n in ids]
+
+    def row_fields(self) -> RowFields:
+        return RowFields(recording=self.recording.label)

@@ -1,0 +1,187 @@
+"""Files of recordings: what is written is read, and what is broken is refused in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.errors import ConfigError
+from mpissd.engine.job import resolve
+from mpissd.engine.workload.markov.laws import MarkovLaws
+from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.registry import workload_of
+from mpissd.engine.workload.replay.recording import Recording, load, save
+from tests.loop.recorded import recording_of
+
+LAWS = MarkovLaws(MarkovModel(12, 2, 0), MarkovModel(12, 2, 0, 0.3), 0.0, 0, prompt_tokens=3)
+MACHINE = {"pair": "toy", "backend": "emulated", "device": "null", "workload": "replay"}
+
+
+@pytest.fixture
+def recording() -> Recording:
+    return recording_of(LAWS, 3, limit=10, K=4, F=5, stop=7)
+
+
+@pytest.fixture
+def path(tmp_path: Path, recording: Recording) -> Path:
+    found = tmp_path / "pair.npz"
+    save(found, recording)
+    return found
+
+
+def job_of(path: Path | None, **flags: Any) -> Any:
+    config = RunConfig(**MACHINE, recording=None if path is None else str(path), **flags)
+    return resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+def rewritten(path: Path, **arrays: Any) -> Path:
+    """The file with other arrays; None leaves one out."""
+    with np.load(path) as archive:
+        found = {**archive, **arrays}
+    other = path.with_name("other.npz")
+    np.savez(other, **{name: value for name, value in found.items() if value is not None})
+    return other
+
+
+def header_of(path: Path, **values: Any) -> Any:
+    with np.load(path) as archive:
+        header = {**json.loads(archive["header"].tobytes()), **values}
+    return np.frombuffer(json.dumps(header).encode(), np.uint8)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    text = str(caught.value)
+    assert "\n" not in text and text.startswith(f"recording={path}: ")
+    return text
+
+
+@pytest.mark.parametrize("vocab", [12, 1 << 16, 1 << 17])
+def test_what_is_written_is_read(recording: Recording, vocab: int, tmp_path: Path) -> None:
+    path = tmp_path / "pair.npz"
+    save(path, replace(recording, vocab=vocab, filler=None, about={"target": "Zürich"}))
+    found = load(str(path))
+    assert (found.vocab, found.filler, found.longest) == (vocab, None, 3)
+    assert (found.lookahead, found.widest, found.name) == (4, 5, "pair.npz")
+    assert found.about == {"target": "Zürich"}
+    for one, other in zip(found.sequences, recording.sequences, strict=True):
+        assert (one.end, one.stopped) == (other.end, other.stopped)
+        for name in ("prompt", "tokens", "rollout", "top"):
+            assert getattr(one, name).tolist() == getattr(other, name).tolist()
+    with np.load(path) as archive:
+        assert archive["top"].itemsize == (4 if vocab > 1 << 16 else 2)
+
+
+def test_the_same_recording_is_the_same_file(recording: Recording, tmp_path: Path) -> None:
+    digests = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name / "pair.npz", recording)
+        digests.add(load(str(tmp_path / name / "pair.npz")).label)
+    assert len(digests) == 1
+    assert digests.pop().startswith("pair.npz sha256:")
+
+
+def test_a_file_is_read_again_once_it_has_changed(path: Path, recording: Recording) -> None:
+    before = load(str(path))
+    assert load(str(path)) is before
+    path.unlink()
+    save(path, replace(recording, sequences=recording.sequences[:1]))
+    assert len(load(str(path)).sequences) == 1
+
+
+def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
+    data = path.read_bytes()
+    for length in {*range(0, len(data), 37), 1, 4, len(data) - 1}:
+        path.write_bytes(data[:length])
+        refusal(path)
+
+
+def test_a_damaged_file_is_refused_or_says_the_same(path: Path, recording: Recording) -> None:
+    data, dice = path.read_bytes(), random.Random(0)
+    for _ in range(400):
+        damaged = bytearray(data)
+        damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = load(str(path))
+        except ConfigError:
+            continue
+        for one, other in zip(found.sequences, recording.sequences, strict=True):
+            assert one.top.tolist() == other.top.tolist()
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none.npz")
+    refusal(tmp_path)
+    text, array, archive = tmp_path / "text", tmp_path / "array.npy", tmp_path / "archive.zip"
+    text.write_text("{}\n")
+    np.save(array, np.zeros(3))
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("header.npy", b"no array")
+    for path in (text, array, archive):
+        refusal(path)
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([{}]), allow_pickle=True)
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("header.npy", pickled.getvalue())
+    assert "allow_pickle" in refusal(archive)
+
+
+def test_contradictions_are_refused(path: Path) -> None:
+    with np.load(path) as archive:
+        found = dict(archive)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"header": header_of(path, schema=2)}, "schema 2: allowed: 1"),
+        ({"header": np.frombuffer(b"[1]", np.uint8)}, r"schema \[1\]"),
+        ({"header": np.frombuffer(b"{", np.uint8)}, "JSONDecodeError"),
+        ({"header": header_of(path, vocab="many")}, "lacks vocab"),
+        ({"header": header_of(path, vocab=3)}, "beyond the vocabulary of 3"),
+        ({"header": header_of(path, filler=12)}, "filler 12"),
+        ({"top": None}, "top.npy"),
+        ({"top": found["top"][:-1]}, "top has"),
+        ({"rollout": found["rollout"][:, :0]}, "tokens has|K = 0"),
+        ({"top": found["top"].astype(float)}, "top is float64"),
+        ({"prompts": found["prompts"][:, None]}, "prompts is"),
+        ({"tokens": found["tokens"][1:]}, "tokens has"),
+        ({"ends": np.array([0, 1, 2])}, "empty"),
+        ({"stopped": found["stopped"][1:]}, "stopped has"),
+    ]
+    for arrays, reason in wrong:
+        assert re.search(reason, refusal(rewritten(path, **arrays)))
+
+
+def test_a_job_beyond_what_was_recorded_is_refused(path: Path) -> None:
+    job_of(path, lookahead=4, fan_out="uniform:5", batch_size=3)
+    job_of(path, mode="sd", batch_size=1)  # no fan-out counts
+    for flags, text in (
+        ({"lookahead": 5}, "lookahead=5 with recording=.*allowed: at most 4, as recorded"),
+        ({"fan_out": "uniform:6"}, "fan_out=uniform:6: 6 candidates a row .*at most 5"),
+        ({"fan_out": "adaptive:12"}, "fan_out=adaptive:12: 12 candidates a row .*at most 5"),
+        ({"batch_size": 4}, "batch_size=4 .*at most 3"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            job_of(path, **{"fan_out": "uniform:2", **flags})
+    with pytest.raises(ConfigError, match="recording: needed with workload=replay"):
+        job_of(None)
+    with pytest.raises(ConfigError, match=r"recording=x with workload=gemm: allowed: .*replay"):
+        parse_flags({"recording": "x"})
+    with pytest.raises(ConfigError, match=r"alpha=0.5 with workload=replay"):
+        parse_flags({"workload": "replay", "recording": "x", "alpha": "0.5"})
+
+
+def test_a_row_names_its_recording(path: Path) -> None:
+    workload = workload_of(job_of(path))
+    assert workload.row_fields().recording == load(str(path)).label
+    assert "3 prompts by table/table" in workload.law
