@@ -1,0 +1,113 @@
+"""The shards of a transformer, uneven where they must be, are the transformer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import ModelShape
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.tensors import tensors
+
+OPTIONS = ForwardOptions(lm_head=True, context=50, own_tokens=2, capacity=70, lanes=3, steps=4)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TransformerConfig:
+    kv_heads, head_dim = draw(st.integers(1, 9)), 2 * draw(st.integers(1, 8))
+    heads = kv_heads * draw(st.integers(1, 4))
+    ffn, vocab = draw(st.integers(16, 5000)), draw(st.integers(16, 50000))
+    layers, hidden = draw(st.integers(1, 4)), draw(st.integers(1, 300))
+    shape = ModelShape("t", layers, hidden, heads, kv_heads, head_dim, ffn, True, vocab)
+    bias, norm = draw(st.booleans()), draw(st.booleans())
+    head = draw(st.integers(16, vocab))
+    return TransformerConfig(shape, "llama", qkv_bias=bias, qk_norm=norm, head_vocab=head)
+
+
+@given(config=configs(), data=st.data())
+def test_shards_cover_every_column_once(config: TransformerConfig, data: st.DataObject) -> None:
+    shape = config.shape
+    tp = data.draw(st.integers(1, shape.num_kv_heads))
+    shards = [TransformerShard(config, tp, rank) for rank in range(tp)]
+    ranges: list[tuple[int, Callable[[TransformerShard], slice]]] = [
+        (shape.q_width, lambda shard: shard.q),
+        (shape.kv_width, lambda shard: shard.kv),
+        (shape.ffn, lambda shard: shard.ffn),
+        (config.head_vocab, lambda shard: shard.vocab_range),
+    ]
+    for total, of in ranges:
+        covered = np.concatenate([np.arange(total)[of(shard)] for shard in shards])
+        assert np.array_equal(covered, np.arange(total))
+        sizes = [of(shard).stop - of(shard).start for shard in shards]
+        assert max(sizes) == sizes[0] and min(sizes) > 0
+    assert all(
+        sum(getattr(shard, name) for shard in shards) == getattr(shards[0].shape, f"num_{name}")
+        for name in ("heads", "kv_heads")
+    )
+    for shard in shards:  # a query head stands with its KV head
+        group = shape.num_heads // shape.num_kv_heads
+        assert shard.q == slice(shard.kv.start * group, shard.kv.stop * group)
+        assert abs(shard.kv_heads - shape.num_kv_heads / tp) < 1
+
+
+@given(config=configs(), data=st.data())
+def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
+    tp = data.draw(st.integers(1, config.shape.num_kv_heads))
+    shards = [TransformerShard(config, tp, rank) for rank in range(tp)]
+    whole = TransformerShard(config)
+    stored = {name: math.prod(size) for name, size in tensors(config)}
+    embedding = stored.pop("model.embed_tokens.weight")
+    assert whole.num_params(OPTIONS) == sum(stored.values())
+    # What each rank reads whole: the norms.
+    hidden, layers = config.shape.hidden, config.shape.num_layers
+    norms = layers * 2 * (hidden + config.shape.head_dim * config.qk_norm) + hidden
+    matrices = [shard.num_params(OPTIONS) - norms for shard in shards]
+    assert sum(matrices) == whole.num_params(OPTIONS) - norms
+    for itemsize in (2, 4):
+        costs = [shard.cost(6, 3, itemsize, OPTIONS) for shard in shards]
+        told = whole.cost(6, 3, itemsize, OPTIONS)
+        assert sum(cost.kv_bytes for cost in costs) == told.kv_bytes
+        assert costs[0].weight_bytes == max(cost.weight_bytes for cost in costs)
+        assert told.weight_bytes == 2 * whole.num_params(OPTIONS)
+        kv = (3 * 70 + 3 * 4) * layers * 2 * config.shape.kv_width * itemsize
+        memory = 2 * (whole.num_params(OPTIONS) + embedding) + kv
+        assert whole.memory_bytes(3, OPTIONS, itemsize) == memory
+
+
+def test_the_cost_of_a_known_forward() -> None:
+    """Llama-3.1-8B at 8k: 8.0e9 weights less the embedding, and 128 KiB of KV a token."""
+    shard, options = TransformerShard(config_of("8b")), ForwardOptions(context=8192)
+    cost = shard.cost(1, 1, 2, options)
+    assert cost.weight_bytes / 2 == 8_030_261_248 - 128256 * 4096  # as published
+    assert cost.kv_bytes == 8193 * 131_072
+    assert cost.flops == 2 * cost.weight_bytes / 2 + 4 * 8193 * 4096 * 32
+    assert (cost.num_all_reduces, cost.num_products) == (0, 161)
+    two = TransformerShard(config_of("8b"), 2).cost(5, 1, 2, options)
+    assert (two.num_all_reduces, two.all_reduce_bytes) == (66, 5 * 4096 * 2)
+    assert two.key != cost.key
+
+
+def test_uneven_heads_of_smollm2() -> None:
+    shape = ModelShape("s", 30, 576, 9, 3, 64, 1536, True, 49152)
+    shards = [TransformerShard(TransformerConfig(shape, "llama"), 2, rank) for rank in (0, 1)]
+    assert [(s.kv_heads, s.heads, s.ffn_width, s.vocab) for s in shards] == [
+        (2, 6, 768, 24576),
+        (1, 3, 768, 24576),
+    ]
+    assert replace(shards[0], rank=1) == shards[1]
+
+
+@pytest.mark.parametrize(("name", "tp"), [("8b", 9), ("toy-target", 5)])
+def test_more_ranks_than_kv_heads_are_refused(name: str, tp: int) -> None:
+    with pytest.raises(ConfigError, match=f"tp={tp} .* at most its {tp - 1} KV heads"):
+        TransformerShard(config_of(name), tp)
