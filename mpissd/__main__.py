@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     if launcher_size() is None:
         return unless_unread(lambda: execute(arguments))
-    return execute(arguments)  # a rank's fault is mpi4py's to tell the other ranks
+    return execute(arguments)  # mpi4py aborts the other ranks if this one raises
 
 
 def execute(arguments: list[str] | None) -> int:
@@ -69,7 +69,7 @@ def execute(arguments: list[str] | None) -> int:
         guard.stage(Stage.DONE)
         if launcher_rank() == 0:
             print(f"mpissd: {error}", file=sys.stderr, flush=True)
-        else:  # a launcher ends every rank when one has left: the one that speaks goes first
+        else:  # a launcher ends all ranks when one leaves, so rank 0 prints first
             time.sleep(HEAD_START_S)
         return error.exit_code
     if not command.run.dry_run:
@@ -87,7 +87,7 @@ def alone(command: cli.Command) -> int:
         from mpissd.ops.doctor.examine import doctor
 
         return doctor(command.config, check_before_mpi)
-    if command.name in ("export", "collectives"):  # pandas takes as long to load as the rest
+    if command.name in ("export", "collectives"):  # imports pandas, which is slow to load
         from mpissd.cli import exchange
 
         config = command.config
@@ -108,7 +108,7 @@ def alone(command: cli.Command) -> int:
 
 
 def check_before_mpi(config: RunConfig) -> None:
-    """Everything that can be known to be wrong without MPI and without opening a device."""
+    """Raises ConfigError for every fault that shows without MPI and without opening a device."""
     from mpissd.common.output import check_file, check_output
     from mpissd.engine.job import resolve_unopened
 
@@ -124,9 +124,9 @@ def check_before_mpi(config: RunConfig) -> None:
 
 
 def watch(config: RunConfig, resumes: bool) -> None:
-    """Has this rank watched from outside from now on, where a launcher started it.
+    """Joins the warden, which watches this rank from now on, if a launcher started it.
 
-    resumes: whether the same command goes on where this one was ended.
+    resumes: whether repeating the command continues an interrupted one.
     """
     size = launcher_size()
     if size is not None and not config.dry_run:
@@ -140,7 +140,7 @@ def watch(config: RunConfig, resumes: bool) -> None:
 
 
 def launch(command: cli.Command) -> int:
-    """Starts MPI and runs; one line where something stops it, from the warden if there is one."""
+    """Starts MPI and runs the command; prints an error as one line, if the warden has not."""
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
@@ -149,7 +149,7 @@ def launch(command: cli.Command) -> int:
     PatientComm.deadline_s = command.run.deadline_s
     try:
         code = carry_out(command)
-    except Refused as refused:  # every rank is here: leave in good order
+    except Refused as refused:  # raised on every rank, so MPI can be finalised
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
             print(f"mpissd: {refused}", file=sys.stderr, flush=True)
@@ -163,14 +163,14 @@ def launch(command: cli.Command) -> int:
     if not guard.lost():
         MPI.Finalize()
     guard.stage(Stage.DONE)
-    if guard.lost():  # MPI's own end would wait for who is gone
+    if guard.lost():  # MPI_Finalize would wait for the lost ranks
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def carry_out(command: cli.Command) -> int:
-    """Runs a command on this rank; its exit code."""
+    """Runs a command on this rank; returns its exit code."""
     from mpissd.lab.measure.run import execute
     from mpissd.lab.probe.command import execute_probe
     from mpissd.lab.sweep.run import execute_sweep

@@ -1,7 +1,7 @@
-"""The command line, by fire. A command only *returns* what is to be done; main then does it.
+"""The command line, read by fire: a command returns a request, which main then carries out.
 
-fire calls a command with its defaults before it complains about a flag it doesn't know, so every
-command takes whatever comes and checks it itself: a mistyped flag is one line with a did-you-mean.
+fire would call a command with its defaults before it reports an unknown flag. Every command
+therefore accepts any flag and checks it itself: a mistyped one gives one line with a suggestion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mpissd.ops.doctor.config import DoctorConfig
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A validated request: which command, with what."""
+    """A validated request: the command's name and its configuration."""
 
     name: str
     config: Any
@@ -54,7 +54,7 @@ class Spec:
 
     config: type
     about: str
-    words: tuple[str, ...] = ()  # flags that words without -- stand for, in order
+    words: tuple[str, ...] = ()  # the flags that arguments without -- give, in order
 
 
 SPECS = {

@@ -73,7 +73,7 @@ def _number(value: float | None) -> str:
 def _costs(
     config: PredictConfig, name: str, given: AbstractSet[str]
 ) -> tuple[Job, DeviceCosts, HostCosts, int | None]:
-    """Returns the job, its costs, and its number of rounds (None: as the flags say).
+    """Returns the job, its costs, and its number of rounds (None: that of the flags).
 
     given: flags that override a job's own. Raises ConfigError if the profile lacks them.
     """
@@ -128,7 +128,7 @@ def _run_config(
 
 
 def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints which configuration to run on at most so many GPUs."""
+    """Prints the best configuration for at most --gpus GPUs."""
     _check_there(config.profile)
     profile = load_profile(config.profile)
     run = _planned(config, profile, given)
@@ -149,7 +149,7 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
 
 
 def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
-    """Returns the run's configuration; flags not given are as the profile was probed."""
+    """Returns the run's configuration; flags not given take the values of the profile's probe."""
     probed = {k: v for k, v in covered(profile).items() if k not in given}
     return dataclasses.replace(config.run, **{"pair": config.run.pair or "8b/1b", **probed})
 

@@ -1,4 +1,4 @@
-"""The configurations of commands that read rows and profiles, typed and checked as a run's are."""
+"""The configurations of commands that read rows and profiles, typed and checked like RunConfig."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PredictConfig(Checked):
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
 
     def check_schedule(self) -> None:
-        """Refuses --schedule: the flags that are given decide what else the profile's job keeps."""
+        """Refuses --schedule, because a profile keeps only the flags that were not given."""
         if self.run.schedule is not None:
             name = self.run.schedule
             flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())

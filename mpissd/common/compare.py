@@ -44,7 +44,7 @@ from mpissd.common.row import Row
 SEVERAL = 3  # The number of seeds from which level "seeds" applies.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
-_LEAST_SHARE = 0.5  # The least share of the longer run's tokens that both must have emitted.
+_LEAST_SHARE = 0.5  # Both runs must have emitted at least this share of the longer run's tokens.
 _LAW = "workload acceptance seed temperature vocab order divergence prompt_tokens recording".split()
 
 
@@ -189,7 +189,7 @@ def _num_rounds(row: Row) -> int:
 
 
 def _long(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows with enough rounds for a headline; shorter ones would only blur the mean."""
+    """Returns the rows with enough rounds for a headline; shorter runs only add noise."""
     return [row for row in rows if _num_rounds(row) >= HEADLINE_ROUNDS]
 
 

@@ -66,7 +66,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
             return
         if self.drafts != 1:
             raise ConfigError(f"on_draft_loss=ar with num_drafts={self.drafts}: allowed: 1")
-        if self.temperature > 0:  # a lost draft's tokens need its distributions
+        if self.temperature > 0:  # verifying sampled tokens needs the lost draft's distributions
             raise ConfigError(
                 f"on_draft_loss=ar with temperature={self.temperature:g}: allowed: temperature=0"
             )

@@ -45,7 +45,7 @@ class FaultError(MpissdError):
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     """Returns the ConfigError for a name that is not among `allowed`.
 
-    kind: what the name is of, for example "flag". The message lists all allowed names and suggests
+    kind: the sort of name, for example "flag". The message lists all allowed names and suggests
     the closest one.
     """
     names = sorted(allowed)

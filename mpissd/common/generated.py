@@ -1,4 +1,4 @@
-"""Reads a model's shape from its own text, `gen:layers=…,hidden=…,ffn=…`, without a file."""
+"""Reads a model's shape from a name that spells it out: `gen:layers=…,hidden=…,ffn=…`."""
 
 from __future__ import annotations
 

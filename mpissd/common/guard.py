@@ -46,7 +46,7 @@ class Guard:
         """
         self._link, self._enter = link, enter
         self._printed = threading.Event()
-        self.has_spoken = False  # whether this rank reported a fault, or that it leaves
+        self.has_spoken = False  # whether this rank has reported a fault or its end
         self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
@@ -112,8 +112,8 @@ def join(
 ) -> None:
     """Joins this host's warden, and starts it where there is none. Called once, before MPI starts.
 
-    rank, size: in the world. deadline_s: how long a rank may stand still. may_lose: ranks without
-    which the job goes on once it measures. hint: ends the line that reports a user's signal.
+    rank, size: of MPI's world. deadline_s: how long a rank may stand still. may_lose: ranks that
+    the job can do without while it measures. hint: text for the line that reports a user's signal.
     """
     global _guard
     if not sys.platform.startswith("linux"):
@@ -253,7 +253,7 @@ def failed(text: str) -> bool:
 
 
 def waited(text: str) -> bool:
-    """Reports that this rank waited in vain; the warden looks for the missing rank and prints it.
+    """Reports a wait that timed out; the warden looks for the missing rank and prints its number.
 
     Returns whether it has printed a line.
     """

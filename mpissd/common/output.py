@@ -1,4 +1,4 @@
-"""The output folder: checked before the run; its *.jsonl files grow by whole lines.
+"""Checks the output folder before a run, and appends whole lines to its *.jsonl files.
 
 A line is one write in append mode, so that jobs which share a folder never mix their lines. A line
 that was cut off by a kill is removed before the next one is added, and readers skip it.
@@ -39,7 +39,7 @@ def _check_folder(asked: str, folder: Path) -> None:
     if not existing.is_dir():
         raise ConfigError(f"{asked}: {str(existing)!r} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=existing):  # it has no name; root may try even in /proc
+        with tempfile.TemporaryFile(dir=existing):  # a file without a name leaves nothing behind
             pass
     except OSError as error:
         raise ConfigError(f"{asked}: {str(existing)!r} cannot be written") from error
@@ -74,7 +74,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(descriptor: int) -> Iterator[None]:
-    """Keeps other jobs from writing for the block; does nothing on file systems without locks."""
+    """Holds the file's lock during the block; does nothing on file systems without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
@@ -87,7 +87,7 @@ def _alone(descriptor: int) -> Iterator[None]:
 
 
 def _mend(path: Path) -> None:
-    """Ends a last line that is whole with a newline, and removes one that was cut off."""
+    """Repairs the last line: adds a missing newline if it is valid JSON, else removes it."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         start = _last_line(file, end)
@@ -102,7 +102,7 @@ def _mend(path: Path) -> None:
 
 
 def _last_line(file: Any, end: int) -> int:
-    """Returns where the text after the last newline begins; that is `end` if there is no text."""
+    """Returns the offset behind the last newline; it is `end` if no text follows that newline."""
     at = end
     while at > 0:
         size = min(at, 1 << 16)

@@ -149,7 +149,7 @@ _SHAPES = (
     ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
 )
 PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
-# Prompt lookup has no products, and no forward of it is ever launched.
+# Prompt lookup has no model, so its shape has no products.
 LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
 ALIASES: dict[str, str] = {
     "70b": "llama-3.1-70b",

@@ -43,7 +43,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a signal has stopped the process. A debugger's stop is another state."""
+    """Returns whether a signal such as SIGSTOP has stopped the process; a debugger has not."""
     fields = stat(pid)
     return fields is not None and fields[0] == "T"
 
@@ -93,7 +93,7 @@ def above_proxy(pid: int) -> int:
 
 
 def is_front(pid: int) -> bool:
-    """Returns whether the process is the launcher, whose stderr the user reads, not its daemon."""
+    """Returns whether the process is the launcher itself (mpirun, srun), not one of its daemons."""
     return _name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
 
 

@@ -16,7 +16,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 
 NUM_BLOCKS = 20  # the most blocks into which a run is cut
-_PER_BLOCK = 5  # the fewest rounds of a block
+_PER_BLOCK = 5  # the fewest rounds in a block
 FEWEST_ROUNDS = 4 * _PER_BLOCK
 NORMAL_Z = 1.959964  # The 97.5% quantile of a standard normal.
 # Percentiles, and their standard normal quantiles.
@@ -123,8 +123,10 @@ class Rate:
 
     @classmethod
     def of_repeats(cls, rates: Sequence[Rate]) -> Rate:
-        """Returns the median of several rates, with the largest variance, since seeds may be
-        equal."""
+        """Returns the median of several rates with their largest variance.
+
+        The variance is not divided by their number, because equal seeds are not independent.
+        """
         return cls(
             value=statistics.median(rate.value for rate in rates),
             variance=max(rate.variance for rate in rates),

@@ -63,7 +63,7 @@ def _under(row: Row, pair: PairHits) -> float | None:
         return None
     if drafted is None or rate is None or mean is None or wait is None:
         return None
-    # Without this, the time that a miss adds is not known.
+    # Without these durations, the time that a miss adds is unknown.
     if not 0 < drafted * 1e6 > wait or not 0 <= rate <= 1:
         return None
     missed = 1 - rate**batch  # P(some sequence misses)

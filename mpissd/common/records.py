@@ -19,7 +19,7 @@ class RoundRecords:
     def __init__(self, lookahead: int) -> None:
         """Starts without rounds. lookahead: K."""
         self.lookahead = lookahead
-        # By request id, for sequences that ended by themselves: how many of their tokens count.
+        # {request id: tokens that count} of the sequences that ended at a stop.
         self.ends: dict[int, int] = {}
         self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
         self.t_target_s = Tape("d")

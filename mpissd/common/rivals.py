@@ -34,7 +34,7 @@ U = TypeVar("U", bound=Use)
 
 @dataclass(frozen=True, order=True)
 class Family:
-    """All uses of one mode, T and D, with any K."""
+    """Key of the uses that share mode, T and D and differ in K."""
 
     mode: str
     tp: int
@@ -69,12 +69,12 @@ class Others(Generic[U]):
 
     @property
     def fastest(self) -> U | None:
-        """The fastest use that was judged; a missing family may be faster."""
+        """The fastest use with a known rate; a missing family may be faster."""
         return self.judged[0] if self.judged else None
 
     @property
     def best(self) -> U | None:
-        """The best other use; None if there is none, or if one could not be judged."""
+        """The fastest other use; None if there is none, or if the rate of one is unknown."""
         return None if self.missing else self.fastest
 
     @property
@@ -84,7 +84,7 @@ class Others(Generic[U]):
 
 
 def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family] = ()) -> Others[U]:
-    """Ranks what else `gpus` GPUs could run than `mode`; wanted: the families that must be judged.
+    """Ranks the other uses of `gpus` GPUs than `mode`; wanted: the families that must be judged.
 
     Of uses that are equal to five digits, the one on fewer GPUs is taken, then the first given.
     """

@@ -27,7 +27,7 @@ def key(meaning: str, unit: str = "") -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Row(Mapping[str, Any]):
-    """One measured run. As a mapping it has the keys of its line, and equals that line's dict."""
+    """One measured run; also a mapping, equal to the dict of its line in runs.jsonl."""
 
     schema: int = key("1; another number is another set of keys")
     run_id: str = key("names the run, and its files under OUT")
@@ -227,8 +227,8 @@ class Row(Mapping[str, Any]):
         "what the prediction stands on is known; `sweep`: which sweep, task, repeat and flags "
         "(docs/sweep.md), null in a row of `run`"
     )
-    absent: frozenset[str] = frozenset()  # keys that an older line lacks
-    extra: Mapping[str, Any] = field(default_factory=dict)  # other keys of its line
+    absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
+    extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Row:

@@ -40,7 +40,7 @@ SCHEDULES: dict[str, dict[str, str]] = {
 
 
 def with_schedule(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds the flags that the flag `schedule` sets; all values are text.
+    """Adds the flags that --schedule stands for; all values are text.
 
     Raises ConfigError for an unknown schedule, or a flag with another value than the schedule's.
     """

@@ -1,6 +1,6 @@
-"""A page of memory in which a rank stores what it is doing and from which the warden reads it.
+"""A page of shared memory: a rank stores in it what it is doing, and the warden reads it.
 
-Three bytes are used. Storing one takes no call and no message.
+Three bytes are used. Storing one needs no system call and no message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
-STAGE, DOING, WAITING = 0, 1, 2  # the bytes' places in the page
+STAGE, DOING, WAITING = 0, 1, 2  # offsets of the three bytes in the page
 
 
 class Stage(IntEnum):

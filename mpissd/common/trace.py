@@ -48,7 +48,7 @@ class DraftPhase(IntEnum):
     KEYS = 6  # choose candidates and make them keys of the cache
     GROW = 7  # draft steps over the branches, with a poll for OUTCOME between two steps
     RECORD = 8  # store the round's rows
-    TRUNK = 9  # with D > 1: wait for what the other drafts answered
+    TRUNK = 9  # with D > 1: wait for the merged answer of all drafts
 
 
 class FollowPhase(IntEnum):
@@ -61,7 +61,7 @@ class FollowPhase(IntEnum):
     DEVICE_WAIT = 4  # wait until the verification is over
 
 
-# For each DraftPhase that ends, the activity that begins then, as the warden names it
+# {DraftPhase that ends: the Doing that begins then}, which the warden reports
 # (mpissd.watch).
 _NEXT = bytes(
     (

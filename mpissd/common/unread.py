@@ -1,4 +1,4 @@
-"""Commands whose reader has left: `mpissd best results | head` ends without a traceback."""
+"""Ends a command quietly when its reader leaves, as in `mpissd best results | head`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 import sys
 from collections.abc import Callable
 
-UNREAD = 128 + signal.SIGPIPE  # 141, what a shell reports of a program that SIGPIPE ended
+UNREAD = 128 + signal.SIGPIPE  # 141, the shell's exit code for a program that SIGPIPE ended
 
 
 def unless_unread(command: Callable[[], int]) -> int:
     """Runs a command and flushes stdout; returns its exit code, or 141 where nobody reads stdout.
 
-    stdout is /dev/null from then on, or Python would complain again when it ends.
+    stdout is /dev/null from then on, or Python would print a second error at exit.
     """
     try:
         try:

@@ -23,7 +23,7 @@ _POLLS_BETWEEN_CLOCK_READS = 64
 _SPIN_S = 20e-6  # polls without a nap: a reply that was already sent arrives within this time
 PATIENT_SPIN_S = 200e-6  # as _SPIN_S, if every rank has a core but none is spare
 _NAP_S = 20e-6  # one sleep between polls
-_LONG_S = 5e-3  # a wait this long is reported to the warden, and naps longer
+_LONG_S = 5e-3  # a longer wait is reported to the warden, and its naps become longer
 _LONG_NAP_S = 50e-6
 _ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
 _ASLEEP_S = 1.0  # a longer gap between polls means that this process was stopped, not waiting
@@ -36,7 +36,7 @@ def sharpen_sleep() -> None:
 
 
 class Overdue(FaultError):
-    """A wait that outlasted its deadline. The rank that was waited for is at fault."""
+    """A wait that outlasted its deadline, because of the rank that was waited for."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
 
 class Waiter:
-    """Waits until a condition holds, with or without giving the core away.
+    """Waits until a condition holds, by spinning or by polling with naps.
 
     Spinning answers soonest and needs a core for each rank: five ranks that spin on two cores
     stretch a 12.5 ms round to 18.7 ms. Ranks that nap between polls keep it at 12.9 ms.

@@ -27,7 +27,7 @@ def register(name: str, where: str, flags: str = "") -> None:
     """Adds a workload; raises ValueError where the name is taken.
 
     where: "module:class" of the Workload. flags: the flags that it reads and other workloads may
-    not, separated by spaces; a flag that no workload names may be said with every one.
+    not, separated by spaces; a flag that no workload names may be given with every workload.
     """
     if name in _KNOWN:
         raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name].where}")
@@ -35,7 +35,7 @@ def register(name: str, where: str, flags: str = "") -> None:
 
 
 def known(name: str) -> Known:
-    """Returns the workload of this name; raises ConfigError with the names that there are."""
+    """Returns the workload of this name; raises ConfigError, which lists the names, for others."""
     if name not in _KNOWN:
         raise unknown("workload", name, _KNOWN)
     return _KNOWN[name]

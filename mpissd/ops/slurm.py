@@ -82,8 +82,7 @@ class Request:
         return BRIDGES2.get(name) if self.cluster == "bridges2" else None
 
     def resolve(self) -> dict[str, str]:
-        """Returns sbatch's options with those of the header; raises ConfigError for what Slurm
-        would refuse."""
+        """Returns all options for sbatch; raises ConfigError where Slurm would refuse them."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
         nodes = self.nodes or self._said("nodes") or 1

@@ -66,7 +66,7 @@ class ForwardKey:
 
 @dataclass(frozen=True)
 class Cost:
-    """The bytes that one forward moves and the work it does on one rank, not in the whole group."""
+    """Cost of one forward on one rank: the bytes that it moves and the work that it does."""
 
     rows: int
     weight_bytes: int
@@ -74,7 +74,7 @@ class Cost:
     flops: int
     num_products: int
     num_all_reduces: int
-    all_reduce_bytes: int  # Of each single all-reduce.
+    all_reduce_bytes: int  # Bytes of each all-reduce.
     tp: int
     key: ForwardKey | None = None  # The forward's key in measured tables; None for a lone product.
     # The most rows of any forward in the job, which decides the kernel; None: `rows`.
@@ -186,7 +186,7 @@ class Backend(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when everything launched is over."""
+        """Waits until everything launched is over."""
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:

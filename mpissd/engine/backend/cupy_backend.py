@@ -230,7 +230,7 @@ class CupyBackend(Backend):
             self._chain.limit_s = seconds
 
     def fence(self) -> Callable[[], bool]:
-        """Returns a function that tells whether everything enqueued so far is over."""
+        """Returns a function that returns whether everything enqueued so far is over."""
         self.flush()
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)

@@ -39,9 +39,9 @@ class Weight:
 
 
 def made(parts: Sequence[WeightPart], packs: bool, launch: Launch) -> Weight:
-    """Makes the weight of these parts side by side.
+    """Makes one weight from these parts, side by side.
 
-    packs: store it in the chain's order if its shape allows.
+    packs: whether to store it in the chain's order if its shape allows it.
     """
     rows = parts[0].in_stop - parts[0].in_start
     widths = [part.out_stop - part.out_start for part in parts]

@@ -19,8 +19,10 @@ from mpissd.engine.backend.profile import Profile
 
 
 class ModelledProgram(Program):
-    """A forward that ends its modelled duration after the launch, or after the forward before
-    it."""
+    """A forward without work: it is over its modelled duration after it starts.
+
+    It starts at its launch, or when the forward before it is over.
+    """
 
     def __init__(self, backend: EmulatedBackend, duration_s: float) -> None:
         self._backend = backend
@@ -42,7 +44,7 @@ class ModelledProgram(Program):
 
 
 class EmulatedBackend(Backend):
-    """A device whose queue is one point in time, `busy_until`, when its last forward ends."""
+    """A device whose only state is `busy_until`, the time at which its last forward ends."""
 
     name = "emulated"
     itemsize = 2

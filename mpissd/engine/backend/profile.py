@@ -65,7 +65,7 @@ class Profile:
     tables: Tables = field(default_factory=Tables)
     hosts: tuple[HostEntry, ...] = ()
     models_others: bool = False
-    # Commits whose kernels differ from those measured here.
+    # Commits whose kernels differ from those that this profile measured.
     other_kernels: frozenset[str] = frozenset()
 
     @property
@@ -99,8 +99,8 @@ class Profile:
     def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
         """Returns the seconds of one all-reduce over `ranks` ranks.
 
-        For an unmeasured number of ranks the rates of the next larger one hold. Raises ConfigError
-        if all-reduces are not known.
+        If that number was not measured, the rates of the next larger one are used. Raises
+        ConfigError if all-reduces are not known.
         """
         latencies, rates = self.all_reduce_latency_s, self.all_reduce_bytes_per_s
         if ranks == 1:

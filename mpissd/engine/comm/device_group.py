@@ -66,7 +66,7 @@ def shared_gpu(seats: Sequence[Seat]) -> str | None:
 
 
 def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
-    """Returns why these ranks cannot map each other's memory, or None as far as seats tell."""
+    """Returns why these ranks cannot map each other's memory, or None if the seats show none."""
     hosts = {seat.host for seat in seats}
     if len(hosts) > 1:
         return f"ranks on {len(hosts)} hosts"

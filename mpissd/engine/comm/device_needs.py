@@ -23,7 +23,7 @@ class Device(Protocol):
 
 
 class IpcDevice(Protocol):
-    """What OneshotGroup uses: arrays, a stop word that ends kernels, and chains that sum."""
+    """What OneshotGroup uses: arrays, a word that stops kernels, and product chains that sum."""
 
     stream: Any
     stop: Any

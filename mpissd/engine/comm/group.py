@@ -36,7 +36,7 @@ class Group(ABC):
         """Raises FaultError where the library behind the group has met an error."""
 
     def abort(self) -> None:  # noqa: B027
-        """Gives up a collective that will never end after a fault, so that memory can be freed."""
+        """Aborts a collective that a fault keeps from ending, so that memory can be freed."""
 
     def close(self) -> None:  # noqa: B027  (most groups hold nothing)
         """Frees the communicator. Programs that hold its operations have to be freed before."""

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpissd.common.stage import OWN, STAGE, Stage
 from mpissd.common.wait import Waiter, within
 
-_OPENING = 30  # times the deadline, while other ranks may still open devices and make weights
+_OPENING = 30  # factor on the deadline while other ranks may still open devices and make weights
 
 
 class PatientComm(MPI.Intracomm):

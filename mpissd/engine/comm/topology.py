@@ -157,7 +157,7 @@ def usable_cores() -> set[int]:
 
 
 class Refused(MpissdError):
-    """All ranks agreed to stop for an error of one of them; rank 0 alone prints the message."""
+    """Raised on all ranks after an error on one of them; rank 0 alone prints the message."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -104,7 +104,7 @@ def check_memory(
     itemsize: bytes of a weight. memory_bytes: of a target rank. draft_memory: of a draft rank.
     """
     target, draft = job.rank_bytes(itemsize)
-    # CPU ranks share one memory, so that more of them do not help.
+    # CPU ranks share one memory, so a larger T does not help.
     more = "" if itemsize == _FLOAT32 else "a larger TP, "
     for name, need, have, fix in (
         (f"{job.target.name} at tp={job.tp}", target, memory_bytes, f"{more}--num_layers or "),

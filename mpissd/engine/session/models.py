@@ -264,7 +264,7 @@ class Models:
 
 
 def _counts(need: Need, job: Job, topology: Topology) -> bool:
-    """Returns whether this rank holds the model, or counts the memory of the lead's inline one."""
+    """Returns whether a model counts in this rank's memory: its own, or the lead's inline draft."""
     if topology.is_draft:
         return need.which == _DRAFT
     return need.which == _TARGET or job.inline

@@ -178,8 +178,7 @@ class HitLaw:
         return self.p_hit if fan_out >= 1 else 0.0
 
     def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
-        """Returns hit_probability for F = 0..widest after a rejection and at the end, [2, widest +
-        1]."""
+        """Returns hit_probability for F = 0..widest [2, widest + 1]; row 1: all were accepted."""
         counts = range(widest + 1)
         return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
 

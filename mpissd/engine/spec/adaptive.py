@@ -108,7 +108,7 @@ class OutcomeEstimator:
         prior.
         """
         table = self._tables()[:, int(fast)].sum(axis=0)  # [num_draft, accepted]
-        # [num_draft, accepted], outcomes with at least so many of both
+        # [num_draft, accepted]: outcomes that drafted and accepted at least so many tokens
         beyond = table[::-1, ::-1].cumsum(axis=0).cumsum(axis=1)[::-1, ::-1]
         reached, passed = beyond[1:, :-1].diagonal(), beyond[1:, 1:].diagonal()
         rejects = 1.0 - np.array(self._priors[fast])
@@ -123,7 +123,7 @@ class OutcomeEstimator:
         return tuple(((passed + count * target) / (reached + count)).tolist())
 
     def trunks(self, hit: bool) -> Counts:
-        """Counts outcomes with cached tokens (hit) or others, [draft model or FAST, num_draft]."""
+        """Counts outcomes after a hit, or after a miss: [draft model or FAST, num_draft]."""
         return np.asarray(self._tables()[int(hit)].sum(axis=2))
 
     def fits(self, *, fast: bool = False) -> tuple[PowerLawFit | None, PowerLawFit | None]:

@@ -25,7 +25,7 @@ from mpissd.engine.spec.adaptive import Whole
 
 BACKUPS = (Source.JIT, Source.FAST)
 EXPLORE = 0.005  # The largest share of the time that may go to trying the backup that seems worse.
-# Two are enough to time JIT; its acceptance length is known from cached tokens.
+# Two trials are enough to time JIT: cached tokens give its acceptance length.
 _FIRST_JIT_ROUNDS = 2
 _FIRST_FAST_ROUNDS, _FIRST_FAST_ROWS = 8, 32
 # After 4 rounds and 4 rows FAST may be dropped early, if JIT is better by 2 standard errors.

@@ -24,7 +24,7 @@ from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 
 Ints = NDArray[np.int32]
 
-# The largest ΣF_k of a sequence: far above any use, and still planned in 0.1 s.
+# The largest ΣF_k of a sequence: more than any run uses, and planned within 0.1 s.
 MAX_BRANCHES = 4096
 # Costs that differ by less count as equal, so that rounding errors do not pick the plan.
 _TIE = 1e-12
@@ -189,7 +189,7 @@ class FanOuts:
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether all trunks have the same list."""
+        """Whether the same fan-out list applies after every source of a trunk."""
         return len(set(self.lists)) == 1
 
     @property

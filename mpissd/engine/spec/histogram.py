@@ -131,7 +131,7 @@ def _histograms(data: Any) -> Iterator[list[int] | None]:
 
 
 def _dense(value: Any) -> list[int] | None:
-    """Returns a list of counts, also from {k: count}; None if it is neither."""
+    """Returns counts by k as a list, from a list or {k: count}; None for anything else."""
     if isinstance(value, dict):
         keys = {_integer(str(key)): count for key, count in value.items()}
         if None in keys or max(map(int, keys), default=0) > 1_000_000:  # type: ignore[arg-type]

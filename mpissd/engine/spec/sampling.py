@@ -18,7 +18,7 @@ from mpissd.common.errors import ProtocolError
 Floats = NDArray[np.float64]
 Row = NDArray[np.float32]  # [V], a distribution as it is sent; its sum need not be exactly 1
 
-_EMPTY = 1e-14  # A residual below this counts as p = q up to rounding.
+_EMPTY = 1e-14  # If the residual's sum is below this, p = q up to rounding.
 
 
 def probabilities(

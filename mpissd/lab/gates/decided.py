@@ -75,7 +75,7 @@ def counts(row: Row, rounds: Rounds) -> Iterator[str]:
         lengths["sequences"] = len(np.unique(rounds["sequences"][:, 0]))
     names = ["round_us.n", "predicted_round_us.n"]
     if row.on_late == "serve" and row.token_limit is not None:
-        names.pop()  # k' depends on timing, so the replay may need another number of rounds
+        names.pop()  # drafted lengths depend on timing, and with them the replay's rounds
     numbers = {name: number(row, name) for name in names}
     for name, count in {**lengths, **numbers}.items():
         if count is not None and count != row.num_rounds:

@@ -1,4 +1,4 @@
-"""Helpers of the gates: read a number of a row by its path, and report two that differ."""
+"""Helpers of the gates: read a number of a row by its path, and report differing numbers."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from mpissd.common.records import median, percentiles_us
 from mpissd.common.row import Row
 from mpissd.lab.gates.read import Rounds, differs, draft_column, number
 
-_NOISE = {"numpy": 0.1}  # relative noise of the read rate by backend, as for `stable`
+_NOISE = {"numpy": 0.1}  # relative noise of the read rate, by backend
 _PEAK_NOISE = {"numpy": 0.5}  # a process on the same core (SMT) may halve the measured peak
-_CLOSES = 0.99  # least share of a round's wall in phases, p1 over rounds
+_CLOSES = 0.99  # least share of a round's wall that phases explain, at the first percentile
 _AT_MOST = 1.01
 _REALISTIC_US = 1000.0  # shorter rounds lose more than 1% between two stamps
 _FEWEST = 100  # fewest rounds for which a first percentile means anything
 _EVENTS_S = 2e-6  # error of a device's events against the host's clock
-_CLOCKS_S = 20e-6  # round_s and the ledger start and stop apart
+_CLOCKS_S = 20e-6  # round_s and the ledger read their clocks at different instants
 
 
 def clock(row: Row, rounds: Rounds) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _matching(rows: Iterable[Row], where: Row) -> list[Row]:
 
 
 def bars() -> Iterator[Bar]:
-    """Yields all bars in order."""
+    """Yields the ten bars by number."""
     yield from _forwards()
     for tp, seconds in ((2, 3.8e-6), (4, 4.8e-6)):
         for size, limit in ((16, seconds), (128, None)):
@@ -111,8 +111,7 @@ def bars() -> Iterator[Bar]:
 
 
 def _forwards() -> Iterator[Bar]:
-    """Yields bars 1 to 4: the share of the memory floor for one row in AR rounds and 16 in
-    replays."""
+    """Yields bars 1 to 4 on the share of the memory floor: 1 row in AR rounds, 16 in replays."""
     places = (("8B", 1), ("70B", 2), ("70B", 4))
     for number, ((name, tp), least) in enumerate(zip(places, (0.92, 0.87, 0.80), strict=True)):
         at = {"model": _MODELS[name], "tp": tp}

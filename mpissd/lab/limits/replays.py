@@ -39,7 +39,7 @@ from mpissd.lab.limits.bars import RUNS, add
 from mpissd.lab.limits.table import line_of
 
 _READ_BYTES = 4 * 10**9
-_QUEUED = 4  # Replays in a row, of which the last is timed.
+_QUEUED = 4  # Replays one after another, of which the last is timed.
 # Samples of a forward without a bar; skipped samples of a run; all-reduces in one graph.
 _SAMPLES, _SKIPPED, _REDUCES = 30, 3, 64
 _STABLE = 0.02  # The largest difference between the blocks of a stable run.

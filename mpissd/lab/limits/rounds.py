@@ -1,5 +1,4 @@
-"""Adds whole rounds to the limits: the delay from outcome to verification, and the run's own
-values.
+"""Adds the rounds of a run to the measured limits: its delays from outcome to verification.
 
     python -m mpissd.lab.limits.rounds OUT TRACE     (results/h200-limit/measure.sh runs it)
 

@@ -56,9 +56,9 @@ class JobProfile:
 
     device: DeviceCosts
     host: HostCosts
-    read_bytes_per_s: float | None  # of the lead's device, like peak_flops_per_s
+    read_bytes_per_s: float | None  # read rate of the lead's device
     peak_flops_per_s: float | None
-    all_reduce_s: float | None  # all collectives of one verification, without the rest of it
+    all_reduce_s: float | None  # seconds of all collectives of one verification
     calibrated_at: str  # when the oldest of these values was measured (ISO 8601, UTC)
 
 
@@ -93,7 +93,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
 
 
 def _key(job: Job, unseen: Iterable[str]) -> Hashable:
-    """Returns a key that is equal for configurations that differ only in what no round depends on.
+    """Returns a key; configurations with equal keys have rounds of equal cost.
 
     unseen: names of further flags to ignore.
     """

@@ -116,7 +116,7 @@ def _draft_costs(
     """Returns the costs of the draft's host by their field names in HostCosts."""
     job = session.job
     plain, pause_s = _phases(drafts[0].draft, DraftPhase), pause_of(draft)
-    again = draft.host_s - late  # extra host time of a real forward over a paused one
+    again = draft.host_s - late  # host time that a real forward adds to a paused one
     backup = job.num_forwards(job.backup_lookahead) if job.config.backup != "fast" else 0
     costs = {
         "draft_commit": plain[DraftPhase.COMMIT],

@@ -55,7 +55,7 @@ class Measured:
     """The reports of all ranks, with the job's profile and the ledger's overhead."""
 
     lead: LeadReport
-    draft: DraftReport | None  # of the first draft; None in AR or if the draft was lost
+    draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
     profile: JobProfile
     rank_digests: list[int | None]  # by world rank: digest of the outcomes it received
     ledger_overhead: Overhead | None

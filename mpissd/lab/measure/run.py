@@ -33,7 +33,7 @@ from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, Tracing
 
 _INSTANT_S = 5e-6
-_ATTEMPTS = 100  # to read two clocks without being descheduled in between
+_ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
 
 
 def execute(config: RunConfig) -> int:
@@ -189,7 +189,7 @@ def _rounds(
             records.add(result.t_target_s, result.speculation, result.outcome)
             advance(1)
             loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-            now = perf_counter()  # read separately: the ledger's sum is checked against it
+            now = perf_counter()  # a second clock, against which the ledger's sum is checked
             records.round_s.append(now - last)
             last = now
     return records, last - start

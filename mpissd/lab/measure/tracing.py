@@ -22,7 +22,7 @@ from mpissd.lab.measure import chrome
 from mpissd.lab.measure.chrome import Arrow, Clock, ClockReading, Int64s, RankTrace, Track
 from mpissd.lab.measure.clock import compare_clocks
 
-MOST_ROUNDS = 1000  # in one trace: 3 MB of JSON with three ranks
+MOST_ROUNDS = 1000  # rounds in one trace: 3 MB of JSON with three ranks
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from mpissd.lab.predict.search import (
     ssd_groups,
 )
 
-_FEW = 16  # up to so many sequences a configuration is cheap to evaluate
+_FEW = 16  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _USES = ("ssd", "without", "otherwise")  # fields of an ExtraGpu that hold choices
 
@@ -61,24 +61,24 @@ class ExtraGpu:
 
     @property
     def gain(self) -> float | None:
-        """The ratio ssd / without in tok/s: what one more GPU brings."""
+        """SSD's tok/s over those of the best use of one GPU less."""
         return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
 
     @property
     def gain_per_gpu(self) -> float | None:
-        """The ratio ssd / without in tok/s per GPU."""
+        """As `gain`, in tok/s per GPU."""
         if self.without is None:
             return None
         return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
 
     @property
     def gain_at_equal_gpus(self) -> float | None:
-        """The ratio ssd / otherwise: the gain for one batch on as many GPUs."""
+        """SSD's tok/s over those of the best other use of as many GPUs, for one batch."""
         return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
 
     @property
     def gain_over_replicas(self) -> float | None:
-        """The ratio ssd / replicas: one faster batch against more batches on as many GPUs."""
+        """SSD's tok/s over those of as many copies of another use as the GPUs hold."""
         rival = self.replicas_tok_per_s
         return None if rival is None else self.ssd.tok_per_s / rival
 
@@ -217,7 +217,7 @@ def best_of(
     gpus: int,
     space: Space = FULL,
 ) -> Choice:
-    """Returns the best choice of a space by exhaustive search; seconds long for large batches."""
+    """Returns the best choice of a space by exhaustive search, which may take seconds."""
     return _ranked(_Search(Laws.of(config), config.batch_size, host, gpus).run(places, space))[0]
 
 

@@ -287,5 +287,5 @@ def _laws(hazards: Floats, p_hits: Floats) -> tuple[Floats, Floats]:
 
 
 def _at(table: Floats, column: Ints) -> Floats:
-    """Returns table[g, column[g]] for every g."""
+    """Returns table[g, column[g]] for every row g."""
     return np.asarray(np.take_along_axis(table, column[:, None], axis=1)[:, 0])

@@ -173,12 +173,11 @@ class DeviceCosts:
     draft: RowTable | None = None  # None: there is no draft (AR).
 
     def verify_s(self, rows: ArrayLike) -> Floats:
-        """Returns the seconds of target forwards with so many rows."""
+        """Returns the seconds of target forwards with these row counts."""
         return self.verify(rows)
 
     def draft_s(self, rows: ArrayLike) -> Floats:
-        """Returns the seconds of draft forwards with so many rows (growth step, backup step or
-        glue).
+        """Returns the seconds of draft forwards (growth, backup or glue) with these row counts.
 
         Raises ConfigError if there is no draft.
         """
@@ -254,7 +253,7 @@ def forwards(
 def forwards_of_any_job(
     profile: Profile, shard: Shard, rows: Iterable[int], sequences: int, options: ForwardOptions
 ) -> RowTable:
-    """Returns the same table for jobs whose largest row count is not chosen yet."""
+    """Returns what `forwards` does, for jobs whose largest row count is not chosen yet."""
     rows, limit = sorted(rows), profile.few_rows
     most = max(rows[-1], limit + 1)
     many = forwards(profile, shard, rows, sequences, options, most)

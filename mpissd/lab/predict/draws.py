@@ -51,7 +51,7 @@ class ReplayDraws(Draws):
     def __init__(self, job: Job, num_rounds: int, seed: int | None = None) -> None:
         seed = job.config.seed if seed is None else seed
         lookahead, batch = job.lookahead, job.config.batch_size
-        # An initial length of 1, then at most K+1 a round.
+        # A sequence starts with length 1 and grows by at most K+1 a round.
         count = 2 + (num_rounds + 1) * (lookahead + 1)
 
         def table(purpose: Purpose) -> Floats:

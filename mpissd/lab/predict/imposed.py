@@ -1,4 +1,4 @@
-"""The cost of imposed hits: what the default hit law would have to grow for the same hit rate.
+"""The price of imposed hits: the branches that the default hit law needs for the same rate.
 
 An imposed p_hit hits as often with one candidate a row as with ten, so such a run grows fewer
 branches than a power law would need.

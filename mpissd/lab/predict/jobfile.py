@@ -30,7 +30,7 @@ def to_dict(
 ) -> dict[str, Any]:
     """Returns the content of the file; rates: of the lead's device, by their keys in a row."""
     config = dataclasses.asdict(job.config)
-    # The machine chose the pair, so the file must name it.
+    # The default pair depends on the machine, so the file names the pair.
     if config["pair"] is None and config["target"] is None:
         config["target"] = job.full_target.name
         config["draft"] = None if job.draft is None else job.draft.name

@@ -80,7 +80,9 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
 def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
     """Returns the placement on T = tp target ranks. Raises ConfigError for unknown forwards."""
     device = device_costs(config, profile, tp)
-    most = min(MOST_DRAFTS, gpus - tp, config.batch_size)  # further drafts would have no sequence
+    most = min(
+        MOST_DRAFTS, gpus - tp, config.batch_size
+    )  # more drafts than sequences would be idle
     drafts = tuple(d for d in range(1 + most) if _fits(config, Family("sd", tp, d), profile))
     hosts = _hosts(config, profile, tp)
 

@@ -1,5 +1,4 @@
-"""Companions of an advice whose hits are not measured: real pairs' hits, or the price of imposed
-ones."""
+"""Adds to an advice the best SSD under real pairs' hit laws, and the price of imposed hits."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _State:
         self._hit: Mask = np.zeros(shape, np.bool_)  # Whether outcome r-1 is a key of the cache.
         self._length = np.ones(shape, np.int64)
         self._emitted = np.zeros(shape, np.int64)
-        self._clock = np.zeros(shape[0])  # When the lead has outcome r-1, by chain.
+        self._clock = np.zeros(shape[0])  # The time at which the lead has outcome r-1, by chain.
         # The run's warm-up has run full rounds on throw-away sequences before the first round.
         self._sent = np.full(shape[0], -host.lead_s - host.link - timing.verify_s[-1])
         self._growing = np.full(shape[0], shape[1])  # Sequences that grow since `_sent`.

@@ -56,8 +56,8 @@ _POLICIES = ((False, False), (False, True), (True, False), (True, True))
 class Space:
     """The values that are tried of each parameter.
 
-    K_b: every 1..K (None), or these shares of K, rounded up. policies: (backup=fast,
-    on_late=serve).
+    K_b: shares of K, rounded up (None: every value in 1..K). policies: pairs of booleans
+    (backup=fast, on_late=serve).
     """
 
     lookaheads: tuple[int, ...]
@@ -131,7 +131,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of one method on one placement, with the fan-out of each."""
+    """The cells (configurations) of one method on one placement, with their fan-outs."""
 
     method: tuple[str, int]
     place: Placement
@@ -218,7 +218,7 @@ class _Row:
 
 
 def _not_grown(lookahead: int) -> _Row:
-    """Returns SD's row, in which no candidate is kept."""
+    """Returns the row of an SD cell, which keeps no candidate."""
     nothing = (0,) * (lookahead + 1)
     return _Row(nothing, nothing, lookahead)
 

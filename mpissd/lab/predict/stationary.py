@@ -22,7 +22,7 @@ _MOST_ITERATIONS = 100
 # Iterations that follow the chain round by round; later ones jump to its long run.
 _SINGLE_ROUNDS = 15
 _DOUBLINGS = 24  # log2 of the rounds in a long run.
-_ALL_COUNTS = 64  # Up to this batch size every n is used.
+_ALL_COUNTS = 64  # Up to this batch size, hit_counts returns every n.
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def onto(steps: Ints, parts: Floats) -> Floats:
 
 
 def binomial(batch: int, chance: Floats) -> Floats:
-    """Returns P(n of b) over hit_counts(b) along a new last axis, normalised to 1."""
+    """Returns the binomial P(n of b hit) for n in hit_counts(b), along a new last axis; sum 1."""
     counts = hit_counts(batch)
     p = np.clip(chance, 1e-15, 1 - 1e-15)[..., None]
     missed = np.log1p(-p)

@@ -60,7 +60,7 @@ def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
     """Yields (name, µs a round, how to close it); they add up to the mean round less its floor."""
     phases = row.phases_us or {}
     lead: Mapping[str, float] = phases.get("lead") or {}
-    at_launch = row.backend == "numpy"  # its forwards run inside the launch
+    at_launch = row.backend == "numpy"  # NumPy's forwards run inside the launch
     if "device_wait" in lead:
         waited = lead["device_wait"] + (lead.get("launch", 0.0) if at_launch else 0.0)
         yield from _forward(row, waited)

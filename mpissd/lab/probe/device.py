@@ -24,10 +24,12 @@ from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 COPY_BYTES = (64, 4 << 10, 64 << 10, 1 << 20)
 NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
-_CACHES = 3  # The bytes of a chain's weights, in last-level caches.
+_CACHES = 3  # A chain's weights have this many times the bytes of the last-level cache.
 _UNKNOWN_CACHE_BYTES = 64 << 20
-_CPU_CHAIN_BYTES = 64 << 20  # At most; a CPU makes its weights slowly (4.5 s a GB).
-_GPU_CHAIN_SHARE = 0.2  # At most, of the device's memory.
+_CPU_CHAIN_BYTES = (
+    64 << 20
+)  # Most bytes of a chain's weights; a CPU makes weights slowly (4.5 s a GB).
+_GPU_CHAIN_SHARE = 0.2  # Largest share of the device's memory for a chain's weights.
 _CHAIN_S = 1e-3
 _LONGEST_CHAIN = 512
 # The modelled launch is included, so the chain must be long enough to hide it.
@@ -71,7 +73,7 @@ class DeviceProbe:
     def square(self) -> tuple[str, float | None]:
         """Measures one large square product; returns (its name, flop/s of its fastest launch).
 
-        The fastest counts, because chips slow down when hot.
+        The fastest launch is reported, because chips slow down when hot.
         """
         side = _SQUARE[self._backend.info.kind]
         weight, x = self._weight(side, side, 0), self._backend.table(side, side, _KEY)

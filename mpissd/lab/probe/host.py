@@ -21,7 +21,9 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.probe.sample import Entry
 
-_MORE_SEQUENCES = 8  # The factor of the second batch size; host work grows with the batch.
+_MORE_SEQUENCES = (
+    8  # Factor from the first batch size to the second; host work grows with the batch.
+)
 
 
 def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:

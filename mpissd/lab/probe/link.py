@@ -93,7 +93,7 @@ class LinkProbe:
         times = [self._once(trip, _WARM + number, idle_s) for number in range(count)]
         self._checks.expect(trip.sound(), f"link {name}: {size} B arrived changed")
         trip.close()
-        # Without it, the next trip's first message could match this trip's receive.
+        # Without this wait, the next trip's first message could match this receive.
         self._pair.Barrier()
         return Sample.of(times)
 

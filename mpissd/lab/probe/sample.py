@@ -31,7 +31,7 @@ class Pace:
 
     @classmethod
     def of(cls, info: DeviceInfo) -> Pace:
-        """Returns the pace for a device.
+        """Returns the pace for one device.
 
         GPUs are warmed up (an H200 reads slowly for some ms after an allocation), CPU launches take
         longer, and modelled durations never vary, so one launch is enough.
@@ -69,7 +69,7 @@ class Sample:
 def sample(
     once: Callable[[], float], pace: Pace, *, per: int = 1, together: MPI.Comm | None = None
 ) -> Sample:
-    """Returns the sample of one thing; see samples."""
+    """Returns the sample of one launchable operation; see `samples`."""
     return samples({1: once}, pace, per=per, together=together)[1]
 
 
@@ -126,7 +126,7 @@ class Checks:
         self.findings: list[str] = []
 
     def expect(self, sound: bool, finding: str) -> None:
-        """Records the finding unless the data are sound."""
+        """Records the error text unless `sound` is true."""
         if not sound:
             self.findings.append(finding)
 

@@ -37,7 +37,7 @@ _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "tempe
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
 _FAN_OUTS = ("fan_out", "fan_out_miss")
-_WIDE = 28  # columns for a gain with its interval
+_WIDE = 28  # text columns for a gain with its interval
 _LEGEND = """\
 best, at: K of the largest predicted mean (expected_tok_per_s), which no measured round enters
 x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval

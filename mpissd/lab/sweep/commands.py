@@ -37,7 +37,7 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | N
     from mpissd.common.output import check_output
 
     twice = given & {name for block in read_grid(str(config.grid)) for name, _ in block.axes}
-    if twice - {"num_drafts"}:  # given as a flag, this is the job's number
+    if twice - {"num_drafts"}:  # --num_drafts is the job's D; a grid may vary it
         name = min(twice - {"num_drafts"})
         raise ConfigError(f"{name}: in the grid and on the command line: say it once")
     run = config.run

@@ -20,7 +20,7 @@ _CPU_BYTES_PER_S = 4e9
 _CPU_ROUND_S = 0.5e-3  # host work of a round
 _START_S = 2.0  # start of MPI and Python
 _MAKE_BYTES_PER_S = 10e9  # rate of making weights on a GPU
-_EACH_S = 0.1  # for each measurement beyond its rounds: messages, row, files
+_EACH_S = 0.1  # overhead of each measurement: messages, row, files
 _PAUSED_ROUNDS = 36  # rounds that calibrate the host costs
 
 

@@ -35,7 +35,7 @@ _PARSE = {name: field.metadata["parse"] for name, field in flags_of(RunConfig).i
 _NAMES = tuple(_PARSE)
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
 _MOST_VALUES = 10_000  # in one range
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # no quotation is open here
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches where no quotation is open
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 
@@ -69,7 +69,7 @@ def read_grid(grid: str) -> list[Block]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # for example, a long inline grid is no valid file name
+    except OSError:  # e.g. an inline grid that is too long for a file name
         return False
 
 

@@ -2,7 +2,7 @@
 
 Combinations that differ only in flags that the method ignores are merged: AR has no alpha and SD no
 hit rate, so each is measured once, however many values those flags have. Each repeat measures every
-configuration once, in its own random order, so that a drift of the machine favours none.
+configuration once, in a random order of its own, so that a drift of the machine favours none.
 """
 
 from __future__ import annotations

@@ -131,9 +131,9 @@ def _fits(pair: str, row: Row) -> bool:
     target, draft = PAIRS[pair]
     is_pair = row.target == target and row.draft in (None, draft) and row.batch_size == 1
     if row.get("backup", "jit") not in (None, "jit"):
-        return False  # the draft model did not produce its tokens
+        return False  # prompt lookup drafted the tokens, not the draft model
     if row.backup_lookahead not in (None, row.lookahead):
-        return False  # it drafted fewer than K tokens (backup_lookahead < K)
+        return False  # the run drafted fewer than K tokens (backup_lookahead < K)
     return is_pair and row.lookahead in (0, *(report.lookahead for report in REPORT[pair]))
 
 

@@ -21,7 +21,7 @@ from mpissd.lab.tables.compare import (
 from mpissd.lab.tables.milestone import ALPHA, REPORT
 
 _WIDTH = 100
-_ROUNDS = 1000  # in each run that fills a table: draws change tok/s by ± 1 to 2%
+_ROUNDS = 1000  # rounds of each run that fills a table: draws change tok/s by ± 1 to 2%
 # T that holds the target's 16-bit weights (13.96 and 136.9 GB) on devices of 80 GB.
 _DEFAULT_TP = {"8b/1b": 1, "70b/1b": 2}
 _NONE = "–"

@@ -10,7 +10,7 @@ from mpissd.ops.doctor.finding import Finding, ok, warn
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM_A_RANK = 32 * _MIB  # shared memory of MPI and NCCL for each rank
 _FILES_A_RANK, _FILES = 32, 256
-_LOCKED = 64 * _MIB  # memory that a network between hosts locks
+_LOCKED = 64 * _MIB  # memory that a network card (InfiniBand) locks for transfers
 _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase")
 _CLOCK_NS = 500.0
 
@@ -43,7 +43,7 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
 
 
 def check_threads(facts: Facts) -> Iterator[Finding]:
-    """Finds hosts on which NumPy has more threads than cores: a 2.7 ms round then took 104 ms."""
+    """Finds hosts whose NumPy uses more threads than cores, which slowed a 2.7 ms round to 104."""
     for host in facts.hosts:
         threads = [rank.blas_threads or 1 for rank in facts.of_host(host.host)]
         if not threads or not host.cores:

@@ -9,7 +9,7 @@ from mpissd.ops.doctor.finding import Finding, bad, ok, warn
 
 _OUT_LEAST, _OUT_FEW = 1 << 20, 256 << 20
 _SHORT_S = 600.0  # an allocation that ends sooner is worth a warning
-# (words in a refusal, how to fix it); the first that fits is used.
+# (words in an error message, how to fix it); the first match is used.
 _FIXES = (
     ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
     ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
@@ -35,12 +35,12 @@ _FIXES = (
 
 
 def fix_of(error: str) -> str:
-    """Returns how to fix the cause of a refusal."""
+    """Returns how to fix the cause of an error message."""
     return next((fix for words, fix in _FIXES if words in error), "see docs/troubleshooting.md")
 
 
 def check_request(facts: Facts) -> Iterator[Finding]:
-    """Finds what `run` would refuse before MPI starts."""
+    """Reports an error for which `run` would stop before MPI starts."""
     asked, launch = facts.asked, facts.launch
     detail = f"MODE={asked.mode}, T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
     if launch.config_error:
@@ -140,7 +140,7 @@ def _backend(facts: Facts, session: SessionFacts) -> Finding:
         return warn(
             "backend",
             f"{detail}, though {idle.host} has {len(idle.gpus)} × {idle.gpus[0].name}",
-            "fix CUDA as told above, or: make venv on this node installs CuPy",
+            "fix CUDA as above, or: make venv on this node installs CuPy",
         )
     cuda = next((rank.cuda for rank in facts.ranks if rank.cuda is not None), None)
     why = "CuPy is not installed" if cuda is None else "CuPy finds no GPU"

@@ -10,7 +10,7 @@ from mpissd.ops.doctor.finding import Finding, bad, ok, warn
 
 _LEAST_PYTHON = (3, 10)
 _INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
-# (words in mpirun's complaint, how to fix it); the first that fits is used.
+# (words in mpirun's error, how to fix it); the first match is used.
 _COMPLAINTS = (
     (
         ("not enough slots", "slots"),
@@ -70,7 +70,7 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_mpirun(facts: Facts) -> Iterator[Finding]:
-    """Finds that there is no mpirun."""
+    """Reports a missing mpirun."""
     launch = facts.launch
     if launch.mpirun_path:
         version = f" ({launch.mpirun_version})" if launch.mpirun_version else ""
@@ -138,7 +138,7 @@ def family(text: str) -> str:
 def check_launcher(facts: Facts) -> Iterator[Finding]:
     """Finds a launcher that started another number of ranks than MPI sees.
 
-    It is then the launcher of another MPI, and each rank takes itself for the only one.
+    The launcher then belongs to another MPI, and each rank believes that it is alone.
     """
     launch = facts.launch
     if launch.stray:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ASK_S = 20.0  # nvidia-smi takes seconds where GPUs are not in persistence mode
-_GRACE_S = 2.0  # time to end after a signal
+_GRACE_S = 2.0  # time for the child to end after a signal
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def ask(
     """Runs a command in a session of its own and returns what it printed. Never raises.
 
     Takes timeout_s + 4 s at most: a child that hangs in a driver and survives SIGKILL is left
-    behind. end: the signal that it gets first when its time is over.
+    behind. end: the first signal to the child when its time is over.
     """
     try:
         child = subprocess.Popen(

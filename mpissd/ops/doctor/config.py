@@ -1,4 +1,4 @@
-"""The configuration of `doctor`: a run's, and how to examine it."""
+"""The configuration of the command `doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpissd.common.flags import Checked, contained, flag, integer, number, switc
 
 @dataclass(frozen=True)
 class DoctorConfig(Checked):
-    """The configuration of `doctor`: the flags of the run that is examined, and its own."""
+    """The configuration of `doctor`: the examined run's flags, and flags of the examination."""
 
     run: RunConfig = contained(
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")

@@ -90,7 +90,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank; rank and world_size are MPI's, the fields launcher_… its environment's."""
+    """One rank; rank and world_size come from MPI, the fields launcher_… from the environment."""
 
     rank: int
     host: str
@@ -111,13 +111,13 @@ class RankFacts:
     gpu_numa: int | None = None
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     blas_threads: int | None = None
-    reads_neighbour: bool | None = None  # whether it may read the next rank's memory on this host
+    reads_neighbour: bool | None = None  # whether the rank may read the next rank's memory
     cuda: CudaView | None = None  # None: CuPy is not installed
 
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """The process of the command `doctor` before MPI starts; inside: it is a rank itself."""
+    """The process of `doctor` before MPI starts; inside: whether that process is a rank."""
 
     python: str
     python_version: str
@@ -172,7 +172,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts. Without ranks, they were not started or did not start."""
+    """All facts; `ranks` is empty if no rank was started or could start."""
 
     asked: Asked
     launch: LaunchFacts

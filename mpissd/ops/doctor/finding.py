@@ -26,15 +26,15 @@ class Finding:
 
 
 def ok(what: str, detail: str) -> Finding:
-    """Returns a finding about something that is as it should be."""
+    """Returns a finding without a fault."""
     return Finding(what, detail)
 
 
 def warn(what: str, detail: str, fix: str) -> Finding:
-    """Returns a finding about something with which the run still works."""
+    """Returns a finding about a fault with which the run still works."""
     return Finding(what, detail, WARN, fix)
 
 
 def bad(what: str, detail: str, fix: str) -> Finding:
-    """Returns a finding about something with which the run fails."""
+    """Returns a finding about a fault with which the run fails."""
     return Finding(what, detail, BAD, fix)

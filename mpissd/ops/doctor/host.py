@@ -17,7 +17,7 @@ from mpissd.ops.doctor.facts import CudaView, HostFacts, build
 from mpissd.ops.doctor.smi import read_gpus, read_links, read_users
 
 _CLOCK = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-_READINGS = 2000  # of the clock, to time one
+_READINGS = 2000  # readings of the clock, to time one
 # The names of the function that returns the number of threads, in builds of OpenBLAS and in MKL.
 _THREADS = (
     "scipy_openblas_get_num_threads64_ scipy_openblas_get_num_threads openblas_get_num_threads64_ "
@@ -88,7 +88,7 @@ def blas_threads(maps: str = "/proc/self/maps") -> int | None:
 
 
 def peek(pid: int, address: int, count: int) -> bytes | None:
-    """Returns `count` bytes of another process's memory, read as MPI's single copy reads it.
+    """Returns `count` bytes of another process's memory, read as MPI reads large messages.
 
     None where that is not permitted.
     """
@@ -133,7 +133,7 @@ def _space(path: str) -> int | None:
 
 
 def free_space(path: str) -> int | None:
-    """Returns the free bytes where a path is, or where it would be made; None if unknown."""
+    """Returns the free bytes where a path is, or would be created; None if unknown."""
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

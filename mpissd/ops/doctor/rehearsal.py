@@ -21,7 +21,7 @@ _WHY = {
 
 
 def rehearse(config: RunConfig) -> SessionFacts:
-    """Returns the same facts on every rank; collective. Removes the folders that it had to make."""
+    """Opens and closes a session; returns the same facts on every rank. Collective."""
     sharpen_sleep()
     made = _missing(Path(config.out))
     try:

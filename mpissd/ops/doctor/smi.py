@@ -42,7 +42,9 @@ def read_gpus(command: str = "nvidia-smi", timeout_s: float = ASK_S) -> tuple[li
             gpus = parse_gpus(answer.out)
             return gpus, "" if gpus else f"{command}: {answer.out.strip()[:200] or 'no answer'}"
         problem = problem or answer.problem
-        if answer.code is None:  # nvidia-smi hangs, and would hang for the other name as well
+        if (
+            answer.code is None
+        ):  # nvidia-smi hangs, and would hang with the field's other name as well
             break
     return [], f"{command}: {problem}"
 

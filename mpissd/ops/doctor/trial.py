@@ -13,7 +13,7 @@ from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.ops.doctor.launcher import user_environment
 from mpissd.ops.doctor.ranks import Seen
 
-MARK = "mpissd-doctor "  # begins rank 0's line of facts on stdout
+MARK = "mpissd-doctor "  # the beginning of rank 0's line of facts on stdout
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
 _MORE_S = 20.0  # time beyond the deadline for mpirun to start and to end
 _NOT_PASSED = ("schedule", "dry_run", "world_size", "progress")
@@ -63,5 +63,5 @@ def complaint(answer: Answer) -> str:
 
 
 def flags(run: RunConfig) -> list[str]:
-    """Returns the flags that make this configuration again in a rank."""
+    """Returns the flags with which a rank makes this configuration again."""
     return [f"--{name}={text}" for name, text in said(run).items() if name not in _NOT_PASSED]

@@ -32,14 +32,16 @@ class Peer:
         os.close(page)
         self._signals = signals
         self.ordered_at = 0.0
-        self.ordered: int | None = None  # the signal with which the launcher or a user ended it
-        self.left: int | None = None  # The exit code that it announced.
+        self.ordered: int | None = (
+            None  # the signal with which the launcher or a user ended the rank
+        )
+        self.left: int | None = None  # the exit code that the rank announced
         self.left_at: float | None = None
         self.gone = False
-        self.is_lost = False  # whether it is gone and the job goes on without it
+        self.is_lost = False  # whether the rank is gone and the job goes on without it
         self.gone_at = 0.0
-        self.is_orphan = False  # whether its launcher was gone before it
-        self.status: int | None = None  # Its wait status as of os.waitpid, if known.
+        self.is_orphan = False  # whether its launcher ended before the rank
+        self.status: int | None = None  # the rank's wait status as os.waitpid gives it, if known
         self.stopped_at: float | None = None
 
     def __str__(self) -> str:
@@ -47,18 +49,18 @@ class Peer:
 
     @property
     def stage(self) -> int:
-        """The Stage that it has reached."""
+        """The Stage that the rank has reached."""
         return self._page[STAGE]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has waited for another rank for more than 5 ms."""
+        """Whether the rank has waited for another one for more than 5 ms."""
         return bool(self._page[WAITING])
 
     def phase(self, lead: Peer | None = None) -> str:
-        """Returns what it did last, in words.
+        """Returns what the rank did last, in words.
 
-        lead: the lead, where it is on this host. Only the lead knows that the job still warms up.
+        lead: the lead if it is on this host, because it alone records that the job warms up.
         """
         stage = self.stage
         if lead is not None and stage == Stage.ROUNDS and lead.stage == Stage.WARM_UP:
@@ -77,29 +79,29 @@ class Peer:
 
     @property
     def signal(self) -> int | None:
-        """The signal that killed it, or None."""
+        """The signal that killed the rank, or None."""
         status = self.status
         return os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
 
     @property
     def in_good_order(self) -> bool:
-        """Whether it reached the last stage and ended with the exit code that it announced."""
+        """Whether the rank reached the last stage and ended with its announced exit code."""
         if self.left is None or self.stage != Stage.DONE:
             return False
         return self.status is None or os.waitstatus_to_exitcode(self.status) == self.left
 
     @property
     def is_unclear(self) -> bool:
-        """Whether it cannot be judged before its exit status is known, which may come late."""
+        """Whether the rank's exit status, which may come late, is needed to judge its end."""
         return self.status is None and not self.in_good_order
 
     @property
     def lost_its_launcher(self) -> bool:
-        """Whether MPI ended it because its launcher was gone: it was not killed by a signal."""
+        """Whether MPI ended the rank because its launcher was gone; no signal killed the rank."""
         return self.is_orphan and self.status != 0 and self.signal is None
 
     def how(self) -> str:
-        """Returns how it ended, in words that follow its name in a sentence."""
+        """Returns how the rank ended, as the predicate of a sentence about it."""
         if self.status is None:
             return "ended without a word (killed, or by os._exit)"
         if self.signal is not None:

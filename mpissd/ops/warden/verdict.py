@@ -1,4 +1,4 @@
-"""Concludes from what the warden sees which rank is at fault, and words the line that says so."""
+"""Decides which rank is at fault, from what the warden sees, and writes the line about it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Verdict:
 class Host:
     """The ranks of one host, and the conclusions about them.
 
-    A method that looks for a fault takes `now`, the time by monotonic(), and returns None for none.
+    A method that looks for a fault takes `now`, a time of monotonic(); it returns None for none.
     """
 
     def __init__(self) -> None:
         self.peers: dict[int, Peer] = {}
-        self.joined_at = 0.0  # when the first of them joined
+        self.joined_at = 0.0  # when the first rank joined, by monotonic()
 
     @property
     def alive(self) -> list[Peer]:
@@ -44,8 +44,7 @@ class Host:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """The message of guard.join; it is read from one rank, as all send the same about the
-        job."""
+        """The message of guard.join from one rank; its fields on the job are equal on all ranks."""
         return next(iter(self.peers.values())).about if self.peers else {}
 
     @property

@@ -26,9 +26,9 @@ from mpissd.ops.warden.verdict import Host, Verdict
 _TICK_S = 0.5
 _STATUS_S = 0.3  # longest wait for a dead rank's exit status
 _ORDERED_S = 0.3  # longest wait for all ranks to end that a launcher has signalled
-_OTHERS_S = 3.0  # how long a verdict is held that another host's warden may know better
+_OTHERS_S = 3.0  # delay of an uncertain verdict, as another host's warden may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
-_END_S = 1.5  # time for a rank to end after it was told to
+_END_S = 1.5  # time for a rank to end after the order to end
 _LAUNCHER_S = 2.0  # time for ranks to end by themselves when their launcher is gone
 _WAKE_S = 0.01  # sleep between two checks while a verdict or a kill is due soon
 _LINGER_S = 60.0  # longest wait for the first rank, and for ranks that come after the job is over
@@ -49,7 +49,7 @@ class Warden:
         self._lingers = self._noted = False
         self._launcher: tuple[int, int | None] | None = None  # its pid and pidfd
         self._stderr: int | None = None  # a copy of the launcher's stderr
-        self._is_front = False  # whether that is the stderr that the user reads
+        self._is_front = False  # whether the user reads that stderr
 
     def run(self) -> None:
         """Watches until all ranks have ended and no further one is expected."""
@@ -63,7 +63,7 @@ class Warden:
     def _is_needed(self, now: float) -> bool:
         """Returns whether a rank lives, has still to be judged, or may still join.
 
-        Ranks may join after the job is over: then they are told to end.
+        Ranks that join after the job is over get the order to end.
         """
         host = self._host
         if host.alive:
@@ -89,7 +89,9 @@ class Warden:
             elif isinstance(key.data, Peer) and key.fileobj is key.data.link:
                 self._read(key.data)
             else:
-                self._events.unregister(key.fileobj)  # a pidfd; _look finds which rank ended
+                self._events.unregister(
+                    key.fileobj
+                )  # the pidfd of an ended process; _look finds whose it was
 
     def _admit(self) -> None:
         """Lets a rank join; refuses a process of another user."""
@@ -171,13 +173,13 @@ class Warden:
     def _look(self, now: float) -> None:
         """Looks for ranks that have ended, are stopped, never joined or don't end; judges them."""
         host = self._host
-        if now - self._looked_at > 4 * _TICK_S:  # this process was stopped, and maybe all ranks
+        if now - self._looked_at > 4 * _TICK_S:  # this process was stopped, perhaps with all ranks
             for peer in host.alive:
                 peer.stopped_at = None
         ended = [peer for peer in host.alive if peer.look()]
         for peer in ended:
             peer.gone_at, peer.is_orphan = now, self._is_abandoned()
-            while self._read(peer):  # its last message may be that it leaves
+            while self._read(peer):  # its last message may announce its end
                 pass
         is_soon = now - self._looked_at < _WAKE_S / 2
         if self._verdict is not None or (is_soon and not ended):
@@ -252,7 +254,7 @@ class Warden:
                 return
 
     def _act(self, now: float) -> None:
-        """Uses a held verdict, tells ranks to end and kills them, each when its time has come."""
+        """Prints a held verdict, orders ranks to end, and kills them, each when it is due."""
         if self._held is not None and now > self._held[0]:
             self._judge(self._held[1])
         if self._is_abandoned():
@@ -261,7 +263,7 @@ class Warden:
                 self._judge(self._abandoned())
         for peer in self._host.alive:
             if peer.ordered and now > peer.ordered_at + _ORDERED_S:
-                peer.kill()  # a library's call keeps it from handling the signal
+                peer.kill()  # a library call that never returns keeps the rank from ending
         if self._verdict is None:
             return
         culprit = self._verdict.culprit
@@ -278,7 +280,7 @@ class Warden:
 def main() -> None:
     """Runs the warden until the last rank of this host has ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # it ends when its ranks have ended, not before
+        signal.signal(signum, signal.SIG_IGN)  # the warden ends only when its ranks have ended
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         Warden(listener).run()
 

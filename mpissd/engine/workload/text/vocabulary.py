@@ -114,8 +114,8 @@ def _json(path: Path) -> dict[str, Any]:
 def from_gguf(path: Path) -> Vocabulary:
     """Builds the byte-pair vocabulary that a GGUF file describes.
 
-    Raises ConfigError for another kind (SentencePiece), and for splits of text that are not known
-    here: tokens would be wrong without any error.
+    Raises ConfigError for another kind (SentencePiece), and for a pre-tokenizer that is not known
+    here, as it would give wrong tokens without any error.
     """
     metadata = read_gguf(path).metadata
     known = {key[len("tokenizer.ggml.") :]: v for key, v in metadata.items() if "ggml." in key}
