@@ -34,6 +34,7 @@ class LeadPhase(IntEnum):
     DEVICE_WAIT = 6  # wait until the verification is over
     SAMPLE = 7  # apply the acceptance rule
     RECORD = 8  # store the round's rows
+    PREFILL = 9  # compute the prompts of new sequences, between BROADCAST and UPLOAD
 
 
 class DraftPhase(IntEnum):
@@ -49,6 +50,7 @@ class DraftPhase(IntEnum):
     GROW = 7  # draft steps over the branches, with a poll for OUTCOME between two steps
     RECORD = 8  # store the round's rows
     TRUNK = 9  # with D > 1: wait for the merged answer of all drafts
+    PREFILL = 10  # compute prompts, or tokens that this draft did not draft, before a forward
 
 
 class FollowPhase(IntEnum):
@@ -59,6 +61,7 @@ class FollowPhase(IntEnum):
     UPLOAD = 2  # hand the tokens to the device
     LAUNCH = 3  # launch the verification
     DEVICE_WAIT = 4  # wait until the verification is over
+    PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
 # {DraftPhase that ends: the Doing that begins then}, which the warden reports
@@ -68,6 +71,7 @@ _NEXT = bytes(
         *(Doing.ANSWER,) * DraftPhase.SEND,
         *(Doing.GROWTH,) * (DraftPhase.RECORD - DraftPhase.SEND),
         Doing.OUTCOME_WAIT,
+        Doing.GROWTH,
         Doing.GROWTH,
     )
 )

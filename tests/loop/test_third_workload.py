@@ -21,18 +21,10 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import (
-    Admissions,
-    Branches,
-    DraftWorker,
-    Lanes,
-    OpenGather,
-    Proposals,
-    Rollout,
-    TargetWorker,
-    Workload,
-)
+from mpissd.engine.workload.base import DraftWorker, OpenGather, Proposals, TargetWorker, Workload
+from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.registry import workload_of
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.row_fields import RowFields
 from mpissd.lab.predict.row import is_predictable
 

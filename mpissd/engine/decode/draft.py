@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Event, Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Batch, Event, Outcome, Source, Speculation
 from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
 from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
 from mpissd.common.wait import Waiter
@@ -23,7 +23,8 @@ from mpissd.engine.decode.observer import Observer
 from mpissd.engine.decode.share import Share
 from mpissd.engine.spec.cache import Key, SpeculationCache
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import Branches, DraftWorker, Rollout
+from mpissd.engine.workload.base import DraftWorker
+from mpissd.engine.workload.rollout import Branches, Rollout
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,7 @@ class Drafter:
         self._batch = Batch(capacity)
         self._cache = SpeculationCache()
         self._branches: Branches | None = None
-        # [lanes], index into this draft's growth; -1: another draft's lane
-        self._own: NDArray[np.int64] | None = None
+        self._own: NDArray[np.int64] | None = None  # [lanes], index into the growth; -1: not ours
         self._growth: Rollout | None = None
         self._proposals: dict[int, list[NDArray[np.float32]]] = {}
         self.ledger: Ledger = DraftLedger()
@@ -79,7 +79,7 @@ class Drafter:
 
     @property
     def digest(self) -> int:
-        """The digest of the outcomes that this draft received (Batch.digest)."""
+        """The digest of the outcomes that it received (Batch.digest)."""
         return self._batch.digest
 
     @property
@@ -94,7 +94,7 @@ class Drafter:
 
     @property
     def policy(self) -> DraftPolicy:
-        """The policy that this draft was made with."""
+        """The policy that it was made with."""
         return self._policy
 
     def answer(self, outcome: Outcome) -> Speculation:
@@ -107,7 +107,7 @@ class Drafter:
         mark = self.ledger.mark
         if self._observer is not None:
             self._observer.note_outcome()
-        self._worker.begin_round(self._batch, self._batch.apply(outcome))
+        self._worker.enter(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         lanes = self._lookup(outcome)
         mark(DraftPhase.LOOKUP)
@@ -154,7 +154,9 @@ class Drafter:
         if not rows:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
-        backup = self._worker.restart(self._batch, rows, self._backup)
+        if self._backup == Source.JIT and self._worker.fill(self._batch, rows, self._waiter, 1):
+            self.ledger.mark(DraftPhase.PREFILL)
+        backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._num_jit = len(rows)
         else:
@@ -162,8 +164,7 @@ class Drafter:
         return [backup]
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Grows hits to K (unless they are served as they are) and misses to K_b, in shared
-        forwards."""
+        """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
         start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
@@ -234,6 +235,8 @@ class Drafter:
         """
         if not self._has_glue:
             return False
+        if self._worker.fill(self._batch, range(len(self._batch)), self._waiter):
+            self.ledger.mark(DraftPhase.PREFILL)
         self._growth_start = perf_counter()
         self._worker.launch_glue(self._batch, speculation)
         if self._observer is not None:
@@ -244,8 +247,13 @@ class Drafter:
         branches = self._worker.branches(self._batch, speculation, fan_outs)
         self._cache.fill(self._keys(speculation.round, branches))
         self._branches, self._growth = branches, branches.rollout
+        rows, k = branches.lanes.rows, branches.lanes.k
         if self._policy.share.num_drafts > 1:
-            self._keep_own(branches, speculation.source, fan_outs)
+            mine = self._policy.share.keep_own(branches, speculation.source, fan_outs)
+            self._own = np.full(len(rows), -1, np.int64)
+            self._own[mine] = np.arange(len(mine))
+            rows, k = rows[mine], k[mine]
+        self._worker.settle(self._batch, branches.rollout, rows, k)
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
@@ -257,13 +265,6 @@ class Drafter:
             return zip(repeat(round_), repeat(names[0][0]), repeat(names[0][1]), k, first)
         ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
         return zip(repeat(round_), ids, epochs, k, first)
-
-    def _keep_own(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> None:
-        share = self._policy.share
-        mine = np.flatnonzero(share.lanes(branches, source, fan_outs) == share.index)
-        self._own = np.full(len(branches.lanes.k), -1, np.int64)
-        self._own[mine] = np.arange(len(mine))
-        branches.rollout.keep(mine.tolist(), ())
 
     @property
     def growing(self) -> bool:

@@ -14,7 +14,7 @@ from mpissd.common.rounds import Event, Outcome, Speculation
 from mpissd.engine.decode.controls import Clocks, Controls, ranks_of, smoothed
 from mpissd.engine.spec.adaptive import Seen
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import Branches
+from mpissd.engine.workload.rollout import Branches
 
 _Lookup = tuple[Outcome, list[int | None], "Branches | None", FanOuts]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import Branches
+from mpissd.engine.workload.rollout import Branches
 
 Owners = Callable[[tuple[int, ...]], Ints]
 
@@ -44,6 +45,12 @@ class Share:
             starts, owners = self._table(fan_outs.behind(kind))
             owner[mask] = owners[starts[lanes.k[mask]] + lanes.place[mask]]
         return owner
+
+    def keep_own(self, branches: Branches, source: Ints, fan_outs: FanOuts) -> NDArray[np.int64]:
+        """Drops the lanes of the other drafts from the rollout; returns the indices of the rest."""
+        mine = np.flatnonzero(self.lanes(branches, source, fan_outs) == self.index)
+        branches.rollout.keep(mine.tolist(), ())
+        return mine
 
     def _table(self, fan_out: tuple[int, ...]) -> tuple[Ints, Ints]:
         if fan_out not in self._tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -60,6 +61,7 @@ class TargetLoop:
         self._waiter = waiter
         self.batch = Batch(capacity)
         self.round = 0
+        self.prefill_s = 0.0  # spent on prompts so far
         self._pending = Outcome.admission(-1, [])
         self.ledger = Ledger(LeadPhase)
         # This rank verifies, except while a speculator reports DRAFT_WAIT.
@@ -91,12 +93,15 @@ class TargetLoop:
         mark, outcome = self.ledger.mark, self._pending
         self._speculator.ask(outcome)
         mark(LeadPhase.SEND)
-        self._worker.begin_round(self.batch, self.batch.apply(outcome))
+        admissions = self.batch.apply(outcome)
+        self._worker.enter(self.batch, admissions)
         mark(LeadPhase.COMMIT)
         speculation = self._speculator.answer(self.round, len(self.batch))
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
+        if admissions and self._prefill():
+            mark(LeadPhase.PREFILL)
         self._worker.upload(self.batch, speculation)
         mark(LeadPhase.UPLOAD)
         self._worker.launch()
@@ -108,6 +113,13 @@ class TargetLoop:
         mark(LeadPhase.SAMPLE)
         self.round += 1
         return RoundResult(speculation, self._pending, self._worker.elapsed_s())
+
+    def _prefill(self) -> bool:
+        """Stores the prompts of admitted sequences in the cache, after the followers know them."""
+        start = perf_counter()
+        done = self._worker.fill(self.batch, range(len(self.batch)), self._waiter)
+        self.prefill_s += (perf_counter() - start) * done
+        return done
 
     def _outcome(self, accepted: Ints, bonus: Ints) -> Outcome:
         rows = self.batch.identity.copy()
@@ -155,8 +167,11 @@ def follow(
             return batch.digest
         ledger.mark(FollowPhase.PLAN_WAIT)
         page[DOING] = _VERIFY
-        worker.begin_round(batch, batch.apply(outcome))
+        admissions = batch.apply(outcome)
+        worker.enter(batch, admissions)
         ledger.mark(FollowPhase.COMMIT)
+        if admissions and worker.fill(batch, range(len(batch)), waiter):
+            ledger.mark(FollowPhase.PREFILL)
         worker.upload(batch, speculation)
         ledger.mark(FollowPhase.UPLOAD)
         worker.launch()

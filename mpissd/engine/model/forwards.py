@@ -49,6 +49,10 @@ class Results:
 class Forwards(Protocol):
     """A model as its worker uses it: forwards that are uploaded, launched and awaited."""
 
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward."""
+
     def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
         """Sets the size and the input tokens of the next forward.
 

@@ -28,6 +28,11 @@ class PausedForwards:
         self._pause_s, self._tokens, self._sleep = pause_s, tokens, sleep
         self._end = self._elapsed_s = 0.0
 
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward."""
+        return len(self._tokens)
+
     def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
         """Copies the tokens [<= rows], and sets the next pause to pause_s(rows)."""
         self._tokens[: len(tokens)] = tokens

@@ -89,6 +89,11 @@ class Stepper:
         """The compiled row counts, in rising order."""
         return list(self._buckets)
 
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward."""
+        return self._buckets[-1]
+
     def cost(self, rows: int) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank."""
         itemsize, most = self.backend.itemsize, self.stack.weights.max_rows

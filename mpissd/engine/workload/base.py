@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +22,14 @@ from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.endings import Endings
+from mpissd.engine.workload.placed import PlacedWorker
+from mpissd.engine.workload.rollout import Branches, Rollout
 from mpissd.engine.workload.row_fields import RowFields
 
 if TYPE_CHECKING:
     from mpissd.engine.job.job import Job
 
 W = TypeVar("W", bound="Worker")
-Admissions = Sequence[tuple[int, Request]]
 # (batch row, i) → float32 [V]: the distribution from which drafted token i was drawn.
 Proposals = Callable[[int, int], NDArray[np.float32]]
 
@@ -51,27 +50,17 @@ class LogitsGather(Protocol):
 OpenGather = Callable[[], LogitsGather]
 
 
-class Worker(ABC):
+class Worker(PlacedWorker):
     """Base class of target and draft workers: follows the batch and runs forwards."""
-
-    stepper: Forwards
 
     @abstractmethod
     def twin(self: W, stepper: Forwards) -> W:
         """Returns a worker with the same laws that runs its forwards on `stepper`."""
 
-    def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
+    def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them.
 
         Called while no sequence is live. The default does nothing.
-        """
-
-    @abstractmethod
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Admits new sequences to their slots and prepares the tokens that this round needs.
-
-        Called after an outcome was applied to `batch`. A slot that is used again forgets its
-        previous sequence.
         """
 
     def done(self) -> bool:
@@ -100,7 +89,7 @@ class TargetWorker(Worker):
         A sequence has num_draft + 1 rows: its last committed token and its drafted tokens.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
-        self.stepper.upload(len(tokens), tokens)
+        self._upload_trunk(len(tokens), tokens, batch, speculation)
 
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""
@@ -117,76 +106,16 @@ class TargetWorker(Worker):
         """
 
 
-class Rollout:
-    """Token sequences (lanes) that a draft grows together, one token a lane in each step.
-
-    tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
-    empty while a sequence has several lanes and the outcome has not yet chosen one.
-    q: float64 [lanes, K], the probability with which each token was drawn; None where tokens are
-    not sampled.
-    """
-
-    q: NDArray[np.float64] | None = None
-
-    def __init__(self, rows: NDArray[np.int64], first: Ints, tokens: Ints) -> None:
-        self.rows = rows
-        self.first = first  # [lanes], the token from which each lane starts
-        self.tokens = tokens
-        self.steps = 0
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    @property
-    def inputs(self) -> Ints:
-        """Token that each lane's next step reads, int32 [lanes]."""
-        return self.tokens[:, self.steps - 1] if self.steps else self.first
-
-    def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
-        """Keeps only `lanes`, chosen for batch rows `rows`, and drops all other lanes."""
-        chosen = np.array(lanes, np.int64)
-        self.rows = np.array(rows, np.int64)
-        self.first, self.tokens = self.first.take(chosen), self.tokens.take(chosen, axis=0)
-
-    def proposals(self, lane: int) -> list[NDArray[np.float32]]:
-        """Returns the distributions [V] of the lane's tokens that were drawn with q < 1."""
-        return []
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """The outcome for which each lane is grown; all arrays are [lanes].
-
-    rows: the lane's batch row. k: the number of accepted tokens in its outcome. place: the rank of
-    its bonus candidate among the candidates of that k, from 0.
-    """
-
-    rows: NDArray[np.int64]
-    k: Ints
-    place: Ints
-
-    @cached_property
-    def lists(self) -> tuple[list[int], list[int]]:
-        """Pair (rows, k) as lists, cached because the same lanes serve many rounds."""
-        return self.rows.tolist(), self.k.tolist()
-
-
-class Branches(NamedTuple):
-    """One lane for each bonus candidate, and the rollout that grows these lanes."""
-
-    lanes: Lanes
-    rollout: Rollout
-
-
 class DraftWorker(Worker):
     """Runs the whole draft model on a draft rank, or on the lead where the draft is inline."""
 
     lookahead: int
+    first_row: int = 0  # of the last step's forward: the row of its first lane
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, K+1 rows a sequence."""
         tokens = verify_rows(batch.last_tokens, speculation)
-        self.stepper.upload(len(batch) * (self.lookahead + 1), tokens)
+        self._upload_trunk(len(batch) * (self.lookahead + 1), tokens, batch, speculation)
         self.stepper.launch()
 
     def served(self, batch: Batch, speculation: Speculation) -> None:
@@ -211,11 +140,26 @@ class DraftWorker(Worker):
         source: which backup drafts them (JIT or FAST).
         """
 
+    def settle(self, batch: Batch, rollout: Rollout, rows: NDArray[np.int64], k: Ints) -> None:
+        """Gives new branches, behind k accepted tokens of batch rows `rows`, their places."""
+        if self.placement is not None:
+            rollout.places = self.placement.lanes(batch, rows, k)
+
+    def resume(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        """Returns the lanes of `restart`, with their places in the KV cache."""
+        rollout = self.restart(batch, rows, source)
+        if self.placement is not None:
+            rollout.places = self.placement.restart(batch, np.asarray(rows, np.int64))
+        return rollout
+
     def launch_step(self, rollouts: Sequence[Rollout]) -> None:
         """Starts one forward that grows every lane of every rollout by one token."""
         inputs = [rollout.inputs for rollout in rollouts]
-        tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
-        self.stepper.upload(len(tokens), tokens)
+        if self.placement is not None:
+            self.first_row = self._upload_lanes(self.placement, rollouts, inputs)
+        else:
+            tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
+            self.stepper.upload(len(tokens), tokens)
         self.stepper.launch()
 
     @abstractmethod

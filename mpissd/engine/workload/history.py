@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Request, Speculation
-from mpissd.engine.workload.base import Admissions
+from mpissd.engine.workload.placed import Admissions
 
 _ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
 _EPOCH = 1 << 32  # limit of rounds in an epoch

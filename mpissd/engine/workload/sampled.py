@@ -19,15 +19,10 @@ from numpy.typing import NDArray
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.base import (
-    Admissions,
-    DraftWorker,
-    LogitsGather,
-    Proposals,
-    Rollout,
-    TargetWorker,
-)
+from mpissd.engine.workload.base import DraftWorker, LogitsGather, Proposals, TargetWorker
 from mpissd.engine.workload.history import Histories, History
+from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.rollout import Rollout
 
 Logits = NDArray[np.float32]
 

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpissd.common.rounds import Batch, Request, Source, Speculation
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import Admissions, Branches, DraftWorker, Lanes, Rollout
+from mpissd.engine.workload.base import DraftWorker
+from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.placement import Placement
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 
 
 class TailWorker(DraftWorker):
@@ -47,8 +50,25 @@ class TailWorker(DraftWorker):
     def prepare(self, requests: Iterable[Request]) -> None:
         self._worker.prepare(requests)
 
+    @property
+    def placement(self) -> Placement | None:
+        return self._worker.placement
+
+    @placement.setter
+    def placement(self, placement: Placement | None) -> None:
+        self._worker.placement = placement
+
+    def enter(self, batch: Batch, admissions: Admissions) -> None:
+        self._worker.enter(batch, admissions)
+
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.begin_round(batch, admissions)
+
+    def committed(self, slot: int, start: int, stop: int) -> Ints:
+        return self._worker.committed(slot, start, stop)
+
+    def launch_step(self, rollouts: Sequence[Rollout]) -> None:
+        self._worker.launch_step(rollouts)
 
     def served(self, batch: Batch, speculation: Speculation) -> None:
         self._worker.served(batch, speculation)

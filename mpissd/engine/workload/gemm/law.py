@@ -18,7 +18,7 @@ from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import lanes_of
-from mpissd.engine.workload.base import Admissions
+from mpissd.engine.workload.placed import Admissions
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
 _CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions

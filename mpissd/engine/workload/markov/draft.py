@@ -10,10 +10,10 @@ from mpissd.common.rounds import Batch, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import Branches, Lanes, Rollout
 from mpissd.engine.workload.history import Histories, looked_up
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import trunk
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.sampled import Lane, SampledRollout, SamplingDraftWorker
 
 

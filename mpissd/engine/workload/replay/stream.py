@@ -13,9 +13,9 @@ import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.spec.fanout import lanes_of
-from mpissd.engine.workload.base import Admissions
 from mpissd.engine.workload.gemm.law import Index
 from mpissd.engine.workload.history import looked_up
+from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.replay.recording import Ids, Recording
 
 

@@ -1,0 +1,173 @@
+"""Where the rows of a worker's forwards lie in its model's KV cache.
+
+A sequence's committed tokens have positions 0, 1, …; of the last one only the token is known, and
+its K and V are stored by the forward that reads it. `filled` positions of a slot are stored and
+valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those that are
+served) write the cache; branches that a draft grows write scratch, so a hit copies nothing: the
+next glue writes the trunk again, with equal bits.
+
+Workloads without prompts have `context` tokens before their first one, which nobody computes: the
+attention reads as many bytes as it would, and no token depends on their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Batch, Ints, Request
+from mpissd.engine.model.forwards import Places
+
+Index = NDArray[np.int64]
+TRUNK = -1  # the lane of a row that writes the cache
+
+
+@dataclass(frozen=True)
+class LanePlaces:
+    """Where a rollout's lanes grow; all are [lanes].
+
+    slots: the cache slot. first: the position of the token that the first step reads. ids: the
+    lane's scratch, or TRUNK for a lane that continues the committed tokens in the cache.
+    """
+
+    slots: Index
+    first: Index
+    ids: Index
+
+    def keep(self, lanes: Index) -> LanePlaces:
+        """Returns the places of these lanes alone."""
+        return LanePlaces(self.slots[lanes], self.first[lanes], self.ids[lanes])
+
+
+class Gap(NamedTuple):
+    """Committed tokens of a slot that are not in its cache: positions start … stop − 1."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class Placement:
+    """The positions of all live sequences of one worker."""
+
+    def __init__(self, slots: int, context: int = 0, window: int | None = None) -> None:
+        """Starts empty.
+
+        slots: sequences at once. context: tokens before the first of a sequence without a prompt.
+        window: the committed tokens after which such a sequence's positions begin again, so that a
+        run of any length stays within the cache (None: never).
+        """
+        self._context, self._window = context, window
+        self._base = np.zeros(slots, np.int64)  # position of the first counted token
+        self.filled = np.zeros(slots, np.int64)
+
+    def admit(self, slot: int, request: Request, shared: int = 0) -> None:
+        """Takes a new sequence, of whose prompt the first `shared` tokens are in the slot."""
+        if request.prompt:
+            self._base[slot] = len(request.prompt) - 1
+            self.filled[slot] = shared
+        else:
+            self._base[slot] = self.filled[slot] = self._context
+
+    def roll_back(self, batch: Batch) -> None:
+        """Forgets what was stored behind the last committed token of each sequence."""
+        slots = batch.slots
+        self.filled[slots] = np.minimum(self.filled[slots], self.last(batch))
+
+    def last(self, batch: Batch) -> Index:
+        """Returns the position of each sequence's last committed token, [b]."""
+        behind = batch.lengths - 1
+        if self._window is not None:
+            behind %= self._window
+        position: Index = self._base[batch.slots] + behind
+        return position
+
+    def gaps(self, batch: Batch, rows: Index, spare: int = 0) -> list[Gap]:
+        """Returns what is missing before the last tokens of batch rows `rows`.
+
+        Sequences that lack at most `spare` tokens are left out.
+        """
+        slots, last = batch.slots[rows], self.last(batch)[rows]
+        filled = self.filled[slots]
+        short = np.flatnonzero(last - filled > spare)
+        return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
+
+    def fill(self, gaps: Sequence[Gap]) -> Places:
+        """Returns the places of all tokens of these gaps, which are filled from then on."""
+        for gap in gaps:
+            self.filled[gap.slot] = gap.stop
+        return self.places_of(gaps)
+
+    @staticmethod
+    def places_of(gaps: Sequence[Gap]) -> Places:
+        """Returns the places of all tokens of these gaps, in their order."""
+        slots = np.repeat([gap.slot for gap in gaps], [gap.stop - gap.start for gap in gaps])
+        return _trunk(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
+
+    def trunk(self, batch: Batch, num_draft: Ints) -> Places:
+        """Returns the places of each sequence's last token and its num_draft served tokens."""
+        counts = num_draft + 1
+        last = self.last(batch)
+        rows = np.repeat(np.arange(len(batch)), counts)
+        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        assert (self.filled[batch.slots] >= last).all(), "a trunk behind tokens that are missing"
+        self.filled[batch.slots] = last + counts
+        return _trunk(batch.slots[rows], last[rows] + ahead)
+
+    def lanes(self, batch: Batch, rows: Index, k: Ints) -> LanePlaces:
+        """Returns the places of branches behind k accepted tokens of batch rows `rows`."""
+        first = self.last(batch)[rows] + k + 1
+        return LanePlaces(batch.slots[rows], first, np.arange(len(rows)))
+
+    def restart(self, batch: Batch, rows: Index) -> LanePlaces:
+        """Returns the places of lanes that continue batch rows `rows` in the cache."""
+        return LanePlaces(batch.slots[rows], self.last(batch)[rows], np.full(len(rows), TRUNK))
+
+    def step(self, lanes: LanePlaces, steps: int) -> Places:
+        """Returns the places of the next step of these lanes, which have grown `steps` tokens."""
+        positions = lanes.first + steps
+        in_trunk = lanes.ids == TRUNK
+        self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1
+        return _places(lanes.slots, positions, lanes.ids, lanes.first)
+
+    def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
+        """Returns what lanes in the trunk that begin now have to store before their first token."""
+        if steps or not len(lanes.ids) or lanes.ids[0] != TRUNK:
+            return []
+        filled = self.filled[lanes.slots]
+        short = np.flatnonzero(lanes.first > filled).tolist()
+        return [Gap(int(lanes.slots[n]), int(filled[n]), int(lanes.first[n])) for n in short]
+
+
+def joined(parts: Sequence[Places]) -> Places:
+    """Returns the places of several groups of rows, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Places(
+        np.concatenate([part.slots for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.lanes for part in parts]),
+        np.concatenate([part.trunks for part in parts]),
+    )
+
+
+def chunk(places: Places, part: slice) -> Places:
+    """Returns the places of some of the rows of a prompt, whose candidates nobody reads."""
+    rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
+    return Places(*rows, False)
+
+
+def _trunk(slots: Index, positions: Index) -> Places:
+    return _places(slots, positions, np.full(len(slots), TRUNK), positions)
+
+
+def _places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
+    return Places(_ints(slots), _ints(positions), _ints(lanes), _ints(trunks))
+
+
+def _ints(values: Index) -> Ints:
+    return values.astype(np.int32)
