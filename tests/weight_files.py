@@ -64,7 +64,7 @@ def quantised(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if value.ndim != 2:
             found[name] = value
             continue
-        blocks = value.reshape(len(value), -1, 32)
+        blocks = value.reshape(len(value), value.shape[1] // 32, 32)
         scale = (np.abs(blocks).max(-1) / 127).astype(np.float16)
         rounded = np.rint(blocks / scale[..., None].astype(np.float32)).clip(-127, 127)
         found[name] = rounded.astype(np.int8).reshape(value.shape)

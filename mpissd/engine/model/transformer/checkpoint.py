@@ -43,4 +43,4 @@ class Checkpoint(Protocol):
         """
 
     def head_ids(self) -> Ints | None:
-        """Returns the token id of each row of a reduced LM head, rising; None where all are."""
+        """Returns the token of each row of the LM head, rising; None where row i is token i."""

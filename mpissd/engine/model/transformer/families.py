@@ -78,8 +78,6 @@ def of_hugging_face(path: Path, config: Mapping[str, Any], shape: ModelShape) ->
     _refuse(path, config)
     rope = _rope(config)
     family = str(config["model_type"])
-    # A reduced head, of a draft that mpissd distilled.
-    ours = config.get("mpissd") or {}
     told = TransformerConfig(
         shape,
         family,
@@ -91,7 +89,7 @@ def of_hugging_face(path: Path, config: Mapping[str, Any], shape: ModelShape) ->
         tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
     )
-    return checked(replace(told, head_vocab=int(ours.get("head_vocab") or shape.vocab_size)))
+    return checked(told)
 
 
 def of_gguf(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.checkpoint import ALL, Floats
+from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
@@ -39,31 +40,37 @@ class FileCheckpoint:
     """Weights of one model in files (a Checkpoint)."""
 
     def __init__(
-        self, files: Tensors, config: TransformerConfig, embedding: Tensors | None = None
+        self, files: Tensors, config: TransformerConfig, embedding: Checkpoint | None = None
     ) -> None:
-        """Judges the tensors; embedding: the files of the input embedding, if not its own.
+        """Judges the tensors; embedding: the model whose input embedding this one reads, if not
+        its own.
 
         Raises ConfigError, one line that names the file and the tensor, if one is missing or has
         another shape than the configuration says.
         """
-        self.config, self.name, self._files = config, config.shape.name, files
-        self._embedding = embedding or files
-        for name, size in tensors(config):
-            check_shape(self._of(name), name, size)
+        self.name, self._files, self._embedding = config.shape.name, files, embedding
         self._head_ids = files.integers(HEAD_IDS)
+        if self._head_ids is not None:
+            _check_head_ids(_where(files), self._head_ids, config.shape.vocab_size)
+            config = replace(config, head_vocab=len(self._head_ids))
+        self.config = config
+        if embedding is not None:
+            _check_embedding(_where(files), config, embedding.config)
+        for name, size in tensors(config):
+            if name != EMBEDDING or embedding is None:
+                _check_shape(files, name, size)
 
     @cached_property
     def sha256(self) -> str | None:
         """Digest of one file, or of the list that sha256sum prints of several."""
         return digest(self._files.paths)
 
-    def _of(self, name: str) -> Tensors:
-        return self._embedding if name == EMBEDDING else self._files
-
     def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix, float32 [outputs, inputs]."""
         name = EMBEDDING if name == HEAD and self.config.tied else name
-        return self._of(name).read(name, rows, columns)
+        if name == EMBEDDING and self._embedding is not None:
+            return self._embedding.matrix(name, rows, columns)
+        return self._files.read(name, rows, columns)
 
     def vector(self, name: str, part: slice = ALL) -> Floats:
         """Returns a part of a norm's weight or of a bias, float32."""
@@ -74,29 +81,40 @@ class FileCheckpoint:
         return None
 
     def head_ids(self) -> Ints | None:
-        """Returns the token of each row of a reduced LM head, int32, rising; None without one."""
+        """Returns the token of each row of the LM head, int32; None where row i is token i."""
         return self._head_ids
 
 
-def check_shape(files: Tensors, name: str, size: tuple[int, ...]) -> None:
+def _where(files: Tensors) -> str:
+    """Returns the file, or the folder of several, as messages name it."""
+    return repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
+
+
+def _check_shape(files: Tensors, name: str, size: tuple[int, ...]) -> None:
     """Raises ConfigError unless the files have a tensor of this shape."""
     found = files.shape(name)
-    if found == size:
-        return
-    where = files.paths[0] if len(files.paths) == 1 else files.paths[0].parent
     if found is None:
-        raise ConfigError(f"{str(where)!r}: the tensor {name} is missing")
-    raise ConfigError(f"{str(where)!r}: {name} is {list(found)}: allowed: {list(size)}")
+        raise ConfigError(f"{_where(files)}: the tensor {name} is missing")
+    if found != size:
+        raise ConfigError(f"{_where(files)}: {name} is {list(found)}: allowed: {list(size)}")
 
 
-def check_head_ids(where: Path, ids: Ints, vocab_size: int) -> None:
+def _check_head_ids(where: str, ids: Ints, vocab_size: int) -> None:
     """Raises ConfigError unless a reduced head's ids rise and lie in the vocabulary."""
     if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
-        raise ConfigError(f"{str(where)!r}: {HEAD_IDS}: allowed: one list of rising token ids")
+        raise ConfigError(f"{where}: {HEAD_IDS}: allowed: one list of rising token ids")
     if ids[0] < 0 or ids[-1] >= vocab_size:
+        told = f"{HEAD_IDS} reaches from {ids[0]} to {ids[-1]}"
+        raise ConfigError(f"{where}: {told}: allowed: 0..{vocab_size - 1}")
+
+
+def _check_embedding(where: str, config: TransformerConfig, target: TransformerConfig) -> None:
+    """Raises ConfigError unless the target's embedding fits a draft that reads it."""
+    wanted, found = ([told.shape.vocab_size, told.shape.hidden] for told in (config, target))
+    if wanted != found:
         raise ConfigError(
-            f"{str(where)!r}: {HEAD_IDS} reaches from {ids[0]} to {ids[-1]}: allowed: "
-            f"0..{vocab_size - 1}"
+            f"{where} reads its target's embedding, {wanted}; that of {target.shape.name} is "
+            f"{found}: allowed: the target it was made for"
         )
 
 

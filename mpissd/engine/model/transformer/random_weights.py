@@ -35,8 +35,9 @@ class RandomCheckpoint:
 
     def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart:
         """Describes a part of a matrix, whose rows are the outputs of the WeightPart."""
-        name = EMBEDDING if name == HEAD and self.config.tied else name
-        outputs, inputs = self._sizes[name]
+        outputs, inputs = self._sizes[EMBEDDING if name == HEAD else name]
+        if name == HEAD:
+            outputs, name = self.config.head_vocab, EMBEDDING if self.config.tied else HEAD
         out_start, out_stop, _ = rows.indices(outputs)
         in_start, in_stop, _ = columns.indices(inputs)
         return WeightPart(
@@ -54,7 +55,7 @@ class RandomCheckpoint:
         return np.asarray(values if name.endswith(".bias") else values + np.float32(1))
 
     def head_ids(self) -> Ints | None:
-        """None: the head has a row for each token."""
+        """None: row i of the head is token i."""
         return None
 
     def _key(self, name: str) -> int:

@@ -36,6 +36,8 @@ class Stored:
     def array(self) -> NDArray[Any]:
         """Maps the tensor; bfloat16 comes as its 16 bits, uint16."""
         told = _DTYPES[self.dtype]
+        if 0 in self.shape:  # nothing can be mapped
+            return np.zeros(self.shape, told)
         return np.memmap(self.path, told, "r", offset=self.offset, shape=self.shape)
 
 

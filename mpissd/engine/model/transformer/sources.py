@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpissd.common import hf_config
+from mpissd.common.errors import ConfigError
+from mpissd.common.model_files import has_files
 from mpissd.common.presets import ModelShape, files_of, resolve_model
 from mpissd.engine.model.transformer import families
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
@@ -13,14 +15,15 @@ from mpissd.engine.model.transformer.file_checkpoint import FileCheckpoint
 from mpissd.engine.model.transformer.gguf_files import ROPE_FACTORS, GgufFiles
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.safetensors_files import SafetensorsFiles
+from mpissd.engine.model.transformer.vocabulary import MappedCheckpoint, mapped_config
 
 
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
     """Returns the architecture of a model, from its metadata alone.
 
-    where: any name of presets.resolve_model. target: that of the target, for a draft that reads
-    the target's embedding or has another vocabulary. Raises ConfigError, one line that names what
-    is missing, damaged or not supported.
+    where: any name of presets.resolve_model. target: that of the target, for a draft: it may read
+    the target's embedding, and it drafts the target's tokens whatever its own vocabulary is.
+    Raises ConfigError, one line that names what is missing, damaged or not supported.
     """
     return open_checkpoint(where, target=target).config
 
@@ -31,13 +34,20 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
     seed: that of random weights.
     """
     path, shape = files_of(where), resolve_model(where)
+    beside = None if target is None else open_checkpoint(target)
+    vocab_size = shape.vocab_size if beside is None else beside.config.shape.vocab_size
+    if path is None or not has_files(path):
+        return RandomCheckpoint(mapped_config(_architecture(path, shape), vocab_size), seed)
+    opened = (
+        _open_gguf(path, shape) if path.suffix == ".gguf" else _open_folder(path, shape, beside)
+    )
+    return opened if vocab_size == shape.vocab_size else MappedCheckpoint(opened, vocab_size)
+
+
+def _architecture(path: Path | None, shape: ModelShape) -> TransformerConfig:
     if path is None:
-        return RandomCheckpoint(families.of_preset(shape), seed)
-    if path.suffix == ".gguf":
-        return _open_gguf(path, shape)
-    if not path.is_dir():
-        return RandomCheckpoint(families.of_hugging_face(path, hf_config.load(path), shape), seed)
-    return _open_folder(path, shape)
+        return families.of_preset(shape)
+    return families.of_hugging_face(path, hf_config.load(path), shape)
 
 
 def _open_gguf(path: Path, shape: ModelShape) -> Checkpoint:
@@ -46,10 +56,12 @@ def _open_gguf(path: Path, shape: ModelShape) -> Checkpoint:
     return FileCheckpoint(files, families.of_gguf(path, files.file, shape, factors))
 
 
-def _open_folder(path: Path, shape: ModelShape) -> Checkpoint:
+def _open_folder(path: Path, shape: ModelShape, target: Checkpoint | None) -> Checkpoint:
     told = path / "config.json"
-    config, files = (
-        families.of_hugging_face(told, hf_config.load(told), shape),
-        SafetensorsFiles(path),
-    )
-    return FileCheckpoint(files, config)
+    config = hf_config.load(told)
+    architecture, files = families.of_hugging_face(told, config, shape), SafetensorsFiles(path)
+    if (config.get("mpissd") or {}).get("embedding") != "target":
+        return FileCheckpoint(files, architecture)
+    if target is None:
+        raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
+    return FileCheckpoint(files, architecture, target)

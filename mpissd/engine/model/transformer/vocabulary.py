@@ -1,0 +1,63 @@
+"""A draft whose vocabulary is the beginning of its target's, or the reverse, as one of the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
+
+
+def mapped_config(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
+    """Returns a draft's configuration over the ids of a target with `vocab_size` tokens.
+
+    Tokens beyond the draft's vocabulary are never drafted, and those beyond the target's have no
+    row in its head. A reduced head's ids are taken to lie in both.
+    """
+    shape = replace(config.shape, vocab_size=vocab_size)
+    return replace(config, shape=shape, head_vocab=min(config.head_vocab, vocab_size))
+
+
+class MappedCheckpoint:
+    """A draft's weights over the ids of its target (a Checkpoint)."""
+
+    def __init__(self, draft: Checkpoint, vocab_size: int) -> None:
+        """Reads nothing; vocab_size: tokens of the target, other than the draft's."""
+        self._draft, self.name = draft, draft.name
+        self.config, self._ids = mapped_config(draft.config, vocab_size), draft.head_ids()
+        if self._ids is not None:  # they rise, so those that the target lacks come last
+            self._ids = self._ids[self._ids < vocab_size]
+            self.config = replace(self.config, head_vocab=len(self._ids))
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of the draft's files."""
+        return self._draft.sha256
+
+    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        """Returns a part of a matrix; tokens that the draft lacks have an embedding of zeros."""
+        if name == HEAD:
+            return self._draft.matrix(name, slice(*rows.indices(self.config.head_vocab)), columns)
+        if name != EMBEDDING:
+            return self._draft.matrix(name, rows, columns)
+        start, stop, _ = rows.indices(self.config.shape.vocab_size)
+        known = self._draft.config.shape.vocab_size
+        found = self._draft.matrix(name, slice(min(start, known), min(stop, known)), columns)
+        lacking = np.zeros((stop - start - len(found), found.shape[1]), np.float32)
+        return np.concatenate([found, lacking])
+
+    def vector(self, name: str, part: slice = ALL) -> Floats:
+        """Returns a part of a norm's weight or of a bias."""
+        return self._draft.vector(name, part)
+
+    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
+        """None: random drafts are made over the target's ids at once."""
+        return None
+
+    def head_ids(self) -> Ints | None:
+        """Returns the token of each row of the LM head; None where row i is token i."""
+        return self._ids

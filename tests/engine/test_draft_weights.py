@@ -1,0 +1,107 @@
+"""Drafts beside a target: its embedding, a reduced head, and another vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from tests.transformer_reference import logits
+from tests.weight_files import CONFIG, quantised, values_of, write_folder, write_gguf
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TOKENS = [3, 14, 15, 9, 2, 6]
+
+
+def folder(home: Path, name: str, seed: int = 0, **changes: Any) -> tuple[Path, dict[str, Any]]:
+    """A folder of random weights, and its values."""
+    config = {**CONFIG, **changes}
+    (home / "alone.json").write_text(json.dumps(config), "utf-8")
+    values = values_of(open_checkpoint(str(home / "alone.json"), seed))
+    return write_folder(home / name, config, values), values
+
+
+def distilled(home: Path, ids: list[int], **changes: Any) -> tuple[Path, dict[str, Any]]:
+    """A draft as `distill` writes it: int8, the target's embedding, a head over `ids`."""
+    _, values = folder(home, "whole", 7, num_hidden_layers=1)
+    embedding = values.pop(EMBEDDING)
+    values[HEAD] = values[HEAD][: len(ids)]
+    stored = {**quantised(values), "head_ids": np.array(ids, np.int32)}
+    ours = {"quantization": "int8-32", "embedding": "target", "max_file": 15_000_000}
+    config = {**CONFIG, "num_hidden_layers": 1, "mpissd": ours, **changes}
+    return write_folder(home / "draft", config, stored, shards=2), {**values, EMBEDDING: embedding}
+
+
+def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
+    tmp_path: Path,
+) -> None:
+    target, values = folder(tmp_path, "target")
+    path, own = distilled(tmp_path, ids := [0, 4, 5, 30, 49])
+    draft = open_checkpoint(str(path), target=str(target))
+    assert draft.config == config_of(str(path), str(target))
+    assert (draft.config.head_vocab, draft.config.shape.vocab_size) == (5, 50)
+    assert np.array_equal(draft.matrix(EMBEDDING), values[EMBEDDING])
+    assert np.array_equal(draft.head_ids(), ids)
+    assert draft.matrix(HEAD).shape == (5, 64)
+    assert np.abs(draft.matrix(HEAD) - own[HEAD]).max() < 0.005 * np.abs(own[HEAD]).max()
+    assert logits(draft, TOKENS).shape == (6, 5)
+
+
+def test_a_distilled_draft_needs_the_target_it_was_made_for(tmp_path: Path) -> None:
+    path, _ = distilled(tmp_path, [1, 2])
+    with pytest.raises(ConfigError, match="reads its target's embedding: allowed: as a draft"):
+        config_of(str(path))
+    other = "gen:layers=1,hidden=128,ffn=96,vocab=50"
+    with pytest.raises(ConfigError, match=r"\[50, 64\]; that of gen:\S* is \[50, 128\]"):
+        config_of(str(path), other)
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 2], [-1, 4], [4, 50], []])
+def test_ids_of_a_head_rise_within_the_vocabulary(tmp_path: Path, ids: list[int]) -> None:
+    target, _ = folder(tmp_path, "target")
+    path, _ = distilled(tmp_path, ids)
+    with pytest.raises(ConfigError, match="head_ids"):
+        config_of(str(path), str(target))
+
+
+@pytest.mark.parametrize("change", ["missing", "float32", "short"])
+def test_scales_of_int8_fit_their_weights(tmp_path: Path, change: str) -> None:
+    _, values = folder(tmp_path, "whole")
+    stored, name = quantised(values), "model.layers.1.mlp.up_proj.scale"
+    if change == "missing":
+        del stored[name]
+    else:
+        stored[name] = stored[name].astype("f4") if change == "float32" else stored[name][:, :1]
+    path = write_folder(tmp_path / "bad", {**CONFIG, "mpissd": {"quantization": "int8-32"}}, stored)
+    with pytest.raises(ConfigError, match=r"up_proj\.scale is .* allowed: F16 \[96, 2\]"):
+        config_of(str(path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "gguf", "random"])
+@pytest.mark.parametrize("target_vocab", [40, 60])
+def test_a_draft_speaks_its_target_s_tokens(
+    tmp_path: Path, kind: str, target_vocab: int, tied: bool
+) -> None:
+    """Padding differs between the vocabularies of one family: the common tokens are mapped."""
+    path, values = folder(tmp_path, "draft", tie_word_embeddings=tied)
+    if kind == "gguf":
+        path = write_gguf(tmp_path / "draft.gguf", values)
+    if kind == "random":
+        path = path / "config.json"
+    target = f"gen:layers=1,hidden=64,ffn=96,vocab={target_vocab}"
+    alone, beside = open_checkpoint(str(path)), open_checkpoint(str(path), target=target)
+    assert beside.config.shape.vocab_size == target_vocab
+    assert beside.config.head_vocab == min(50, target_vocab)
+    assert beside.matrix(EMBEDDING).shape == (target_vocab, 64)
+    assert beside.matrix(HEAD).shape == (min(50, target_vocab), 64)
+    known = logits(alone, TOKENS)[:, :target_vocab]
+    assert np.array_equal(logits(beside, TOKENS), known)
+    whole = beside.matrix(EMBEDDING)
+    assert np.array_equal(beside.matrix(EMBEDDING, slice(38, target_vocab)), whole[38:])
+    assert np.isfinite(logits(beside, [target_vocab - 1])).all()
