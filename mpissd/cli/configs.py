@@ -15,7 +15,9 @@ class ProbeConfig(Checked):
     """Flags of `probe`: those of a run (mode=ar: no draft), and the profile's name."""
 
     run: RunConfig = contained(RunConfig)
-    name: str | None = flag(None, words, "of the profile (default: device, T and pair)")
+    name: str | None = flag(
+        None, words, "name of the profile (default: made of device, T and pair)"
+    )
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,17 @@ class PredictConfig(Checked):
     profile: str | None = flag(
         None,
         words,
-        "a job's (OUT/profiles/RUN_ID.json) or a device's (a name or a file; with rows: several, "
-        "a comma between)",
+        "profile of a job (OUT/profiles/RUN_ID.json) or of a device (a name or a file; with rows: "
+        "several, separated by commas)",
     )
     tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
     rows: str | None = flag(
-        None, words, "folders or runs.jsonl, a comma between: the errors of predicting their rows"
+        None,
+        words,
+        "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
     )
     host: str | None = flag(
-        None, words, "with rows: a run's profile whose host costs count (default: the profile's)"
+        None, words, "with rows: a run's profile that gives the host costs (default: the profile)"
     )
 
     def check_host(self) -> None:
@@ -71,7 +75,7 @@ class PlanConfig(Checked):
     """Flags of `plan`: the laws, the device profile, and the number of GPUs."""
 
     profile: str = flag("h100", words, "device profile: a name or a file")
-    gpus: int = flag(2, integer(1), "GPUs at most")
+    gpus: int = flag(2, integer(1), "largest number of GPUs to use")
     run: RunConfig = contained(RunConfig, only=_PLANNED)
 
 
@@ -80,9 +84,9 @@ class WhyConfig(Checked):
     """Flags of `why`: the result whose gaps to its floor are shown."""
 
     result: str | None = flag(
-        None, words, "a run id in OUT, a runs.jsonl or a folder (default: OUT)"
+        None, words, "result to explain: a run id in OUT, a runs.jsonl or a folder (default: OUT)"
     )
-    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
+    out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,12 @@ class CompareConfig(Checked):
     """Flags of `compare`: the two results to compare."""
 
     a: str | None = flag(
-        None, words, "a run id in OUT, or the last row of a runs.jsonl or a folder"
+        None, words, "first result: a run id in OUT, or the last row of a runs.jsonl or a folder"
     )
-    b: str | None = flag(None, words, "likewise; default: A is a folder of two configurations")
-    out: str = flag("out", words, "folder to look in for run ids (and in the folders below)")
+    b: str | None = flag(
+        None, words, "second result (default: A is a folder of two configurations)"
+    )
+    out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class ExportConfig(Checked):
 
     results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
     to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
-    where: str | None = flag(None, words, "rows with these values alone: key=value; key=value")
+    where: str | None = flag(None, words, "take only rows with these values: key=value; key=value")
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ class CollectivesConfig(Checked):
     """Flags of `collectives`: a file of nccl-tests, and the profile that it extends."""
 
     file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
-    profile: str | None = flag(None, words, "the device profile to start from, a name or a file")
-    ranks: int | None = flag(None, integer(2), "GPUs that took part, where FILE does not say")
+    profile: str | None = flag(None, words, "device profile to start from: a name or a file")
+    ranks: int | None = flag(
+        None, integer(2), "number of GPUs that took part, if FILE does not name it"
+    )
     to: str | None = flag(None, words, "file to write: a .json for --profile and --device")

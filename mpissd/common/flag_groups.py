@@ -33,41 +33,48 @@ MOST_DRAFTS = 4
 class MethodFlags(Checked):
     """Flags of the method: how tokens are drafted and served."""
 
-    mode: str = flag("ssd", choice("ar", "sd", "ssd"), "ar, sd or ssd")
+    mode: str = flag("ssd", choice("ar", "sd", "ssd"), "decoding mode: ar, sd or ssd")
     schedule: str | None = flag(
         None,
         choice(*SCHEDULES),
-        f"sets what its name stands for: {', '.join(SCHEDULES)}",
+        f"named combination of flags to set: {', '.join(SCHEDULES)}",
         in_digest=False,  # the flags that it sets are in the digest
     )
     num_drafts: int | None = flag(
         None,
         integer(0, MOST_DRAFTS),
-        "draft ranks D; T = world size - D (default 0 for ar, else 1)",
+        "number D of draft ranks; T = world size - D (default 0 for ar, else 1)",
         modes=DRAFTING,
     )
-    lookahead: int = flag(4, integer(0, 256), "K, draft tokens a round", modes=DRAFTING)
+    lookahead: int = flag(
+        4, integer(0, 256), "number K of tokens drafted in a round", modes=DRAFTING
+    )
     fan_out: str = flag(
         "uniform:3",
         words,
-        "uniform:F, geometric:B, list:F0,…,FK, adaptive:B or tail:F (ssd)",
+        "branches kept: uniform:F, geometric:B, list:F0,…,FK, adaptive:B or tail:F (ssd)",
         modes=GROWING,
     )
     fan_out_miss: str | None = flag(
         None,
         words,
-        "likewise, behind a trunk that a backup drafted (default: as fan_out)",
+        "as fan_out, after a miss, which a backup drafted (default: fan_out)",
         modes=GROWING,
     )
     on_late: str = flag(
         "finish",
         choice("finish", "serve", "auto"),
-        "a hit not fully grown yet (ssd)",
+        "what to do with a hit that is not fully grown: finish it, or serve it as it is (ssd)",
         modes=GROWING,
     )
-    backup: str = flag("jit", choice("jit", "fast", "auto"), "what drafts a miss", modes=DRAFTING)
+    backup: str = flag(
+        "jit",
+        choice("jit", "fast", "auto"),
+        "what drafts after a cache miss: jit (draft model), fast (prompt lookup) or auto",
+        modes=DRAFTING,
+    )
     backup_lookahead: int | None = flag(
-        None, integer(0), "K_b, tokens that a backup drafts", modes=DRAFTING
+        None, integer(0), "number K_b of tokens that a backup drafts (default: K)", modes=DRAFTING
     )
 
     @property
@@ -130,14 +137,22 @@ class ModelFlags(Checked):
     """Flags of the target and draft models, and of what their forwards compute."""
 
     pair: str | None = flag(
-        None, words, "toy, 8b/1b, 70b/1b, TARGET/DRAFT (default: what the machine can hold)"
+        None, words, "models: toy, 8b/1b, 70b/1b or TARGET/DRAFT (default: the largest that fits)"
     )
-    target: str | None = flag(None, words, "preset, config.json, or gen:layers=…,hidden=…,ffn=…")
-    draft: str | None = flag(None, words, "likewise")
-    fuse: bool = flag(False, switch, "issue q,k,v as one product, and gate,up as one")
-    lm_head: bool = flag(False, switch, "add the vocabulary product with top-k")
-    context: int = flag(0, integer(0), "tokens of KV cache that attention would read")
-    num_layers: int | None = flag(None, integer(1), "depth-scaled target (labelled)")
+    target: str | None = flag(
+        None, words, "target model: preset, config.json or gen:layers=…,hidden=…,ffn=…"
+    )
+    draft: str | None = flag(None, words, "draft model, named as the target is")
+    fuse: bool = flag(False, switch, "compute q, k, v as one product, and gate, up as another")
+    lm_head: bool = flag(
+        False, switch, "add the LM head, the product over the vocabulary, with top-k"
+    )
+    context: int = flag(
+        0, integer(0), "tokens of KV cache that each forward reads, as attention would"
+    )
+    num_layers: int | None = flag(
+        None, integer(1), "layers of the target that run; the row labels it as depth-scaled"
+    )
 
     def check_pair(self) -> None:
         """Refuses --pair together with --target or --draft."""
@@ -149,17 +164,21 @@ class ModelFlags(Checked):
 class MachineFlags(Checked):
     """Flags of devices and communication; they are the same for a whole job."""
 
-    backend: str = flag("auto", choice("auto", "numpy", "cupy", "emulated"), "what computes")
-    device: str = flag("h100", words, "emulated device: a profile's name or file")
+    backend: str = flag(
+        "auto", choice("auto", "numpy", "cupy", "emulated"), "backend that computes the forwards"
+    )
+    device: str = flag("h100", words, "device to emulate: a profile's name or file")
     draft_device: str | None = flag(
         None,
         words,
-        "emulated device of the draft ranks (default: as the targets')",
+        "device to emulate on draft ranks (default: as --device)",
         modes=DRAFTING,
         in_digest="said",
     )
     all_reduce: str = flag(
-        "auto", choice("auto", "oneshot", "nccl", "mpi", "staged"), "how target ranks add up"
+        "auto",
+        choice("auto", "oneshot", "nccl", "mpi", "staged"),
+        "how the target ranks sum their partial results",
     )
     cuda_aware_mpi: bool = flag(False, switch, "let MPI read GPU memory (tried in a child first)")
     graph: bool = flag(True, switch, "replay forwards as CUDA graphs (cupy)")
@@ -167,7 +186,7 @@ class MachineFlags(Checked):
     on_draft_loss: str = flag(
         "abort",
         choice("abort", "ar"),
-        "when the draft rank is gone: end, or go on with K=0",
+        "what to do if the draft rank dies: abort, or go on as ar",
         in_digest=False,
     )
 
@@ -176,12 +195,14 @@ class MachineFlags(Checked):
 class MeasurementFlags(Checked):
     """Flags of the length of the measurement, and its seed."""
 
-    rounds: int | None = flag(None, integer(1), "measured rounds (default 200 without num_tokens)")
-    num_tokens: int | None = flag(
-        None, integer(1), "tokens a sequence; with rounds, whichever is reached first"
+    rounds: int | None = flag(
+        None, integer(1), "number of measured rounds (default 200 without num_tokens)"
     )
-    seed: int = flag(0, integer(0, 2**64 - 1), "of every draw")
-    warmup_rounds: int = flag(10, integer(1), "rounds on throw-away sequences")
+    num_tokens: int | None = flag(
+        None, integer(1), "tokens to decode in each sequence; with rounds, the earlier limit counts"
+    )
+    seed: int = flag(0, integer(0, 2**64 - 1), "seed of all random draws")
+    warmup_rounds: int = flag(10, integer(1), "warm-up rounds, on sequences that are thrown away")
 
     @property
     def max_rounds(self) -> int | None:
@@ -195,20 +216,25 @@ class MeasurementFlags(Checked):
 class OutputFlags(Checked):
     """Flags of files and display; they change no measured round."""
 
-    out: str = flag("out", words, "folder of runs.jsonl and rounds/", in_digest=False)
-    trace: str | None = flag(None, words, "Chrome trace of all ranks to this file", in_digest=False)
+    out: str = flag("out", words, "folder for runs.jsonl and rounds/", in_digest=False)
+    trace: str | None = flag(
+        None, words, "write a Chrome trace of all ranks to this file", in_digest=False
+    )
     ledger_ab: bool = flag(
-        False, switch, "measure what the round ledger costs, on against off", in_digest=False
+        False, switch, "measure the cost of the round ledger, on against off", in_digest=False
     )
     progress: str = flag(
-        "auto", choice("auto", "on", "off"), "progress bar on stderr", in_digest=False
+        "auto",
+        choice("auto", "on", "off"),
+        "whether to show a progress bar on stderr",
+        in_digest=False,
     )
     show: bool = flag(
         False, switch, "print the answer, each token by what drafted it (text)", in_digest=False
     )
-    dry_run: bool = flag(False, switch, "validate and stop, without MPI", in_digest=False)
+    dry_run: bool = flag(False, switch, "check the flags and stop, without MPI", in_digest=False)
     world_size: int | None = flag(
-        None, integer(1), "ranks to validate for, with dry_run", in_digest=False
+        None, integer(1), "number of ranks to check for, with dry_run", in_digest=False
     )
 
     def check_world_size(self) -> None:

@@ -29,11 +29,11 @@ def key(meaning: str, unit: str = "") -> Any:
 class Row(Mapping[str, Any]):
     """One measured run; also a mapping, equal to the dict of its line in runs.jsonl."""
 
-    schema: int = key("1; another number is another set of keys")
-    run_id: str = key("names the run, and its files under OUT")
+    schema: int = key("version of the set of keys: 1")
+    run_id: str = key("id of the run, which names its files under OUT")
     mode: str = key("ar, sd or ssd")
     schedule: str | None = key(
-        "`--schedule`, which stands for flags ([schedules.md](schedules.md)); null without it"
+        "value of `--schedule` ([schedules.md](schedules.md)); null without it"
     )
     workload: str = key(
         "gemm (outcomes are imposed), markov (tokens are sampled) or replay (of a recording)"
@@ -47,15 +47,15 @@ class Row(Mapping[str, Any]):
     draft: str | None = key(
         'the draft\'s shape; "lookup" where nothing but prompt lookup drafts; null in AR'
     )
-    dtype: str = key("of the weights and products")
+    dtype: str = key("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
     fan_out: list[int] | None = key(
-        "F_0 … F_K behind a hit, as resolved (`adaptive`: what it began with); null unless SSD"
+        "the list F_0 … F_K used after a hit (`adaptive`: the first list); null unless SSD"
     )
     branch_budget: int | None = key("the sum of `fan_out`")
     fan_out_miss: list[int] | None = key(
-        "F_0 … F_K behind a trunk that a backup drafted. A small `markov` vocabulary has fewer "
-        "candidates than a list asks for"
+        "the list F_0 … F_K used after a miss, which a backup drafted. A small `markov` vocabulary "
+        "may have fewer candidates"
     )
     acceptance: str | None = key(
         "the acceptance law that was imposed; null in AR and in a `markov` job"
@@ -75,33 +75,39 @@ class Row(Mapping[str, Any]):
     graph: bool = key("whether forwards were captured and replayed as graphs")
     fuse: bool = key("whether q, k, v were one product, and gate and up another")
     lm_head: bool = key("whether the vocabulary product with top-k was part of a forward")
-    context: int = key("`--context`: of KV cache that attention reads in every forward", "tokens")
-    on_late: str | None = key(
-        "what is done where an outcome finds growth unfinished; null unless SSD"
+    context: int = key(
+        "value of `--context`: KV cache that attention reads in every forward", "tokens"
     )
-    backup: str | None = key("what drafts after a miss; SD drafts by its backup alone; null in AR")
+    on_late: str | None = key(
+        "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"
+    )
+    backup: str | None = key("what drafts after a miss; in SD it drafts every round; null in AR")
     backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
     acceptance_fast: str | None = key(
-        "the acceptance law of a fast backup's tokens; null where none may draft"
+        "the acceptance law of a fast backup's tokens; null if no fast backup may draft"
     )
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")
-    seed: int = key("of all draws")
-    temperature: float | None = key("at which a `markov` job samples; else null")
-    vocab: int | None = key("tokens of a `markov` job's vocabulary; else null")
-    order: int | None = key("tokens that a `markov` model's next one depends on; else null")
+    seed: int = key("seed of all random draws")
+    temperature: float | None = key("sampling temperature of a `markov` job; else null")
+    vocab: int | None = key("vocabulary size of a `markov` job; else null")
+    order: int | None = key(
+        "number of tokens on which the next one depends in a `markov` job; else null"
+    )
     divergence: float | None = key("how far a `markov` job's draft is from its target; else null")
     saguaro_c: float | None = key("Saguaro's C in a `markov` job; else null")
     prompt_tokens: int | None = key("length of each prompt of a `markov` job; else null", "tokens")
-    recording: str | None = key("what a `replay` job follows: its file and SHA-256; else null")
+    recording: str | None = key(
+        "file and SHA-256 of the recording that a `replay` job follows; else null"
+    )
     stop_token: int | None = key("the token that ends a sequence of a `markov` job; else null")
-    num_rounds: int = key("measured rounds")
-    token_limit: int | None = key("`--num_tokens`; null: no limit", "tokens")
-    num_tokens: int = key("of all sequences in the measured rounds", "tokens")
-    wall_s: float = key("of the measured rounds", "s")
+    num_rounds: int = key("number of measured rounds")
+    token_limit: int | None = key("value of `--num_tokens`; null: no limit", "tokens")
+    num_tokens: int = key("tokens of all sequences in the measured rounds", "tokens")
+    wall_s: float = key("wall time of the measured rounds", "s")
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     tok_per_s_per_gpu: float = key("tok_per_s / world_size", "tok/s")
-    round_us: Means = key("{mean, p50, p90, p99, n} of the lead's rounds", "µs")
+    round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")
     phases_us: Mapping[str, Means | None] = key(
         "{lead, draft}: mean a round of each exclusive host phase (docs/architecture.md lists "
         "them); they add up to the round. Rows without `upload` count it in `launch`",
@@ -112,23 +118,24 @@ class Row(Mapping[str, Any]):
         "without its collectives), `all_reduce` (those, waiting for peers included), `idle` (no "
         "target forward); together the mean round. `all_reduce` is 0 at T = 1; on GPUs as many "
         "all-reduces as a verification has, of b(K+1) rows, timed alone by events at the start of "
-        "the job, captured where the forward is (inside its graph they cannot be told apart); on "
+        "the job, captured where the forward is (inside its graph they cannot be timed); on "
         "CPUs timed where they run; emulated: the profile's. Null where that is not known",
         "µs",
     )
     ledger_closure: float = key(
-        "p1 over rounds of the sum of phases over the wall of the round, which has its own clock"
+        "first percentile, over rounds, of the sum of phases divided by the round's wall time, "
+        "which another clock measured"
     )
     acceptance_length: float = key("mean tokens a round and sequence, bonus included", "tokens")
-    accept_histogram: list[int] = key("outcomes with k = 0 … K")
+    accept_histogram: list[int] = key("numbers of outcomes with k = 0 … K accepted tokens")
     hit_rate: float | None = key(
         "share of sequences whose outcome was a key, first rounds (forced misses) left out; null "
         "unless SSD"
     )
     draft_lost_round: int | None = key(
-        "`--on_draft_loss=ar`: the first measured round without the draft, which was gone; from "
-        "there on K = 0, nothing is drafted, and no round counts in `hit_rate`; predictions and "
-        "the draft's phases are null then. Null: there was a draft to the end"
+        "with `--on_draft_loss=ar`, the first measured round after the draft was lost. From then "
+        "on K = 0 and no round counts in `hit_rate`; predictions and the draft's phases are null. "
+        "Null: the draft was present to the end"
     )
     learned: Mapping[str, Any] | None = key(
         "what the draft estimated from committed outcomes: their number, the last lists, hazards, "
@@ -150,9 +157,7 @@ class Row(Mapping[str, Any]):
         "where either rate is unknown (rows without `floor_flops`: of the bytes alone)",
         "µs",
     )
-    floor_fraction: float | None = key(
-        "floor_us over t_target_s, which a noisy CPU may lift above 1"
-    )
+    floor_fraction: float | None = key("floor_us / t_target_s; noise on a CPU may lift it above 1")
     floor_bytes: float | None = key(
         "what a verification of b(K+1) rows reads on a target rank: weights and KV "
         "([definitions.md](definitions.md#what---context-reads))",
@@ -167,31 +172,32 @@ class Row(Mapping[str, Any]):
         "bytes/s",
     )
     peak_flops_per_s: float | None = key(
-        "of the lead's device in this job: the fastest of some launches of a large square product, "
-        "or a calibrated forward where that was faster (emulated: the profile's)",
+        "peak rate of the lead's device in this job: that of the fastest launch of a large square "
+        "product, or of a calibrated forward if that was faster (emulated: the profile's)",
         "flop/s",
     )
     cache_bytes: float | None = key(
-        "the last-level cache of the lead's device; null: unknown, or emulated", "bytes"
+        "size of the last-level cache of the lead's device; null: unknown, or emulated", "bytes"
     )
     t_target_full_depth_s: float | None = key(
         "a depth-scaled target's t_target_s for all of its layers; else null", "s"
     )
     predicted_tok_per_s: float | None = key(
-        "the replay: these very draws, with what this job measured of itself", "tok/s"
+        "rate that the replay predicts from this run's draws and this job's own calibration",
+        "tok/s",
     )
-    predicted_round_us: Means | None = key("the same of the replay as `round_us`", "µs")
+    predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
     prediction_error: float | None = key(
         "tok_per_s / predicted_tok_per_s − 1: error (a) of docs/predictions.md. It is not what a "
         "prediction without the run would err by: that is (c), which `predict --rows` prints"
     )
     expected_tok_per_s: float | None = key(
-        "the laws' mean in the long run, with what this job measured of itself (measured over it, "
-        "less one, is error (b))",
+        "long-run mean under the laws, from this job's own calibration; error (b) is tok_per_s / "
+        "expected_tok_per_s − 1",
         "tok/s",
     )
     sampling_error: float | None = key(
-        "what these draws are worth: predicted_tok_per_s / expected_tok_per_s − 1"
+        "luck of this run's draws: predicted_tok_per_s / expected_tok_per_s − 1"
     )
     sampling_sd: float | None = key(
         "standard deviation of `sampling_error` over runs of as many rounds"
@@ -203,17 +209,21 @@ class Row(Mapping[str, Any]):
         "with the row's own `expected_tok_per_s`); the last two null where no fan-out reaches "
         "p_hit. Null: hits follow a law; rows from before this key lack it"
     )
-    outcome_digest: str = key("SHA-256 of (round, id, k, t*): equal decisions")
+    outcome_digest: str = key(
+        "SHA-256 of all (round, id, k, t*); runs that decided alike have equal digests"
+    )
     token_digest: str = key(
         "SHA-256 of the first N tokens of every sequence, N = num_tokens or the number of rounds"
     )
-    messages_per_round: float = key("what the lead sent and received a measured round", "messages")
-    bytes_per_round: float = key("the same in bytes", "bytes")
+    messages_per_round: float = key(
+        "messages that the lead sent and received, mean of a measured round", "messages"
+    )
+    bytes_per_round: float = key("bytes of those messages", "bytes")
     rank_digests: list[int | None] | None = key(
-        "by world rank, a digest of the outcomes that the rank heard; null: it does not say"
+        "by world rank, a digest of the outcomes that the rank received; null: unknown"
     )
     ledger_overhead: Means | None = key(
-        "`--ledger_ab`: median round with the ledger over without, less one, and its 95% interval; "
+        "with `--ledger_ab`, the median round with the ledger / without − 1, and its 95% interval; "
         "else null"
     )
     stable: bool | None = key(
@@ -221,11 +231,11 @@ class Row(Mapping[str, Any]):
         "dealt in turn: a drift is in all of them and widens the interval of `compare` instead); "
         "null with under 50 rounds"
     )
-    config_digest: str = key("names the configuration: equal flags, equal digest")
+    config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
-        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: since when "
-        "what the prediction stands on is known; `sweep`: which sweep, task, repeat and flags "
-        "(docs/sweep.md), null in a row of `run`"
+        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
+        "the oldest measurement behind the prediction; `sweep`: which sweep, task, repeat and "
+        "flags (docs/sweep.md), null in a row of `run`"
     )
     absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
     extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields

@@ -17,76 +17,88 @@ class WorkloadFlags(Checked):
     """What is decoded: how many sequences, and the laws or the models that draw their tokens."""
 
     workload: str = flag(
-        "gemm", parse_name, "imposed laws, a language-model pair that is sampled, or a recording"
+        "gemm",
+        parse_name,
+        "what decides tokens: imposed laws (gemm), sampled models, or a recording",
     )
-    batch_size: int = flag(1, integer(1, 4096), "sequences b")
+    batch_size: int = flag(1, integer(1, 4096), "number b of sequences that decode together")
     alpha: float | None = flag(
         None,
         number(0, 1),
-        "acceptance rate of every draft token",
+        "probability with which each draft token is accepted",
         modes=DRAFTING,
     )
     acceptance: str | None = flag(
         None,
         words,
-        "alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE (default alpha:0.8)",
+        "acceptance law: alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE",
         modes=DRAFTING,
     )
     acceptance_fast: str = flag(
-        "alpha:0.3", words, "acceptance of --backup=fast tokens", modes=DRAFTING
+        "alpha:0.3", words, "acceptance law of the tokens that --backup=fast drafts", modes=DRAFTING
     )
     p_hit: float | None = flag(
         None,
         number(0, 1),
-        "imposed cache-hit rate a sequence (ssd)",
+        "cache-hit rate to impose on each sequence (ssd)",
         modes=GROWING,
     )
     hit_a: float | None = flag(
         None,
         number(0),
-        "A of the hit law miss(F) = A·F^-r (ssd)",
+        "parameter A of the hit law miss(F) = A·F^-r (ssd)",
         modes=GROWING,
     )
-    hit_r: float | None = flag(None, number(0), "r of the hit law", modes=GROWING)
+    hit_r: float | None = flag(None, number(0), "parameter r of the hit law (ssd)", modes=GROWING)
     hit_law: str | None = flag(
         None,
         words,
-        "power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
+        "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
         modes=GROWING,
         in_digest="said",
     )
-    temperature: float = flag(0.0, number(0), "of both models (markov, text); 0 is greedy")
-    vocab: int | None = flag(None, integer(2, 50000), "V of both models (markov; default 64)")
-    order: int | None = flag(None, integer(1, 3), "tokens a row depends on (markov; default 2)")
+    temperature: float = flag(
+        0.0, number(0), "sampling temperature of both models (markov, text); 0 is greedy"
+    )
+    vocab: int | None = flag(
+        None, integer(2, 50000), "vocabulary size of both models (markov; default 64)"
+    )
+    order: int | None = flag(
+        None, integer(1, 3), "number of tokens that the next one depends on (markov; default 2)"
+    )
     divergence: float | None = flag(
         None,
         number(0, 1),
-        "of draft from target, 0 none, 1 all (markov; default 0.2)",
+        "distance of the draft from the target: 0 equal, 1 independent (markov; default 0.2)",
         modes=DRAFTING,
     )
     saguaro_c: float | None = flag(
         None,
         number(0, 1),
-        "C of Saguaro sampling (markov, ssd; default 1: plain)",
+        "factor C of Saguaro sampling (markov, ssd; default 1: plain sampling)",
         modes=GROWING,
     )
-    prompt_tokens: int | None = flag(None, integer(1, 1 << 20), "prompt length (markov; default 1)")
+    prompt_tokens: int | None = flag(
+        None, integer(1, 1 << 20), "tokens of each prompt (markov; default 1)"
+    )
     stop_token: int | None = flag(
-        None, integer(0), "ends a sequence (markov; text: beside the model's own)"
+        None,
+        integer(0),
+        "token that ends a sequence (markov; text: in addition to the model's own)",
     )
     prompt: str | None = flag(
-        None, words, "what the model answers to, as a user's message (text)", in_digest="said"
+        None, words, "user message that the model answers (text)", in_digest="said"
     )
     prompts: str | None = flag(
         None,
         words,
-        'file of lines {"prompt": "…"} or {"messages": […]} (text)',
+        'file of prompts, lines of {"prompt": "…"} or {"messages": […]} (text)',
         in_digest="said",
     )
     prompt_ids: str | None = flag(
         None,
         words,
-        "token ids in place of text: 1,2,3;4,5 are two prompts (text)",
+        "prompts as token ids: 1,2,3;4,5 are two prompts (text)",
         in_digest="said",
     )
     chat_template: bool = flag(
@@ -95,17 +107,19 @@ class WorkloadFlags(Checked):
     top_p: float = flag(
         1.0,
         number(0, 1),
-        "sample from the likeliest tokens that weigh this much (text)",
+        "sample only from the likeliest tokens whose probabilities reach this sum (text)",
         in_digest="said",
     )
     stop: str | None = flag(
         None,
         words,
-        'ends an answer: a string, or a JSON list of them, ["\\n\\n","###"] (text)',
+        'text that ends an answer: a string, or a JSON list of strings, ["\\n\\n","###"] (text)',
         in_digest="said",
     )
 
-    recording: str | None = flag(None, words, "file of `record` that decides (replay)")
+    recording: str | None = flag(
+        None, words, "file of `mpissd record` that decides the tokens (replay)"
+    )
 
     @property
     def acceptance_text(self) -> str:

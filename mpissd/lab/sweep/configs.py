@@ -18,10 +18,16 @@ class SweepConfig(Checked):
     """The configuration of `sweep`: a grid, and the flags of a run that all its points share."""
 
     run: RunConfig = contained(RunConfig)
-    grid: str | None = flag(None, words, "a file, or flag=value,value; flag=FIRST..LAST; …")
-    repeats: int = flag(3, integer(1, 1000), "of every configuration, each in another order")
+    grid: str | None = flag(
+        None, words, "configurations: a file, or flag=value,value; flag=FIRST..LAST; …"
+    )
+    repeats: int = flag(
+        3,
+        integer(1, 1000),
+        "measurements of every configuration, each round of them in another order",
+    )
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
-    retry: bool = flag(False, switch, "measure again what failed or was flagged before")
+    retry: bool = flag(False, switch, "repeat configurations that failed or were flagged before")
 
     def check_sweep(self) -> None:
         """Refuses a sweep without a grid, and flags that only a single run can have."""
@@ -65,5 +71,7 @@ class BestConfig(Checked):
 class ClaimsConfig(Checked):
     """The configuration of `claims`: which rows to read, or which file's tables to rewrite."""
 
-    results: str | None = flag(None, words, "folders and runs.jsonl, by commas (default: results)")
+    results: str | None = flag(
+        None, words, "folders and runs.jsonl, separated by commas (default: results)"
+    )
     into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")

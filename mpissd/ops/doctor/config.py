@@ -16,4 +16,4 @@ class DoctorConfig(Checked):
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
     )
     tp: int | None = flag(None, integer(1), "target ranks to start (default 1; not under mpirun)")
-    json: bool = flag(False, switch, "under mpirun: what the ranks see, as one line of JSON")
+    json: bool = flag(False, switch, "under mpirun: print what the ranks see as one line of JSON")
