@@ -84,7 +84,8 @@ MAY_NAME_CUPY = (
     "mpissd.engine.comm.device_",
 )
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
-SLOW = ("cupy", "cupyx", "nvmath", "scipy")  # imported where they are used alone
+STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
+SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba")  # imported where they are used alone
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
 
@@ -215,7 +216,7 @@ def test_few_rooms_know_mpi_or_cuda(
 
 
 def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
-    quiet = [m for m in all_imports() if not is_in(m, (*STARTS_MPI, *STARTS_CUDA))]
+    quiet = [m for m in all_imports() if not is_in(m, (*STARTS_MPI, *STARTS_CUDA, *STARTS_NUMBA))]
     assert {"mpissd", "mpissd.cli.arguments", "mpissd.engine.job", "mpissd.__main__"} <= set(quiet)
     program = (
         "import importlib, json, sys\n"

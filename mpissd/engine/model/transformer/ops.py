@@ -71,6 +71,9 @@ class Ops(Protocol):
     def hidden(self, rows: int) -> Array:
         """Returns a buffer of the residual stream (float32)."""
 
+    def logits(self, rows: int, width: int) -> Array:
+        """Returns a buffer of logits (float32), which the LM head's product writes."""
+
     def cache(self, sizes: CacheSizes, seats: Seats) -> Array:
         """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
 

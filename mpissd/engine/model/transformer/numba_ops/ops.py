@@ -1,0 +1,210 @@
+"""A transformer's operations on the CPU: bfloat16 weights, float32 arithmetic (see ops.Ops)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.comm.group import Group
+from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.numba_ops import attention, products, rows
+from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
+from mpissd.engine.model.transformer.ops import Layer, Part
+
+_NOTHING = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight of products.pack: uint32 [blocks, ⌈inputs / 2⌉, 64]."""
+
+    words: NDArray[np.uint32]
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The keys and values of one rank, and what says where rows stand.
+
+    arrays: float32 keys [layers, pages, kv heads, head_dim, page] and values [layers, pages, kv
+    heads, page, head_dim], then those of the lanes, with steps in place of positions. A last axis
+    is padded to a multiple of 16. turns: the cosines and sines of each position.
+    """
+
+    arrays: tuple[Floats, Floats, Floats, Floats]
+    turns: tuple[Floats, Floats]
+    places: tuple[Ints, Ints]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A buffer of logits, of which the first `width` columns are tokens'."""
+
+    scores: Floats
+    width: int
+
+
+class NumbaOps:
+    """The operations on NumPy arrays; activations are padded to whole blocks of columns."""
+
+    itemsize = 2
+    computes_padding = False
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: TransformerConfig,
+        *,
+        heads: int,
+        kv_heads: int,
+        max_rows: int,
+        page: int | None = None,
+    ) -> None:
+        """Makes the operations; a page has a multiple of 16 positions, 64 by default."""
+        self.page = page or 64
+        assert self.page % 16 == 0, f"a page of {self.page} positions"
+        self._config, self._eps = config, np.float32(config.norm_eps)
+        self._sizes = heads, kv_heads, config.shape.head_dim
+        self._max_rows = max_rows
+        self._qkv = self.buffer(max_rows, (heads + 2 * kv_heads) * config.shape.head_dim)
+        self._gate_up = self._turned = _NOTHING
+
+    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
+        """Returns the packed weight of one product: the parts' outputs side by side."""
+        values = [checkpoint.matrix(part.name, part.rows, part.columns) for part in parts]
+        outputs, inputs = sum(map(len, values)), values[0].shape[1]
+        words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
+        first = 0
+        for value in values:
+            products.pack(np.ascontiguousarray(value), first, words)
+            first += len(value)
+        if self._turned.size < self._max_rows * 2 * words.shape[1]:
+            self._turned = np.zeros(self._max_rows * 2 * words.shape[1], np.float32)
+        return Packed(words, outputs)
+
+    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
+        """Returns one packed weight: gate's outputs, then up's."""
+        packed = self.matrix(checkpoint, [gate, up])
+        if self._gate_up.size < self._max_rows * packed.outputs:
+            self._gate_up = self.buffer(self._max_rows, packed.outputs)
+        return packed
+
+    def table(self, checkpoint: Checkpoint) -> NDArray[np.uint16]:
+        """Returns the embedding in bfloat16, [tokens, hidden]."""
+        values = np.ascontiguousarray(checkpoint.matrix("model.embed_tokens.weight"))
+        table = np.empty(values.shape, np.uint16)
+        rows.round_table(values, table)
+        return table
+
+    def vector(self, values: Floats) -> Floats:
+        """Returns the float32 values themselves."""
+        return np.ascontiguousarray(values, np.float32)
+
+    def buffer(self, rows: int, width: int) -> Floats:
+        """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of 64 columns."""
+        return np.zeros((rows, -(-width // WIDTH) * WIDTH), np.float32)
+
+    def hidden(self, rows: int) -> Floats:
+        """Returns a buffer of the residual stream."""
+        return self.buffer(rows, self._config.shape.hidden)
+
+    def logits(self, rows: int, width: int) -> Logits:
+        """Returns a buffer of logits."""
+        return Logits(self.buffer(rows, width), width)
+
+    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+        """Returns an empty cache; its memory is taken when it is written."""
+        width, padded = sizes.head_dim, _to_16(sizes.head_dim)
+        lanes, steps = max(1, sizes.lanes), _to_16(max(1, sizes.steps))
+        pages, lane = (sizes.layers, sizes.num_pages), (sizes.layers, lanes)
+        heads, page = sizes.kv_heads, sizes.page
+        shapes = [(*pages, heads, width, page), (*pages, heads, page, padded)]
+        shapes += [(*lane, heads, width, steps), (*lane, heads, steps, padded)]
+        keys, values, lane_keys, lane_values = (np.zeros(shape, np.float32) for shape in shapes)
+        turns = self._turns(sizes.num_positions)
+        return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
+
+    def _turns(self, positions: int) -> tuple[Floats, Floats]:
+        """Returns cosines and sines, [positions, head_dim / 2].
+
+        The angle is a float32 product, as in Hugging Face's code with which models are trained.
+        """
+        frequencies = self._config.frequencies().astype(np.float32)
+        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
+        exact = angles.astype(np.float64)
+        return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
+
+    def begin(self, cache: Cache, rows: int) -> None:
+        """Does nothing: the places are read where they were written."""
+
+    def embed(self, table: NDArray[np.uint16], tokens: Ints, hidden: Floats, count: int) -> None:
+        """Sets hidden[m] = table[tokens[m]]."""
+        rows.embed(table, tokens, hidden, count)
+
+    def norm(
+        self, hidden: Floats, delta: Floats | None, weight: Floats, x: Floats, count: int
+    ) -> None:
+        """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
+        adds = delta is not None
+        rows.norm(hidden, delta if adds else x, adds, weight, self._eps, x, count)
+
+    def qkv(
+        self, x: Floats, layer: Layer, cache: Cache, number: int, q: Floats, count: int
+    ) -> None:
+        """Computes q, k and v of a layer, and stores k and v in the cache."""
+        self.product(x, layer.qkv, self._qkv, count)
+        norms = tuple(
+            _NOTHING if part is None else part
+            for part in (layer.qkv_bias, layer.q_norm, layer.k_norm)
+        )
+        attention.store(
+            self._qkv,
+            self._sizes,
+            number,
+            norms,
+            self._eps,
+            cache.turns,
+            cache.places,
+            cache.arrays,
+            q,
+            count,
+        )
+
+    def attend(self, cache: Cache, number: int, q: Floats, out: Floats, count: int) -> None:
+        """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend."""
+        attention.attend(q, out, self._sizes, number, cache.places, cache.arrays, count)
+
+    def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
+        """Sets out = x·weightᵀ."""
+        to = out.scores if isinstance(out, Logits) else out
+        products.product(x, weight.words, to, count, self._turned)
+
+    def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
+        """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
+        products.product(x, gate_up.words, self._gate_up, count, self._turned)
+        rows.swiglu(self._gate_up, inner, gate_up.outputs // 2, count)
+
+    def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
+        """Sums delta over the ranks in rank order, in place."""
+        parts = np.empty((group.size, count, delta.shape[1]), np.float32)
+        group.all_gather(delta[:count], parts)
+        rows.sum_parts(parts, delta, count)
+
+    def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
+        """Writes the k largest logits of each row and their columns; ties to the lower column."""
+        rows.top_k(logits.scores, logits.width, k, ids, values, count)
+
+    def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
+        """Returns these rows of the logits."""
+        return logits.scores[list(chosen), : logits.width]
+
+
+def _to_16(count: int) -> int:
+    return -(-count // 16) * 16

@@ -1,0 +1,286 @@
+"""Small matrix products written in LLVM's vectors, which Numba functions call as intrinsics.
+
+One *tile* is a product of `rows` vectors with a block of 64 (or fewer) columns. Its sums stay in
+registers, and each sum adds along the depth in order, one fused multiply-add at a time. A row's
+numbers therefore do not depend on how many rows stand beside it. Rows are compile-time constants
+(1 … MOST_ROWS): a tile branches to the code for its number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WIDTH = 64  # columns of a packed weight's block
+
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def _host() -> tuple[int, int]:
+    """Returns (floats of a vector register, registers) of this processor."""
+    features = binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16, 32
+    if features.get("avx"):
+        return 8, 16
+    return 4, 32 if features.get("neon") else 16
+
+
+LANES, REGISTERS = _host()
+MOST_ROWS = 6 if REGISTERS == 32 else 5  # of one tile
+_MOST_SUMS = 24 if REGISTERS == 32 else 10  # more leave the registers
+_VECTOR = ir.VectorType(_F32, LANES)
+
+
+def columns(rows: int, width: int) -> int:
+    """Returns how many vectors of columns a tile of `rows` rows sums at once."""
+    count = width // LANES
+    while count > 1 and rows * count > _MOST_SUMS:
+        count //= 2
+    return count
+
+
+def _at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
+    return builder.gep(pointer, [index], inbounds=True)
+
+
+def _splat(builder: ir.IRBuilder, pointer: Any) -> Any:
+    """Returns a vector whose lanes all hold the float at `pointer`."""
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), builder.load(pointer), _I32(0))
+    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
+
+
+def _load(builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
+    value = builder.load(builder.bitcast(pointer, ir.PointerType(kind)), align=4)
+    return value
+
+
+def _store(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
+    builder.store(value, builder.bitcast(pointer, ir.PointerType(_VECTOR)), align=4)
+
+
+def _floats(builder: ir.IRBuilder, pointer: Any, count: int) -> list[list[Any]]:
+    """Returns `count` vectors of float32 weights of one depth, as a list of one depth."""
+    return [[_load(builder, _at(builder, pointer, _I64(LANES * c)), _VECTOR) for c in range(count)]]
+
+
+def _halves(builder: ir.IRBuilder, pointer: Any, count: int) -> list[list[Any]]:
+    """Returns the weights of two depths: each 32-bit word holds the bfloat16 of both."""
+    words = ir.VectorType(_I32, LANES)
+    low, high = [], []
+    for c in range(count):
+        word = _load(builder, _at(builder, pointer, _I64(LANES * c)), words)
+        first = builder.shl(word, ir.Constant(words, [16] * LANES))
+        second = builder.and_(word, ir.Constant(words, [0xFFFF0000] * LANES))
+        low.append(builder.bitcast(first, _VECTOR))
+        high.append(builder.bitcast(second, _VECTOR))
+    return [low, high]
+
+
+Loader = Callable[[ir.IRBuilder, Any, int], list[list[Any]]]
+
+
+def _kernel(module: ir.Module, rows: int, count: int, loader: Loader, accumulates: bool) -> Any:
+    """Returns the function (weights, x, y, steps, weight stride, y stride) of one tile.
+
+    weights: `count` vectors of columns at each step, a stride apart. x: [depth, rows]. y: [rows,
+    columns], added to if it accumulates.
+    """
+    name = f"tile{loader.__name__}_{rows}_{count}"
+    if name in module.globals:
+        return module.globals[name]
+    weight_type = ir.PointerType(_F32 if loader is _floats else _I32)
+    floats = ir.PointerType(_F32)
+    kind = ir.FunctionType(ir.VoidType(), [weight_type, floats, floats, *[_I64] * 4])
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    weights, x, y, steps, stride, y_stride, ahead = function.args
+    entry, loop, end = (function.append_basic_block(part) for part in ("entry", "loop", "end"))
+    builder = ir.IRBuilder(entry)
+    places = [
+        [_at(builder, y, builder.add(builder.mul(_I64(m), y_stride), _I64(c * LANES)))
+         for c in range(count)]
+        for m in range(rows)
+    ]  # fmt: skip
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    starts = [[_load(builder, p, _VECTOR) if accumulates else zero for p in r] for r in places]
+    builder.cbranch(builder.icmp_signed(">", steps, _I64(0)), loop, end)
+    builder = ir.IRBuilder(loop)
+    step = builder.phi(_I64)
+    step.add_incoming(_I64(0), entry)
+    sums = [[builder.phi(_VECTOR) for _ in row] for row in starts]
+    found = _step(builder, loader, (weights, x), (step, stride, ahead), sums)
+    after = builder.add(step, _I64(1))
+    step.add_incoming(after, loop)
+    for m in range(rows):
+        for c in range(count):
+            sums[m][c].add_incoming(starts[m][c], entry)
+            sums[m][c].add_incoming(found[m][c], loop)
+    builder.cbranch(builder.icmp_signed("<", after, steps), loop, end)
+    builder = ir.IRBuilder(end)
+    for m in range(rows):
+        for c in range(count):
+            result = builder.phi(_VECTOR)
+            result.add_incoming(starts[m][c], entry)
+            result.add_incoming(found[m][c], loop)
+            places[m][c] = (result, places[m][c])
+    for result, place in (pair for row in places for pair in row):
+        _store(builder, result, place)
+    builder.ret_void()
+    return function
+
+
+def _multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
+    """Returns LLVM's function a · b + c, which is fused where the processor can do so."""
+    signature = ir.FunctionType(kind, [kind] * 3)
+    return cgutils.get_or_insert_function(module, signature, f"llvm.fmuladd.{suffix}")
+
+
+def _prefetch(builder: ir.IRBuilder, pointer: Any, count: int) -> None:
+    """Asks for the cache lines of `count` vectors at an address."""
+    byte = ir.PointerType(ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    for c in range(0, count * LANES, 16):
+        place = builder.bitcast(_at(builder, pointer, _I64(c)), byte)
+        builder.call(prefetch, [place, _I32(0), _I32(2), _I32(1)])
+
+
+def _step(
+    builder: ir.IRBuilder, loader: Loader, pointers: Any, counters: Any, sums: list[list[Any]]
+) -> list[list[Any]]:
+    """Adds one step's products to the sums; returns the new sums."""
+    (weights, x), (step, stride, ahead) = pointers, counters
+    rows, count = len(sums), len(sums[0])
+    here = builder.mul(step, stride)
+    _prefetch(builder, _at(builder, weights, builder.add(here, ahead)), count)
+    depths = loader(builder, _at(builder, weights, here), count)
+    at = builder.mul(step, _I64(len(depths) * rows))
+    fma = _multiply_add(builder.module, _VECTOR, f"v{LANES}f32")
+    found = [list(row) for row in sums]
+    for depth, vectors in enumerate(depths):
+        for m in range(rows):
+            value = _splat(builder, _at(builder, x, builder.add(at, _I64(depth * rows + m))))
+            for c in range(count):
+                found[m][c] = builder.call(fma, [vectors[c], value, found[m][c]])
+    return found
+
+
+def _emit(
+    context: Any, builder: ir.IRBuilder, args: Any, loader: Loader, width: int, accumulates: bool
+) -> Any:
+    """Emits the branch over the number of rows; args: rows, weights, x, y, steps, strides."""
+    rows, weights, x, y, steps, stride, y_stride, ahead = args
+    word = _F32 if loader is _floats else _I32
+    weights = builder.inttoptr(weights, ir.PointerType(word))
+    x, y = (builder.inttoptr(part, ir.PointerType(_F32)) for part in (x, y))
+    done = builder.append_basic_block("done")
+    switch = builder.switch(rows, done)
+    for m in range(1, MOST_ROWS + 1):
+        block = builder.append_basic_block(f"rows{m}")
+        switch.add_case(_I64(m), block)
+        with builder.goto_block(block):
+            count = columns(m, width)
+            kernel = _kernel(builder.module, m, count, loader, accumulates)
+            for first in range(0, width, count * LANES):
+                part = _at(builder, weights, _I64(first)), x, _at(builder, y, _I64(first))
+                builder.call(kernel, [*part, steps, stride, y_stride, ahead])
+            builder.branch(done)
+    builder.position_at_end(done)
+    return context.get_dummy_value()
+
+
+_ADDRESSES = types.void(*[types.intp] * 8)
+
+
+@intrinsic
+def weight_tile(typing, rows, weights, x, y, steps, stride, y_stride, ahead):
+    """Sets y [rows, 64] = the product of x with one block of a packed bfloat16 weight.
+
+    All arguments are integers; weights, x and y are addresses. weights: uint32 [steps, 64], two
+    depths in a word. x: float32 [2 · steps, rows].
+    """
+
+    def code(context, builder, signature, args):
+        return _emit(context, builder, args, _halves, WIDTH, False)
+
+    return _ADDRESSES, code
+
+
+@intrinsic
+def float_tile_64(typing, rows, weights, x, y, steps, stride, y_stride, ahead):
+    """Adds to y [rows, 64] the product of x [steps, rows] with float32 weights [steps, 64]."""
+
+    def code(context, builder, signature, args):
+        return _emit(context, builder, args, _floats, 64, True)
+
+    return _ADDRESSES, code
+
+
+@intrinsic
+def float_tile_16(typing, rows, weights, x, y, steps, stride, y_stride, ahead):
+    """Adds to y [rows, 16] the product of x [steps, rows] with float32 weights [steps, 16]."""
+
+    def code(context, builder, signature, args):
+        return _emit(context, builder, args, _floats, 16, True)
+
+    return _ADDRESSES, code
+
+
+@intrinsic
+def fma(typing, a, b, c):
+    """Returns a · b + c (float32), with one rounding where the processor can do so."""
+
+    def code(context, builder, signature, args):
+        return builder.call(_multiply_add(builder.module, _F32, "f32"), args)
+
+    return types.float32(types.float32, types.float32, types.float32), code
+
+
+@intrinsic
+def as_float(typing, bits):
+    """Returns the float32 of these 32 bits."""
+
+    def code(context, builder, signature, args):
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.uint32), code
+
+
+@intrinsic
+def as_bits(typing, value):
+    """Returns the 32 bits of a float32."""
+
+    def code(context, builder, signature, args):
+        return builder.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), code
+
+
+@intrinsic
+def block_max(typing, address, count):
+    """Returns the largest of `count` (a multiple of 16) float32 at an address."""
+
+    def code(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(_F32))
+        best = builder.alloca(_VECTOR)
+        _store(builder, _load(builder, pointer, _VECTOR), best)
+        with cgutils.for_range_slice(builder, _I64(0), args[1], _I64(LANES)) as (index, _):
+            here = _load(builder, _at(builder, pointer, index), _VECTOR)
+            old = builder.load(best)
+            builder.store(builder.select(builder.fcmp_ordered(">", here, old), here, old), best)
+        found = builder.load(best)
+        top = builder.extract_element(found, _I32(0))
+        for lane in range(1, LANES):
+            here = builder.extract_element(found, _I32(lane))
+            top = builder.select(builder.fcmp_ordered(">", here, top), here, top)
+        return top
+
+    return types.float32(types.intp, types.intp), code

@@ -1,0 +1,247 @@
+"""A transformer's forward on one rank: embedding, layers with attention over the cache, LM head.
+
+q, k, v, gate, up and the LM head are split by columns, o and down by rows, as in Shard; what o and
+down give is summed over the ranks in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.comm.group import Group
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.transformer.cache import PageTable, Seats, cache_sizes
+from mpissd.engine.model.transformer.checkpoint import Floats
+from mpissd.engine.model.transformer.ops import Ops
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
+
+_EMULATED_PAGE = 64
+
+
+@dataclass
+class Buffers:
+    """Host and device buffers of a forward, for up to max_rows rows; only `tokens` if emulated."""
+
+    tokens: Any  # host int32 [max_rows]
+    result: Any = None  # host int32 [T · max_rows · k], the candidates' ids in the local head
+    values: Any = None  # host float32, as long: their logits
+    hidden: Any = None  # [max_rows, hidden], the residual stream
+    x: Any = None  # [max_rows, hidden], normalised
+    delta: Any = None  # [max_rows, hidden], what is added to the residual stream
+    q: Any = None  # [max_rows, q]
+    attended: Any = None  # [max_rows, q]
+    inner: Any = None  # [max_rows, ffn]
+    logits: Any = None  # [max_rows, local vocabulary]
+    top_ids: Any = None
+    top_values: Any = None
+    all_ids: Any = None
+    all_values: Any = None
+
+
+class TransformerStack:
+    """One rank's weights, buffers and KV cache; `body(rows)` is its forward."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: TransformerShard,
+        options: ForwardOptions,
+        weights: TransformerWeights,
+        *,
+        max_rows: int,
+        max_sequences: int,
+    ) -> None:
+        """Allocates the buffers and the cache, for max_sequences slots."""
+        self.backend, self.group, self.shard, self.options = backend, group, shard, options
+        self.weights = weights
+        page = _EMULATED_PAGE if weights.ops is None else weights.ops.page
+        shape = shard.shape
+        sizes = cache_sizes(
+            shape.num_layers,
+            shard.kv_heads,
+            shape.head_dim,
+            options,
+            slots=max_sequences,
+            page=page,
+        )
+        seats = Seats(backend.host_ints(Seats.size(max_rows, sizes)), max_rows, sizes)
+        self.pages = PageTable(seats, sizes)
+        self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
+        self.buffers = _buffers(backend, group, shard, options, weights.ops, max_rows)
+        self._placed, self._reads = 0, True
+        ranks = [replace(shard, rank=rank) for rank in range(group.size)]
+        self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
+
+    def place(self, places: Places | None) -> None:
+        """Sets the cache positions of the next forward's rows, and takes the pages they need."""
+        self._placed = self.pages.place(places)
+        self._reads = places is None or places.reads
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Gives the pages of these slots back."""
+        self.pages.release(slots)
+
+    def _rows(self, bucket: int) -> int:
+        """Returns the rows that a forward of this bucket computes."""
+        assert self.weights.ops is not None
+        return bucket if self.weights.ops.computes_padding else self._placed or bucket
+
+    def body(self, rows: int) -> Callable[[], None]:
+        """Returns a function that issues the operations of a forward of up to `rows` rows."""
+        ops, memory = self.weights.ops, self.buffers
+        if ops is None:
+            return lambda: None
+
+        def forward() -> None:
+            count = self._rows(rows)
+            ops.begin(self.cache, count)
+            ops.embed(self.weights.table, memory.tokens, memory.hidden, count)
+            for number in range(len(self.weights.layers)):
+                self._attention(ops, number, count)
+                self._feed_forward(ops, number, count)
+            if self._reads or ops.computes_padding:
+                self._head(ops, count)
+                self._read_out(ops, count)
+
+        return forward
+
+    def _attention(self, ops: Ops, number: int, rows: int) -> None:
+        layer, memory = self.weights.layers[number], self.buffers
+        delta = memory.delta if number else None
+        ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)
+        ops.qkv(memory.x, layer, self.cache, number, memory.q, rows)
+        ops.attend(self.cache, number, memory.q, memory.attended, rows)
+        ops.product(memory.attended, layer.o, memory.delta, rows)
+        self._sum(ops, rows)
+
+    def _feed_forward(self, ops: Ops, number: int, rows: int) -> None:
+        layer, memory = self.weights.layers[number], self.buffers
+        ops.norm(memory.hidden, memory.delta, layer.ffn_norm, memory.x, rows)
+        ops.gated(memory.x, layer.gate_up, memory.inner, rows)
+        ops.product(memory.inner, layer.down, memory.delta, rows)
+        self._sum(ops, rows)
+
+    def _sum(self, ops: Ops, rows: int) -> None:
+        if self.group.size > 1:
+            ops.sum_ranks(self.group, self.buffers.delta, rows)
+
+    def _head(self, ops: Ops, rows: int) -> None:
+        memory = self.buffers
+        ops.norm(memory.hidden, memory.delta, self.weights.norm, memory.x, rows)
+        ops.product(memory.x, self.weights.head, memory.logits, rows)
+        ops.top_k(memory.logits, self.options.top_k, memory.top_ids, memory.top_values, rows)
+
+    def _read_out(self, ops: Ops, rows: int) -> None:
+        """Brings every rank's candidates to the host, [T, rows, k] in rank order."""
+        view, memory, k = self.backend.view, self.buffers, self.options.top_k
+        every = rows * self.group.size
+        ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
+        if self.group.size > 1:
+            local, ids = ids, view(memory.all_ids, every, 0, k)
+            self.group.all_gather(local, ids)
+            local, values = values, view(memory.all_values, every, 0, k)
+            self.group.all_gather(local, values)
+        self.backend.read_out(ids, memory.result[: every * k])
+        self.backend.read_out(values, memory.values[: every * k])
+
+    def read(self, rows: int) -> tuple[Ints, Floats]:
+        """Returns the candidates of the last forward: (token ids, logits), [1, T, n, k].
+
+        rows: the forward's bucket; n: the rows that it computed.
+        """
+        shape = self.group.size, self._rows(rows), self.options.top_k
+        size = math.prod(shape)
+        ids = self.buffers.result[:size].reshape(shape) + self._first[:, None, None]
+        if self.weights.head_ids is not None:
+            ids = self.weights.head_ids[ids]
+        return ids[None], self.buffers.values[:size].reshape(shape)[None]
+
+    def logits(self, rows: Sequence[int]) -> Floats:
+        """Returns this rank's logits of these rows, float32 [n, local vocabulary]."""
+        assert self.weights.ops is not None
+        return self.weights.ops.read(self.buffers.logits, rows)
+
+
+def _buffers(
+    backend: Backend,
+    group: Group,
+    shard: TransformerShard,
+    options: ForwardOptions,
+    ops: Ops | None,
+    rows: int,
+) -> Buffers:
+    if ops is None:
+        return Buffers(backend.host_ints(rows))
+    hidden, k, q = shard.shape.hidden, options.top_k, shard.q_width
+    ids, values = backend.top_buffers(rows, k)
+    all_ids, all_values = backend.top_buffers(rows * group.size, k)
+    told = rows * k * group.size
+    return Buffers(
+        tokens=backend.host_ints(rows),
+        result=backend.host_ints(told),
+        values=backend.host_ints(told).view(np.float32),
+        hidden=ops.hidden(rows),
+        x=ops.buffer(rows, hidden),
+        delta=ops.buffer(rows, hidden),
+        q=ops.buffer(rows, q),
+        attended=ops.buffer(rows, q),
+        inner=ops.buffer(rows, shard.ffn_width),
+        logits=ops.logits(rows, shard.vocab),
+        top_ids=ids,
+        top_values=values,
+        all_ids=all_ids,
+        all_values=all_values,
+    )
+
+
+@dataclass(frozen=True)
+class TransformerStacks:
+    """Factory of the weights and stacks of one model (see stacks.Stacks).
+
+    where: the model's weights, as open_checkpoint takes it. target: the target's, for a draft that
+    reads the target's embedding. page: positions of a page (None: the backend's own).
+    """
+
+    where: str
+    target: str | None = None
+    page: int | None = None
+
+    def weights(
+        self,
+        backend: Backend,
+        shard: TransformerShard,
+        options: ForwardOptions,
+        *,
+        max_rows: int,
+        seed: int,
+    ) -> TransformerWeights:
+        """Returns one rank's share of the weights; see load_weights for what it raises."""
+        checkpoint = open_checkpoint(self.where, seed, self.target)
+        return load_weights(backend, checkpoint, shard, max_rows=max_rows, page=self.page)
+
+    def stack(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: TransformerShard,
+        options: ForwardOptions,
+        weights: TransformerWeights,
+        *,
+        max_rows: int,
+        max_sequences: int,
+    ) -> TransformerStack:
+        """Returns a TransformerStack that uses these weights."""
+        return TransformerStack(
+            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
+        )

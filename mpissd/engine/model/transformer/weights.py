@@ -1,0 +1,95 @@
+"""One rank's share of a transformer's weights, packed by the operations that read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.backend.base import Array, Backend
+from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.ops import Layer, Ops, Part, ops_of
+from mpissd.engine.model.transformer.shard import TransformerShard
+
+
+@dataclass(frozen=True)
+class TransformerWeights:
+    """Weights of one rank; the arrays are absent (None, no layers) where nothing is computed.
+
+    head_ids: the token of each row of a reduced LM head; None where all tokens have one.
+    """
+
+    config: TransformerConfig
+    max_rows: int
+    ops: Ops | None
+    layers: tuple[Layer, ...] = ()
+    table: Array = None
+    norm: Array = None
+    head: Array = None
+    head_ids: Ints | None = None
+
+
+def load_weights(
+    backend: Backend,
+    checkpoint: Checkpoint,
+    shard: TransformerShard,
+    *,
+    max_rows: int,
+    page: int | None = None,
+) -> TransformerWeights:
+    """Reads and packs one rank's share; shard.shape says how many layers there are.
+
+    page: see ops_of. Raises ConfigError for a checkpoint that lacks a part, and MemoryError.
+    """
+    config, heads, kv_heads = checkpoint.config, shard.heads, shard.kv_heads
+    ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, max_rows=max_rows, page=page)
+    if ops is None:
+        return TransformerWeights(config, max_rows, None)
+    loader = _Loader(ops, checkpoint, shard)
+    return TransformerWeights(
+        config,
+        max_rows,
+        ops,
+        tuple(loader.layer(f"model.layers.{n}.") for n in range(shard.shape.num_layers)),
+        ops.table(checkpoint),
+        ops.vector(checkpoint.vector("model.norm.weight")),
+        ops.matrix(checkpoint, [Part("lm_head.weight", rows=shard.vocab_range)]),
+        checkpoint.head_ids(),
+    )
+
+
+class _Loader:
+    """Packs the layers of a checkpoint."""
+
+    def __init__(self, ops: Ops, checkpoint: Checkpoint, shard: TransformerShard) -> None:
+        self.ops, self.checkpoint, self.shard = ops, checkpoint, shard
+
+    def layer(self, prefix: str) -> Layer:
+        """Returns the layer whose names begin with `prefix`."""
+        ops, checkpoint, shard = self.ops, self.checkpoint, self.shard
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        inputs = {"q_proj": shard.q, "k_proj": shard.kv, "v_proj": shard.kv}
+        parts = [Part(f"{attention}{name}.weight", rows) for name, rows in inputs.items()]
+        config = checkpoint.config
+        biases = {f"{attention}{name}.bias": part for name, part in inputs.items()}
+        gate, up = (Part(f"{mlp}{name}_proj.weight", shard.ffn) for name in ("gate", "up"))
+        return Layer(
+            attention_norm=self.vector(f"{prefix}input_layernorm.weight"),
+            qkv=ops.matrix(checkpoint, parts),
+            qkv_bias=self.joined(biases) if config.qkv_bias else None,
+            q_norm=self.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
+            k_norm=self.vector(f"{attention}k_norm.weight") if config.qk_norm else None,
+            o=ops.matrix(checkpoint, [Part(f"{attention}o_proj.weight", columns=shard.q)]),
+            ffn_norm=self.vector(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=ops.gate_up(checkpoint, gate, up),
+            down=ops.matrix(checkpoint, [Part(f"{mlp}down_proj.weight", columns=shard.ffn)]),
+        )
+
+    def vector(self, name: str) -> Array:
+        return self.ops.vector(self.checkpoint.vector(name))
+
+    def joined(self, parts: dict[str, slice]) -> Array:
+        values: list[Floats] = [self.checkpoint.vector(name, part) for name, part in parts.items()]
+        return self.ops.vector(np.concatenate(values))
