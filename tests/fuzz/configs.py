@@ -12,6 +12,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.topology import check_world
 from mpissd.engine.job import resolve
+from tests.common.refusals import CHOICES, NUMBERS, REFUSED
 
 Flags = dict[str, str]
 MOST_TRIES = 40
@@ -164,34 +165,6 @@ def invalid(seed: int, world_size: int) -> Broken:
     return dice.choice(BREAKERS)(dice, valid(seed, world_size))
 
 
-NUMBERS = {  # flag: values that are none of its
-    "lookahead": ["-1", "257", "three", "1.5", "1e2", "٣.", "0x10"],
-    "batch_size": ["0", "-4", "4097", "nan", "2.0"],
-    "rounds": ["0", "-1", "ten", "1e3"],
-    "num_tokens": ["0", "-7", "many"],
-    "seed": ["-1", str(2**64), "0.5"],
-    "num_drafts": ["-1", "5", "99", "one"],
-    "context": ["-1", "1.5", "inf"],
-    "num_layers": ["0", "-2", "all"],
-    "warmup_rounds": ["0", "-1", "x"],
-    "deadline_s": ["0", "-5", "nan", "inf", "soon"],
-    "order": ["0", "4", "-1"],
-    "vocab": ["1", "0", "50001"],
-    "divergence": ["-0.1", "1.01", "nan"],
-    "temperature": ["-1", "inf", "hot"],
-    "backup_lookahead": ["-1", "4000", "half"],
-}
-CHOICES = {
-    "mode": ["ssdd", "SSD", "speculative", "0"],
-    "backend": ["cuda", "nump", "null"],
-    "workload": ["gemms", "llama"],
-    "on_late": ["never", "finished"],
-    "backup": ["slow", "jitt"],
-    "all_reduce": ["ring", "ncl"],
-    "schedule": ["pearls", "sagaro"],
-    "fuse": ["maybe", "2"],
-    "graph": ["perhaps"],
-}
 TEXTS = {
     "device": ["h1000", "nul", "/nowhere/profile.json"],
     "pair": ["toyy", "8b", "8b/", "/1b", "8b/1c", "gen:layers=0/1b", "eagle:8b/eagle:8b"],
@@ -249,24 +222,8 @@ def misspelt(dice: random.Random, flags: Flags) -> Broken:
 
 def contradiction(dice: random.Random, flags: Flags) -> Broken:
     """Flags that are good alone."""
-    told, named = dice.choice(
-        [
-            ({"mode": "ar", "num_drafts": "1"}, "num_drafts=1"),
-            ({"mode": "ssd", "num_drafts": "0"}, "num_drafts=0"),
-            ({"mode": "sd", "lookahead": "0"}, "lookahead=0"),
-            ({"workload": "gemm", "temperature": "0.7"}, "temperature=0.7"),
-            ({"workload": "gemm", "vocab": "9"}, "vocab=9"),
-            ({"workload": "markov", "p_hit": "0.5"}, "p_hit=0.5"),
-            ({"workload": "markov", "vocab": "4", "stop_token": "4"}, "stop_token=4"),
-            ({"mode": "sd", "backup": "auto", "num_drafts": "1"}, "backup=auto"),
-            ({"mode": "ssd", "backup": "auto", "num_drafts": "2"}, "backup=auto"),
-            ({"lookahead": "3", "backup_lookahead": "4"}, "backup_lookahead=4"),
-            ({"mode": "sd", "backup_lookahead": "0"}, "backup_lookahead=0"),
-            ({"target": "toy-target", "draft": "toy-draft"}, "pair and target/draft"),
-            ({"alpha": "0.5", "acceptance": "rates:1,1,1,1"}, "alpha and acceptance"),
-        ]
-    )
-    return Broken({**BASE, **told}, named)
+    told, named = dice.choice([case for case in REFUSED if "world_size" not in case[0]])
+    return Broken({**ALWAYS, **{name: str(value) for name, value in told.items()}}, named)
 
 
 BASE = {**ALWAYS, "pair": "toy"}
