@@ -11,9 +11,10 @@ from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods
-from mpissd.lab.sweep.claims import Claim, claims, intervals, render, rewritten, unbacked
+from mpissd.lab.sweep.claims import Claim, claims, render, rewritten
 from mpissd.lab.sweep.uses import verdicts
 from mpissd.lab.tables import Pair, load_rows
+from tests.project.claims_in_text import intervals, unbacked
 
 ROOT = Path(__file__).resolve().parents[2]
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,58 +188,6 @@ def test_what_is_kept_is_added_to_what_was_there(tmp_path: Path) -> None:
     assert kept == ["one.npz", "two.npz"] and study.rows_of(tmp_path / "none") == []
 
 
-def test_others_are_what_the_machine_did_beside_the_runs() -> None:
-    """Of 2 s on all cores: 3 s of CPU, of which 1 s was a run's."""
-    share = study.Busy(12.0, 103.0, 6.0).others_since(study.Busy(10.0, 100.0, 5.0))
-    assert share == pytest.approx(2 / (2 * (study.os.cpu_count() or 1)))
-
-
-def test_a_loop_beside_a_run_is_seen_and_the_run_s_own_work_is_not() -> None:
-    spin = [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"]
-    before = study.Busy.now()
-    subprocess.run(spin, check=True)
-    own = study.Busy.now().own - before.own
-    assert 0.5 < own < 2
-    if Path("/proc/stat").exists():
-        assert study.Busy.now().machine - before.machine > 0.8 * own
-
-
-@pytest.mark.parametrize(("shares", "kept"), [([0.0], True), ([0.5, 0.05], True), ([0.5], False)])
-def test_a_disturbed_run_is_tried_again(
-    shares: list[float], kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Busy:
-        @classmethod
-        def now(cls) -> Busy:
-            return cls()
-
-        def others_since(self, before: Busy) -> float:
-            return shares.pop(0) if len(shares) > 1 else shares[0]
-
-    def fake(ranks: int, flags: list[str], out: Path) -> list[str]:
-        attempt(out, "run")
-        return ["true"]
-
-    monkeypatch.setattr(study, "Busy", Busy)
-    monkeypatch.setattr(study, "is_quiet", lambda: True)
-    monkeypatch.setattr(study, "command", fake)
-    monkeypatch.setattr(study, "PATIENCE_S", 5.0 if kept else 0.05)
-    state = study.run_alone(2, ["--mode=sd"], tmp_path / "out")
-    assert (state == "") == kept == bool(study.rows_of(tmp_path / "out"))
-    monkeypatch.setattr(study, "command", lambda *_: ["false"])
-    assert "FAILED (1)" in study.run_alone(2, [], tmp_path / "out")
-
-
 def test_a_cell_that_was_not_run_through_is_left_out(cells: list[Any]) -> None:
     rows = measured(cells[0], [100, 90, 80, 50, 60])
     assert "in 0 of 0 cells" in advisor.table(cells[:1], rows[:4], {})
-
-
-@pytest.mark.slow
-def test_both_studies_print_what_is_there(tmp_path: Path) -> None:
-    for name in ("advisor", "predictions"):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / path_of(name)), str(tmp_path), "--table"],
-            capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True,
-        )  # fmt: skip
-        assert done.stdout.startswith("|") and done.stderr == ""

@@ -1,7 +1,7 @@
 """Finds which mode, T, D, K, fan-out and backup to run on given GPUs, and what one more brings.
 
-`plan` searches the closed model coarsely, then finely around the best few; `best_of` with FULL is
-the exhaustive search that it is held against. Everything comes from costs and laws alone:
+`plan` searches the closed model coarsely, then finely around the best few; a test compares it with
+the exhaustive search of FULL. Everything comes from costs and laws alone:
 
     profile = load_profile("h100")
     places = places.placements(config, profile, gpus=4)
@@ -133,18 +133,18 @@ def plan(
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
     laws = Laws.of(config)
-    search = _Search(laws, config.batch_size, host, gpus)
+    search = Search(laws, config.batch_size, host, gpus)
     choices = search.run(places, COARSE if config.batch_size <= _FEW else ROUGH)
     for around in (_fan_outs, _policies):
-        leaders = [c for c in _ranked(choices) if c.mode == "ssd"][:_REFINED]
+        leaders = [c for c in by_speed(choices) if c.mode == "ssd"][:_REFINED]
         for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
             choices += search.ssd(next(p for p in places if p.tp == tp), space)
-    ranked = _Ranked(_ranked(choices), tuple(sorted(unjudged)))
-    return _labelled(_advice(ranked, laws, host, places, search.num_evaluated), places)
+    ranking = Ranked(by_speed(choices), tuple(sorted(unjudged)))
+    return _labelled(_advice(ranking, laws, host, places, search.num_evaluated), places)
 
 
 @dataclass(frozen=True)
-class _Ranked:
+class Ranked:
     """The choices of a search, fastest first, and the uses that could not be judged."""
 
     choices: Sequence[Choice]
@@ -160,7 +160,7 @@ class _Ranked:
 
 
 def _advice(
-    ranked: _Ranked,
+    ranked: Ranked,
     laws: Laws,
     host: HostCosts,
     places: Sequence[Placement],
@@ -210,19 +210,8 @@ def _labelled(advice: Advice, places: Sequence[Placement]) -> Advice:
     return replace(advice, **{f.name: labelled(getattr(advice, f.name)) for f in fields(advice)})
 
 
-def best_of(
-    config: RunConfig,
-    host: HostCosts,
-    places: Sequence[Placement],
-    gpus: int,
-    space: Space = FULL,
-) -> Choice:
-    """Returns the best choice of a space by exhaustive search, which may take seconds."""
-    return _ranked(_Search(Laws.of(config), config.batch_size, host, gpus).run(places, space))[0]
-
-
 @dataclass
-class _Search:
+class Search:
     laws: Laws
     batch: int
     host: HostCosts
@@ -254,7 +243,7 @@ class _Search:
         choices = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
         if not choices or not many:
             return choices
-        best = _ranked(choices)[0].lookahead
+        best = by_speed(choices)[0].lookahead
         near = range(max(1, best - 2), min(MOST_LOOKAHEAD, best + 2) + 1)
         return choices + self._sd(replace(place, num_drafts=many), near)
 
@@ -290,7 +279,7 @@ def _policies(leader: Choice) -> list[tuple[int, Space]]:
     return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
 
 
-def _ranked(choices: Iterable[Choice]) -> list[Choice]:
+def by_speed(choices: Iterable[Choice]) -> list[Choice]:
     """Sorts choices, fastest first; ties (to five digits) by fewer GPUs, then by smaller K."""
     return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
@@ -303,7 +292,7 @@ def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> li
     return list(first.values())
 
 
-def _extra_gpu(ssd: Choice, ranked: _Ranked) -> ExtraGpu:
+def _extra_gpu(ssd: Choice, ranked: Ranked) -> ExtraGpu:
     count = ssd.gpus
     without, otherwise = (ranked.others("ssd", gpus) for gpus in (count - 1, count))
     copies = [(count // c.gpus) * c.tok_per_s for c in otherwise.judged]
