@@ -1,0 +1,128 @@
+"""Shows the answer to the first prompt while a run decodes it: on the terminal at once, and behind
+a pipe when it is complete."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from mpissd.common.config import RunConfig
+from mpissd.common.rounds import Speculation
+from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.workload.text.answers import sources_of
+from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.lab.show.meter import Meter
+from mpissd.lab.show.painter import Painter, Piece, legend
+from mpissd.lab.show.terminal import Terminal, open_terminal
+
+WATCHED = 0  # the request id whose text is shown
+
+
+class Show:
+    """Follows one sequence of a run on the lead; `take` is called between two rounds."""
+
+    def __init__(
+        self,
+        text: AnswerText,
+        write: Callable[[Sequence[Piece], str], object],
+        *,
+        has_cache: bool,
+        limit: int | None = None,
+    ) -> None:
+        """Begins to count time. write: takes new text and the numbers that stand beside it.
+
+        has_cache: whether rounds look their speculation up (ssd). limit: of the answer's tokens.
+        """
+        self._text, self._write, self._has_cache = text, write, has_cache
+        self._left = limit
+        self._is_over = False
+        self.meter = Meter()
+
+    def take(self, result: RoundResult) -> None:
+        """Shows what a round added to the sequence, if it is still decoded."""
+        if self._is_over:
+            return
+        place = np.flatnonzero(result.outcome.ids == WATCHED)
+        if len(place):
+            self._add(result, int(place[0]))
+
+    def _add(self, result: RoundResult, row: int) -> None:
+        drafted, outcome = result.speculation, result.outcome
+        count = int(outcome.num_accepted[row])
+        tokens = [*drafted.tokens[row, :count].tolist(), int(outcome.bonus[row])]
+        sources = sources_of(count, int(drafted.source[row]))
+        if self._left is not None:
+            tokens = tokens[: self._left]
+            self._left -= len(tokens)
+        pieces = self._pieces(tokens, sources)
+        self.meter.add(len(tokens), _hit(drafted, row) if self._has_cache else None)
+        self._is_over = self._text.ended is not None or self._left == 0
+        self._write(pieces, self.meter.short())
+
+    def _pieces(self, tokens: list[int], sources: list[str]) -> list[Piece]:
+        found = []
+        for token, source in zip(tokens, sources, strict=False):
+            found.append((self._text.push(token), source))
+        return [piece for piece in found if piece[0]]
+
+    def end(self) -> None:
+        """Shows what still waits."""
+        if rest := self._text.flush():
+            self._write([(rest, "bonus")], self.meter.short())
+
+
+def _hit(drafted: Speculation, row: int) -> bool:
+    return bool(drafted.hit[row])
+
+
+@contextmanager
+def shown(
+    config: RunConfig, tokenizer: Tokenizer, stop_ids: Collection[int]
+) -> Iterator[tuple[Callable[[RoundResult], object], bool]]:
+    """Shows the first answer of a run inside the block.
+
+    Yields what takes each round, and whether a terminal is written to meanwhile.
+    """
+    text = AnswerText(tokenizer, config.stop_strings, stop_ids)
+    has_cache, limit = config.mode == "ssd", config.num_tokens
+    with open_terminal() as terminal:
+        if terminal is None:
+            with _behind(config, text, has_cache, limit) as take:
+                yield take, False
+            return
+        colours = config.show and "NO_COLOR" not in os.environ
+        painter = Painter(terminal.write, terminal.columns, colours=colours)
+        _open(terminal, colours)
+        show = Show(text, painter.add, has_cache=has_cache, limit=limit)
+        yield show.take, True
+        show.end()
+        painter.end()
+        terminal.write(f"\n{show.meter.long()}\n\n" if config.show else "\n")
+
+
+def _open(terminal: Terminal, colours: bool) -> None:
+    told = legend(colours=colours)
+    terminal.write(f"\n{told}\n\n" if told else "\n")
+
+
+@contextmanager
+def _behind(
+    config: RunConfig, text: AnswerText, has_cache: bool, limit: int | None
+) -> Iterator[Callable[[RoundResult], object]]:
+    """Prints the answer to stdout when it is complete."""
+    pieces: list[str] = []
+    show = Show(
+        text,
+        lambda new, _: pieces.extend(piece for piece, _ in new),
+        has_cache=has_cache,
+        limit=limit,
+    )
+    yield show.take
+    show.end()
+    told = f"\n{show.meter.long()}\n" if config.show else ""
+    print(f"\n{''.join(pieces)}\n{told}", file=sys.stdout, flush=True)

@@ -1,0 +1,65 @@
+"""The terminal of the person who started a job, as its lead reaches it.
+
+A launcher stands between: mpirun holds a rank's output back until a line is complete. So the
+scripts in launch/ name the terminal in MPISSD_TERMINAL (host:/dev/pts/N) and the lead opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+VARIABLE = "MPISSD_TERMINAL"
+_DEFAULT_COLUMNS = 80
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """A terminal that is written to, and its width."""
+
+    file: TextIO
+    columns: int
+
+    def write(self, text: str) -> None:
+        """Writes at once."""
+        self.file.write(text)
+        self.file.flush()
+
+
+@contextmanager
+def open_terminal() -> Iterator[Terminal | None]:
+    """Yields the user's terminal; None where there is none, for example behind a pipe."""
+    if sys.stdout.isatty():
+        yield Terminal(sys.stdout, _columns(sys.stdout.fileno()))
+        return
+    file = _named()
+    if file is None:
+        yield None
+        return
+    with file:
+        yield Terminal(file, _columns(file.fileno()))
+
+
+def _named() -> TextIO | None:
+    host, _, path = os.environ.get(VARIABLE, "").partition(":")
+    if not path or host != os.uname().nodename:
+        return None
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+    except OSError:
+        return None
+    if not os.isatty(descriptor):
+        os.close(descriptor)
+        return None
+    return open(descriptor, "w", encoding="utf-8", errors="replace")
+
+
+def _columns(descriptor: int) -> int:
+    try:
+        return os.get_terminal_size(descriptor).columns or _DEFAULT_COLUMNS
+    except OSError:
+        return _DEFAULT_COLUMNS

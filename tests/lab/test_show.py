@@ -1,0 +1,174 @@
+"""An answer on the screen: wrapped by words, coloured by source, numbers beside it."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.rounds import Outcome, Source, Speculation
+from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.lab.show.meter import Meter
+from mpissd.lab.show.painter import MARGIN, Painter, Piece, harmless, legend, width_of
+from mpissd.lab.show.show import Show
+from tests.text import tiny
+from tests.text.screen import Screen
+
+GREEN, YELLOW = "32", "33"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("show"))))
+
+
+def painted(pieces: list[Piece], columns: int, *, colours: bool = True, margin: str = "") -> Screen:
+    screen = Screen(columns)
+    painter = Painter(screen.write, columns, colours=colours)
+    for piece in pieces:
+        painter.add([piece], margin)
+    painter.end()
+    return screen
+
+
+def split(text: str, size: int, source: str = "bonus") -> list[Piece]:
+    return [(text[at : at + size], source) for at in range(0, len(text), size)]
+
+
+def test_words_wrap_whole_also_where_a_word_arrives_in_parts() -> None:
+    text = "speculative decoding drafts tokens ahead"
+    screen = painted(split(text, 3), 22, colours=False)
+    assert screen.lines == ["speculative decoding", "drafts tokens ahead", ""]
+
+
+def test_a_word_longer_than_a_line_is_broken() -> None:
+    screen = painted(split("x" * 45, 2), 21, colours=False)
+    assert screen.lines == ["x" * 20, "x" * 20, "x" * 5, ""]
+
+
+@given(st.text("ab \n日é👋", max_size=120), st.integers(1, 7), st.integers(30, 110))
+def test_no_character_is_lost_and_none_leaves_its_column(
+    text: str, size: int, columns: int
+) -> None:
+    """Screen asserts that nothing is written beyond the last column."""
+    screen = painted(split(text, size, "cache"), columns, margin="2.00 tok/round")
+    width = columns - MARGIN - 3 if columns >= 72 else columns
+    left = "".join(c for row in screen.cells for c, _ in row[:width])
+    assert left.split() == [] or "".join(left.split()) == "".join(text.split())
+    assert max(sum(map(width_of, line[:width])) for line in screen.lines) <= columns
+
+
+def test_every_token_has_the_colour_of_its_source_also_where_its_word_moved() -> None:
+    pieces = [("green", "cache"), ("yel", "jit"), ("low", "fast"), ("plain", "bonus")] * 9
+    screen = painted(pieces, 90)
+    assert screen.coloured(GREEN) == "green" * 9
+    assert screen.coloured(YELLOW) == "yellow" * 9
+    assert len(screen.lines) > 2
+
+
+def test_without_colours_nothing_steers_the_terminal() -> None:
+    told: list[str] = []
+    painter = Painter(told.append, 100, colours=False)
+    painter.add([("hello ", "cache"), ("world", "bonus")], "2.00 tok/round")
+    painter.end()
+    assert "".join(told) == "hello world\n"
+    assert legend(colours=False) == "" and "speculation cache" in legend(colours=True)
+
+
+def test_numbers_stand_in_the_margin_of_every_line() -> None:
+    screen = painted(split("word " * 30, 5), 100, margin="2.50 tok/round")
+    full = [line for line in screen.lines if line]
+    assert len(full) > 2 and all(line.endswith("2.50 tok/round") for line in full)
+    narrow = painted(split("word " * 30, 5), 60, margin="2.50 tok/round")
+    assert not any("tok/round" in line for line in narrow.lines)
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    assert harmless("a\x1b[2Jb\tc\r\nd\x07\x9b") == "a\ufffd[2Jb    c\nd\ufffd\ufffd"
+    painted([("\x1b]0;title\x07\x1b[2J", "bonus")], 80)  # Screen refuses what steers it
+
+
+def test_a_meter_leaves_out_the_round_that_waits_for_the_prompt() -> None:
+    ticks = count(0, 2)  # the first round takes 2 s, the others 2 s each
+    meter = Meter(clock=lambda: float(next(ticks)))
+    meter.add(5, False)
+    assert (meter.first_s, meter.hit_rate, meter.tok_per_s) == (2.0, None, None)
+    meter.add(5, True)
+    meter.add(2, False)
+    assert meter.hit_rate == 0.5 and meter.tokens_a_round == 4
+    assert meter.tok_per_s == pytest.approx((12 - 4) / 4)
+    assert len(meter.short()) <= MARGIN
+    assert meter.long().startswith("12 tokens in 3 rounds, 4.00 a round, hit rate 0.50, 2.0 tok/s")
+
+
+def test_a_meter_of_ar_has_no_hits() -> None:
+    meter = Meter()
+    meter.add(1, None)
+    meter.add(1, None)
+    assert meter.hit_rate is None and "hits" not in meter.short()
+
+
+def a_round(
+    ids: list[int], drafts: list[list[int]], accepted: list[int], bonus: int
+) -> RoundResult:
+    speculation = Speculation.empty(0, len(ids), 4)
+    for row, tokens in enumerate(drafts):
+        speculation.tokens[row, : len(tokens)] = tokens
+        speculation.num_draft[row] = len(tokens)
+        speculation.source[row], speculation.hit[row] = Source.CACHE, 1
+    rows = [(name, 0, 0, k, bonus) for name, k in zip(ids, accepted, strict=True)]
+    return RoundResult(speculation, Outcome(1, np.array(rows, np.int32)), 0.0)
+
+
+def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(tokenizer: Tokenizer) -> None:
+    shown: list[Piece] = []
+    show = Show(AnswerText(tokenizer, [], {1}), lambda new, _: shown.extend(new), has_cache=True)
+    letters = [tiny.of_byte(ord(c)) for c in "abcdef"]
+    show.take(a_round([3, 0], [letters[:4], letters[:4]], [4, 2], letters[5]))
+    assert shown == [("a", "cache"), ("b", "cache"), ("f", "bonus")]
+    show.take(a_round([3], [letters[:4]], [4], letters[5]))  # sequence 0 is gone
+    assert len(shown) == 3 and show.meter.num_rounds == 1
+
+
+def test_what_is_shown_ends_with_the_answer(tokenizer: Tokenizer) -> None:
+    for limit, stop, text in ((2, set[int](), "ab"), (None, {tiny.of_byte(ord("c"))}, "ab")):
+        shown: list[Piece] = []
+        answer = AnswerText(tokenizer, [], stop)
+        show = Show(answer, lambda new, _, to=shown: to.extend(new), has_cache=True, limit=limit)
+        letters = [tiny.of_byte(ord(c)) for c in "abcdef"]
+        for _ in range(2):
+            show.take(a_round([0], [letters[:4]], [4], letters[5]))
+        show.end()
+        assert "".join(piece for piece, _ in shown) == text
+        assert show.meter.num_rounds == 1
+
+
+def test_a_terminal_is_opened_by_its_name_on_its_own_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import os
+    import pty
+
+    from mpissd.lab.show import terminal
+
+    lead, follower = pty.openpty()
+    path, host = os.ttyname(follower), os.uname().nodename
+    try:
+        monkeypatch.setenv(terminal.VARIABLE, f"{host}:{path}")
+        with terminal.open_terminal() as found:
+            assert found is not None and found.columns == 80
+            found.write("hello\n")
+        assert os.read(lead, 100) == b"hello\r\n"
+        for other in (f"elsewhere:{path}", f"{host}:{tmp_path / 'none'}", f"{host}:/dev/null", ""):
+            monkeypatch.setenv(terminal.VARIABLE, other)
+            with terminal.open_terminal() as found:
+                assert found is None
+    finally:
+        os.close(lead)
+        os.close(follower)
