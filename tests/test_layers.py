@@ -40,6 +40,7 @@ LAYERS = {
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,
     "mpissd.lab.probe": 10,
+    "mpissd.lab.chat": 10,
     "mpissd.lab.limits": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.ops": 7,

@@ -33,21 +33,23 @@ class Show:
         *,
         has_cache: bool,
         limit: int | None = None,
+        watched: int = WATCHED,
     ) -> None:
         """Begins to count time. write: takes new text and the numbers that stand beside it.
 
         has_cache: whether rounds look their speculation up (ssd). limit: of the answer's tokens.
+        watched: the sequence's request id.
         """
         self._text, self._write, self._has_cache = text, write, has_cache
-        self._left = limit
-        self._is_over = False
+        self._left, self._watched = limit, watched
+        self.is_over = False
         self.meter = Meter()
 
     def take(self, result: RoundResult) -> None:
         """Shows what a round added to the sequence, if it is still decoded."""
-        if self._is_over:
+        if self.is_over:
             return
-        place = np.flatnonzero(result.outcome.ids == WATCHED)
+        place = np.flatnonzero(result.outcome.ids == self._watched)
         if len(place):
             self._add(result, int(place[0]))
 
@@ -61,7 +63,7 @@ class Show:
             self._left -= len(tokens)
         pieces = self._pieces(tokens, sources)
         self.meter.add(len(tokens), _hit(drafted, row) if self._has_cache else None)
-        self._is_over = self._text.ended is not None or self._left == 0
+        self.is_over = self._text.ended is not None or self._left == 0
         self._write(pieces, self.meter.short())
 
     def _pieces(self, tokens: list[int], sources: list[str]) -> list[Piece]:

@@ -19,10 +19,17 @@ _DEFAULT_COLUMNS = 80
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal that is written to, and its width."""
+    """A terminal that is written to."""
 
     file: TextIO
-    columns: int
+
+    @property
+    def columns(self) -> int:
+        """Its width now."""
+        try:
+            return os.get_terminal_size(self.file.fileno()).columns or _DEFAULT_COLUMNS
+        except OSError:
+            return _DEFAULT_COLUMNS
 
     def write(self, text: str) -> None:
         """Writes at once."""
@@ -34,14 +41,14 @@ class Terminal:
 def open_terminal() -> Iterator[Terminal | None]:
     """Yields the user's terminal; None where there is none, for example behind a pipe."""
     if sys.stdout.isatty():
-        yield Terminal(sys.stdout, _columns(sys.stdout.fileno()))
+        yield Terminal(sys.stdout)
         return
     file = _named()
     if file is None:
         yield None
         return
     with file:
-        yield Terminal(file, _columns(file.fileno()))
+        yield Terminal(file)
 
 
 def _named() -> TextIO | None:
@@ -56,10 +63,3 @@ def _named() -> TextIO | None:
         os.close(descriptor)
         return None
     return open(descriptor, "w", encoding="utf-8", errors="replace")
-
-
-def _columns(descriptor: int) -> int:
-    try:
-        return os.get_terminal_size(descriptor).columns or _DEFAULT_COLUMNS
-    except OSError:
-        return _DEFAULT_COLUMNS

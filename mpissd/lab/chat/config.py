@@ -1,0 +1,38 @@
+"""The configuration of `chat`: a run's, without what only a measurement has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, choice, contained, flag, flags_of, integer, switch, words
+from mpissd.common.workloads import refused_flags
+
+_MEASURED = (
+    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace ledger_ab dry_run world_size "
+    "out progress on_draft_loss num_drafts chat_template workload"
+).split()
+_OF_OTHERS = [name for name, _ in refused_flags("text")]
+_TAKEN = frozenset(flags_of(RunConfig)).difference(_MEASURED, _OF_OTHERS)
+
+
+@dataclass(frozen=True)
+class ChatConfig(Checked):
+    """Flags of `chat`: those of a run that are about models, methods and sampling, and T."""
+
+    run: RunConfig = contained(
+        RunConfig,
+        only=_TAKEN | {"workload", "pair", "num_tokens", "show"},
+        workload=flag("text", choice("text"), "what chat decodes"),
+        pair=flag("smollm2", words, "the two models: TARGET/DRAFT"),
+        num_tokens=flag(512, integer(1), "most tokens of an answer"),
+        show=flag(True, switch, "colour each token by what drafted it"),
+    )
+    tp: int = flag(1, integer(1), "target ranks")
+    drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with the draft on the lead")
+
+    def check_drafts(self) -> None:
+        """Refuses a start in ssd without a draft rank."""
+        if self.run.mode == "ssd" and not self.drafts:
+            raise ConfigError("drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")
