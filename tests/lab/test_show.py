@@ -85,6 +85,7 @@ def test_numbers_stand_in_the_margin_of_every_line() -> None:
     screen = painted(split("word " * 30, 5), 100, margin="2.50 tok/round")
     full = [line for line in screen.lines if line]
     assert len(full) > 2 and all(line.endswith("2.50 tok/round") for line in full)
+    assert painted([("\n\n", "bonus")], 100, margin="2.50 tok/round").lines == [""] * 4
     narrow = painted(split("word " * 30, 5), 60, margin="2.50 tok/round")
     assert not any("tok/round" in line for line in narrow.lines)
 

@@ -6,6 +6,8 @@ passes; their raw rounds are then gathered, and rank 0 builds the result row fro
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +23,7 @@ from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.job import Job
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened
 from mpissd.engine.session.survivors import survivors
@@ -31,6 +34,7 @@ from mpissd.lab.measure.card import print_card, print_summary, progress_bar
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, Tracing
+from mpissd.lab.show.show import NOBODY, Audience, shown
 
 _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
@@ -83,7 +87,8 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     tracing = None if config.trace is None else Tracing(session)
     if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
-    lead = rank.run_pass(rank.target, drafter, lambda loop: _measure(loop, rank))
+    drive = partial(_measure, rank=rank, is_alone=sweep is None)
+    lead = rank.run_pass(rank.target, drafter, drive)
     guard.stage(Stage.GATHER)
     lost = lead is not None and lead.draft_lost_round is not None
     world = survivors(session, draft_lost=lost)
@@ -145,8 +150,11 @@ def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport
     )
 
 
-def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
-    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on the lead."""
+def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
+    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on the lead.
+
+    is_alone: whether this is no part of a sweep, so that text is shown.
+    """
     config = rank.session.job.config
     warm = rank.session.requests(WARM_ID, config.batch_size)
     loop.admit(warm)
@@ -159,7 +167,8 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
     loop.admit(sequences.first())
     guard.stage(Stage.ROUNDS)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
-    records, wall_s = _rounds(loop, config, rank.session.job.lookahead, sequences)
+    with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
+        records, wall_s = _rounds(loop, rank.session.job, sequences, audience)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     return LeadReport(
@@ -177,22 +186,29 @@ def _measure(loop: TargetLoop, rank: Rank) -> LeadReport:
 
 
 def _rounds(
-    loop: TargetLoop, config: RunConfig, lookahead: int, sequences: Sequences
+    loop: TargetLoop, job: Job, sequences: Sequences, audience: Audience
 ) -> tuple[RoundRecords, float]:
-    records, limit = RoundRecords(lookahead), config.max_rounds
+    records, limit = RoundRecords(job.lookahead), job.config.max_rounds
     records.ends = sequences.ends
-    with progress_bar(config, limit) as advance:
+    watched = nullcontext(_ignore) if audience.is_live else progress_bar(job.config, limit)
+    with watched as advance:
         start = last = _begin(loop.ledger)
         while sequences.are_live and (limit is None or len(records) < limit):
             result = loop.step()
             sequences.take(result, loop)
             records.add(result.t_target_s, result.speculation, result.outcome)
+            if audience.take is not None:
+                audience.take(result)
             advance(1)
             loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
             now = perf_counter()  # a second clock, against which the ledger's sum is checked
             records.round_s.append(now - last)
             last = now
     return records, last - start
+
+
+def _ignore(count: int) -> None:
+    """Takes the place of a progress bar."""
 
 
 def _begin(ledger: Ledger) -> float:

@@ -111,7 +111,7 @@ class Painter:
 
     def _draw_margin(self) -> None:
         """Writes the numbers into the margin of this line; the cursor stays where it is."""
-        if self._has_margin and self._margin:
+        if self._has_margin and self._margin and self._column:
             self._plain()
             text = self._margin[:MARGIN].rjust(MARGIN)
             at, back = self._width + 3, self._column + 1

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from mpissd.common.config import RunConfig
 from mpissd.common.rounds import Speculation
 from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.text.answers import sources_of
 from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 from mpissd.lab.show.meter import Meter
-from mpissd.lab.show.painter import Painter, Piece, legend
+from mpissd.lab.show.painter import Painter, Piece, harmless, legend
 from mpissd.lab.show.terminal import Terminal, open_terminal
 
 WATCHED = 0  # the request id whose text is shown
@@ -82,29 +84,57 @@ def _hit(drafted: Speculation, row: int) -> bool:
     return bool(drafted.hit[row])
 
 
-@contextmanager
-def shown(
-    config: RunConfig, tokenizer: Tokenizer, stop_ids: Collection[int]
-) -> Iterator[tuple[Callable[[RoundResult], object], bool]]:
-    """Shows the first answer of a run inside the block.
+@runtime_checkable
+class Spoken(Protocol):
+    """A workload whose tokens are text, as `text` is."""
 
-    Yields what takes each round, and whether a terminal is written to meanwhile.
-    """
-    text = AnswerText(tokenizer, config.stop_strings, stop_ids)
-    has_cache, limit = config.mode == "ssd", config.num_tokens
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer; None where prompts were given as token ids."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+
+
+class Audience(NamedTuple):
+    """What takes each round, and whether it writes to a terminal meanwhile."""
+
+    take: Callable[[RoundResult], object] | None
+    is_live: bool
+
+
+NOBODY = Audience(None, False)
+
+
+@contextmanager
+def shown(workload: Workload) -> Iterator[Audience]:
+    """Shows the first answer of a run inside the block; nothing where tokens are no text."""
+    tokenizer = workload.tokenizer if isinstance(workload, Spoken) else None
+    if tokenizer is None or not isinstance(workload, Spoken):
+        yield NOBODY
+        return
+    config = workload.job.config
+    text = AnswerText(tokenizer, config.stop_strings, workload.stop_ids)
     with open_terminal() as terminal:
-        if terminal is None:
-            with _behind(config, text, has_cache, limit) as take:
-                yield take, False
-            return
-        colours = config.show and "NO_COLOR" not in os.environ
-        painter = Painter(terminal.write, terminal.columns, colours=colours)
-        _open(terminal, colours)
-        show = Show(text, painter.add, has_cache=has_cache, limit=limit)
-        yield show.take, True
-        show.end()
-        painter.end()
-        terminal.write(f"\n{show.meter.long()}\n\n" if config.show else "\n")
+        how = _behind(config, text) if terminal is None else _live(config, text, terminal)
+        with how as take:
+            yield Audience(take, terminal is not None)
+
+
+@contextmanager
+def _live(
+    config: RunConfig, text: AnswerText, terminal: Terminal
+) -> Iterator[Callable[[RoundResult], object]]:
+    """Writes the answer to the terminal while it arrives."""
+    colours = config.show and "NO_COLOR" not in os.environ
+    painter = Painter(terminal.write, terminal.columns, colours=colours)
+    _open(terminal, colours)
+    show = Show(text, painter.add, has_cache=config.mode == "ssd", limit=config.num_tokens)
+    yield show.take
+    show.end()
+    painter.end()
+    terminal.write(f"\n{show.meter.long()}\n\n" if config.show else "\n")
 
 
 def _open(terminal: Terminal, colours: bool) -> None:
@@ -113,18 +143,16 @@ def _open(terminal: Terminal, colours: bool) -> None:
 
 
 @contextmanager
-def _behind(
-    config: RunConfig, text: AnswerText, has_cache: bool, limit: int | None
-) -> Iterator[Callable[[RoundResult], object]]:
+def _behind(config: RunConfig, text: AnswerText) -> Iterator[Callable[[RoundResult], object]]:
     """Prints the answer to stdout when it is complete."""
     pieces: list[str] = []
-    show = Show(
-        text,
-        lambda new, _: pieces.extend(piece for piece, _ in new),
-        has_cache=has_cache,
-        limit=limit,
-    )
+
+    def keep(new: Sequence[Piece], margin: str) -> None:
+        pieces.extend(piece for piece, _ in new)
+
+    show = Show(text, keep, has_cache=config.mode == "ssd", limit=config.num_tokens)
     yield show.take
     show.end()
     told = f"\n{show.meter.long()}\n" if config.show else ""
-    print(f"\n{''.join(pieces)}\n{told}", file=sys.stdout, flush=True)
+    sys.stdout.write(f"\n{harmless(''.join(pieces))}\n{told}\n")
+    sys.stdout.flush()

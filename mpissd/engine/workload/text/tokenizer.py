@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.presets import files_of
 from mpissd.engine.workload.text.template import render
 from mpissd.engine.workload.text.vocabulary import Vocabulary, from_folder, from_gguf
 
@@ -73,9 +74,11 @@ class Tokenizer:
 def load_tokenizer(where: str) -> Tokenizer:
     """Returns the tokenizer of a model; raises ConfigError if it has none or it cannot be read.
 
-    where: a Hugging Face folder or a file in it, or a .gguf file.
+    where: any name of a model with files (common.presets.files_of).
     """
-    path = Path(where).expanduser()
+    path = files_of(where)
+    if path is None:
+        raise ConfigError(f"{where}: random weights have no tokenizer: allowed: prompt_ids")
     if path.suffix == ".json":
         path = path.parent
     found = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
