@@ -20,6 +20,7 @@ from mpissd.engine.job.checks import (
     check_shards,
 )
 from mpissd.engine.job.job import Job
+from mpissd.engine.model.transformer.hub import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, resolve_acceptance, resolve_hit_law
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
 from mpissd.engine.workload.registry import workload_of
@@ -62,6 +63,7 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
     share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
     and if an emulated device's profile lacks all-reduces over T ranks.
     """
+    fetch_missing(config.pair, config.target, config.draft)
     memory = draft_memory = None
     backend = unopened(config.backend)
     if backend == "numpy" and sharing and (there := available_memory_bytes()):

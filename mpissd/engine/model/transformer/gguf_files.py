@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf_metadata import read_gguf
 from mpissd.engine.model.transformer.checkpoint import ALL, Floats
+from mpissd.engine.model.transformer.libraries import library
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, LAST_NORM
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -108,20 +109,16 @@ class GgufFiles:
 @lru_cache(maxsize=64)
 def _block(kind: int) -> tuple[int, int] | None:
     """Returns (elements, bytes) of a block of a ggml type; None if the library lacks it."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
-
+    gguf = library("gguf", "a .gguf")
     try:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        dequantize(np.zeros((1, size), np.uint8), GGMLQuantizationType(kind))
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        _values(np.zeros((1, size), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         return None
     return block, size
 
 
 def _values(data: NDArray[Any], kind: int) -> Floats:
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values = dequantize(np.ascontiguousarray(data), GGMLQuantizationType(kind))
-    return np.asarray(values, np.float32)
+    gguf = library("gguf", "a .gguf")
+    told = gguf.GGMLQuantizationType(kind)
+    return np.asarray(gguf.quants.dequantize(np.ascontiguousarray(data), told), np.float32)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import ALL, Floats
+from mpissd.engine.model.transformer.libraries import library
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 32  # inputs that share a scale
@@ -79,15 +80,14 @@ def _index(path: Path) -> Mapping[str, str]:
 
 def _header(path: Path) -> dict[str, Stored]:
     """Returns the tensors of one file, which the library has judged; the offsets are ours."""
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = library("safetensors", str(path.parent))
     try:
-        with safe_open(path, framework="numpy"):
+        with safetensors.safe_open(path, framework="numpy"):
             pass
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return {
