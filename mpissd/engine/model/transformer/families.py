@@ -192,21 +192,23 @@ def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
     family, rope, ours = config.get("model_type"), _rope(config), config.get("mpissd") or {}
     window = config.get("sliding_window") if _slides(config) else None
     kinds = config.get("layer_types") or []
+    plain = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     bias = bool(config.get("attention_bias")) and family != "qwen2"
-    activation = config.get("hidden_act", "silu")
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    told, part = ours.get("quantization"), config.get("partial_rotary_factor", 1)
+    activation, part = config.get("hidden_act", "silu"), config.get("partial_rotary_factor", 1)
+    packed = config.get("quantization_config")
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    told = ours.get("quantization") if isinstance(ours, dict) else ours
     return [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "llama3"), _ROPES),
         ("sliding_window", window, window is None, "null, or one that is not used"),
-        ("layer_types", kinds, set(kinds) <= {"full_attention"}, "full_attention"),
-        ("quantization_config", method, not config.get("quantization_config"), _DENSE),
+        ("layer_types", kinds, plain, "full_attention"),
+        ("quantization_config", method, not packed, _DENSE),
         ("mpissd.quantization", told, told in (None, "int8-32"), "int8-32"),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias, "false"),
         ("mlp_bias", config.get("mlp_bias"), not config.get("mlp_bias"), "false"),
-        ("partial_rotary_factor", part, part == 1, "1"),
+        ("partial_rotary_factor", part, part in (None, 1), "1"),
     ]
 
 

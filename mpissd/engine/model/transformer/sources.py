@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from mpissd.common import hf_config
@@ -25,7 +26,24 @@ def config_of(where: str, target: str | None = None) -> TransformerConfig:
     the target's embedding, and it drafts the target's tokens whatever its own vocabulary is.
     Raises ConfigError, one line that names what is missing, damaged or not supported.
     """
+    return _config(where, target, _stamp(where), None if target is None else _stamp(target))
+
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@lru_cache(maxsize=32)
+def _config(where: str, target: str | None, *stamps: Stamp | None) -> TransformerConfig:
     return open_checkpoint(where, target=target).config
+
+
+def _stamp(where: str) -> Stamp:
+    """Returns the names, times and sizes of a model's files, which change when they do."""
+    path = files_of(where)
+    if path is None or not path.exists():
+        return ()
+    told = [(file, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    return tuple((str(file), each.st_mtime_ns, each.st_size) for file, each in told)
 
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:

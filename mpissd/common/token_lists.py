@@ -1,0 +1,56 @@
+"""Compares the vocabularies of two models in files, by the text of their ordinary tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.gguf_metadata import read_gguf
+
+_NORMAL = 1  # a GGUF token type: neither control nor padding
+
+
+def check_same_tokens(target: Path, draft: Path) -> None:
+    """Raises ConfigError if a token that both models know means another text in each.
+
+    One vocabulary may be longer than the other. A model without a tokenizer passes.
+    """
+    left, right = tokens_of(target), tokens_of(draft)
+    for number in sorted(left.keys() & right.keys()):
+        if left[number] != right[number]:
+            raise ConfigError(
+                f"target and draft have unequal vocabularies: token {number} is "
+                f"{left[number]!r} in {target.name} and {right[number]!r} in {draft.name}: "
+                "allowed: a draft with the target's tokenizer"
+            )
+
+
+def tokens_of(path: Path) -> dict[int, str]:
+    """Returns the ordinary tokens by their id, of a .gguf or a folder's tokenizer.json.
+
+    Added and special tokens are left out, since models of one vocabulary rename them. Empty where
+    there is no tokenizer. Raises ConfigError if the file is damaged.
+    """
+    if path.suffix == ".gguf":
+        metadata = read_gguf(path).metadata
+        tokens = metadata.get("tokenizer.ggml.tokens", [])
+        kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+        pairs = enumerate(zip(tokens, kinds, strict=False))
+        return {number: token for number, (token, kind) in pairs if kind == _NORMAL}
+    file = path / "tokenizer.json"
+    try:
+        return _ordinary(json.loads(file.read_text("utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{str(file)!r} is damaged or no tokenizer.json") from error
+
+
+def _ordinary(tokenizer: Any) -> dict[int, str]:
+    known, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
+    if isinstance(known, list):  # of a unigram model: [token, score]
+        known = {entry[0]: number for number, entry in enumerate(known)}
+    special = {entry["id"] for entry in added}
+    return {number: token for token, number in known.items() if number not in special}
