@@ -118,7 +118,7 @@ class WorkloadFlags(Checked):
     )
 
     recording: str | None = flag(
-        None, words, "file of `mpissd record` that decides the tokens (replay)"
+        None, words, "file of `mpissd record` that decides the tokens (replay)", in_digest="said"
     )
 
     @property
