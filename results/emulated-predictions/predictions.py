@@ -100,14 +100,14 @@ def verdict(rows: list[dict], rounds: dict[str, Rounds]) -> str:
     source = f"by the rounds of {len(rounds)} rows" if rounds else "by the rows' own statistics"
     return (
         f"Sign of SSD − SD right in {right} of {counted} cells whose 95% interval leaves 0 out\n"
-        f"({skipped} can't be told; intervals {source})."
+        f"({skipped} cannot be decided; intervals {source})."
     )
 
 
 def signs(rows: list[dict], rounds: dict[str, Rounds]) -> tuple[int, int, int]:
-    """(right, told, can't be told) over the cells that have both modes.
+    """(right, decided, undecided) over the cells that have both modes.
 
-    A cell is told where the interval of SSD over SD leaves 1 out (mpissd.common.compare).
+    A cell is decided where the interval of SSD over SD leaves 1 out (mpissd.common.compare).
     """
     cells: dict[tuple, dict[str, dict]] = {}
     for row in rows:
