@@ -92,6 +92,10 @@ def alone(command: cli.Command) -> int:
 
         config = command.config
         return exchange.export(config) if command.name == "export" else exchange.collectives(config)
+    if command.name == "record":
+        from mpissd.lab.record.command import record
+
+        return record(command.config)
     from mpissd.cli import commands
     from mpissd.lab.sweep import commands as sweeping
 

@@ -28,6 +28,7 @@ from mpissd.cli.configs import (
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import documented, parse_into
+from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.ops.doctor.config import DoctorConfig
 
@@ -77,6 +78,7 @@ SPECS = {
         CompareConfig, "The speedup of one result over another, with its interval.", ("a", "b")
     ),
     "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
+    "record": Spec(RecordConfig, "Records a real pair at temperature 0, for --workload=replay."),
     "export": Spec(
         ExportConfig, "Rows as tidy CSV or Parquet, or as vLLM's K by batch size.", ("results",)
     ),
