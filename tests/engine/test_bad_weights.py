@@ -17,6 +17,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.tensors import tensors
+from mpissd.engine.model.transformer.vocabulary import check_vocabularies
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
 ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -247,10 +248,13 @@ def write_tokens(path: Path, tokens: list[str], added: dict[str, int]) -> Path:
 def test_equal_tokens_may_differ_in_number_and_in_special_ones(tmp_path: Path) -> None:
     left = write_tokens(tmp_path / "left", ["a", "b", "c"], {"<end>": 3})
     right = write_tokens(tmp_path / "right", ["a", "b", "c", "d", "e"], {"<stop>": 5})
-    token_lists.check_same_tokens(left, right)
+    check_vocabularies(str(left), str(right))
     other = write_tokens(tmp_path / "other", ["a", "x", "c"], {})
     with pytest.raises(ConfigError, match="token 1 is 'b' in left and 'x' in other"):
-        token_lists.check_same_tokens(left, other)
+        check_vocabularies(str(left), str(other))
+    check_vocabularies(str(left), "8b")  # without a tokenizer
+    (tmp_path / "bare").mkdir()
+    check_vocabularies(str(left), str(tmp_path / "bare"))
     (other / "tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json' is damaged"):
         token_lists.tokens_of(other)

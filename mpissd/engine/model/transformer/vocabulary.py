@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from mpissd.common.presets import files_of
 from mpissd.common.rounds import Ints
+from mpissd.common.token_lists import check_same_tokens
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
@@ -20,6 +22,16 @@ def mapped_config(config: TransformerConfig, vocab_size: int) -> TransformerConf
     """
     shape = replace(config.shape, vocab_size=vocab_size)
     return replace(config, shape=shape, head_vocab=min(config.head_vocab, vocab_size))
+
+
+def check_vocabularies(target: str, draft: str) -> None:
+    """Raises ConfigError, one line, if a token that both models know means another text in each.
+
+    Both are names of presets.resolve_model; one without a tokenizer passes.
+    """
+    here, there = files_of(target), files_of(draft)
+    if here is not None and there is not None and here != there:
+        check_same_tokens(here, there)
 
 
 class MappedCheckpoint:
