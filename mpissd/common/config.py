@@ -24,12 +24,40 @@ from mpissd.common.flags import flags_of, parse_into
 from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.common.workloads import refused_flags
 
+_ANSWER_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags, MeasurementFlags, MachineFlags, WorkloadFlags, ModelFlags, MethodFlags
 ):
     """All flags of a run; None means not given, and is resolved when the machine is known."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the models' own logits decide."""
+        return self.workload == "text"
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether forwards are those of a whole transformer, with attention over a KV cache."""
+        return self.is_text or self.forward == "transformer"
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of a sequence; an answer that nothing limits has 256."""
+        unlimited = self.is_text and self.num_tokens is None and self.rounds is None
+        return _ANSWER_TOKENS if unlimited else self.num_tokens
+
+    @property
+    def max_rounds(self) -> int | None:
+        """Most measured rounds; None: rounds continue until every sequence has ended."""
+        return self.rounds if self.is_text else super().max_rounds
+
+    def check_forward(self) -> None:
+        """Refuses text from a model of products alone."""
+        if self.is_text and self.forward == "gemm":
+            raise ConfigError("forward=gemm with workload=text: allowed: transformer")
 
     def check_models(self) -> None:
         """Refuses one model of a pair without the other, where both are needed."""

@@ -27,6 +27,7 @@ from mpissd.common.flags import (
 from mpissd.common.schedules import SCHEDULES, is_tail
 
 MOST_DRAFTS = 4
+FORWARDS = ("gemm", "transformer")
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,13 @@ class ModelFlags(Checked):
         None, words, "target model: preset, config.json or gen:layers=…,hidden=…,ffn=…"
     )
     draft: str | None = flag(None, words, "draft model, named as the target is")
+    forward: str | None = flag(
+        None,
+        choice(*FORWARDS),
+        "what a forward computes: gemm (products alone) or transformer (default gemm; text: "
+        "transformer)",
+        in_digest="said",
+    )
     fuse: bool = flag(False, switch, "compute q, k, v as one product, and gate, up as another")
     lm_head: bool = flag(
         False, switch, "add the LM head, the product over the vocabulary, with top-k"

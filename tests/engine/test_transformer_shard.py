@@ -81,7 +81,8 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
         assert told.weight_bytes == 2 * whole.num_params(OPTIONS)
         kv = (3 * 70 + 3 * 4) * layers * 2 * config.shape.kv_width * itemsize
         memory = 2 * (whole.num_params(OPTIONS) + embedding) + kv
-        assert whole.memory_bytes(3, OPTIONS, itemsize) == memory
+        weights = whole.weight_bytes(OPTIONS, itemsize)
+        assert weights + whole.cache_bytes(1, 3, OPTIONS, itemsize) == memory
 
 
 def test_the_cost_of_a_known_forward() -> None:

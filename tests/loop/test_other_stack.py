@@ -105,8 +105,10 @@ class ReadingTarget(CountingTarget):
 
 class Stepping(Counting):
     @property
-    def stacks(self) -> Stacks:
+    def target_stacks(self) -> Stacks:
         return StepStacks(1)
+
+    draft_stacks = target_stacks
 
     def target_worker(
         self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None

@@ -30,15 +30,17 @@ def link_shape(job: Job) -> LinkShape:
         job.config.batch_size,
         job.lookahead,
         # Greedy tokens are certain, so no distributions are sent.
-        vocab=workload.vocab if sampled else 0,
+        vocab=workload.proposal_width if sampled else 0,
         num_drafts=job.config.drafts,
         num_tokens=workload.vocab,
+        prompt_tokens=workload.prompt_tokens,
     )
 
 
 def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
     """Returns the worker that drafts with the whole draft model."""
     worker = workload_of(job).draft_worker(stepper)
+    worker.placement = job.placement(drafts=True)
     return TailWorker(worker) if job.is_tail else worker
 
 

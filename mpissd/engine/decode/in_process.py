@@ -13,7 +13,6 @@ from threading import Thread
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.presets import ModelShape
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.trace import LeadPhase
@@ -34,7 +33,8 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from mpissd.engine.job import resolve
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.registry import workload_of
 
@@ -70,8 +70,9 @@ class Decoder:
         self._threads: list[Thread] = []
         self._faults: list[Exception] = []
         batch = config.batch_size
-        target = self._stepper(job.target, job.options, job.target_buckets(), drafts=False)
+        target = self._stepper(job.target_shard, job.options, job.target_buckets(), drafts=False)
         worker, speculator = self._workload.target_worker(target), self._speculator()
+        worker.placement = job.placement(drafts=False)
         self._loop = TargetLoop(worker, speculator, NoPlans(), batch, self._waiter)
         self.records = RoundRecords(job.lookahead)
         self._sequences = Sequences(self._workload)
@@ -82,7 +83,7 @@ class Decoder:
         self._loop.ledger.restart()
 
     def _stepper(
-        self, shape: ModelShape, options: ForwardOptions, buckets: list[int], *, drafts: bool
+        self, shard: AnyShard, options: ForwardOptions, buckets: list[int], *, drafts: bool
     ) -> Stepper:
         """Returns a whole model with the weights of `mpissd run`, on a backend of its own."""
         config = self.job.config
@@ -92,11 +93,11 @@ class Decoder:
         stepper = Stepper(
             backend,
             SoloGroup(),
-            Shard(shape),
+            shard,
             options,
             buckets=buckets,
             num_sequences=config.batch_size,
-            stacks=self._workload.stacks,
+            stacks=self._workload.draft_stacks if drafts else self._workload.target_stacks,
             seed=2 * config.seed + drafts,
         )
         self._resources.callback(stepper.close)
@@ -104,10 +105,12 @@ class Decoder:
 
     def _drafter(self, index: int, waiter: Waiter) -> Drafter:
         job = self.job
-        assert job.draft is not None, "a drafter without a draft model"
-        stepper = self._stepper(job.draft, job.draft_options, job.draft_buckets(), drafts=True)
+        assert job.draft_shard is not None, "a drafter without a draft model"
+        stepper = self._stepper(
+            job.draft_shard, job.draft_options, job.draft_buckets(), drafts=True
+        )
         worker = draft_worker(job, stepper)
-        worker.prepare(self._workload.requests(0, job.config.batch_size))
+        worker.prepare(self._workload.tabulated(job.config.batch_size))
         return make_drafter(job, worker, waiter, index=index)
 
     def _speculator(self) -> Speculator:

@@ -11,6 +11,8 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.schedules import is_tail
 from mpissd.engine.job.job import Job
 from mpissd.engine.model.shard import Shard
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of
 
 _FLOAT32 = 4  # bytes of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # of device memory, left free for activations, graphs and libraries
@@ -65,16 +67,35 @@ def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
         raise ConfigError(f"{asked}: allowed: {config.lookahead}, which one forward drafts")
 
 
-def check_shards(config: RunConfig, target: ModelShape, tp: int) -> None:
-    """Refuses a T that does not divide the target's heads, FFN or (with lm_head) vocabulary."""
+def check_shards(config: RunConfig, target: ModelShape, where: str, tp: int) -> None:
+    """Refuses a T over which the target's heads, FFN or (with lm_head) vocabulary cannot be split.
+
+    Products alone need equal shares. where: the target's name.
+    """
+    if config.is_transformer:
+        TransformerShard(config_of(where), tp)
+        return
     Shard(target, tp)
     if config.lm_head and target.vocab_size % tp:
         raise ConfigError(f"{target.name}: vocab_size={target.vocab_size} % tp={tp} is not 0")
 
 
+def check_transformer(config: RunConfig, backend: str, draft: ModelShape | None) -> None:
+    """Refuses what a transformer's forward cannot do, or text where nothing is computed."""
+    if config.is_text and backend == "emulated":
+        raise ConfigError("workload=text with backend=emulated: allowed: numpy, cupy")
+    if not config.is_transformer:
+        return
+    if config.fuse:
+        raise ConfigError("fuse with forward=transformer: allowed: forward=gemm")
+    if draft is not None and draft.head is not None and not config.is_lookup:
+        raise ConfigError(f"draft={draft.name} with forward=transformer: allowed: a whole model")
+
+
 def check_fan_out(config: RunConfig, widest: int, draft: ModelShape | None) -> None:
     """Refuses a fan-out with more candidates a row than an LM head reads out."""
-    if config.lm_head and draft and widest + 1 > min(64, draft.vocab_size):
+    has_head = config.lm_head or config.is_transformer
+    if has_head and draft and widest + 1 > min(64, draft.vocab_size):
         most = min(64, draft.vocab_size) - 1
         raise ConfigError(
             f"fan_out {config.fan_out} with lm_head: {widest} a row: allowed: at most {most}"

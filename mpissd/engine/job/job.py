@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
 from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
+from mpissd.engine.workload.base import Workload
+from mpissd.engine.workload.placement import Placement
+from mpissd.engine.workload.registry import workload_kind
+
+_LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
+_TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, unless --context says it
 
 
 @dataclass(frozen=True)
@@ -30,16 +40,55 @@ class Job:
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
+    target_where: str = ""  # the names that presets.files_of takes
+    draft_where: str = ""
+    prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
 
     @property
     def world_size(self) -> int:
         """Number of ranks, T + D."""
         return self.tp + self.config.drafts
 
+    @cached_property
+    def workload(self) -> Workload:
+        """What is decoded."""
+        return workload_kind(self.config.workload)(self)
+
+    @cached_property
+    def target_shard(self) -> AnyShard:
+        """Rank 0's share of the target."""
+        return self.shard(self.tp)
+
+    @cached_property
+    def draft_shard(self) -> AnyShard | None:
+        """The whole draft; None in AR."""
+        if self.draft is None or not self.drafts_by_transformer:
+            return None if self.draft is None else Shard(self.draft)
+        return TransformerShard(config_of(self.draft_where, self.target_where))
+
+    def shard(self, tp: int) -> AnyShard:
+        """Returns rank 0's share of the target, over T = tp ranks."""
+        if not self.config.is_transformer:
+            return Shard(self.target, tp)
+        return TransformerShard(config_of(self.target_where), tp)
+
+    @property
+    def drafts_by_transformer(self) -> bool:
+        """Whether the draft's forwards are those of a transformer; prompt lookup has none."""
+        return self.config.is_transformer and self.draft is not None and self.draft.head is None
+
     @property
     def options(self) -> ForwardOptions:
         """Options of the target's forward."""
         config = self.config
+        if config.is_transformer:
+            return ForwardOptions(
+                fuse=True,
+                lm_head=True,
+                context=self._read_context,
+                values=True,
+                capacity=self.capacity,
+            )
         return ForwardOptions(config.fuse, config.lm_head, config.context)
 
     @property
@@ -49,10 +98,58 @@ class Job:
         With an LM head it reads out as many candidates as a row may need. A lane also reads the KV
         of the 1 … K tokens that it has grown; their mean, rounded up, is counted.
         """
+        config, context = self.config, self.options.context
+        has_head = config.lm_head or self.drafts_by_transformer
+        top_k = self.widest + 1 if has_head and self.fan_out else 1
+        own = self.lookahead // 2 + 1 if context else 1
+        if not self.drafts_by_transformer:
+            return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
+        lanes = config.batch_size * self.num_lanes if self.fan_out else 0
+        return replace(
+            self.options,
+            top_k=top_k,
+            own_tokens=own,
+            lanes=lanes,
+            steps=self.lookahead if lanes else 0,
+        )
+
+    @property
+    def _read_context(self) -> int:
+        """Tokens of KV cache that a sequence's rows read on average, without its prompt.
+
+        Of a run that is limited by rounds alone, one token a round is counted.
+        """
+        limits = [n for n in (self.config.token_limit, self.config.max_rounds) if n is not None]
+        given = 0 if self.config.is_text else self.config.context
+        return given + min([*limits, self.capacity]) // 2
+
+    @property
+    def window(self) -> int | None:
+        """Tokens after which the positions of a sequence without a prompt begin again."""
+        config, most = self.config, [_LONGEST_WINDOW]
+        if config.is_text:
+            return None
+        if config.num_tokens is not None:
+            most.append(config.num_tokens)
+        if config.max_rounds is not None:
+            most.append(config.max_rounds * (self.lookahead + 1))
+        return max(1, min(most))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot of the KV cache may hold."""
         config = self.config
-        top_k = self.widest + 1 if config.lm_head and self.fan_out else 1
-        own = self.lookahead // 2 + 1 if config.context else 1
-        return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
+        if self.window is not None:
+            return config.context + self.window + self.lookahead + 1
+        most = config_of(self.target_where).max_positions
+        return min(config.context or _TEXT_CONTEXT, most)
+
+    def placement(self, *, drafts: bool) -> Placement | None:
+        """Returns where the rows of a new worker of one model lie; None without a KV cache."""
+        config = self.config
+        if not (self.drafts_by_transformer if drafts else config.is_transformer):
+            return None
+        return Placement(config.batch_size, config.context, self.window)
 
     @property
     def inline(self) -> bool:
@@ -75,12 +172,17 @@ class Job:
 
     def target_buckets(self) -> list[int]:
         """Returns the row counts to compile for verifications of up to b(K+1) rows."""
-        return buckets(self.config.batch_size, self.verify_rows)
+        return buckets(self.config.batch_size, self.verify_rows, *self._prefill)
 
     def draft_buckets(self) -> list[int]:
         """Returns the row counts to compile for the draft: glue, growth and backup steps."""
         batch = self.config.batch_size
-        return buckets(batch, self.verify_rows, batch * max(1, self.num_lanes))
+        return buckets(batch, self.verify_rows, batch * max(1, self.num_lanes), *self._prefill)
+
+    @property
+    def _prefill(self) -> list[int]:
+        """The row count of a forward over a part of a prompt, if there is one."""
+        return [self.prefill_rows] * (self.prefill_rows > 0)
 
     @property
     def adaptive_budget(self) -> int | None:
@@ -108,15 +210,15 @@ class Job:
 
         itemsize: bytes of a weight. An inline draft counts for the target rank.
         """
-        batch, rows = self.config.batch_size, self.target_buckets()[-1]
-        shard = Shard(self.target, self.tp)
-        target = shard.num_params(self.options) * itemsize
-        target += shard.kv_read(rows, batch, self.options)
-        if self.draft is None:
-            return target, 0
-        alone, rows = Shard(self.draft), self.draft_buckets()[-1]
-        draft = alone.num_params(self.draft_options) * itemsize
-        draft += alone.kv_read(rows, batch, self.draft_options)
+        parts = [(self.target_shard, self.target_buckets(), self.options)]
+        if self.draft_shard is not None:
+            parts.append((self.draft_shard, self.draft_buckets(), self.draft_options))
+        needed = [
+            shard.weight_bytes(options, itemsize)
+            + shard.cache_bytes(rows[-1], self.config.batch_size, options, itemsize)
+            for shard, rows, options in parts
+        ]
+        target, draft = [*needed, 0][:2]
         return (target + draft, 0) if self.inline else (target, draft)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import LOOKUP, ModelShape, resolve_model, resolve_pair
+from mpissd.common.presets import LOOKUP, resolve_model, scaled_name, split_pair
 from mpissd.common.rounds import Source
 from mpissd.common.schedules import tail_list
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
@@ -18,6 +18,7 @@ from mpissd.engine.job.checks import (
     check_fan_out,
     check_memory,
     check_shards,
+    check_transformer,
 )
 from mpissd.engine.job.job import Job
 from mpissd.engine.model.transformer.hub import fetch_missing
@@ -27,6 +28,7 @@ from mpissd.engine.workload.registry import workload_of
 
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
+_PREFILL_ROWS = {"numpy": 32, "cupy": 128}
 PRIOR_ALPHA = 0.8  # assumed acceptance of an adaptive fan-out before it has seen outcomes
 
 
@@ -50,8 +52,7 @@ def resolve(
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     if config.pair is None and config.target is None:
         return _default_pair(config, tp, backend, itemsize, memory_bytes, draft_memory)
-    target, draft = _shapes(config)
-    job = _job(config, tp, target, draft)
+    job = _job(config, tp, *_names(config), backend)
     check_memory(job, itemsize, memory_bytes, draft_memory)
     return job
 
@@ -90,14 +91,14 @@ def _default_pair(
     draft_memory: int | None,
 ) -> Job:
     names = ("toy",) if backend == "numpy" else _DEFAULT_PAIRS
-    targets = [resolve_pair(name)[0] for name in names]
+    targets = [split_pair(name)[0] for name in names]
     if not any(_divides(config, target, tp) for target in targets):
         tried = ", ".join(names)
         raise ConfigError(f"tp={tp}: no built-in pair divides by {tp} (tried {tried}): another TP")
     reason: ConfigError | None = None
     for name in names:
         try:
-            job = _job(config, tp, *resolve_pair(name))
+            job = _job(config, tp, *split_pair(name), backend)
             check_memory(job, itemsize, memory_bytes, draft_memory)
         except ConfigError as error:
             reason = reason or error
@@ -107,30 +108,34 @@ def _default_pair(
     raise reason
 
 
-def _divides(config: RunConfig, target: ModelShape, tp: int) -> bool:
+def _divides(config: RunConfig, where: str, tp: int) -> bool:
     try:
-        check_shards(config, target, tp)
+        check_shards(config, resolve_model(where), where, tp)
     except ConfigError:
         return False
     return True
 
 
-def _shapes(config: RunConfig) -> tuple[ModelShape, ModelShape | None]:
+def _names(config: RunConfig) -> tuple[str, str | None]:
+    """Returns the names of target and draft; the draft may be missing in AR."""
     if config.pair is not None:
-        return resolve_pair(config.pair)
+        return split_pair(config.pair)
     assert config.target is not None
-    target = resolve_model(config.target)
-    return target, None if config.draft is None else resolve_model(config.draft)
+    return config.target, config.draft
 
 
-def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | None) -> Job:
+def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str) -> Job:
+    target = resolve_model(where)
+    draft = None if draft_where is None else resolve_model(draft_where)
     # Prompt lookup never runs the draft model, so none is loaded.
     draft = LOOKUP if config.is_lookup else draft
     check_draft(config, target, draft)
+    check_transformer(config, backend, draft)
     full = target
     if config.num_layers is not None:
         target = target.scaled(config.num_layers)
-    check_shards(config, target, tp)
+        where = scaled_name(where, config.num_layers)
+    check_shards(config, target, where, tp)
     lookahead = 0 if config.mode == "ar" else config.lookahead
     primary = resolve_acceptance(config.acceptance_text, lookahead)
     acceptance = {
@@ -158,6 +163,9 @@ def _job(config: RunConfig, tp: int, target: ModelShape, draft: ModelShape | Non
         acceptance=acceptance,
         hit_law=hit_law,
         backup_lookahead=backup_lookahead,
+        target_where=where,
+        draft_where=draft_where or "",
+        prefill_rows=_PREFILL_ROWS[backend] if config.is_text else 0,
     )
     workload_of(job).check()
     return job

@@ -137,6 +137,14 @@ class Shard:
         own = rows * options.own_tokens if options.context else 0
         return self.kv_bytes(options.context, sequences) + self.kv_bytes(own, 1)
 
+    def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of weights that this rank keeps."""
+        return self.num_params(options) * itemsize
+
+    def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of the KV buffers that a forward of `rows` rows reads."""
+        return self.kv_read(rows, sequences, options)
+
     def cost(
         self,
         rows: int,

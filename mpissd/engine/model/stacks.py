@@ -12,12 +12,17 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.transformer.shard import TransformerShard
+
+AnyShard = Shard | TransformerShard
 
 
 class Weights(Protocol):
     """One rank's weights, which several stacks may share."""
 
-    max_rows: int  # rows of the largest forward that reads them
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest forward that reads them."""
 
 
 class Stack(Protocol):
@@ -51,10 +56,13 @@ class Stack(Protocol):
 
 
 class Stacks(Protocol):
-    """Factory of one kind of model; hashable, and equal factories make equal weights."""
+    """Factory of one kind of model; hashable, and equal factories make equal weights.
+
+    A shard is of the kind (AnyShard) that the factory's model is split into.
+    """
 
     def weights(
-        self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
+        self, backend: Backend, shard: Any, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> Weights:
         """Returns one rank's weights; raises MemoryError or ConfigError if they do not fit."""
 
@@ -62,7 +70,7 @@ class Stacks(Protocol):
         self,
         backend: Backend,
         group: Group,
-        shard: Shard,
+        shard: Any,
         options: ForwardOptions,
         weights: Any,
         *,

@@ -19,8 +19,8 @@ from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places, Results, merged
 from mpissd.engine.model.gemm_stack import GemmStacks
-from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stacks import Stacks, Weights
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 
 _PRODUCTS = GemmStacks()
 
@@ -32,7 +32,7 @@ class Stepper:
         self,
         backend: Backend,
         group: Group,
-        shard: Shard,
+        shard: AnyShard,
         options: ForwardOptions,
         *,
         buckets: Iterable[int],

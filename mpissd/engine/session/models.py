@@ -21,8 +21,8 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused, Topology, agree
 from mpissd.engine.job import Job
-from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stacks import Stacks, Weights
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.registry import workload_of
 
@@ -50,7 +50,7 @@ class Need:
 
     which: int
     stacks: Stacks
-    shard: Shard
+    shard: AnyShard
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
@@ -65,21 +65,23 @@ class Need:
     @property
     def stepper(self) -> StepperKey:
         """Key of the stepper on these weights: options, and sequences if KV is read."""
-        return self.options, self.num_sequences if self.options.context else 0
+        keeps_kv = self.options.context or self.options.capacity
+        return self.options, self.num_sequences if keeps_kv else 0
 
-    @property
-    def kv_bytes(self) -> int:
-        return self.shard.kv_read(self.buckets[-1], self.num_sequences, self.options)
+    def kv_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of this rank's KV cache."""
+        rows, options = self.buckets[-1], self.options
+        return self.shard.cache_bytes(rows, self.num_sequences, options, itemsize)
 
 
 def needs(job: Job) -> list[Need]:
     """Returns the needs of a job: of its target, and of its draft if it has one."""
-    batch, stacks = job.config.batch_size, workload_of(job).stacks
-    target = Shard(job.target, job.tp)
-    needed = [Need(_TARGET, stacks, target, job.options, tuple(job.target_buckets()), batch)]
-    if job.draft is not None:
-        draft, rows = Shard(job.draft), tuple(job.draft_buckets())
-        needed.append(Need(_DRAFT, stacks, draft, job.draft_options, rows, batch))
+    batch, workload = job.config.batch_size, workload_of(job)
+    target, rows = job.target_shard, tuple(job.target_buckets())
+    needed = [Need(_TARGET, workload.target_stacks, target, job.options, rows, batch)]
+    if (draft := job.draft_shard) is not None:
+        rows = tuple(job.draft_buckets())
+        needed.append(Need(_DRAFT, workload.draft_stacks, draft, job.draft_options, rows, batch))
     return needed
 
 
@@ -197,12 +199,12 @@ class Models:
     def _fits(self, fresh: Sequence[Need]) -> bool:
         size = sum(held.total_bytes for held in self._held.values())
         for need in fresh:
-            size += need.kv_bytes
+            size += need.kv_bytes(self._backend.itemsize)
             size += 0 if self._key(need) in self._held else self._weight_bytes(need)
         return self.room is None or size + _SPARE_BYTES <= self.room
 
     def _weight_bytes(self, need: Need) -> int:
-        return need.shard.num_params(need.options) * self._backend.itemsize
+        return need.shard.weight_bytes(need.options, self._backend.itemsize)
 
     def _allocate(self, fresh: Sequence[Need], topology: Topology) -> ConfigError | None:
         """Makes the missing weights and steppers; returns an error if the device is full."""
@@ -228,7 +230,8 @@ class Models:
             held.weights = need.stacks.weights(
                 self._backend, shard, need.options, max_rows=max(rows), seed=seed
             )
-        held.kv_bytes[need.stepper], held.rows[need.stepper] = need.kv_bytes, rows
+        held.kv_bytes[need.stepper] = need.kv_bytes(self._backend.itemsize)
+        held.rows[need.stepper] = rows
         held.steppers[need.stepper] = None
         if is_here:
             held.steppers[need.stepper] = Stepper(

@@ -60,7 +60,9 @@ class Session:
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Returns a worker that verifies with this target rank's share of the model."""
         rank = self.topology.group.rank
-        return self.workload.target_worker(stepper, rank, self._open_gather)
+        worker = self.workload.target_worker(stepper, rank, self._open_gather)
+        worker.placement = self.job.placement(drafts=False)
+        return worker
 
     def _open_gather(self) -> MpiLogitsGather:
         comm = self.topology.group.Dup()

@@ -20,6 +20,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.stacks import Stacks
+from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.endings import Endings
 from mpissd.engine.workload.placed import PlacedWorker
@@ -188,14 +189,33 @@ class Workload(ABC):
             raise ConfigError(f"draft={draft.name} with workload={name}: allowed: gemm")
 
     @property
-    def stacks(self) -> Stacks:
-        """Factory of the two models' stacks; by default stacks of matrix products."""
-        return GemmStacks()
+    def target_stacks(self) -> Stacks:
+        """Factory of the target's stacks, as --forward says."""
+        if not self.job.config.is_transformer:
+            return GemmStacks()
+        return TransformerStacks(self.job.target_where)
+
+    @property
+    def draft_stacks(self) -> Stacks:
+        """Factory of the draft's stacks."""
+        if not self.job.drafts_by_transformer:
+            return GemmStacks()
+        return TransformerStacks(self.job.draft_where, self.job.target_where)
 
     @property
     @abstractmethod
     def vocab(self) -> int:
         """Size V of the vocabulary; token ids are 0 … V − 1."""
+
+    @property
+    def proposal_width(self) -> int:
+        """Number of tokens that the draft knows: entries of a proposal's distribution."""
+        return self.vocab
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Most tokens of a prompt that the lead sends; 0: the workers read none."""
+        return 0
 
     @property
     def samples(self) -> bool:
@@ -223,6 +243,10 @@ class Workload(ABC):
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns `count` sequences to decode, numbered from first_id."""
+
+    def tabulated(self, count: int) -> list[Request]:
+        """Returns the first requests that workers may prepare for (Worker.prepare), on any rank."""
+        return self.requests(0, count)
 
     @property
     def num_sequences(self) -> int:

@@ -38,7 +38,7 @@ class PlacedWorker(ABC):
         placement = self.placement
         if placement is not None:
             for slot, request in admissions:
-                shared = self.shared(slot, request)
+                shared = min(self.shared(slot, request), int(placement.filled[slot]))
                 if not shared:
                     self.stepper.release([slot])
                 placement.admit(slot, request, shared)

@@ -20,5 +20,5 @@ def workload_kind(name: str) -> type[Workload]:
 
 
 def workload_of(job: Job) -> Workload:
-    """Returns a new workload object for this job."""
-    return workload_kind(job.config.workload)(job)
+    """Returns the workload object of this job, which is made once."""
+    return job.workload

@@ -41,6 +41,7 @@ class Lane:
     context: tuple[int, ...]
     fan_out: tuple[int, ...]
     logits: Logits | None = None
+    temperature: float = 0.0
 
 
 class SampledRollout(Rollout):

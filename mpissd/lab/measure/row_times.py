@@ -8,7 +8,6 @@ import numpy as np
 
 from mpissd.common.records import median
 from mpissd.engine.job import Job
-from mpissd.engine.model.shard import Shard
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.reports import Measured
@@ -62,7 +61,7 @@ def _floor(session: Session, profile: JobProfile) -> tuple[dict[str, Any], float
     unknown.
     """
     job = session.job
-    shard = Shard(job.target, job.tp)
+    shard = job.target_shard
     itemsize = session.backend.itemsize
     cost = shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
     size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates(profile).values()

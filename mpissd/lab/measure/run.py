@@ -83,7 +83,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     config = session.job.config
     profile = calibrate(rank)
     drafter = None if rank.draft is None else rank.drafter(rank.draft)
-    rank.prepare(session.requests(0, config.batch_size))
+    rank.prepare(session.workload.tabulated(config.batch_size))
     tracing = None if config.trace is None else Tracing(session)
     if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)

@@ -30,7 +30,8 @@ from numpy.typing import ArrayLike, NDArray
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
 
 Floats = NDArray[np.float64]
 
@@ -201,11 +202,12 @@ class DeviceCosts:
         draft_profile: the profile of the draft ranks' devices, if they differ.
         """
         batch = job.config.batch_size
-        target = Shard(job.target, job.tp)
+        target = job.target_shard
         verify = forwards(profile, target, job.target_buckets(), batch, job.options)
-        if job.draft is None:
+        alone = job.draft_shard
+        if alone is None:
             return cls(verify)
-        alone, rows = Shard(job.draft), job.draft_buckets()
+        rows = job.draft_buckets()
         draft = forwards(draft_profile or profile, alone, rows, batch, job.draft_options)
         return cls(verify, draft)
 
@@ -234,7 +236,7 @@ class DeviceCosts:
 
 def forwards(
     profile: Profile,
-    shard: Shard,
+    shard: AnyShard,
     rows: Iterable[int],
     sequences: int,
     options: ForwardOptions,
@@ -251,7 +253,7 @@ def forwards(
 
 
 def forwards_of_any_job(
-    profile: Profile, shard: Shard, rows: Iterable[int], sequences: int, options: ForwardOptions
+    profile: Profile, shard: AnyShard, rows: Iterable[int], sequences: int, options: ForwardOptions
 ) -> RowTable:
     """Returns what `forwards` does, for jobs whose largest row count is not chosen yet."""
     rows, limit = sorted(rows), profile.few_rows

@@ -8,7 +8,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import PAIRS
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts
 
 
@@ -18,13 +19,15 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
     A built-in profile (h100, h200, …) models any pair. draft_profile: the profile of the draft
     ranks' devices, if they differ.
     """
-    _check_forward(profile, Shard(job.target, job.tp), job.options, job.config.batch_size)
-    if job.draft is not None:
+    _check_forward(profile, job.target_shard, job.options, job.config.batch_size)
+    if (draft := job.draft_shard) is not None:
         drafts = draft_profile or profile
-        _check_forward(drafts, Shard(job.draft), job.draft_options, job.config.batch_size)
+        _check_forward(drafts, draft, job.draft_options, job.config.batch_size)
 
 
-def _check_forward(profile: Profile, shard: Shard, options: ForwardOptions, sequences: int) -> None:
+def _check_forward(
+    profile: Profile, shard: AnyShard, options: ForwardOptions, sequences: int
+) -> None:
     if not profile.tables.forwards or profile.models_others:
         return
     profile.require(shard.shape.name, shard.tp, options, sequences)

@@ -19,14 +19,15 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.base import Cost
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
 from mpissd.engine.backend.profile_tables import Curve, Forward
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
 
 DERIVED = "derived"  # first word in the source of a derived forward
 _ITEMSIZE = 2  # bytes of a weight and of an all-reduced element
 
 
 def with_derived(
-    profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
+    profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> Profile:
     """Returns the profile with this forward added, derived, if it was measured only at other T.
 
@@ -42,7 +43,7 @@ def with_derived(
 
 
 def derive(
-    profile: Profile, near: Shard, shard: Shard, sequences: int, options: ForwardOptions
+    profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> tuple[Forward, ...]:
     """Derives the forwards of `shard` from those of `near`, the same model on other ranks.
 
@@ -62,8 +63,8 @@ def derive(
 def _derived(
     profile: Profile,
     known: Forward,
-    near: Shard,
-    shard: Shard,
+    near: AnyShard,
+    shard: AnyShard,
     sequences: int,
     options: ForwardOptions,
 ) -> Forward:
@@ -115,8 +116,8 @@ def _all_reduces_s(profile: Profile, cost: Cost) -> float:
 
 
 def _nearest(
-    profile: Profile, shard: Shard, sequences: int, options: ForwardOptions
-) -> Shard | None:
+    profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
+) -> AnyShard | None:
     """Returns the model on the measured number of ranks that is nearest to T by ratio, or None."""
     others = []
     for tp in sorted({key.tp for key in profile.tables.forwards}):

@@ -16,7 +16,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.shard import Shard
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, check_job
@@ -74,9 +73,7 @@ def forecast_row(
         job = job_of_row(row)
         _check_devices(row, profile, drafts)
         _check_kernels(row, profile)
-        profile = with_derived(
-            profile, Shard(job.target, job.tp), job.config.batch_size, job.options
-        )
+        profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
         rate = _mean(job, device, host or host_of(profile, job))

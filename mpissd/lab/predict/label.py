@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
 from mpissd.lab.predict import hosts
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE
 from mpissd.lab.predict.derive import DERIVED
@@ -36,15 +37,15 @@ def all_derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
 
 
 def _forwards(profile: Profile, drafts: Profile, job: Job) -> Iterator[str]:
-    target = Shard(job.target, job.tp)
+    target = job.target_shard
     yield from _forward(profile, target, job.options, job.target_buckets()[-1], job)
-    if job.draft is not None:
-        draft, rows = Shard(job.draft), job.draft_buckets()[-1]
+    if (draft := job.draft_shard) is not None:
+        rows = job.draft_buckets()[-1]
         yield from _forward(drafts, draft, job.draft_options, rows, job)
 
 
 def _forward(
-    known: Profile, shard: Shard, options: ForwardOptions, rows: int, job: Job
+    known: Profile, shard: AnyShard, options: ForwardOptions, rows: int, job: Job
 ) -> Iterator[str]:
     """Yields what a forward is derived from; nothing if it was measured or is modelled."""
     batch = job.config.batch_size

@@ -11,7 +11,6 @@ from mpissd.common.flag_groups import MOST_DRAFTS
 from mpissd.common.rivals import Family, families
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.shard import Shard
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards_of_any_job
 from mpissd.lab.predict.coverage import check_device
 from mpissd.lab.predict.derive import with_derived
@@ -88,7 +87,7 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
 
     def label(choice: Choice) -> str | None:
         job = job_of(config, choice)
-        known = with_derived(profile, Shard(job.target, tp), config.batch_size, job.options)
+        known = with_derived(profile, job.shard(tp), config.batch_size, job.options)
         return all_derived_from(known, known, job)
 
     return Placement(tp, device, drafts, label, hosts)
@@ -127,8 +126,8 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     """
     batch = config.batch_size
     job = replace(_resolved(config, "sd", tp, 1, None), lookahead=MOST_LOOKAHEAD // 2)
-    assert job.draft is not None, "a pair without a draft"
-    target, draft = Shard(job.target, tp), Shard(job.draft)
+    target, draft = job.shard(tp), job.draft_shard
+    assert draft is not None, "a pair without a draft"
     profile = with_derived(profile, target, batch, job.options)
     check_device(profile, job)
     widths, lanes = (_row_counts(batch, most) for most in (MOST_LOOKAHEAD + 1, _MOST_BRANCHES))

@@ -10,7 +10,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.shard import Shard
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.row import is_predictable
@@ -66,11 +65,9 @@ def _costs(job: Job, backend: str) -> DeviceCosts:
     if backend != "numpy":
         profiles = role_profiles(job.config.device, job.config.draft_device)
         return DeviceCosts.from_profile(profiles[0], job, profiles[1])
-    target, draft = Shard(job.target, job.tp), None
-    if job.draft is not None:
-        draft = RowTable.of(
-            {1: 4 * Shard(job.draft).num_params(job.draft_options) / _CPU_BYTES_PER_S}
-        )
+    target, alone, draft = job.target_shard, job.draft_shard, None
+    if alone is not None:
+        draft = RowTable.of({1: 4 * alone.num_params(job.draft_options) / _CPU_BYTES_PER_S})
     size = 4 * target.num_params(job.options)
     return DeviceCosts(RowTable.of({1: size / _CPU_BYTES_PER_S}), draft)
 

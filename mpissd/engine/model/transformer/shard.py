@@ -134,15 +134,21 @@ class TransformerShard:
         shared = self.kv_bytes(options.context, sequences, itemsize)
         return shared + self.kv_bytes(rows * options.own_tokens, 1, itemsize)
 
-    def memory_bytes(self, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of weights, embedding and KV cache that this rank keeps.
+    def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of weights and embedding that this rank keeps.
 
-        Every rank keeps the whole embedding. itemsize: bytes of a key or value.
+        Every rank keeps the whole embedding.
         """
         embedding = self.shape.vocab_size * self.shape.hidden
-        weights = (self.num_params(options) + embedding) * WEIGHT_BYTES
-        grown = options.lanes * options.steps
-        return weights + self.kv_bytes(sequences * options.capacity + grown, 1, itemsize)
+        return (self.num_params(options) + embedding) * WEIGHT_BYTES
+
+    def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of the KV cache that this rank keeps, with the scratch of lanes.
+
+        itemsize: bytes of a key or value.
+        """
+        tokens = sequences * options.capacity + options.lanes * options.steps
+        return self.kv_bytes(tokens, 1, itemsize)
 
     def cost(
         self,
