@@ -1,0 +1,141 @@
+"""Draft worker of the `text` workload: drafts and predicts with the draft model's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.spec import sampling
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload.gemm.workers import GemmDraftWorker
+from mpissd.engine.workload.history import looked_up
+from mpissd.engine.workload.placement import Index
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
+from mpissd.engine.workload.sampled import Lane, SampledRollout, SamplingDraftWorker
+from mpissd.engine.workload.text.sequences import PromptHistories
+
+LONGEST_LOOKUP = 3  # tokens that a fast backup looks up
+_NOBODY = np.zeros(0, np.int64)
+
+
+class TextDraftWorker(SamplingDraftWorker):
+    """Drafts the likeliest tokens, or samples them; its best candidates behind each row of the
+    trunk are the predicted bonus tokens."""
+
+    _histories: PromptHistories
+
+    def __init__(
+        self,
+        stepper: Forwards,
+        seed: int,
+        fan_outs: FanOuts,
+        twin: GemmDraftWorker,
+        *,
+        samples: bool = False,
+        saguaro_c: float = 1.0,
+        ids: Ints | None = None,
+    ) -> None:
+        """Makes a worker.
+
+        twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
+        logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
+        given others.
+        """
+        self.stepper, self._seed, self._fan_outs, self._twin = stepper, seed, fan_outs, twin
+        self.lookahead = twin.lookahead
+        self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
+        self._histories = PromptHistories()
+
+    def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
+        """Returns a worker of the `gemm` workload: paused forwards have no logits."""
+        return self._twin.twin(stepper)
+
+    def shared(self, slot: int, request: Request) -> int:
+        return self._histories.shared(slot, request.prompt)
+
+    def committed(self, slot: int, start: int, stop: int) -> Ints:
+        return self._histories.committed(slot, start, stop)
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """Returns a lane for each of the draft's best tokens behind each row of the trunk."""
+        self._fan_outs = fan_outs
+        best = self.stepper.results().ids[0].tolist()
+        rows: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
+        start = 0
+        for row, (source, _, count, *tokens) in enumerate(speculation.rows.tolist()):
+            fan_out = fan_outs.behind(source)
+            for k in range(count + 1):
+                served = tokens[k] if k < count else None
+                candidates = [token for token in best[start + k] if token != served]
+                rows += [(row, k, n, token) for n, token in enumerate(candidates[: fan_out[k]])]
+            start += count + 1
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        lanes = Lanes(table[:, 0], table[:, 1].astype(np.int32), table[:, 2].astype(np.int32))
+        return Branches(lanes, self._rollout(batch, _NOBODY, table[:, 3], table[:, 0], later=1))
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        """Returns new lanes that continue batch rows `rows` from their last committed token.
+
+        FAST lanes get all K tokens at once, by prompt lookup in the sequence; its last token
+        stands for what it does not find.
+        """
+        chosen = np.asarray(rows, np.int64)
+        rollout = self._rollout(batch, chosen, batch.last_tokens[chosen], chosen)
+        if source == Source.FAST:
+            histories = self._histories.rows(batch)
+            for lane, row in enumerate(rows):
+                tokens = histories[row].tokens
+                copied = looked_up(tokens, LONGEST_LOOKUP, self.lookahead)
+                rollout.tokens[lane] = copied + tokens[-1:] * (self.lookahead - len(copied))
+        return rollout
+
+    def _rollout(
+        self,
+        batch: Batch,
+        chosen: Index,
+        first: Index | Ints,
+        rows: Index,
+        later: int = 0,
+    ) -> Rollout:
+        """Returns lanes behind the tokens `first` of batch rows `rows`, not grown yet.
+
+        chosen: the batch rows that the lanes answer. later: rounds until their tokens are verified.
+        """
+        first = first.astype(np.int32)
+        if not self._samples:
+            return Rollout(chosen, first, np.zeros((len(first), self.lookahead), np.int32))
+        histories = self._histories.rows(batch)
+        fan_out = self._fan_outs.after_hit if later else self._fan_outs.after_miss
+        lanes = []
+        for row in rows.tolist():
+            history = histories[row]
+            request, draw = history.request, history.first_draw(later)
+            lane = Lane(request.request_id, draw, (), fan_out, temperature=request.temperature)
+            lanes.append(lane)
+        return SampledRollout(chosen, first, lanes, self.lookahead)
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        start = self.first_row
+        if self._samples:
+            lanes = [lane for rollout in rollouts for lane in rollout.lanes]  # type: ignore[attr-defined]
+            logits = self.stepper.logits(range(start, start + len(lanes)))
+            for lane, row in zip(lanes, logits, strict=True):
+                lane.logits = row
+            super().collect_step(rollouts)
+            return
+        best = self.stepper.results().ids[0, :, 0]
+        for rollout in rollouts:
+            rollout.tokens[:, rollout.steps] = best[start : start + len(rollout)]
+            start += len(rollout)
+            rollout.steps += 1
+
+    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
+        """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
+        assert lane.logits is not None, "a step without logits"
+        top = lane.fan_out[place] if lane.fan_out else 0
+        probs = sampling.probabilities(lane.logits, lane.temperature, top, self._saguaro_c)
+        entry, q, row = sampling.propose(probs, u)
+        return entry if self._ids is None else int(self._ids[entry]), q, row

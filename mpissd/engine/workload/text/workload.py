@@ -1,0 +1,164 @@
+"""The `text` workload: two transformers' own logits decide, and prompts are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import has_weights
+from mpissd.common.rounds import Ints, Request
+from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.workload.base import OpenGather, Workload
+from mpissd.engine.workload.gemm.workload import GemmWorkload
+from mpissd.engine.workload.row_fields import RowFields
+from mpissd.engine.workload.text.draft import TextDraftWorker
+from mpissd.engine.workload.text.prompts import Prompt, read_prompts
+from mpissd.engine.workload.text.sequences import TextEndings
+from mpissd.engine.workload.text.stops import Stops
+from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+
+_WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a job up
+
+
+class TextWorkload(Workload):
+    """Prompts are answered greedily, or sampled at --temperature and --top_p."""
+
+    reports_outcomes = True
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer; None for --prompt_ids."""
+        if self.job.config.prompt_ids is not None:
+            return None
+        return load_tokenizer(self.job.target_where)
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, which the lead alone reads; raises ConfigError for one that cannot be."""
+        job = self.job
+        room = job.capacity - job.lookahead - 1
+        return read_prompts(job.config, self.tokenizer, context=room, vocab=self.vocab)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        own = frozenset[int]() if self.tokenizer is None else self.tokenizer.stop_ids
+        token = self.job.config.stop_token
+        return own if token is None else own | {token}
+
+    @property
+    def vocab(self) -> int:
+        return config_of(self.job.target_where).shape.vocab_size
+
+    @cached_property
+    def draft_ids(self) -> Ints | None:
+        """The tokens that the draft knows, rising; None for all."""
+        if not self.job.drafts_by_transformer:
+            return None
+        return open_checkpoint(self.job.draft_where, target=self.job.target_where).head_ids()
+
+    @property
+    def proposal_width(self) -> int:
+        return self.vocab if self.draft_ids is None else len(self.draft_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.job.capacity
+
+    @property
+    def samples(self) -> bool:
+        return self.job.config.temperature > 0
+
+    @property
+    def law(self) -> str:
+        config = self.job.config
+        where = self.job.target_where
+        weights = "" if has_weights(where) else " of random weights"
+        how = "greedy"
+        if self.samples:
+            how = f"temperature {config.temperature:g}, top_p {config.top_p:g}"
+        return f"text by {self.job.target.name}{weights}, {how}"
+
+    def check(self) -> None:
+        """Refuses a stop token that is none, and a cache without room for an answer."""
+        super().check()
+        job, token = self.job, self.job.config.stop_token
+        if token is not None and token >= self.vocab:
+            raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
+        if job.capacity < job.lookahead + 3:
+            raise ConfigError(
+                f"context={job.capacity} with lookahead={job.lookahead}: allowed: at least "
+                f"{job.lookahead + 3}"
+            )
+
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> TextTargetWorker:
+        job = self.job
+        shard = job.target_shard
+        assert isinstance(shard, TransformerShard), "text without a transformer"
+        ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
+        gathers = self.samples and open_gather is not None and job.tp > 1
+        return TextTargetWorker(
+            stepper,
+            job.config.seed,
+            GemmWorkload(job).target_worker(stepper),
+            samples=self.samples,
+            draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
+            widths=[part.vocab for part in ranks],
+            gather=open_gather() if gathers and open_gather is not None else None,
+        )
+
+    def draft_worker(self, stepper: Forwards) -> TextDraftWorker:
+        job, config = self.job, self.job.config
+        return TextDraftWorker(
+            stepper,
+            config.seed,
+            job.fan_outs,
+            GemmWorkload(job).draft_worker(stepper),
+            samples=self.samples,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            ids=self.draft_ids,
+        )
+
+    def request(self, request_id: int, tokens: Sequence[int]) -> Request:
+        """Returns the request that continues these tokens, sampled as the flags say."""
+        config = self.job.config
+        sampled = config.temperature, config.top_p
+        return Request(request_id, tokens[-1], 0, tuple(tokens), *sampled)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        """Returns prompts first_id …; beyond their number, short ones to warm the job up."""
+        return [self._request(n) for n in range(first_id, first_id + count)]
+
+    def _request(self, request_id: int) -> Request:
+        every = self.prompts
+        if request_id < len(every):
+            return self.request(request_id, every[request_id].tokens)
+        return self.request(request_id, every[request_id % len(every)].tokens[:_WARM_TOKENS])
+
+    def tabulated(self, count: int) -> list[Request]:
+        return []
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts)
+
+    def endings(self) -> TextEndings:
+        job = self.job
+        stops = Stops(self.tokenizer, job.config.stop_strings, self.stop_ids)
+        full = job.capacity - job.lookahead - 1  # a round may write so many positions more
+        room = {n: full - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
+        return TextEndings(stops, room)
+
+    def row_fields(self) -> RowFields:
+        config = self.job.config
+        return RowFields(
+            temperature=config.temperature,
+            vocab=self.vocab,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+        )
