@@ -16,21 +16,36 @@ ROW_PRIME, COLUMN_PRIME = 0x9E3779B1, 0x85EBCA77
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
 _SQRT_12 = np.float32(12.0**0.5)  # A uniform variable on [-½, ½) has standard deviation 1/√12.
 
+_CACHED = 1 << 17  # elements made at once, which stay in a core's cache
+
 
 def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
     """Returns the matrix `key` at these rows and columns: float32 [rows, columns], uniform,
     variance 1."""
-    mask = np.uint64(0xFFFFFFFF)
-    r = (rows.astype(np.uint64) * np.uint64(ROW_PRIME)) & mask
-    c = (columns.astype(np.uint64) * np.uint64(COLUMN_PRIME)) & mask
-    h = ((r[:, None] ^ c[None, :]) ^ np.uint64(key & 0xFFFFFFFF)).astype(np.uint32)
+    r = _hashed(rows, ROW_PRIME) ^ np.uint32(key & 0xFFFFFFFF)
+    c = _hashed(columns, COLUMN_PRIME)
+    found = np.empty((len(r), len(c)), np.float32)
+    step = max(1, _CACHED // max(1, len(c)))
+    for start in range(0, len(r), step):
+        _mix(r[start : start + step, None] ^ c, found[start : start + step])
+    return found
+
+
+def _hashed(places: NDArray[np.int64], prime: int) -> NDArray[np.uint32]:
+    """Returns places · prime modulo 2^32."""
+    return np.asarray(places.astype(np.uint32) * np.uint32(prime), np.uint32)
+
+
+def _mix(h: NDArray[np.uint32], out: NDArray[np.float32]) -> None:
+    """Writes the values of these hashes; h is overwritten."""
     for shift, factor in ((16, MIX_1), (13, MIX_2)):
         h ^= h >> np.uint32(shift)
         h *= np.uint32(factor)
     h ^= h >> np.uint32(16)
     # 24 bits are exact in float32, so host and device agree to the last bit.
-    uniform = (h >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24) - np.float32(0.5)
-    return np.asarray(uniform * _SQRT_12, np.float32)
+    np.multiply(h >> np.uint32(8), np.float32(2.0**-24), out=out, casting="unsafe")
+    out -= np.float32(0.5)
+    out *= _SQRT_12
 
 
 def part(spec: WeightPart) -> NDArray[np.float32]:
