@@ -96,6 +96,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.lab.record.command import record
 
         return record(command.config)
+    if command.name == "distill":
+        from mpissd.learn.command import distill
+
+        return distill(command.config)
     from mpissd.cli import commands
     from mpissd.lab.sweep import commands as sweeping
 

@@ -6,10 +6,11 @@ to any user. A compiler, a GPU, Slurm, iproute2 or root is more than that.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -30,6 +31,13 @@ def needs(what: str, there: object) -> pytest.MarkDecorator:
 def lack(what: str) -> NoReturn:
     """Skip the test or fixture that asks, by the name of what it needs and has not found."""
     pytest.skip(_reason(what))
+
+
+def module(name: str, what: str) -> Any:
+    """Import a module, or skip the file that asks, by the name of what it needs."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        pytest.skip(_reason(what), allow_module_level=True)
+    return importlib.import_module(name)
 
 
 def _reason(what: str) -> str:

@@ -44,6 +44,7 @@ LAYERS = {
     "mpissd.lab.chat": 10,
     "mpissd.lab.limits": 10,
     "mpissd.lab.sweep": 10,
+    "mpissd.learn": 7,
     "mpissd.ops": 7,
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
@@ -89,6 +90,12 @@ MAY_NAME_CUPY = (
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba")  # imported where they are used alone
+# PyTorch is an extra: `distill` and one measurement of the limits use it.
+MAY_NAME_TORCH = ("mpissd.learn", "mpissd.lab.limits.torch_graph")
+STARTS_TORCH = (
+    "mpissd.lab.limits.torch_graph",
+    *(f"mpissd.learn.{name}" for name in "evaluate exam job llama sample shape train".split()),
+)
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
 
@@ -204,6 +211,7 @@ def test_nothing_imports_itself_around_a_corner() -> None:
         ("cupyx", MAY_NAME_CUPY, STARTS_CUDA),
         ("nvmath", MAY_NAME_CUPY, STARTS_CUDA),
         ("cuda", MAY_NAME_CUPY, STARTS_CUDA),
+        ("torch", MAY_NAME_TORCH, STARTS_TORCH),
     ],
 )
 def test_few_rooms_know_mpi_or_cuda(
@@ -219,7 +227,8 @@ def test_few_rooms_know_mpi_or_cuda(
 
 
 def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
-    quiet = [m for m in all_imports() if not is_in(m, (*STARTS_MPI, *STARTS_CUDA, *STARTS_NUMBA))]
+    loud = (*STARTS_MPI, *STARTS_CUDA, *STARTS_NUMBA, *STARTS_TORCH)
+    quiet = [m for m in all_imports() if not is_in(m, loud)]
     assert {"mpissd", "mpissd.cli.arguments", "mpissd.engine.job", "mpissd.__main__"} <= set(quiet)
     program = (
         "import importlib, json, sys\n"

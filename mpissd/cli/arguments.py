@@ -30,6 +30,7 @@ from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import documented, parse_into
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
+from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor.config import DoctorConfig
 
 
@@ -85,6 +86,7 @@ SPECS = {
     "collectives": Spec(
         CollectivesConfig, "A profile whose all-reduces are what nccl-tests measured.", ("file",)
     ),
+    "distill": Spec(DistillConfig, "Makes a draft of a target from what the target itself writes."),
 }
 
 

@@ -1,0 +1,72 @@
+"""The texts beside a draft's weights: model card, NOTICE and licence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_CARD = """\
+---
+library_name: mpissd
+license: {license}
+base_model: {target}
+---
+# Draft of {target}
+
+A draft model for speculative decoding with {target}: {num_layers} layers that started as the
+target's layers {layers}, the target's own input embedding (not stored here), and an LM head over
+its {head_vocab} most frequent tokens ({parameters:.1f} million parameters). It proposes tokens that
+the target then checks; it is not meant to be used alone.
+
+`python -m mpissd distill` made it: the target wrote its own prompts and answers ({sequences}
+conversations, {answered:.1f} million answered tokens), and the draft was trained on the target's
+distributions over them for {steps} steps: Kullback-Leibler divergence first, then total variation.
+No other text was used; the prompts of the evaluation below were not trained on.
+
+## Format
+`int8-32`: a matrix `X.weight` is int8 [outputs, inputs] and `X.scale` float16
+[outputs, inputs / 32]; a weight is its integer times its block's scale. `head_ids` (int32, rising)
+names the token of each row of `lm_head.weight`. Norms are float32.
+
+## Evaluation
+Answers of at most {answer} tokens that the target gave at temperature 0. *hits*: the target's own
+token behind the accepted ones is among the draft's F likeliest there, the proposed one left out.
+
+{rows}
+"""
+_COLUMNS = (
+    "prompts | answers | greedy agreement | alpha (T=1) | tokens a round, K=4 | K=7 | "
+    "hits at K=4, F=4 | F=8 | F=16"
+)
+_NOTICE = """\
+Draft of {target}
+
+This model is derived from {target} (sha256 {sha256}).
+Changes: kept layers {layers}; replaced the LM head by one over {head_vocab} tokens; trained both on
+texts that {target} wrote; quantised the weights to 8 bits (see README.md).
+"""
+
+
+def write(folder: Path, report: Mapping[str, Any], license_name: str) -> None:
+    """Writes README.md, NOTICE and, for apache-2.0, LICENSE into the draft's folder."""
+    found = report.get("evaluation", {})
+    heading = [f"| {_COLUMNS} |", "|---" * (_COLUMNS.count("|") + 1) + "|"]
+    rows = "\n".join([*heading, *(_row(name, told) for name, told in found.items())])
+    told = {**report, "license": "other" if license_name == "target" else license_name}
+    (folder / "README.md").write_text(_CARD.format(**told, rows=rows))
+    notice = _NOTICE.format(**report)
+    if license_name == "apache-2.0":
+        notice += "Licensed under the Apache License, Version 2.0, as its target is: see LICENSE.\n"
+        text = Path(__file__).with_name("apache-2.0.txt").read_text()
+        (folder / "LICENSE").write_text(text)
+    (folder / "NOTICE").write_text(notice)
+
+
+def _row(name: str, told: Mapping[str, Any]) -> str:
+    four, seven = (told["by_lookahead"][k] for k in ("4", "7"))
+    hits = [four["hits"][fan_out] for fan_out in ("4", "8", "16")]
+    rounds = [four["tokens_per_round"], seven["tokens_per_round"]]
+    values = [told["greedy_agreement"], told["alpha"], *rounds, *hits]
+    cells = " | ".join("–" if value is None else f"{value:.3f}" for value in values)
+    return f"| {name} | {told['answers']} | {cells} |"

@@ -1,0 +1,109 @@
+"""The draft as a Hugging Face folder: shards, config.json, a model card, licence and curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.learn.quantize import quantize
+
+SHARD_BYTES = 14_500_000  # of tensors; the file's own header comes on top
+Array = NDArray[Any]
+
+
+def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
+    """Returns the tensors that are stored: int8 matrices, their scales, float32 vectors."""
+    stored: dict[str, Array] = {"head_ids": np.asarray(head_ids, np.int32)}
+    for name, values in weights.items():
+        if values.ndim == 1:
+            stored[name] = np.asarray(values, np.float32)
+        else:
+            scale = name.removesuffix("weight") + "scale"
+            stored[name], stored[scale] = quantize(values)
+    return stored
+
+
+def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
+    """Writes shards, their index and config.json; returns the shards' bytes together.
+
+    about: what config.json says of the draft's origin under "mpissd".
+    """
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(_shards(stored.items()))
+    places: dict[str, str] = {}
+    size = 0
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({k: np.ascontiguousarray(v) for k, v in shard.items()}, folder / name)
+        (folder / name).chmod(0o644)  # safetensors writes a file for its owner alone
+        places |= dict.fromkeys(shard, name)
+        size += (folder / name).stat().st_size
+    total = sum(values.nbytes for values in stored.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "config.json", _config(config, about))
+    return size
+
+
+def _shards(items: Iterable[tuple[str, Array]]) -> Iterable[dict[str, Array]]:
+    """Yields the tensors in order, in parts of at most SHARD_BYTES (or one tensor)."""
+    shard: dict[str, Array] = {}
+    for name, values in items:
+        if shard and sum(v.nbytes for v in shard.values()) + values.nbytes > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = values
+    yield shard
+
+
+def _config(config: TransformerConfig, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json's content: Hugging Face's keys of a Llama, and ours under "mpissd"."""
+    shape, scaling = config.shape, config.rope_scaling
+    told: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    if scaling is not None:
+        told["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": scaling.original,
+        }
+    own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
+    return {**told, "mpissd": {**own, **about}}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes rows as JSONL."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,164 @@
+"""A Llama-architecture forward in PyTorch, for sampling and for training.
+
+Functions over plain tensors rather than modules: the same layer serves whole sequences (training)
+and one position at a time (sampling), and each part can be compiled by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.config import TransformerConfig
+
+Tensor = Any
+
+
+class Layer(NamedTuple):
+    """A decoder layer's weights; q, k, v are one matrix and so are gate and up."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm_attention: Tensor
+    norm_ffn: Tensor
+
+
+class Llama(NamedTuple):
+    """A model's weights: the embedding [vocab, hidden], the layers, the final norm, the LM head."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The arithmetic of one architecture: products in `dtype`, norms and the residual in float32.
+
+    The residual keeps the embedding's type where that is narrower.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    dtype: Any
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        """Returns x [.., inputs] times w [outputs, inputs], in dtype."""
+        return F.linear(x.to(self.dtype), w.to(self.dtype))
+
+    def norm(self, x: Tensor, w: Tensor) -> Tensor:
+        """Returns RMSNorm (1910.07467) of x in float32."""
+        return F.rms_norm(x.float(), (x.shape[-1],), w.float(), self.eps)
+
+    def front(self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rotated q [.., heads, d], rotated k [.., kv_heads, d] and v of x [.., hidden].
+
+        cos, sin: [.., 1, d], those of each row's position.
+        """
+        widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in self.product(self.norm(x, w.norm_attention), w.qkv).split(widths, -1)
+        )
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin), v
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns x with its pairs (i, i + d / 2) turned (RoFormer, 2104.09864)."""
+        first, second = x.float().chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        return (x.float() * cos + turned * sin).to(self.dtype)
+
+    def back(self, x: Tensor, attended: Tensor, w: Layer) -> Tensor:
+        """Returns the residual x behind the output product and the feed-forward block."""
+        x = x + self.product(attended, w.o).to(x.dtype)
+        gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
+        return x + self.product(F.silu(gate) * up, w.down).to(x.dtype)
+
+    def hidden(self, model: Llama, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns the normalised last hidden rows [b, n, hidden] of whole sequences [b, n]."""
+        x = model.embedding[tokens]
+        for w in model.layers:
+            q, k, v = (part.transpose(1, 2) for part in self.front(x, w, cos, sin))
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = self.back(x, a.transpose(1, 2).flatten(-2), w)
+        return self.norm(x, model.norm)
+
+
+def blocks_of(config: TransformerConfig, dtype: Any) -> Blocks:
+    """Returns the arithmetic of an architecture; ConfigError for one that distill cannot train."""
+    if config.qkv_bias or config.qk_norm:
+        raise ConfigError(f"{config.family}: allowed: a Llama architecture (no bias, no q/k norm)")
+    shape = config.shape
+    return Blocks(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.norm_eps, dtype)
+
+
+def angles(config: TransformerConfig, length: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin [length, 1, head_dim] of each position's angles, in float32."""
+    frequencies = torch.tensor(config.frequencies(), device=device)
+    turns = torch.arange(length, device=device)[:, None] * frequencies
+    both = torch.cat([turns, turns], -1)[:, None]
+    return both.cos().float(), both.sin().float()
+
+
+def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
+    """Returns a checkpoint's weights on a device."""
+
+    def get(name: str) -> Tensor:
+        return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
+
+    def vector(name: str) -> Tensor:
+        return torch.tensor(checkpoint.vector(name), dtype=torch.float32, device=device)
+
+    def layer(number: int) -> Layer:
+        at = f"model.layers.{number}"
+        return Layer(
+            torch.cat([get(f"{at}.self_attn.{p}_proj.weight") for p in "qkv"]),
+            get(f"{at}.self_attn.o_proj.weight"),
+            torch.cat([get(f"{at}.mlp.{p}_proj.weight") for p in ("gate", "up")]),
+            get(f"{at}.mlp.down_proj.weight"),
+            vector(f"{at}.input_layernorm.weight"),
+            vector(f"{at}.post_attention_layernorm.weight"),
+        )
+
+    embedding = get("model.embed_tokens.weight")
+    head = embedding if checkpoint.config.tied else get("lm_head.weight")
+    layers = tuple(layer(number) for number in range(checkpoint.config.shape.num_layers))
+    return Llama(embedding, layers, vector("model.norm.weight"), head)
+
+
+def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:
+    """Returns a model's weights but the embedding by their Hugging Face names."""
+    shape = config.shape
+    found = {"lm_head.weight": model.head, "model.norm.weight": model.norm}
+    for number, w in enumerate(model.layers):
+        at = f"model.layers.{number}"
+        q, k, v = w.qkv.split([shape.q_width, shape.kv_width, shape.kv_width])
+        gate, up = w.gate_up.chunk(2)
+        parts = {"self_attn.q": q, "self_attn.k": k, "self_attn.v": v, "self_attn.o": w.o}
+        parts |= {"mlp.gate": gate, "mlp.up": up, "mlp.down": w.down}
+        found |= {f"{at}.{name}_proj.weight": part for name, part in parts.items()}
+        found[f"{at}.input_layernorm.weight"] = w.norm_attention
+        found[f"{at}.post_attention_layernorm.weight"] = w.norm_ffn
+    return found
+
+
+def mapped(model: Llama, change: Any) -> Llama:
+    """Returns the model with `change` applied to every tensor but the embedding."""
+    layers = tuple(Layer(*map(change, w)) for w in model.layers)
+    return model._replace(layers=layers, norm=change(model.norm), head=change(model.head))
+
+
+def draft_config(target: TransformerConfig, num_layers: int, head_vocab: int) -> TransformerConfig:
+    """Returns the architecture of a draft with fewer layers and a reduced head."""
+    shape = replace(target.shape, name=f"{target.shape.name}-draft", num_layers=num_layers)
+    return replace(target, shape=shape, tied=False, head_vocab=head_vocab)

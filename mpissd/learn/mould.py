@@ -1,0 +1,104 @@
+"""What a chat template puts before, between and behind the messages, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mpissd.common.errors import ConfigError
+
+# Openings of a user's message, so that the target also writes prompts that it seldom starts by
+# itself. They are general: none is a beginning of one evaluation prompt alone.
+OPENINGS = (
+    "How do I",
+    "How can I",
+    "What is",
+    "What are",
+    "What",
+    "Why",
+    "Who",
+    "When",
+    "Can you",
+    "Could you",
+    "Explain",
+    "Describe",
+    "Give me",
+    "Tell me",
+    "Write a",
+    "Write an email",
+    "Write a short",
+    "Write a poem",
+    "Write a story",
+    "Write a Python function",
+    "Write a function",
+    "Write a program",
+    "Summarize",
+    "Compare",
+    "List",
+    "Plan a",
+    "Help me",
+    "Suggest",
+    "Is it",
+    "I want to",
+    "I need",
+    "My",
+    "Please",
+    "def",
+    "\n\ndef",
+    "from typing import List\n\n\ndef",
+    "import math\n\n\ndef",
+    'def solve(values: list) -> int:\n    """',
+    "Complete this Python function:\n\ndef",
+    "Complete the following code",
+)
+
+
+class Chat(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def stop_ids(self) -> Any:
+        """The ids that end an answer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns a text's ids, without any special token added."""
+
+    def chat(self, messages: Sequence[Any]) -> list[int]:
+        """Returns the ids of a conversation, the opening of the next answer included."""
+
+
+@dataclass(frozen=True)
+class Mould:
+    """Token ids of a chat template around messages that a model writes.
+
+    before: up to the first user's message. between: behind the token that ends it, up to the
+    answer. again: behind the token that ends the answer, up to the next user's message. end: the
+    token that ends a message.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    again: tuple[int, ...]
+    end: int
+
+
+def mould_of(tokenizer: Chat) -> Mould:
+    """Reads a template off conversations of one letter a message.
+
+    Raises ConfigError for a template that does not end every message with one stop token.
+    """
+    one, other = (tokenizer.chat([_user(text)]) for text in ("x", "y"))
+    first = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    before, after = one[:first], one[first + 1 :]
+    if not after or after[0] not in tokenizer.stop_ids:
+        raise ConfigError("the chat template does not end a message with a stop token")
+    turns = [_user("x"), {"role": "assistant", "content": "y"}, _user("x")]
+    both = tokenizer.chat(turns)[len(one) : -len(after)]
+    if both[0] != other[first] or both[1] != after[0] or both[-1] != one[first]:
+        raise ConfigError("the chat template changes earlier turns of a conversation")
+    return Mould(tuple(before), tuple(after[1:]), tuple(both[2:-1]), after[0])
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

@@ -1,0 +1,151 @@
+"""The target's own conversations: it writes the prompts as well as the answers.
+
+Behind the chat template's opening of a user's turn, a chat model writes a user's message
+(Magpie, 2406.08464). When it ends the message, the template's opening of an answer is put behind
+it and the model answers; when it ends the answer, the next user's turn is opened, until the
+sequence is full. All sequences are at the same position, so one static cache serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
+from mpissd.learn.mould import Mould
+
+USER, OPENING, ANSWER, REOPENING = range(4)  # what a sequence is writing
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sequences of token ids, int32 [n, length], and which of them the target answered, bool."""
+
+    tokens: Tensor
+    answered: Tensor
+
+    def __add__(self, other: Samples) -> Samples:
+        return Samples(
+            torch.cat([self.tokens, other.tokens]), torch.cat([self.answered, other.answered])
+        )
+
+
+def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
+    """Returns int64 [n, length]: each prompt, then −1 where the target is to write."""
+    given = torch.full((len(prompts), length), -1)
+    for row, prompt in enumerate(prompts):
+        given[row, : len(prompt)] = torch.tensor(prompt[:length], dtype=torch.int64)
+    return given.to(device)
+
+
+class Sampler:
+    """Writes conversations with a target, many at a time.
+
+    compiled: compiles the parts of a layer, which pays for many batches of one size.
+    """
+
+    def __init__(
+        self, model: Llama, blocks: Blocks, table: tuple[Tensor, Tensor], compiled: bool
+    ) -> None:
+        self.model, self.blocks = model, blocks
+        self.cos, self.sin = table
+        compile_: Any = torch.compile if compiled else lambda function: function
+        self.front = compile_(blocks.front)
+        self.back = compile_(blocks.back)
+        self.pick = compile_(self._pick)
+
+    def write(
+        self, given: Tensor, mould: Mould, first: int, warmth: tuple[Tensor, Tensor]
+    ) -> Samples:
+        """Returns the conversations that start with `given` [n, length] (−1: to be written).
+
+        first: what is written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
+        and of answers.
+        """
+        with torch.no_grad():
+            return self._write(given, _Turns(given, mould, first), warmth)
+
+    def _write(self, given: Tensor, turns: _Turns, warmth: tuple[Tensor, Tensor]) -> Samples:
+        num, length = given.shape
+        shape = (num, self.blocks.kv_heads, length, self.blocks.head_dim)
+        caches = [
+            tuple(torch.empty(shape, dtype=self.blocks.dtype, device=given.device) for _ in "kv")
+            for _ in self.model.layers
+        ]
+        tokens = turns.next(0, None)
+        for position in range(1, length):
+            hidden = self._step(tokens, position - 1, caches)
+            told = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
+            tokens = turns.next(position, self.pick(hidden, self.model.head, told))
+        return turns.samples()
+
+    def _step(self, tokens: Tensor, at: int, caches: list[tuple[Tensor, ...]]) -> Tensor:
+        """Returns the last hidden rows [n, hidden] behind one token of each sequence."""
+        x = self.model.embedding[tokens]
+        cos, sin = self.cos[at], self.sin[at]
+        for w, cache in zip(self.model.layers, caches, strict=True):
+            x = self.back(x, self._attend(x, w, cos, sin, at, cache), w)
+        return self.blocks.norm(x, self.model.norm)
+
+    def _attend(
+        self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor, at: int, cache: tuple[Tensor, ...]
+    ) -> Tensor:
+        q, k, v = self.front(x, w, cos, sin)
+        keys, values = cache
+        keys[:, :, at], values[:, :, at] = k, v
+        rows = q.unflatten(1, (self.blocks.kv_heads, -1))  # query heads of a KV head, as rows
+        seen = keys[:, :, : at + 1], values[:, :, : at + 1]
+        return F.scaled_dot_product_attention(rows, *seen).flatten(1)
+
+    def _pick(self, hidden: Tensor, head: Tensor, warmth: Tensor) -> Tensor:
+        """Returns a token of each row, by the Gumbel maximum; the likeliest at warmth 0."""
+        logits = self.blocks.product(hidden, head).float()
+        noise = -torch.log(-torch.log(torch.rand_like(logits)))
+        return torch.where(warmth[:, None] > 0, logits + warmth[:, None] * noise, logits).argmax(-1)
+
+
+class _Turns:
+    """Whose turn each sequence is at, and the tokens so far."""
+
+    def __init__(self, given: Tensor, mould: Mould, first: int) -> None:
+        device = given.device
+        self.given, self.end = given, mould.end
+        self.opening = torch.tensor(mould.between, device=device)
+        self.reopening = torch.tensor(mould.again, device=device)
+        self.state = torch.full((len(given),), first, device=device)
+        self.count = torch.zeros_like(self.state)  # of the template's tokens
+        self.tokens = given.clamp(min=0).int()
+        self.answered = torch.zeros_like(given, dtype=torch.bool)
+
+    def next(self, position: int, picked: Tensor | None) -> Tensor:
+        """Returns the token at a position, given what the target picked for it."""
+        given, state = self.given[:, position], self.state
+        if picked is None:
+            return given
+        is_free, in_template = given < 0, (state == OPENING) | (state == REOPENING)
+        opening = self.opening[self.count.clamp(max=len(self.opening) - 1)]
+        reopening = self.reopening[self.count.clamp(max=len(self.reopening) - 1)]
+        token = torch.where(state == OPENING, opening, reopening)
+        token = torch.where(is_free, torch.where(in_template, token, picked), given)
+        self.answered[:, position] = is_free & (state == ANSWER)
+        self.tokens[:, position] = token
+        self._turn(is_free & (token == self.end), is_free & in_template)
+        return token
+
+    def _turn(self, ends: Tensor, in_template: Tensor) -> None:
+        state, size = (
+            self.state,
+            torch.where(self.state == OPENING, len(self.opening), len(self.reopening)),
+        )
+        self.count = torch.where(in_template, self.count + 1, 0)
+        is_over = (in_template & (self.count == size)) | (ends & ~in_template)
+        self.state = torch.where(is_over, (state + 1) % 4, state)
+        self.count = torch.where(is_over, 0, self.count)
+
+    def samples(self) -> Samples:
+        """Returns what was written."""
+        return Samples(self.tokens, self.answered)

@@ -1,0 +1,87 @@
+"""What distil needs beside PyTorch: quantised weights, rounds from ranks, and chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.learn.config import DistillConfig
+from mpissd.learn.mould import Mould, mould_of
+from mpissd.learn.quantize import BLOCK, dequantize, quantize
+from mpissd.learn.rounds import Judged, rounds_of, summary
+
+
+def test_a_quantised_weight_is_within_half_a_step_of_its_block() -> None:
+    made = np.random.default_rng(0).standard_normal((7, 96)).astype(np.float32)
+    made[3] *= 1e-3
+    matrix, scales = quantize(made)
+    assert matrix.dtype == np.int8 and scales.dtype == np.float16 and scales.shape == (7, 3)
+    steps = np.repeat(scales.astype(np.float32), BLOCK, axis=1)
+    # The 16-bit scale may be 2^-11 too small for the largest weight, which is then 127 of them.
+    assert np.all(np.abs(dequantize(matrix, scales) - made) <= steps * (0.5 + 127 / 2**11))
+
+
+def test_a_block_of_zeros_stays_zero_and_other_widths_are_refused() -> None:
+    matrix, scales = quantize(np.zeros((2, 32), np.float32))
+    assert not dequantize(matrix, scales).any()
+    with pytest.raises(ConfigError, match="multiples of 32"):
+        quantize(np.zeros((2, 33), np.float32))
+
+
+def test_rounds_read_off_ranks_are_those_of_the_rule() -> None:
+    # Accepted 0, 0; then rank 3. All four accepted; then rank 1. The end, with one accepted.
+    ranks = [0, 0, 3, 0, 0, 0, 0, 1, 0]
+    assert list(rounds_of(ranks, 4)) == [(2, 3), (4, 1), (1, None)]
+    told = summary(Judged([ranks], [0.5] * 9))
+    assert told["greedy_agreement"] == pytest.approx(7 / 9, abs=1e-4) and told["alpha"] == 0.5
+    four = told["by_lookahead"]["4"]
+    assert four["tokens_per_round"] == pytest.approx(9 / 3)
+    # Behind the rejection, the third likeliest besides the proposed one: a key from F = 3 on.
+    assert four["misses_rejection"] == {"1": 1, "2": 1, "4": 0, "8": 0, "16": 0}
+    # Behind all accepted, the second likeliest of all: a key from F = 2 on.
+    assert four["misses_all_accepted"] == {"1": 1, "2": 0, "4": 0, "8": 0, "16": 0}
+    assert four["hits"] == {"1": 0, "2": 0.5, "4": 1, "8": 1, "16": 1}
+
+
+class Letters:
+    """A tokenizer of one id a letter, with a template of two ids around each message."""
+
+    stop_ids = frozenset({9})
+
+    def __init__(self, end: int = 9) -> None:
+        self.end = end
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def chat(self, messages: Sequence[Any]) -> list[int]:
+        found = [1]
+        for message in messages:
+            role = 2 if message["role"] == "user" else 3
+            found += [role, *self.encode(message["content"]), self.end, 8]
+        return [*found, 3]
+
+
+def test_a_template_is_read_off_short_conversations() -> None:
+    assert mould_of(Letters()) == Mould(before=(1, 2), between=(8, 3), again=(8, 2), end=9)
+
+
+def test_a_template_without_a_stop_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stop token"):
+        mould_of(Letters(end=7))
+
+
+@pytest.mark.parametrize("layers", ["", "1,0", "0,,1", "0,0", "x", "-1"])
+def test_layers_that_do_not_rise_are_refused(layers: str) -> None:
+    with pytest.raises(ConfigError, match="layers"):
+        DistillConfig(target="x", layers=layers)
+
+
+def test_a_target_is_needed() -> None:
+    with pytest.raises(ConfigError, match="target: needed"):
+        DistillConfig()
+    assert DistillConfig(target="x").layer_numbers == (0, 1, 28, 29)

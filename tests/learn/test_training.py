@@ -1,0 +1,131 @@
+"""A whole distillation at the smallest size: samples, training, files and their reload."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.presets import ModelShape
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
+from mpissd.learn.mould import Mould
+from tests.needs import module
+
+safetensors = module("safetensors.numpy", "safetensors")
+torch = module("torch", "PyTorch")
+
+from mpissd.learn import exam, export  # noqa: E402
+from mpissd.learn.evaluate import judge  # noqa: E402
+from mpissd.learn.llama import Llama, angles, blocks_of, draft_config, load, named  # noqa: E402
+from mpissd.learn.rounds import summary  # noqa: E402
+from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402
+from mpissd.learn.shape import cut, frequent_tokens  # noqa: E402
+from mpissd.learn.train import Pair, Plan, train  # noqa: E402
+
+LENGTH, END = 40, 2
+SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 96, True, 128)
+CONFIG = TransformerConfig(SHAPE, "llama", tied=True)
+MOULD = Mould(before=(1, 5), between=(7, 1), again=(8,), end=END)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    torch.manual_seed(0)
+    target = load(RandomCheckpoint(CONFIG, 0), "cpu", torch.float32)
+    blocks = blocks_of(CONFIG, torch.float32)
+    return Sampler(target, blocks, angles(CONFIG, LENGTH, "cpu"), False)
+
+
+@pytest.fixture(scope="module")
+def samples(sampler: Sampler) -> Samples:
+    given = blank([(*MOULD.before, 11), *[MOULD.before] * 63], LENGTH, "cpu")
+    return sampler.write(given, MOULD, USER, (torch.ones(64), torch.ones(64)))
+
+
+def pair_of(sampler: Sampler, num_tokens: int = 96) -> Pair:
+    ids = frequent_tokens(np.arange(128), num_tokens, [END])
+    draft = cut(sampler.model, (0, 3), ids)
+    return Pair(sampler.model, draft, torch.from_numpy(ids).long(), sampler.blocks, table(sampler))
+
+
+def table(sampler: Sampler) -> tuple[Any, Any]:
+    return sampler.cos, sampler.sin
+
+
+def test_a_conversation_follows_the_template(samples: Samples) -> None:
+    rows, turns = samples.tokens.tolist(), 0
+    assert rows[0][:3] == [1, 5, 11]
+    for row, answered in zip(rows, samples.answered.tolist(), strict=True):
+        at, is_user = 2, True
+        while END in row[at:]:
+            end = row.index(END, at)
+            assert set(answered[at : end + 1]) == {not is_user}
+            template = list(MOULD.between if is_user else MOULD.again)
+            at, is_user = end + 1 + len(template), not is_user
+            assert row[end + 1 : at] == template[: max(0, LENGTH - end - 1)]
+            assert not any(answered[end + 1 : at])
+            turns += 1
+        assert all(flag is not is_user for flag in answered[at:])
+    assert turns > 10  # the template was met
+
+
+def test_at_temperature_0_each_answer_is_the_likeliest_of_a_whole_forward(
+    sampler: Sampler,
+) -> None:
+    given = blank([(1, 5, 40, 2, 7, 1), (1, 5, 41, 42, 2, 7, 1)], 20, "cpu")
+    cold = torch.zeros(2)
+    found = sampler.write(given, MOULD, ANSWER, (cold, cold))
+    cos, sin = (part[:20] for part in table(sampler))
+    hidden = sampler.blocks.hidden(sampler.model, found.tokens.long(), cos, sin)
+    likeliest = sampler.blocks.product(hidden, sampler.model.head).argmax(-1)
+    mask = found.answered[:, 1:]
+    assert mask.sum() >= 20
+    assert torch.equal(found.tokens[:, 1:][mask].long(), likeliest[:, :-1][mask])
+
+
+def test_the_first_answers_stop_at_their_end() -> None:
+    tokens = torch.tensor([[1, 5, 6, END, 6, 6], [1, 5, 6, 6, 6, 6]])
+    answered = torch.tensor([[False, True, True, True, False, True], [False, *[True] * 5]])
+    found = exam.first_answers(Samples(tokens, answered), END, 4)
+    assert found.answered.int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
+
+
+def test_training_raises_agreement_and_the_written_draft_reloads(
+    sampler: Sampler, samples: Samples, tmp_path: Path
+) -> None:
+    pair, points = pair_of(sampler), list[dict[str, Any]]()
+    before = summary(judge(pair, samples, time.monotonic() + 60))
+    plan = Plan(60.0, time.monotonic() + 60, 100, 16, 5e-3, 0, False)
+    trained = train(pair, samples, plan, points.append)
+    after_pair = dataclasses.replace(pair, draft=trained)
+    after = summary(judge(after_pair, samples, time.monotonic() + 60))
+    assert after["alpha"] > before["alpha"] + 0.05
+    assert points[-1]["step"] == 100 and points[-1]["tv"] < points[0]["tv"]
+    reloaded(trained, pair.head_ids, tmp_path)
+
+
+def reloaded(trained: Llama, head_ids: Any, folder: Path) -> None:
+    """Writes a draft and compares what its files hold with what it was."""
+    config = draft_config(CONFIG, 2, len(head_ids))
+    arrays = {name: t.numpy() for name, t in named(trained, config).items()}
+    export.save(folder, config, export.quantized(arrays, head_ids.numpy()), {})
+    files = sorted(folder.glob("*.safetensors"))
+    stored = {k: v for file in files for k, v in safetensors.load_file(file).items()}
+    assert stored["head_ids"].dtype == np.int32 and (np.diff(stored["head_ids"]) > 0).all()
+    for name, values in arrays.items():
+        if values.ndim == 1:
+            assert np.array_equal(stored[name], values)
+        else:
+            steps = np.repeat(stored[name.replace("weight", "scale")].astype(np.float32), 32, 1)
+            assert np.all(np.abs(stored[name] * steps - values) <= steps * 0.57)
+
+
+def test_a_vocabulary_keeps_stop_tokens_and_the_most_frequent() -> None:
+    counts = np.array([5, 0, 9, 9, 1, 0])
+    assert frequent_tokens(counts, 3, [5]).tolist() == [2, 3, 5]
+    assert frequent_tokens(counts * 0, 2, []).tolist() == [0, 1]
