@@ -129,13 +129,13 @@ class Comparison:
 
 
 def bound(value: float, digits: int = 2) -> str:
-    """Returns a bound of an interval, with as many more digits (up to 6) as show its side of 1."""
+    """Returns a bound as text with 2 decimals, or up to 6 where fewer would round it to 1."""
     shown = (f"{value:.{more}f}" for more in range(digits, 7))
     return next((text for text in shown if value == 1 or float(text) != 1), f"{value:.{digits}f}")
 
 
 def claim_of(speedup: float, low: float, high: float, is_headline: bool) -> str:
-    """Returns the sentence text of a speedup and its interval, as Comparison.claim."""
+    """Returns a speedup and its interval in the words of Comparison.claim."""
     interval = f"{bound(low)}–{bound(high)}"
     if low <= 1 <= high:
         return f"no difference ({interval})"

@@ -103,7 +103,7 @@ class MethodFlags(Checked):
             raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
 
     def check_fan_outs(self) -> None:
-        """Refuses fan_out_miss where either fan-out follows what was served or committed."""
+        """Refuses fan_out_miss if either fan-out is a tail or adaptive, and so changes by round."""
         if self.fan_out_miss is None:
             return
         for name, text in (("fan_out", self.fan_out), ("fan_out_miss", self.fan_out_miss)):
@@ -117,11 +117,13 @@ class MethodFlags(Checked):
         """Refuses backup=auto without a cache that can miss, and with several drafts."""
         if self.backup == "auto" and self.mode != "ssd":
             raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
-        if self.backup == "auto" and self.drafts > 1:  # each would also time the others' misses
+        if (
+            self.backup == "auto" and self.drafts > 1
+        ):  # each draft's timings would include the other drafts' misses
             raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
 
     def check_backup_lookahead(self) -> None:
-        """Refuses a backup longer than K, and one of no token where the fan-out needs a trunk."""
+        """Refuses backup_lookahead above K, and 0 unless the fan-out is a tail."""
         if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
             raise ConfigError(
                 f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
@@ -214,7 +216,7 @@ class MeasurementFlags(Checked):
 
     @property
     def max_rounds(self) -> int | None:
-        """Most measured rounds; None: rounds continue until num_tokens are emitted."""
+        """Limit of measured rounds; None: rounds continue until num_tokens are emitted."""
         if self.rounds is None and self.num_tokens is None:
             return 200
         return self.rounds

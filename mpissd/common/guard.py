@@ -32,7 +32,7 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _ATTEMPTS = 50  # attempts to join: the rank that bound the socket may die before it starts a warden
 _ANSWER_S = 5.0  # longest wait for the warden to print its line, which it may hold back for 3 s
 _MOST = 1000  # characters of a rank's report that are kept
-_REJOINS, _REJOIN_S = 5, 0.2  # how often a killed warden is replaced, and the wait before that
+_REJOINS, _REJOIN_S = 5, 0.2  # replacements of a killed warden at most, and the wait before each
 
 
 class Guard:

@@ -57,7 +57,7 @@ def split_head(text: str, is_name: Callable[[str], bool]) -> tuple[str, int | No
 
 
 def make_head(kind: str, number: int | None, hidden: int) -> tuple[str, int, DraftHead]:
-    """Returns (prefix of the name, decoder layers, products) of a head on `hidden`-wide states.
+    """Returns (name prefix, number of decoder layers, DraftHead) for a target of width `hidden`.
 
     number: heads of Medusa, inner width of an MLPSpeculator. Raises ConfigError if it is not
     allowed.

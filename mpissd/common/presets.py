@@ -297,7 +297,7 @@ def _is_name(text: str) -> bool:
 
 
 def _headed(kind: str, number: int | None, target: str) -> ModelShape:
-    """Returns the head-sized draft of a target of any depth."""
+    """Returns a target's head-sized draft, which does not depend on the target's depth."""
     shape = resolve_model(target)
     if shape.head is not None:
         raise ConfigError(f"{kind}:{target}: allowed: {kind} on a whole model, not on {shape.name}")

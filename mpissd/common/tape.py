@@ -31,7 +31,7 @@ class Tape:
         self.tail: array[Any] = array(typecode)
         self.append: Callable[[float], None] = self.tail.append
         self.extend: Callable[[bytes], None] = self.tail.frombytes
-        self.saved = 0  # how many numbers are in the file
+        self.saved = 0  # the number of numbers in the file
         self._file: FileIO | None = None
         self._full = False
 

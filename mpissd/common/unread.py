@@ -18,7 +18,7 @@ def unless_unread(command: Callable[[], int]) -> int:
     try:
         try:
             return command()
-        finally:  # also where the command ends with SystemExit, as --help does
+        finally:  # also reached after SystemExit, which --help raises
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,7 +21,7 @@ from mpissd.common.stage import OWN, WAITING
 _PR_SET_TIMERSLACK = 29
 _POLLS_BETWEEN_CLOCK_READS = 64
 _SPIN_S = 20e-6  # polls without a nap: a reply that was already sent arrives within this time
-PATIENT_SPIN_S = 200e-6  # as _SPIN_S, if every rank has a core but none is spare
+PATIENT_SPIN_S = 200e-6  # polls without a nap if every rank has a core but none is spare
 _NAP_S = 20e-6  # one sleep between polls
 _LONG_S = 5e-3  # a longer wait is reported to the warden, and its naps become longer
 _LONG_NAP_S = 50e-6

@@ -30,8 +30,7 @@ class GpuType:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition: the most GPUs of a job on part of one node; None if it gives whole nodes
-    only."""
+    """A partition: the most GPUs that a job may take of a shared node (None: whole nodes only)."""
 
     most_gpus: int | None
 

@@ -26,7 +26,7 @@ class DeviceInfo:
     kind: str  # "cpu", "gpu" or "emulated"
     uuid: str | None = None
     bus_id: str | None = None
-    memory_bytes: int | None = None  # Free for weights at start-up.
+    memory_bytes: int | None = None  # Bytes that are free for weights at start-up.
     cache_bytes: int | None = None  # The last-level cache.
     compute_capability: str | None = None
 

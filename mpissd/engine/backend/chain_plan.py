@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TILE, PAIR = 16, 32  # Columns of a tile, rows of a pair of steps.
+TILE, PAIR = 16, 32  # Columns of a tile; rows of weights in a pair of steps.
 ROW_TILE, MAX_ROW_TILES = 8, 4
 MAX_ROWS = ROW_TILE * MAX_ROW_TILES  # The most rows of x in one product.
 _WARPS = 8

@@ -70,8 +70,7 @@ class Profile:
 
     @property
     def few_rows(self) -> int:
-        """The most rows at which a job may use another kernel than larger jobs; 0 if there is
-        none."""
+        """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
         return self.tables.few_rows
 
     def forward_s(self, cost: Cost) -> float:

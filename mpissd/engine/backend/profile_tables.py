@@ -169,8 +169,7 @@ class Tables:
 
     @property
     def few_rows(self) -> int:
-        """The most rows at which a job may use another kernel than larger jobs; 0 if there is
-        none."""
+        """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
         every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
         return max((most for most in every if most is not None), default=0)
 

@@ -28,7 +28,7 @@ from mpissd.engine.comm.device_needs import IpcDevice
 from mpissd.engine.comm.group import Group
 
 MAX_RANKS = 8
-BLOCKS, THREADS = 64, 256  # of the kernel `exchange`
+BLOCKS, THREADS = 64, 256  # launch sizes of the kernel `exchange`
 CAPACITY = 1 << 19  # words of two float16 in an exchange, 2 MiB; larger arrays take several
 TOLERANCE = 2e-3  # largest relative error of the trial sums
 PEERS = np.dtype(  # struct Peers

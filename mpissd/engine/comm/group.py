@@ -18,7 +18,7 @@ class Group(ABC):
 
     name: str
     capturable = True  # whether a captured graph may hold its operations
-    spent_s: float | None = None  # host seconds in its operations so far; None on a device
+    spent_s: float | None = None  # host seconds that its operations have taken; None on a device
 
     def __init__(self, size: int, rank: int) -> None:
         self.size = size

@@ -24,7 +24,7 @@ _FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
 _ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
 STOP = 1
 MOST = int(np.iinfo(np.int32).max)
-_BY_CRC = 1 << 16  # a body of more int32 (distributions may take MBs) is folded before its CRC
+_BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
 _OUTCOME = ("id", "epoch", "event", "num_accepted", "bonus")
 _SPECULATION = ("source", "hit", "num_draft")
@@ -96,7 +96,9 @@ class Buffer:
 
     def check_outcome(self, rows: Ints) -> None:
         """Raises ProtocolError where a number of an outcome's rows is out of range."""
-        beyond = rows.view(np.uint32) > self._limits  # as unsigned numbers, negative ones are huge
+        beyond = (
+            rows.view(np.uint32) > self._limits
+        )  # a negative number is huge when read as unsigned
         if np.count_nonzero(beyond):  # takes a tenth of any()
             row, column = np.argwhere(beyond)[0].tolist()
             raise ProtocolError(
@@ -270,7 +272,7 @@ def _name_what_is(
 ) -> None:
     """Raises ProtocolError for the first number beyond its limit.
 
-    Returns where all such numbers are tokens behind num_draft, which nobody reads.
+    Tokens behind num_draft may have any value, because no rank reads them.
     """
     rows, lengths = speculation.rows, speculation.num_draft
     where = f"round {speculation.round}: "

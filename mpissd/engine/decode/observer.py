@@ -27,7 +27,7 @@ class Observer:
         self._controls = controls
         self._lookup: _Lookup | None = None
         self._served: Speculation | None = None
-        self._ended: Speculation | None = None  # The speculation served before it.
+        self._ended: Speculation | None = None  # The speculation served before the newest one.
         self._heard_at = self._served_at = self._backup_s = 0.0
 
     def note_outcome(self) -> None:

@@ -18,7 +18,7 @@ class Sequences:
         self._workload, self._limit = workload, config.num_tokens
         self._endings = workload.endings()
         self._begun = 0
-        self._emitted: dict[int, int] = {}  # of the live sequences, by request id
+        self._emitted: dict[int, int] = {}  # emitted tokens of each live sequence, by request id
         # Of the sequences that ended by themselves: how many tokens count.
         self.ends: dict[int, int] = {}
 
@@ -32,7 +32,7 @@ class Sequences:
         return self._next(self._workload.job.config.batch_size)
 
     def take(self, result: RoundResult, loop: TargetLoop) -> None:
-        """Counts a round's tokens; releases what ended, and admits as many of the next ones."""
+        """Counts a round's tokens, releases sequences that ended, and admits as many new ones."""
         if self._limit is None and self._endings is None:
             return
         gone = [name for name, tokens in _emitted(result) if self._ends(name, tokens)]

@@ -15,7 +15,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 
 _FLOAT32 = 4  # bytes of a weight on a CPU
-_SPARE_BYTES = 1 << 30  # of device memory, left free for activations, graphs and libraries
+_SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
 
 
 def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:

@@ -36,7 +36,7 @@ class Job:
     lookahead: int  # 0 in AR
     fan_out: tuple[int, ...]  # F_0 … F_K behind a hit; empty unless SSD
     fan_out_miss: tuple[int, ...]  # F_0 … F_K behind a trunk that a backup drafted
-    fan_out_fast: tuple[int, ...] | None  # with backup=auto: behind FAST tokens; else None
+    fan_out_fast: tuple[int, ...] | None  # with backup=auto, the list behind FAST tokens; else None
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -196,13 +196,13 @@ class Job:
 
     @property
     def num_lanes(self) -> int:
-        """Most branches that one draft grows for a sequence."""
+        """The largest number of branches that one draft grows for a sequence."""
         branches = self.adaptive_budget or self.fan_outs.branches
         return -(-branches // max(1, self.config.drafts))
 
     @property
     def widest(self) -> int:
-        """Most candidates that a row may keep, at least 1."""
+        """The largest number of candidates that a row may keep, at least 1."""
         return max(1, self.adaptive_budget or self.fan_outs.widest)
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:

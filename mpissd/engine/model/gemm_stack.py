@@ -42,7 +42,7 @@ class Buffers:
     all_ids: Any
     all_values: Any
     result: Any  # host [outputs · T · max_rows · k] int32, one output for each head read out
-    values: Any | None  # host, float32, as long as result: the logits of its ids
+    values: Any | None  # host, float32: the logits of the ids in `result`
 
 
 class GemmStack:

@@ -35,7 +35,7 @@ from mpissd.engine.session.session import Session
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
-_COLLECT_S = 5.0  # least time between two full garbage collections
+_COLLECT_S = 5.0  # shortest time between two full garbage collections
 _collected_at = -_COLLECT_S
 
 

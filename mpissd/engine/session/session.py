@@ -42,7 +42,7 @@ _REST_S = 1e-3  # between two polls of an idle rank
 class Session:
     """The resources of one rank while a job runs."""
 
-    topology: Topology  # of the ranks in this job
+    topology: Topology  # the ranks in this job and their roles
     waiter: Waiter
     backend: Backend
     infos: list[DeviceInfo]  # by world rank
@@ -94,7 +94,9 @@ class Machine:
     models: Models
     resources: ExitStack
     calibrations: Calibrations = field(default_factory=Calibrations)
-    parts: dict[int, Topology | None] = field(default_factory=dict)  # by D; None: this rank idles
+    parts: dict[int, Topology | None] = field(
+        default_factory=dict
+    )  # {D: the ranks in use}; None: this rank idles
 
     def divide(self, num_drafts: Iterable[int]) -> None:
         """Makes a topology for each number of draft ranks; collective over all ranks."""
@@ -117,7 +119,7 @@ class Machine:
 
     @property
     def memory(self) -> tuple[int | None, int | None]:
-        """Bytes that every (target rank, draft rank) may use; None if unknown or without ranks."""
+        """Bytes that a target rank and a draft rank may use; None: unknown, or no such rank."""
         shares, tp = memory_shares(self.infos, self.topology.hosts), self.topology.tp
         return _least(shares[:tp]), _least(shares[tp:])
 

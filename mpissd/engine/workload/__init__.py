@@ -1,1 +1,1 @@
-"""What is decoded: pairs of workers (target, draft) that the decoding loops drive."""
+"""Workloads: pairs of workers (target, draft) that the decoding loops drive."""

@@ -111,7 +111,7 @@ class DraftWorker(Worker):
     """Runs the whole draft model on a draft rank, or on the lead where the draft is inline."""
 
     lookahead: int
-    first_row: int = 0  # of the last step's forward: the row of its first lane
+    first_row: int = 0  # the row of the first lane in the last step's forward
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, K+1 rows a sequence."""

@@ -1,4 +1,4 @@
-"""Where a sequence ends by itself, before any limit on its tokens."""
+"""Rules by which a sequence ends by itself, before any limit on its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of a worker that knows where its rows lie in the KV cache of its model.
+"""Base class of workers that track where their rows lie in the model's KV cache.
 
 Without a placement (a model of products alone) rows have no place, and nothing is ever filled.
 """
@@ -52,7 +52,7 @@ class PlacedWorker(ABC):
     def committed(self, slot: int, start: int, stop: int) -> Ints:
         """Returns tokens start … stop − 1 of a slot's sequence, int32 [stop − start].
 
-        Any tokens, where no number of a forward decides anything.
+        If forwards decide nothing, any tokens may be returned.
         """
         return np.zeros(stop - start, np.int32)
 

@@ -1,4 +1,4 @@
-"""Where the rows of a worker's forwards lie in its model's KV cache.
+"""Tracks where the rows of a worker's forwards lie in its model's KV cache.
 
 A sequence's committed tokens have positions 0, 1, …; of the last one only the token is known, and
 its K and V are stored by the forward that reads it. `filled` positions of a slot are stored and
@@ -87,7 +87,7 @@ class Placement:
         return position
 
     def gaps(self, batch: Batch, rows: Index, spare: int = 0) -> list[Gap]:
-        """Returns what is missing before the last tokens of batch rows `rows`.
+        """Returns the committed tokens that the cache lacks, the last ones of the rows aside.
 
         Sequences that lack at most `spare` tokens are left out.
         """
@@ -135,7 +135,7 @@ class Placement:
         return _places(lanes.slots, positions, lanes.ids, lanes.first)
 
     def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
-        """Returns what lanes in the trunk that begin now have to store before their first token."""
+        """Returns the gaps that lanes in the trunk have to fill before their first token."""
         if steps or not len(lanes.ids) or lanes.ids[0] != TRUNK:
             return []
         filled = self.filled[lanes.slots]

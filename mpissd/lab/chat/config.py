@@ -33,6 +33,6 @@ class ChatConfig(Checked):
     drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with the draft on the lead")
 
     def check_drafts(self) -> None:
-        """Refuses a start in ssd without a draft rank."""
+        """Refuses mode=ssd without a draft rank."""
         if self.run.mode == "ssd" and not self.drafts:
             raise ConfigError("drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")

@@ -30,20 +30,20 @@ HELP = """\
 /help             this
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
 MODES = ("ar", "sd", "ssd")
-_LEAVE_S = 15.0  # for the job to end by itself
-_NO_WRAP = 1 << 16  # columns of what is no terminal
+_LEAVE_S = 15.0  # longest wait for the job to end by itself
+_NO_WRAP = 1 << 16  # columns that stand for "no terminal"
 
 
 class Job:
     """The ranks, as a process that is talked to in lines. Use it in a `with` block."""
 
     def __init__(self, command: Sequence[str], note: Callable[[str], object]) -> None:
-        """Starts it; `note` takes what it prints that is no message."""
+        """Starts the job; `note` takes lines that it prints and that are no messages."""
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C is not for the ranks
+            start_new_session=True,  # keeps the terminal's Ctrl-C from the ranks
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in: IO[bytes] = self._process.stdin
@@ -76,7 +76,7 @@ class Job:
     def __exit__(self, *failure: object) -> None:
         if not self._in.closed:
             try:
-                self._in.close()  # which the lead takes as the end
+                self._in.close()  # the lead takes a closed pipe as the end
             except BrokenPipeError:
                 self._process.poll()
         try:
@@ -106,7 +106,7 @@ class Chat:
             self.say(f"{told}\n")
 
     def take(self, line: str) -> bool:
-        """Does what a line says; returns False where it says to leave."""
+        """Executes the user's line; returns False if the line ends the chat."""
         if not line.strip():
             return True
         if line.startswith("/"):
@@ -215,7 +215,7 @@ def converse(command: Sequence[str], mode: str, *, colours: bool) -> int:
 
 @contextmanager
 def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Has Ctrl-C do this inside the block, in place of raising KeyboardInterrupt."""
+    """Calls a function on Ctrl-C inside the block, instead of raising KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, lambda number, frame: act())
     try:
         yield

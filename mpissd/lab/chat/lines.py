@@ -19,7 +19,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class Ending:
-    """How an answer ended ("stop_token", "stop", "length" or "stopped" by the user), and its
+    """The end of an answer: why ("stop_token", "stop", "length" or "stopped" by the user), and
     numbers. prompt_tokens: of the whole conversation; reused: those whose KV was there already."""
 
     ended: str

@@ -52,7 +52,7 @@ _SKIP = 3  # first rounds of a pass, dropped as warm-up
 
 @dataclass(frozen=True)
 class JobProfile:
-    """What the predictor needs to know of this machine, measured within this job."""
+    """The measurements of this job that the predictor needs."""
 
     device: DeviceCosts
     host: HostCosts
@@ -71,7 +71,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
     session, known = rank.session, rank.session.calibrations
     topology = session.topology
     known.restart()
-    session.barrier(Waiter(_BUILDING_S, spin=False))  # others may still be making weights
+    session.barrier(Waiter(_BUILDING_S, spin=False))  # the other ranks may still be making weights
     target = _forward_times(session, rank.target) if rank.target else None
     reduces = _reduces_s(session, rank.target) if rank.target else None
     session.barrier()

@@ -1,4 +1,4 @@
-"""What each rank measured in the measured pass; the result row is built from these reports."""
+"""Reports of the ranks on the measured pass, from which the result row is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpissd.lab.measure.calibrate import JobProfile
 
 @dataclass(frozen=True)
 class LeadReport:
-    """What the lead measured in the measured rounds.
+    """The lead's report on the measured rounds.
 
     ledger: int64 [rounds, 2 + phases], with columns round, wall_ns, and ns of each phase.
     """
@@ -29,13 +29,13 @@ class LeadReport:
     phases: list[str]
     messages_per_round: float
     bytes_per_round: float
-    all_reduce_s: float | None  # sum over all rounds, if the host runs the collectives
+    all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What a draft measured in the measured rounds, on a rank of its own or inline on the lead.
+    """A draft's report on the measured rounds, from its own rank or inline on the lead.
 
     ledger: as in LeadReport.
     """
@@ -57,5 +57,5 @@ class Measured:
     lead: LeadReport
     draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
     profile: JobProfile
-    rank_digests: list[int | None]  # by world rank: digest of the outcomes it received
+    rank_digests: list[int | None]  # by world rank, the digest of the outcomes that it received
     ledger_overhead: Overhead | None

@@ -153,7 +153,7 @@ def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     """Runs a warm-up on sequences that are thrown away, then the measured rounds, on the lead.
 
-    is_alone: whether this is no part of a sweep, so that text is shown.
+    is_alone: whether this run is no part of a sweep; only then text is shown.
     """
     config = rank.session.job.config
     warm = rank.session.requests(WARM_ID, config.batch_size)
@@ -208,7 +208,7 @@ def _rounds(
 
 
 def _ignore(count: int) -> None:
-    """Takes the place of a progress bar."""
+    """Does nothing; stands in for the progress bar."""
 
 
 def _begin(ledger: Ledger) -> float:

@@ -41,7 +41,7 @@ _USES = ("ssd", "without", "otherwise")  # fields of an ExtraGpu that hold choic
 
 @dataclass(frozen=True)
 class ExtraGpu:
-    """What the GPU that SSD's draft occupies would bring in other uses.
+    """The gains of SSD over other uses of the GPU that its draft occupies.
 
     ssd: the best SSD, on N = T + D GPUs. without: the best other use of N − 1 GPUs. otherwise: the
     best other use of N GPUs (a larger T, or SD's draft). replicas_tok_per_s: the rate of as many
@@ -66,7 +66,7 @@ class ExtraGpu:
 
     @property
     def gain_per_gpu(self) -> float | None:
-        """As `gain`, in tok/s per GPU."""
+        """The ratio of `gain`, with both sides in tok/s per GPU."""
         if self.without is None:
             return None
         return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
@@ -85,7 +85,7 @@ class ExtraGpu:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run; each choice says whether its times are derived.
+    """The advice of `plan`; each choice says whether its times are derived.
 
     best: the choice with the most tok/s on at most the given GPUs, among those that could be
     judged. judged: the fastest choice of each mode, T and D. missing: uses that would fit but could

@@ -96,7 +96,7 @@ def _way(entry: HostEntry) -> tuple[str, int, int, int, int]:
 
 
 def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
-    """Returns the cost of keys and its slope by lane, from the fewest and the most lanes."""
+    """Returns (the host's seconds for `keys`, seconds per lane), by a line through two entries."""
     least, most = every[0], every[-1]
     lanes = most.lanes * (most.batch_size - least.batch_size)
     if not lanes:

@@ -24,7 +24,7 @@ _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the la
 
 @dataclass(frozen=True)
 class Survey:
-    """Where a pair can run on a machine.
+    """The placements of a pair on a machine, and the uses that could not be placed.
 
     unjudged: uses that would fit, with the reason why no forwards or host costs are known.
     too_large: uses (with D of 0 and 1) that do not fit in memory.

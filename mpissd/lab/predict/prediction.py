@@ -1,4 +1,4 @@
-"""The recurrence's prediction of a run: every round, and the totals."""
+"""A run as the recurrence predicts it: its rounds, and their totals."""
 
 from __future__ import annotations
 

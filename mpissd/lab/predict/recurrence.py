@@ -80,7 +80,7 @@ def simulate(
 class _Answer:
     """The answer to an outcome, SPECULATION r, as the lead gets it."""
 
-    seen: Floats  # [chains], the time at which the lead has it
+    seen: Floats  # [chains], the time at which the lead has the answer
     num_draft: Ints  # [chains, b]
     steps: Ints  # [chains], growth steps taken when the outcome was seen
 

@@ -285,5 +285,5 @@ class Prober:
 
 
 def kinds(backend: Backend) -> list[int | None]:
-    """Returns most_rows for each group of jobs with a kernel of its own, fewest rows first."""
+    """Returns the row limit (most_rows) of each kernel that jobs may run, smallest first."""
     return [backend.few_rows, None] if backend.few_rows else [None]

@@ -1,4 +1,4 @@
-"""How the probe measures: launches within a time budget, their median and spread, and data checks.
+"""Samples launches within a time budget: their median and spread, and checks of their data.
 
 A rank that finds wrong data continues, so that no other rank is left waiting in a collective; all
 ranks stop together at the end of the stage (Checks.error).
@@ -21,8 +21,7 @@ Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
 
 @dataclass(frozen=True)
 class Pace:
-    """How often something is launched: seconds of warm-up, and a time budget with bounds on the
-    count."""
+    """The pace of launches: seconds of warm-up, and a time budget with bounds on their number."""
 
     warm_s: float
     budget_s: float

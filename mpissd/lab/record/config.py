@@ -32,7 +32,7 @@ class RecordConfig(Checked):
     to: str | None = flag(None, words, "file to write: a new .npz")
 
     def check_models(self) -> None:
-        """Refuses anything but one pair."""
+        """Refuses flags that do not name exactly one pair of models."""
         named = self.target is not None and self.draft is not None
         if named == (self.pair is not None) or (self.target is None) != (self.draft is None):
             raise ConfigError("record needs one pair: allowed: pair=NAME, or target and draft")

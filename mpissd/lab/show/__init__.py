@@ -1,1 +1,1 @@
-"""What a person sees of an answer while it is decoded."""
+"""Shows an answer to the user while it is decoded."""

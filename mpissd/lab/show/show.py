@@ -39,7 +39,7 @@ class Show:
     ) -> None:
         """Begins to count time. write: takes new text and the numbers that stand beside it.
 
-        has_cache: whether rounds look their speculation up (ssd). limit: of the answer's tokens.
+        has_cache: whether rounds look their speculation up (ssd). limit: of the answer, in tokens.
         watched: the sequence's request id.
         """
         self._text, self._write, self._has_cache = text, write, has_cache
@@ -75,7 +75,7 @@ class Show:
         return [piece for piece in found if piece[0]]
 
     def end(self) -> None:
-        """Shows what still waits."""
+        """Shows the text that is still held back."""
         if rest := self._text.flush():
             self._write([(rest, "bonus")], self.meter.short())
 
@@ -98,7 +98,7 @@ class Spoken(Protocol):
 
 
 class Audience(NamedTuple):
-    """What takes each round, and whether it writes to a terminal meanwhile."""
+    """A function that is called with each round, and whether it writes to a terminal."""
 
     take: Callable[[RoundResult], object] | None
     is_live: bool
@@ -109,7 +109,7 @@ NOBODY = Audience(None, False)
 
 @contextmanager
 def shown(workload: Workload) -> Iterator[Audience]:
-    """Shows the first answer of a run inside the block; nothing where tokens are no text."""
+    """Shows the first answer of a run inside the block, if its tokens are text."""
     tokenizer = workload.tokenizer if isinstance(workload, Spoken) else None
     if tokenizer is None or not isinstance(workload, Spoken):
         yield NOBODY

@@ -19,20 +19,20 @@ _DEFAULT_COLUMNS = 80
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal that is written to."""
+    """The user's terminal, opened for writing."""
 
     file: TextIO
 
     @property
     def columns(self) -> int:
-        """Its width now."""
+        """The terminal's current width."""
         try:
             return os.get_terminal_size(self.file.fileno()).columns or _DEFAULT_COLUMNS
         except OSError:
             return _DEFAULT_COLUMNS
 
     def write(self, text: str) -> None:
-        """Writes at once."""
+        """Writes text without buffering."""
         self.file.write(text)
         self.file.flush()
 

@@ -44,7 +44,7 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """What may be said of the gain: a ratio only if every use that fits was measured."""
+        """The gain as text: a ratio only if every use that fits was measured."""
         return claim_text(self.gain, self.verdict.others.not_known)
 
     @property

@@ -41,7 +41,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a sweep finds in its folder when it starts."""
+    """The state of a sweep's folder at its start."""
 
     todo: frozenset[str]  # names of the tasks that this job measures
     elsewhere: int  # number of tasks that another job is measuring
@@ -160,7 +160,7 @@ class Sweep:
         self._machine.rest()
         guard.stage(Stage.OPEN)
         session = self._machine.session(job)
-        if session is None:  # this configuration has no use for this rank
+        if session is None:  # this configuration does not use this rank
             return None
         label = {
             "id": self._id,

@@ -61,7 +61,7 @@ _SHARED = "device_name backend dtype tp all_reduce graph fuse lm_head context".s
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What all rows of a table share; AR rows share everything except the draft."""
+    """The settings that all rows of a table share; AR rows share all except the draft."""
 
     device_name: str
     backend: str

@@ -25,7 +25,7 @@ class ReportRow:
 
     @property
     def ratio(self) -> float | None:
-        """The recomputed over the printed speedup.
+        """The recomputed speedup divided by the printed one.
 
         It is the report's r if its table 2 is E / (r·(1 + T_SD)).
         """

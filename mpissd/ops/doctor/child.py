@@ -14,7 +14,7 @@ _GRACE_S = 2.0  # time for the child to end after a signal
 
 @dataclass(frozen=True)
 class Answer:
-    """What a child printed, and its exit code.
+    """The output of a child process, and its exit code.
 
     code: None where it did not start or had to be ended; then error says why.
     """

@@ -48,7 +48,7 @@ class GpuUser:
 
 @dataclass(frozen=True)
 class CudaView:
-    """What CuPy sees in a rank's environment, asked in a child; versions of what is loaded."""
+    """CuPy's view of a rank's environment, from a child process, with versions of its libraries."""
 
     error: str = ""
     cupy: str = ""
@@ -145,7 +145,7 @@ class LaunchFacts:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What a run would choose, from a session that was opened and closed again."""
+    """The choices that a run would make, from a session that was opened and closed again."""
 
     error: str = ""
     backend: str = ""

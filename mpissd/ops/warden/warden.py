@@ -144,7 +144,7 @@ class Warden:
         except OSError:
             text = b""
         if not text:
-            with suppress(KeyError):  # it was unregistered before
+            with suppress(KeyError):  # the rank may be unregistered already
                 self._events.unregister(peer.link)
             return False
         try:

@@ -39,7 +39,7 @@ class CacheSizes:
 
     @property
     def pages_per_slot(self) -> int:
-        """Most pages of a sequence."""
+        """The largest number of pages that a sequence may have."""
         return -(-max(1, self.capacity) // self.page)
 
     @property
@@ -92,7 +92,7 @@ class PageTable:
         self.held = [0] * sizes.slots
 
     def place(self, places: Places | None) -> int:
-        """Writes the rows' places into the seats, and returns their number (None: 0).
+        """Writes the places of a forward's rows into the seats; returns how many rows (None: 0).
 
         Reserves the pages that trunk rows write. All other rows become padding.
         """

@@ -1,4 +1,4 @@
-"""What a transformer's forward needs to know beyond its widths: positions, norms and biases.
+"""The configuration of a transformer beyond its widths: positions, norms and biases.
 
 All supported families (Llama, SmolLM2, Mistral, Qwen2.5, Qwen3) are one architecture: RMSNorm,
 rotary positions, grouped-query attention and SwiGLU. They differ in the fields of

@@ -145,7 +145,7 @@ def _scaled(path: Path, config: TransformerConfig, factors: Floats) -> Transform
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is said of the rotary positions, in one dictionary for all versions.
+    """Returns the settings of the rotary positions, in one dictionary for all versions.
 
     Older versions have rope_theta beside rope_scaling, newer ones both in rope_parameters.
     """

@@ -1,4 +1,4 @@
-"""Weights from files: every tensor is judged by its name and shape before one is read."""
+"""Weights from files; every tensor's name and shape is checked before the first one is read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FileCheckpoint:
         return self._files.read(name, part)
 
     def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
-        """None: the weights are read."""
+        """None, because the weights are read from files."""
         return None
 
     def head_ids(self) -> Ints | None:

@@ -82,7 +82,7 @@ class GgufFiles:
         return _values(data, info.kind)[:, start - first * block : stop - first * block]
 
     def integers(self, name: str) -> None:
-        """None: a .gguf has no reduced head."""
+        """None, because a .gguf has no reduced head."""
         return None
 
     def _rows(self, name: str, rows: slice, count: int) -> slice | NDArray[np.int64]:

@@ -38,7 +38,7 @@ class Layer:
     attention_norm: Array
     qkv: Array  # q, k and v as one product
     qkv_bias: Array | None
-    q_norm: Array | None  # [head_dim], of each head
+    q_norm: Array | None  # [head_dim], the weight of each head's norm
     k_norm: Array | None
     o: Array
     ffn_norm: Array

@@ -30,7 +30,7 @@ class RandomCheckpoint:
 
     @property
     def sha256(self) -> str | None:
-        """None: there is no file."""
+        """None, because there is no file."""
         return None
 
     def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart:
@@ -55,7 +55,7 @@ class RandomCheckpoint:
         return np.asarray(values if name.endswith(".bias") else values + np.float32(1))
 
     def head_ids(self) -> Ints | None:
-        """None: row i of the head is token i."""
+        """None, because row i of the head is token i."""
         return None
 
     def _key(self, name: str) -> int:

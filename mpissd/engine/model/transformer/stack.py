@@ -34,10 +34,10 @@ class Buffers:
 
     tokens: Any  # host int32 [max_rows]
     result: Any = None  # host int32 [T · max_rows · k], the candidates' ids in the local head
-    values: Any = None  # host float32, as long: their logits
+    values: Any = None  # host float32, the logits of the ids in `result`
     hidden: Any = None  # [max_rows, hidden], the residual stream
     x: Any = None  # [max_rows, hidden], normalised
-    delta: Any = None  # [max_rows, hidden], what is added to the residual stream
+    delta: Any = None  # [max_rows, hidden], the sum that is added to the residual stream
     q: Any = None  # [max_rows, q]
     attended: Any = None  # [max_rows, q]
     inner: Any = None  # [max_rows, ffn]

@@ -1,4 +1,4 @@
-"""A draft whose vocabulary is the beginning of its target's, or the reverse, as one of the same."""
+"""Maps a draft to its target's vocabulary, where one of the two begins with the other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MappedCheckpoint:
         """Reads nothing; vocab_size: tokens of the target, other than the draft's."""
         self._draft, self.name = draft, draft.name
         self.config, self._ids = mapped_config(draft.config, vocab_size), draft.head_ids()
-        if self._ids is not None:  # they rise, so those that the target lacks come last
+        if self._ids is not None:  # ids rise, so those that the target lacks come last
             self._ids = self._ids[self._ids < vocab_size]
             self.config = replace(self.config, head_vocab=len(self._ids))
 
@@ -67,7 +67,7 @@ class MappedCheckpoint:
         return self._draft.vector(name, part)
 
     def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
-        """None: random drafts are made over the target's ids at once."""
+        """None, because a random draft is made with the target's ids from the start."""
         return None
 
     def head_ids(self) -> Ints | None:

@@ -41,7 +41,9 @@ class TokenStream:
         self._reach = 2 * lookahead + 4  # positions past n that a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
-        self._base = np.zeros(capacity, np.int64)  # slot · window - position of its first column
+        self._base = np.zeros(
+            capacity, np.int64
+        )  # slot · window − (position of the slot's first column)
         self._limit = np.zeros(capacity, np.int64)  # a slot needs a refill from this length on
         self._true = np.zeros((capacity, self._window), np.int32)
         self._flat_true = self._true.reshape(-1)

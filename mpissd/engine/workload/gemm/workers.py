@@ -42,7 +42,7 @@ class Stream(Protocol):
 
 
 class DraftTables(Stream, Protocol):
-    """What the draft proposes, and which outcomes it prepares for."""
+    """Tables of the tokens that the draft proposes and of the outcomes that it prepares for."""
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
@@ -103,7 +103,9 @@ class GemmDraftWorker(DraftWorker):
         """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""
         self.stepper, self.lookahead = stepper, stream.lookahead
         self._stream, self._num_tokens = stream, num_tokens
-        self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}  # by fan-out and batch size
+        self._full: dict[
+            tuple[tuple[int, ...], int], Lanes
+        ] = {}  # {(fan-out, batch size): the lanes of all rows}
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:
         """Returns a worker with the same laws that runs its forwards on `stepper`."""

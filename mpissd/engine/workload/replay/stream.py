@@ -1,8 +1,8 @@
 """Tables of a recording: what the target emits, and what the draft proposes and predicts.
 
-They stand where the `gemm` workload has its laws, under the same workers. Sequence n replays prompt
-n modulo their number. A sequence that nobody ends reads on in the next prompt's answer, as warm-up
-and calibration may.
+They replace the laws of the `gemm` workload, under the same workers. Sequence n replays prompt n
+modulo their number. A sequence that is not ended continues in the next prompt's answer, as in
+warm-up and calibration.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class RecordedStream:
         self._starts = np.cumsum([0, *counts])
         self._size = int(self._starts[-1])
         self._tokens = self._table([part.tokens for part in recording.sequences])
-        self._base = np.zeros(capacity, np.int64)  # by slot: entry 0, less 1 (Batch.lengths is c+1)
+        self._base = np.zeros(
+            capacity, np.int64
+        )  # [slots], the table entry of the prompt's token 0, minus 1
         self._origin: Index = np.zeros(0, np.int64)  # [b], the entry of each sequence's next token
 
     def _table(self, parts: list[Ids]) -> Ints:
@@ -50,7 +52,7 @@ class RecordedStream:
         """Does nothing: the tables are there."""
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Finds the entry at which each sequence stands."""
+        """Computes the table entry of each sequence's next token, from the batch's lengths."""
         for slot, request in admissions:
             self._base[slot] = self._starts[request.request_id % len(self.recording.sequences)] - 1
         self._origin = (self._base[batch.slots] + batch.lengths) % self._size

@@ -19,7 +19,7 @@ BONUS = "bonus"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model answered to one prompt.
+    """The answer of the model to one prompt.
 
     entry: the prompt as it was given. tokens: those emitted, up to and including the one that ended
     the answer. sources: what drafted each of them: "cache", "jit" or "fast", or "bonus" for the

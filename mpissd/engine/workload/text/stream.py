@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 
-_PARTIAL = "\ufffd"  # what an incomplete UTF-8 character is decoded to
+_PARTIAL = "\ufffd"  # the character to which incomplete UTF-8 bytes are decoded
 
 
 class TextStream:

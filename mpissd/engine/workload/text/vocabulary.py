@@ -37,7 +37,7 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")  # some files name only the end of a
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's files say about its tokens (text.tokenizer.Tokenizer has the meanings)."""
+    """The contents of a model's token files; text.tokenizer.Tokenizer explains the fields."""
 
     vocabulary: tokenizers.Tokenizer
     stop_ids: frozenset[int]

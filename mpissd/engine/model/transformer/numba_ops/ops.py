@@ -31,7 +31,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values of one rank, and what says where rows stand.
+    """The keys and values of one rank, and the places of a forward's rows in them.
 
     arrays: float32 keys [layers, pages, kv heads, head_dim, page] and values [layers, pages, kv
     heads, page, head_dim], then those of the lanes, with steps in place of positions. A last axis
@@ -104,7 +104,7 @@ class NumbaOps:
         return table
 
     def vector(self, values: Floats) -> Floats:
-        """Returns the float32 values themselves."""
+        """Returns the vector unchanged, in float32."""
         return np.ascontiguousarray(values, np.float32)
 
     def buffer(self, rows: int, width: int) -> Floats:
@@ -134,7 +134,7 @@ class NumbaOps:
     def _turns(self, positions: int) -> tuple[Floats, Floats]:
         """Returns cosines and sines, [positions, head_dim / 2].
 
-        The angle is a float32 product, as in Hugging Face's code with which models are trained.
+        The angle is a float32 product, as in Hugging Face's code, with which models were trained.
         """
         frequencies = self._config.frequencies().astype(np.float32)
         angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies

@@ -13,7 +13,7 @@ from mpissd.engine.model.transformer.numba_ops.vectors import (
 )
 
 JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": True}
-AHEAD = 2048  # words between what is read and what the memory is asked for
+AHEAD = 2048  # distance, in words, by which prefetches run ahead of reads
 
 
 @njit(**JIT)

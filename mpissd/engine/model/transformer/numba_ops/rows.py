@@ -23,7 +23,7 @@ _C5, _C6, _C7 = (
     np.float32(1.9875691500e-4),
 )
 _ONE = np.float32(1)
-_SCAN = 64  # logits of which the largest is looked at first
+_SCAN = 64  # logits in a block, which is skipped if its largest cannot be among the k best
 
 
 @njit(inline="always", **JIT)

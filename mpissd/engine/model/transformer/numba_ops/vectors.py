@@ -33,7 +33,7 @@ def _host() -> tuple[int, int]:
 
 LANES, REGISTERS = _host()
 MOST_ROWS = 6 if REGISTERS == 32 else 5  # of one tile
-_MOST_SUMS = 24 if REGISTERS == 32 else 10  # more leave the registers
+_MOST_SUMS = 24 if REGISTERS == 32 else 10  # more partial sums than this do not fit the registers
 _VECTOR = ir.VectorType(_F32, LANES)
 
 
@@ -89,8 +89,8 @@ Loader = Callable[[ir.IRBuilder, Any, int], list[list[Any]]]
 def _kernel(module: ir.Module, rows: int, count: int, loader: Loader, accumulates: bool) -> Any:
     """Returns the function (weights, x, y, steps, weight stride, y stride) of one tile.
 
-    weights: `count` vectors of columns at each step, a stride apart. x: [depth, rows]. y: [rows,
-    columns], added to if it accumulates.
+    weights: `count` vectors of columns for each step; steps lie a stride apart. x: [depth, rows].
+    y: [rows, columns]; an accumulating kernel adds to it.
     """
     name = f"tile{loader.__name__}_{rows}_{count}"
     if name in module.globals:
