@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,36 +19,12 @@ from mpissd.engine.model.gemm_stack import GemmStack
 from mpissd.engine.model.gemm_weights import GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
+from tests.thread_group import ThreadGroup, on_ranks
 
 ROWS, MOST = 5, 8
 GATED = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)  # q is 48 wide, hidden is 24
 PLAIN = ModelShape("plain", 2, 24, 12, 12, 2, 48, False, 96)
 TOKENS = np.array([3, 1024, 128255, 0, 3], np.int32)
-
-
-class ThreadGroup(Group):
-    """T threads that add up by hand: all put their array down, and each takes the sum."""
-
-    name = "threads"
-
-    def __init__(self, size: int, rank: int, table: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__(size, rank)
-        self._table, self._barrier = table, barrier
-        self.num_reduces = 0
-
-    def _everyone(self, array: Any) -> list[Any]:
-        self._table[self.rank] = array.copy()
-        self._barrier.wait(60)
-        every = list(self._table)
-        self._barrier.wait(60)
-        return every
-
-    def all_reduce(self, array: Any) -> None:
-        self.num_reduces += 1
-        array[...] = sum(self._everyone(array))
-
-    def all_gather(self, local: Any, gathered: Any) -> None:
-        gathered[...] = np.concatenate(self._everyone(local))
 
 
 def build(
@@ -70,25 +45,7 @@ def forward(stack: GemmStack, rows: int = ROWS) -> GemmStack:
 
 def sharded(shape: ModelShape, options: ForwardOptions, tp: int) -> list[GemmStack]:
     """The stacks of T ranks after one forward, in rank order."""
-    barrier, table = threading.Barrier(tp), [None] * tp
-    stacks = [build(shape, options, ThreadGroup(tp, rank, table, barrier)) for rank in range(tp)]
-    errors: list[BaseException] = []
-
-    def run(stack: GemmStack) -> None:
-        try:
-            forward(stack)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=run, args=(stack,)) for stack in stacks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not errors and not any(thread.is_alive() for thread in threads)
-    return stacks
+    return on_ranks(tp, lambda group: forward(build(shape, options, group)))
 
 
 def hidden(stack: GemmStack) -> NDArray[np.float32]:

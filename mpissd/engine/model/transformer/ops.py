@@ -71,6 +71,9 @@ class Ops(Protocol):
     def hidden(self, rows: int) -> Array:
         """Returns a buffer of the residual stream (float32)."""
 
+    def delta(self, rows: int) -> Array:
+        """Returns a buffer of what is added to the residual stream, summed over the ranks."""
+
     def logits(self, rows: int, width: int) -> Array:
         """Returns a buffer of logits (float32), which the LM head's product writes."""
 

@@ -193,7 +193,7 @@ def _buffers(
         values=backend.host_ints(told).view(np.float32),
         hidden=ops.hidden(rows),
         x=ops.buffer(rows, hidden),
-        delta=ops.buffer(rows, hidden),
+        delta=ops.delta(rows),
         q=ops.buffer(rows, q),
         attended=ops.buffer(rows, q),
         inner=ops.buffer(rows, shard.ffn_width),

@@ -115,6 +115,8 @@ class NumbaOps:
         """Returns a buffer of the residual stream."""
         return self.buffer(rows, self._config.shape.hidden)
 
+    delta = hidden
+
     def logits(self, rows: int, width: int) -> Logits:
         """Returns a buffer of logits."""
         return Logits(self.buffer(rows, width), width)

@@ -26,7 +26,7 @@ _ONE = np.float32(1)
 _SCAN = 64  # logits in a block, which is skipped if its largest cannot be among the k best
 
 
-@njit(inline="always", **JIT)
+@njit(**JIT)
 def exp(x):
     """Returns eˣ in float32 to 2 units in the last place; 0 below −87.
 
@@ -59,12 +59,13 @@ def embed(table, tokens, hidden, rows):
             hidden[row, column] = as_float(np.uint32(table[token, column]) << np.uint32(16))
 
 
-@njit(inline="always", **JIT)
-def inverse_rms(row, start, width, eps):
-    """Returns 1 / √(mean of the squares + eps) of `width` elements, summed as 8 partial sums."""
+@njit(**JIT)
+def inverse_rms(row, eps):
+    """Returns 1 / √(mean of the squares + eps) of a vector, which adds up in 8 partial sums."""
     a = b = c = d = e = f = g = h = np.float32(0)
+    width = len(row)
     whole = width - width % 8
-    for k in range(start, start + whole, 8):
+    for k in range(0, whole, 8):
         a = fma(row[k], row[k], a)
         b = fma(row[k + 1], row[k + 1], b)
         c = fma(row[k + 2], row[k + 2], c)
@@ -73,7 +74,7 @@ def inverse_rms(row, start, width, eps):
         f = fma(row[k + 5], row[k + 5], f)
         g = fma(row[k + 6], row[k + 6], g)
         h = fma(row[k + 7], row[k + 7], h)
-    for k in range(start + whole, start + width):
+    for k in range(whole, width):
         a = fma(row[k], row[k], a)
     total = ((a + b) + (c + d)) + ((e + f) + (g + h))
     return _ONE / np.sqrt(total / np.float32(width) + eps)
@@ -88,7 +89,7 @@ def norm(hidden, delta, adds, weight, eps, x, rows):
         if adds:
             for k in range(width):
                 row[k] += delta[m, k]
-        scale = inverse_rms(row, 0, width, eps)
+        scale = inverse_rms(row[:width], eps)
         for k in range(width):
             x[m, k] = weight[k] * (row[k] * scale)
 
@@ -109,7 +110,7 @@ def turn_heads(qkv, first, heads, width, weight, eps, cosines, sines, position, 
     for head in range(heads):
         start = first + head * width
         if len(weight):
-            scale = inverse_rms(qkv[m], start, width, eps)
+            scale = inverse_rms(qkv[m, start : start + width], eps)
             for k in range(width):
                 qkv[m, start + k] = weight[k] * (qkv[m, start + k] * scale)
         for k in range(half):

@@ -1,0 +1,276 @@
+"""The transformer's forward on the CPU: against plain NumPy, and each row against itself alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.model.forwards import merged
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.stack import TransformerStacks
+from tests import transformer_reference as reference
+from tests.thread_group import ThreadGroup, on_ranks
+from tests.transformer_rig import (
+    FAMILIES,
+    TINY,
+    Rig,
+    dice_tokens,
+    joined,
+    lane_rows,
+)
+
+LLAMA = FAMILIES["llama"]
+RIG = Rig(LLAMA)  # for what changes nothing of it
+COUNT = 70  # more than a page of 64 and four of 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_plain_numpy_does(family: str) -> None:
+    rig, tokens = Rig(FAMILIES[family]), dice_tokens(1, 40)
+    want = reference.logits(rig.checkpoint, tokens.tolist())
+    found = rig.trunk(0, 0, tokens)
+    assert np.abs(want).max() > 0.5 and np.std(want, axis=0).max() > 0.1
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [2, 3, 5, 6, 7, 11, 15, 16, 32])
+def test_a_row_is_itself_alone_among_any_others(family: str, rows: int) -> None:
+    """Bit by bit, in forwards of any size: prompts in chunks, verifications, single tokens."""
+    rig, tokens = Rig(FAMILIES[family]), dice_tokens(2, COUNT)
+    alone = rig.one_by_one(0, tokens)
+    parts = [rig.trunk(1, n, tokens[n : n + rows]) for n in range(0, COUNT, rows)]
+    assert np.array_equal(np.concatenate(parts), alone)
+    for mine, other in zip(rig.kept(0, COUNT), rig.kept(1, COUNT), strict=True):
+        assert np.array_equal(mine, other)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64])
+def test_where_the_pages_lie_changes_nothing(page: int) -> None:
+    rig, tokens = Rig(LLAMA, page=page, slots=3), dice_tokens(3, COUNT)
+    alone = rig.one_by_one(0, tokens)
+    for n in range(COUNT):  # pages of slots 1 and 2 are taken in turns
+        both = joined(trunk_rows(1, n, n + 1), trunk_rows(2, n, n + 1))
+        found = rig.forward([tokens[n], tokens[n]], both)
+        assert np.array_equal(found, alone[[n, n]])
+    rig.stack.release([1, 0])
+    assert np.array_equal(rig.trunk(1, 0, tokens[:40]), alone[:40])
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_ragged_forwards_of_many_sequences(data: st.DataObject) -> None:
+    rig, slots = Rig(LLAMA, slots=4), range(4)
+    texts = [dice_tokens(10 + slot, 40) for slot in slots]
+    alone = [Rig(LLAMA).one_by_one(0, text) for text in texts]
+    lengths = [0] * 4
+    while any(length < 40 for length in lengths):
+        counts = [data.draw(st.integers(0, min(9, 40 - length))) for length in lengths]
+        if not any(counts):
+            counts[int(np.argmin(lengths))] = 1
+        spans = [trunk_rows(s, lengths[s], lengths[s] + counts[s]) for s in slots]
+        tokens = [texts[s][lengths[s] : lengths[s] + counts[s]] for s in slots]
+        found = np.split(rig.forward(np.concatenate(tokens), joined(*spans)), np.cumsum(counts))
+        for slot in slots:
+            want = alone[slot][lengths[slot] : lengths[slot] + counts[slot]]
+            assert np.array_equal(found[slot], want)
+            lengths[slot] += counts[slot]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "odd"])
+@pytest.mark.parametrize("trunk", [1, 9, 15, 16, 17, 40])
+def test_lanes_are_what_the_trunk_would_be(family: str, trunk: int) -> None:
+    """A lane behind any trunk, over page borders too, has the bits of the same text as a trunk."""
+    rig, steps = Rig(FAMILIES[family]), 20
+    text = dice_tokens(4, trunk)
+    grown = [dice_tokens(5 + lane, steps) for lane in range(3)]
+    cuts = [trunk, max(1, trunk - 1), max(1, trunk - 5)]
+    rig.trunk(0, 0, text)
+    found = [
+        rig.forward([lane[step] for lane in grown], lane_rows(0, [4, 0, 2], cuts, step))
+        for step in range(steps)
+    ]
+    for lane, cut in enumerate(cuts):
+        whole = np.concatenate([text[:cut], grown[lane]])
+        want = Rig(FAMILIES[family]).one_by_one(0, whole)[cut:]
+        assert np.array_equal(np.stack([step[lane] for step in found]), want)
+
+
+def test_lanes_and_trunk_rows_stand_in_one_forward() -> None:
+    """As when a missed sequence is drafted again while branches of others grow."""
+    rig, text, other = Rig(LLAMA), dice_tokens(6, 30), dice_tokens(7, 8)
+    rig.trunk(0, 0, text[:20])
+    mixed = joined(trunk_rows(1, 0, 8), trunk_rows(0, 20, 22), lane_rows(0, [3, 5], [20, 18], 0))
+    found = rig.forward([*other, *text[20:22], text[20], text[18]], mixed)
+    alone = Rig(LLAMA).one_by_one(0, text[:22])
+    assert np.array_equal(found[:8], Rig(LLAMA).one_by_one(0, other))
+    assert np.array_equal(found[8:], alone[[20, 21, 20, 18]])
+
+
+def outcomes(rig: Rig, rounds: int, seed: int) -> list[int]:
+    """Plays rounds of drafted and verified tokens; returns the text that the cache then holds."""
+    dice, text = np.random.default_rng(seed), [seed]
+    for _ in range(rounds):
+        if len(text) > 85:
+            rig.stack.release([0])
+            text = text[: int(dice.integers(1, 20))]
+            if len(text) > 1:
+                rig.trunk(0, 0, text[:-1])
+        drafts = dice.integers(0, 60, int(dice.integers(0, 8))).tolist()
+        rig.trunk(0, len(text) - 1, [text[-1], *drafts])
+        accepted = int(dice.integers(0, len(drafts) + 1))
+        text += [*drafts[:accepted], int(dice.integers(60))]
+    return text[:-1]
+
+
+@pytest.mark.parametrize(
+    "rounds", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.slow])]
+)
+def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
+    """A rollback is a length: the cache is bit by bit that of the text alone."""
+    rig, fresh = Rig(LLAMA), Rig(LLAMA)
+    text = outcomes(rig, rounds, 8)
+    fresh.one_by_one(0, text)
+    for mine, other in zip(rig.kept(0, len(text)), fresh.kept(0, len(text)), strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_pages_are_given_back_and_taken_again() -> None:
+    rig, tokens = Rig(LLAMA, slots=2, capacity=48), dice_tokens(9, 48)
+    pages = rig.stack.pages
+    assert len(pages.free) == 6
+    rig.trunk(0, 0, tokens[:17])
+    assert len(pages.free) == 4
+    for _ in range(20):
+        rig.trunk(1, 0, tokens[:40])
+        assert len(pages.free) == 1
+        rig.stack.release([1])
+    assert len(set(pages.free)) == 4 and pages.held == [2, 0]
+    with pytest.raises(AssertionError, match="position 48 of a cache of 48"):
+        rig.stack.place(trunk_rows(1, 48, 49))
+
+
+def test_padding_stores_nothing_and_attends_nothing() -> None:
+    rig, tokens = Rig(LLAMA), dice_tokens(11, 20)
+    rig.trunk(0, 0, tokens)
+    before = [array.copy() for array in rig.stack.cache.arrays]
+    free = list(rig.stack.pages.free)
+    padding = rig.forward(tokens, None)
+    assert np.isfinite(padding).all()
+    assert all(map(np.array_equal, before, rig.stack.cache.arrays))
+    assert rig.stack.pages.free == free
+
+
+def test_a_chunk_that_nobody_reads_is_stored_all_the_same() -> None:
+    rig, tokens = Rig(LLAMA), dice_tokens(12, 33)
+    rig.forward(tokens[:32], replace(trunk_rows(0, 0, 32), reads=False))
+    assert not rig.stack.logits(range(32)).any()  # no LM head was computed
+    last = rig.trunk(0, 32, tokens[32:])
+    assert np.array_equal(last, Rig(LLAMA).one_by_one(0, tokens)[32:])
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
+    rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))
+    k = data.draw(st.integers(1, min(width, 30)))
+    dice = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    ops = RIG.stack.weights.ops
+    assert ops is not None
+    logits = ops.logits(rows, width)
+    logits.scores[:, :width] = dice.integers(-3, data.draw(st.integers(-2, 90)), (rows, width))
+    ids, values = np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32)
+    ops.top_k(logits, k, ids, values, rows)
+    want = np.argsort(-logits.scores[:, :width], axis=1, kind="stable")[:, :k]
+    assert np.array_equal(ids, want)
+    assert np.array_equal(values, np.take_along_axis(logits.scores, want, 1))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("heads", [(6, 3), (10, 5)], ids=str)
+def test_uneven_shards_are_the_whole(tp: int, heads: tuple[int, int]) -> None:
+    shape = replace(TINY, num_heads=heads[0], num_kv_heads=heads[1], ffn=70, vocab_size=149)
+    config, tokens = replace(LLAMA, shape=shape, head_vocab=149), dice_tokens(13, 40)
+
+    def play(group: ThreadGroup) -> Any:
+        rig = Rig(config, group=group, top_k=5)
+        together = [rig.trunk(0, n, tokens[n : n + 7]) for n in range(0, 40, 7)]
+        best = merged(*rig.stack.read(rig.max_rows))
+        return np.concatenate(together), rig.one_by_one(1, tokens), best
+
+    found = on_ranks(tp, play)
+    want = Rig(config).one_by_one(0, tokens)
+    for together, alone, _ in found:
+        assert np.array_equal(together, alone)
+    np.testing.assert_allclose(np.concatenate([f[1] for f in found], 1), want, rtol=1e-4, atol=1e-5)
+    whole = np.concatenate([f[1] for f in found], 1)[-5:]
+    order = np.argsort(-whole, axis=1, kind="stable")[:, :5]
+    for _, _, best in found:
+        assert np.array_equal(best.ids[0], order) and best.values is not None
+        assert np.array_equal(best.values[0], np.take_along_axis(whole, order, 1))
+
+
+class TestStepper:
+    WHERE = "gen:layers=2,hidden=64,ffn=96,kv_heads=1,vocab=99"
+
+    def make(self, backend: Any = None, **changes: Any) -> Stepper:
+        options = ForwardOptions(lm_head=True, top_k=3, capacity=40, **changes)
+        return Stepper(
+            backend or NumpyBackend(),
+            SoloGroup(),
+            TransformerShard(config_of(self.WHERE)),
+            options,
+            buckets=[1, 4, 8],
+            num_sequences=2,
+            seed=3,
+            stacks=TransformerStacks(self.WHERE, page=16),
+        )
+
+    def run(self, stepper: Stepper, tokens: Any, start: int) -> None:
+        tokens = np.array(tokens, np.int32)
+        stepper.upload(len(tokens), tokens, trunk_rows(0, start, start + len(tokens)))
+        stepper.launch()
+        stepper.wait(Waiter(60.0, spin=False))
+
+    def test_results_are_the_best_of_the_logits(self) -> None:
+        stepper = self.make()
+        self.run(stepper, [5, 6, 7], 0)
+        logits, results = stepper.logits([0, 1, 2]), stepper.results()
+        assert logits.shape == (3, 99) and np.array_equal(stepper.logits([2]), logits[2:])
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :3]
+        assert np.array_equal(results.ids[0], order)
+        assert results.values is not None
+        assert np.array_equal(results.values[0], np.take_along_axis(logits, order, 1))
+        stepper.release([0])
+        self.run(stepper, [5], 0)
+        assert np.array_equal(stepper.logits([0]), logits[:1])
+
+    def test_a_reduced_head_gives_the_targets_ids(self) -> None:
+        stepper = self.make()
+        self.run(stepper, [5, 6], 0)
+        before = stepper.results().ids
+        ids = np.arange(99, dtype=np.int32) * 7 + 3
+        stepper.stack.weights = replace(stepper.stack.weights, head_ids=ids)
+        assert np.array_equal(stepper.results().ids, before * 7 + 3)
+
+    def test_an_emulated_device_holds_no_numbers(self) -> None:
+        stepper = self.make(EmulatedBackend(load_profile("null")))
+        self.run(stepper, [5, 6], 0)
+        for read in (stepper.results, lambda: stepper.logits([0])):
+            with pytest.raises(NotImplementedError, match="holds no numbers"):
+                read()
+        stepper.release([0])
