@@ -18,6 +18,7 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.libraries import library
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.ops", "CupyOps")}
 
@@ -137,6 +138,8 @@ def ops_of(
         allowed = ", ".join(_MADE_BY)
         raise ConfigError(f"forward=transformer with backend={backend.name}: allowed: {allowed}")
     module, name = _MADE_BY[backend.name]
+    if backend.name == "numpy":
+        library("numba", "forward=transformer on a CPU")
     sizes = {"heads": heads, "kv_heads": kv_heads, "max_rows": max_rows, "page": page}
     ops: Ops = getattr(import_module(f"{__package__}.{module}"), name)(backend, config, **sizes)
     return ops
