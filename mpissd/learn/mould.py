@@ -84,7 +84,7 @@ class Mould:
 
 
 def mould_of(tokenizer: Chat) -> Mould:
-    """Reads a template off conversations of one letter a message.
+    """Derives a chat template's fixed parts from rendered conversations of one-letter messages.
 
     Raises ConfigError for a template that does not end every message with one stop token.
     """

@@ -25,10 +25,10 @@ UNTIMED = 5  # steps before the clock starts: they compile
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how to train.
+    """The duration and settings of a training.
 
-    seconds: count behind the first steps, which compile. until: when the training has to be over,
-    in seconds of time.monotonic().
+    seconds: length of the training, without the first steps, which compile. until: when the
+    training has to be over, in seconds of time.monotonic().
     """
 
     seconds: float

@@ -1,2 +1,2 @@
 """Tools for jobs on clusters: the doctor checks a machine, the warden finds lost ranks, and
-Slurm."""
+`slurm` builds batch requests."""

@@ -38,7 +38,7 @@ _LAUNCHER = tuple(
     "OMPI_ PMIX_ PMI_ PRTE_ MPI_LOCAL HYDRA_ HYDI_ PALS_ MPIEXEC_ SLURM_ PBS_ FLUX_".split()
 )
 _FRAMEWORKS = "accelerator btl coll mtl opal plm pml rmaps".split()
-_USER = (  # Settings among these of a user or a site, which the trial job needs as well.
+_USER = (  # Variables that a user or a site may set; the trial job gets them, too.
     "OMPI_ALLOW_RUN_AS_ROOT",
     "PMIX_MCA_",
     "PRTE_MCA_",

@@ -265,7 +265,7 @@ class Search:
 
 
 def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs: every fan-out at K and K ± 1 of a leader, with its policy."""
+    """Returns (T, space) pairs with every fan-out at a leader's K and K ± 1, and its policy."""
     near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
     share = leader.backup_lookahead / leader.lookahead
     policy = leader.backup == "fast", leader.on_late == "serve"

@@ -81,7 +81,7 @@ class Model:
 def answered(
     model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int], more: int
 ) -> list[tuple[list[int], int]]:
-    """Returns (tokens, end) of each prompt's greedy answer, as many prompts as the model has slots.
+    """Returns (tokens, end) of the greedy answer to each prompt; at most one prompt a cache slot.
 
     end: tokens up to the stop token or the limit; `more` tokens follow behind it.
     """

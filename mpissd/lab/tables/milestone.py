@@ -27,7 +27,7 @@ class ReportRow:
     def ratio(self) -> float | None:
         """The recomputed speedup divided by the printed one.
 
-        It is the report's r if its table 2 is E / (r·(1 + T_SD)).
+        If the report's table 2 was made by E / (r·(1 + T_SD)), this ratio is its r.
         """
         return None if self.theory is None else self.recomputed / self.theory
 

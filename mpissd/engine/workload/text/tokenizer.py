@@ -41,7 +41,7 @@ class Tokenizer:
         return self._vocabulary.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, and those that the model wants in front of one."""
+        """Returns the tokens of a text, preceded by those that the model expects at a beginning."""
         return self._vocabulary.encode(text).ids
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
