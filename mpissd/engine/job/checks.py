@@ -13,6 +13,7 @@ from mpissd.engine.job.job import Job
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.vocabulary import check_vocabularies
 
 _FLOAT32 = 4  # bytes of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
@@ -90,6 +91,15 @@ def check_transformer(config: RunConfig, backend: str, draft: ModelShape | None)
         raise ConfigError("fuse with forward=transformer: allowed: forward=gemm")
     if draft is not None and draft.head is not None and not config.is_lookup:
         raise ConfigError(f"draft={draft.name} with forward=transformer: allowed: a whole model")
+
+
+def check_tokens(
+    config: RunConfig, where: str, draft: ModelShape | None, draft_where: str | None
+) -> None:
+    """Refuses a draft of text whose tokens mean other texts than the target's."""
+    if config.is_text and config.mode != "ar" and draft is not None and draft.head is None:
+        assert draft_where is not None
+        check_vocabularies(where, draft_where)
 
 
 def check_fan_out(config: RunConfig, widest: int, draft: ModelShape | None) -> None:

@@ -18,6 +18,7 @@ from mpissd.engine.job.checks import (
     check_fan_out,
     check_memory,
     check_shards,
+    check_tokens,
     check_transformer,
 )
 from mpissd.engine.job.job import Job
@@ -136,6 +137,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         target = target.scaled(config.num_layers)
         where = scaled_name(where, config.num_layers)
     check_shards(config, target, where, tp)
+    check_tokens(config, where, draft, draft_where)
     lookahead = 0 if config.mode == "ar" else config.lookahead
     primary = resolve_acceptance(config.acceptance_text, lookahead)
     acceptance = {
