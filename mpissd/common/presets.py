@@ -1,4 +1,4 @@
-"""Model shapes: the widths and depth of a model, without its weights.
+"""Names of models and pairs: the shapes that they stand for, and their files.
 
 `resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or
 a config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (heads.py);
@@ -9,117 +9,16 @@ that name: write `./8b` for a directory called `8b`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mpissd.common import model_files
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.generated import GEN_FORM, generated_fields
 from mpissd.common.heads import DraftHead, make_head, split_head
+from mpissd.common.shapes import SCALED
+from mpissd.common.shapes import ModelShape as ModelShape
 
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Widths and depth of a decoder-only transformer.
-
-    hidden: width of the residual stream. ffn: inner width of the feed-forward block, which has
-    three products if gated (gate, up, down) and two if not (up, down). head: set for a head-sized
-    draft, which may have no decoder layers. Raises ConfigError naming a field that is out of range.
-    """
-
-    name: str
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    gated: bool
-    vocab_size: int
-    head: DraftHead | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name == "num_layers" and self.head is not None else 1
-            if field.type == "int" and (type(value) is not int or value < least):
-                raise ConfigError(
-                    f"{self.name}: {field.name}={value!r}: allowed: whole numbers from {least}"
-                )
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{self.name}: num_kv_heads={self.num_kv_heads}: "
-                f"allowed: a divisor of num_heads={self.num_heads}"
-            )
-
-    @property
-    def q_width(self) -> int:
-        """The columns of q (and rows of o); not always `hidden` (Qwen3)."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """The columns of k, and of v."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def gemms_per_layer(self) -> int:
-        """Seven products (q, k, v, o, gate, up, down); six without a gate."""
-        return 7 if self.gated else 6
-
-    @property
-    def num_params_per_layer(self) -> int:
-        """The number of weights in one layer's products."""
-        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
-
-    @property
-    def fused_width(self) -> int:
-        """The columns that a first product joins to those of `hidden`; 0 without such a product."""
-        return 0 if self.head is None else self.head.fused * self.hidden
-
-    @property
-    def head_widths(self) -> tuple[int, ...]:
-        """The columns of each head's product on the hidden vector."""
-        return () if self.head is None else self.head.widths
-
-    @property
-    def lm_head_inputs(self) -> tuple[int, ...]:
-        """The input width of each LM head."""
-        if self.head is None:
-            return (self.hidden,)
-        return self.head.widths or (self.hidden,) * self.head.lm_heads
-
-    @property
-    def gemm_params(self) -> int:
-        """The number of weights in all products but LM heads; no embedding, norms or biases."""
-        head = self.hidden * (self.fused_width + sum(self.head_widths))
-        return self.num_layers * self.num_params_per_layer + head
-
-    @property
-    def lm_head_params(self) -> int:
-        """The number of weights in the LM heads, hidden (or a head's width) → vocab_size."""
-        return sum(self.lm_head_inputs) * self.vocab_size
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens that one forward drafts."""
-        return 1 if self.head is None else self.head.num_tokens
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of 16-bit keys and values for one token of context, over all layers."""
-        return 2 * self.num_layers * self.kv_width * 2
-
-    def scaled(self, num_layers: int) -> ModelShape:
-        """Returns the shape with `num_layers` layers; its name says so (llama-3.1-70b@8L)."""
-        if num_layers == self.num_layers:
-            return self
-        base = _SCALED.sub("", self.name)
-        return replace(self, name=f"{base}@{num_layers}L", num_layers=num_layers)
-
-
-_SCALED = re.compile(r"@(\d{1,6})[Ll]$")
 _SHAPES = (
     #          name             layers hidden heads kv head_dim  ffn gated  vocab
     ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, True, 128256),
@@ -201,7 +100,7 @@ def resolve_model(text: str) -> ModelShape:
         return LOOKUP
     if parts := split_head(text, _is_name):
         return _headed(*parts)
-    if depth := _SCALED.search(text):
+    if depth := SCALED.search(text):
         return resolve_model(text[: depth.start()]).scaled(int(depth[1]))
     if (name := preset_of(text)) is not None:
         return PRESETS[name]
@@ -226,7 +125,7 @@ def files_of(text: str) -> Path | None:
     name (@8L) is left out. Raises ConfigError if the name means nothing, or if its files are not
     on this machine.
     """
-    text = _SCALED.sub("", text.strip())
+    text = SCALED.sub("", text.strip())
     name = preset_of(text)
     if name is not None:
         return model_files.packaged(name)
@@ -251,7 +150,7 @@ def _find(text: str) -> Path:
 
 def scaled_name(text: str, num_layers: int) -> str:
     """Returns the name of the first `num_layers` layers of a model."""
-    return f"{_SCALED.sub('', text.strip())}@{num_layers}L"
+    return f"{SCALED.sub('', text.strip())}@{num_layers}L"
 
 
 def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
@@ -302,5 +201,5 @@ def _headed(kind: str, number: int | None, target: str) -> ModelShape:
     if shape.head is not None:
         raise ConfigError(f"{kind}:{target}: allowed: {kind} on a whole model, not on {shape.name}")
     prefix, num_layers, head = make_head(kind, number, shape.hidden)
-    name = f"{prefix}-{_SCALED.sub('', shape.name)}"
+    name = f"{prefix}-{SCALED.sub('', shape.name)}"
     return replace(shape, name=name, num_layers=num_layers, head=head)
