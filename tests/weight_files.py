@@ -57,21 +57,6 @@ def write_folder(
     return folder
 
 
-def quantised(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every matrix as int8 with a float16 scale for each 32 inputs; vectors as they are."""
-    found = {}
-    for name, value in values.items():
-        if value.ndim != 2:
-            found[name] = value
-            continue
-        blocks = value.reshape(len(value), value.shape[1] // 32, 32)
-        scale = (np.abs(blocks).max(-1) / 127).astype(np.float16)
-        rounded = np.rint(blocks / scale[..., None].astype(np.float32)).clip(-127, 127)
-        found[name] = rounded.astype(np.int8).reshape(value.shape)
-        found[name.removesuffix("weight") + "scale"] = scale
-    return found
-
-
 def write_gguf(
     path: Path, values: dict[str, np.ndarray], kind: str = "F32", **changes: Any
 ) -> Path:

@@ -11,8 +11,9 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.learn.export import quantized, save
 from tests.transformer_reference import logits
-from tests.weight_files import CONFIG, quantised, values_of, write_folder, write_gguf
+from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENS = [3, 14, 15, 9, 2, 6]
@@ -26,15 +27,13 @@ def folder(home: Path, name: str, seed: int = 0, **changes: Any) -> tuple[Path, 
     return write_folder(home / name, config, values), values
 
 
-def distilled(home: Path, ids: list[int], **changes: Any) -> tuple[Path, dict[str, Any]]:
+def distilled(home: Path, ids: list[int]) -> tuple[Path, dict[str, Any]]:
     """A draft as `distill` writes it: int8, the target's embedding, a head over `ids`."""
-    _, values = folder(home, "whole", 7, num_hidden_layers=1)
-    embedding = values.pop(EMBEDDING)
+    whole, values = folder(home, "whole", 7, num_hidden_layers=1)
+    del values[EMBEDDING]
     values[HEAD] = values[HEAD][: len(ids)]
-    stored = {**quantised(values), "head_ids": np.array(ids, np.int32)}
-    ours = {"quantization": "int8-32", "embedding": "target", "max_file": 15_000_000}
-    config = {**CONFIG, "num_hidden_layers": 1, "mpissd": ours, **changes}
-    return write_folder(home / "draft", config, stored, shards=2), {**values, EMBEDDING: embedding}
+    save(home / "draft", config_of(str(whole)), quantized(values, np.array(ids)), {})
+    return home / "draft", values
 
 
 def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
@@ -72,7 +71,7 @@ def test_ids_of_a_head_rise_within_the_vocabulary(tmp_path: Path, ids: list[int]
 @pytest.mark.parametrize("change", ["missing", "float32", "short"])
 def test_scales_of_int8_fit_their_weights(tmp_path: Path, change: str) -> None:
     _, values = folder(tmp_path, "whole")
-    stored, name = quantised(values), "model.layers.1.mlp.up_proj.scale"
+    stored, name = quantized(values, np.arange(50)), "model.layers.1.mlp.up_proj.scale"
     if change == "missing":
         del stored[name]
     else:

@@ -19,8 +19,9 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.tensors import tensors
+from mpissd.learn.export import quantized
 from tests.transformer_reference import logits
-from tests.weight_files import CONFIG, quantised, values_of, write_folder, write_gguf
+from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
 Values = dict[str, np.ndarray]
 
@@ -105,7 +106,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpo
     ours = {**config, "mpissd": {"quantization": "int8-32"}}
     paths = {
         "float32": write_folder(home / "float32", config, values),
-        "int8-32": write_folder(home / "int8", ours, quantised(values)),
+        "int8-32": write_folder(home / "int8", ours, quantized(values, np.arange(50))),
         "gguf F32": write_gguf(home / "f32.gguf", values),
         "gguf Q8_0": write_gguf(home / "q8.gguf", values, "Q8_0"),
         "gguf Q4_1": write_gguf(home / "q4.gguf", values, "Q4_1"),
