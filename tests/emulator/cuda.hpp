@@ -106,6 +106,7 @@ struct Grid {
 inline std::vector<Grid> grids;
 inline std::vector<Block*> all_blocks;
 inline std::vector<Fibre*> fibres;
+inline std::vector<std::vector<char>> stacks;  // that no fibre uses
 inline Fibre* current = nullptr;
 inline ucontext_t scheduler;
 inline std::mt19937 random_(1);
@@ -139,7 +140,10 @@ inline void launch(int blocks, int threads, u32 bytes, std::function<void()> bod
     block->warps.resize((threads + 31) / 32);
     all_blocks.push_back(block);
     for (int t = 0; t < threads; ++t) {
-      Fibre* fibre = new Fibre{{}, std::vector<char>(48 << 10), body, block, t};
+      Fibre* fibre = new Fibre{{}, {}, body, block, t};
+      if (stacks.empty()) stacks.emplace_back(48 << 10);
+      fibre->stack.swap(stacks.back());
+      stacks.pop_back();
       getcontext(&fibre->context);
       fibre->context.uc_stack.ss_sp = fibre->stack.data();
       fibre->context.uc_stack.ss_size = fibre->stack.size();
@@ -183,7 +187,10 @@ inline bool run(u64 rounds) {
       if (random_() % 256 == 0) block->asleep_until = round + random_() % 256;
     clock_ += 1000;
   }
-  for (Fibre* fibre : fibres) delete fibre;
+  for (Fibre* fibre : fibres) {
+    stacks.push_back(std::move(fibre->stack));
+    delete fibre;
+  }
   for (Block* block : all_blocks) delete block;
   fibres.clear();
   all_blocks.clear();

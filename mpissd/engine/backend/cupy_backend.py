@@ -36,6 +36,7 @@ from mpissd.engine.backend.cupy_device import (
     reached,
     step,
 )
+from mpissd.engine.backend.cupy_launch import Launcher
 from mpissd.engine.backend.cupy_program import CupyProgram
 from mpissd.engine.backend.cupy_weight import HALF, Weight, fill, made
 
@@ -148,14 +149,15 @@ class CupyBackend(Backend):
         assert out_ids.flags.c_contiguous and out_values.flags.c_contiguous
         chunk = _CHUNK_COLUMNS * ceil_div(width, 32 * _CHUNK_COLUMNS)
         chunks, warps = ceil_div(width, chunk), min(16, ceil_div(width, 256))
-        merged = self._scratch(rows * chunks * k)
+        kind, words = ("_float32", 2) if values.dtype == np.float32 else ("", 1)
+        merged = self._scratch(rows * chunks * k * words)
         sizes = (np.int64(step(values)), np.int32(width), np.int32(chunk), np.int32(k))
         args = (values, *sizes, merged, out_ids, out_values)
-        self._launch("top_k", (chunks, rows), (32 * warps,), args, shared_mem=4 * warps * k)
+        self._launch(f"top_k{kind}", (chunks, rows), (32 * warps,), args, 4 * words * warps * k)
         if chunks > 1:
             cut = (np.int32(chunks), np.int32(chunk), np.int32(k))
             lists = (merged, *cut, out_ids, out_values)
-            self._launch("top_k_merge", (rows,), (32,), lists, shared_mem=4 * chunks * k)
+            self._launch(f"top_k_merge{kind}", (rows,), (32,), lists, 4 * words * chunks * k)
 
     def top_buffers(self, rows: int, k: int) -> tuple[Any, Any]:
         shape = (rows, k)
@@ -214,6 +216,10 @@ class CupyBackend(Backend):
     def copy_in(self, host: Any, array: Any) -> None:
         """Starts a copy of page-locked `host` to a contiguous device array (same bytes)."""
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
+
+    def launcher(self, *, early: bool) -> Launcher:
+        """Returns a launcher of other kernels on this backend's stream (see Launcher)."""
+        return Launcher(self.stream, self.device_id, early=early)
 
     def flush(self) -> None:
         """Launches the products that a program's body has recorded but not launched."""

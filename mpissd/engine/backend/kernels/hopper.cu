@@ -1,11 +1,6 @@
 // Instructions of compute capability 9.0, each behind a name, so that the kernels that use them read
 // as programs (and can run on a host that emulates these functions). Addresses within shared memory
 // are 32-bit offsets.
-__device__ __forceinline__ unsigned char* block_memory() {
-  extern __shared__ __align__(128) unsigned char memory[];
-  return memory;
-}
-
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   u32 at;
   asm("{\n.reg .u64 wide;\ncvta.to.shared.u64 wide, %1;\ncvt.u32.u64 %0, wide;\n}"

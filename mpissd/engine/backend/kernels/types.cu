@@ -1,4 +1,5 @@
-// Types that the kernels share. float16 is passed as its bits, so that no header is needed.
+// Types and functions that the kernels share. float16 is passed as its bits, so that no header is
+// needed.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -13,4 +14,10 @@ __device__ __forceinline__ float to_float(u16 h) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
   return x;
+}
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* block_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
 }
