@@ -1,0 +1,165 @@
+"""The paged KV cache on a GPU and attention over it (attention.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.ops import Layer
+
+SPLIT = 128  # Positions of a part of the attention.
+_QUERY_TILES = 1  # Of 16 query rows in a task.
+_THREADS = 128
+_BEGIN_THREADS = 256
+_TASK_WORDS = 4
+_BLOCKS = 264  # That share a KV head's tasks: more would wait for a place.
+_FILES = ("types", "ampere", "attention")
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values in pages and lanes, and what attention needs beside them.
+
+    keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
+    same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
+    [position, pair, 2]. words: the seats on the device. partial, tops: each split's sums, and its
+    largest score with the sum of weights.
+    """
+
+    sizes: CacheSizes
+    seats: Seats
+    keys: Any
+    values: Any
+    lane_keys: Any
+    lane_values: Any
+    turns: Any
+    words: Any
+    count: Any
+    tasks: Any
+    partial: Any
+    tops: Any
+    splits: int
+
+
+class Attention:
+    """Operations on the cache of one rank's share of heads."""
+
+    def __init__(
+        self, launcher: Launcher, config: TransformerConfig, heads: int, kv_heads: int, page: int
+    ) -> None:
+        self._launcher, self._config = launcher, config
+        self._heads, self._kv_heads = heads, kv_heads
+        self._head = config.shape.head_dim
+        self._macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", _QUERY_TILES))
+
+    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+        """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
+        layers, heads, width = sizes.layers, sizes.kv_heads, sizes.head_dim
+        pages = layers, sizes.num_pages, heads, sizes.page, width
+        lanes = layers, max(1, sizes.lanes), heads, max(1, sizes.steps), width
+        keys, values, lane_keys, lane_values = (
+            self._launcher.zeros(shape, np.float16) for shape in (pages, pages, lanes, lanes)
+        )
+        rows, splits = seats.rows.shape[1], ceil_div(sizes.num_positions, SPLIT)
+        queries = rows * self._heads * splits
+        per_row = ceil_div(self._heads // self._kv_heads, 16 * _QUERY_TILES)
+        return Cache(
+            sizes=sizes,
+            seats=seats,
+            keys=keys,
+            values=values,
+            lane_keys=lane_keys,
+            lane_values=lane_values,
+            turns=self._launcher.uploaded(turns(self._config, sizes.num_positions), np.float32),
+            words=self._launcher.empty((len(seats.ints),), np.int32),
+            count=self._launcher.zeros((1,), np.int32),
+            tasks=self._launcher.empty((rows * per_row * (splits + 1), _TASK_WORDS), np.int32),
+            partial=self._launcher.empty((queries, width), np.float32),
+            tops=self._launcher.empty((queries, 2), np.float32),
+            splits=splits,
+        )
+
+    def begin(self, cache: Cache, rows: int) -> None:
+        """Brings the seats to the device and lists the tasks of a forward."""
+        table = int(cache.seats.pages.size)
+        args = (
+            np.uintp(cache.seats.ints.ctypes.data),
+            cache.words,
+            np.int32(cache.seats.rows.shape[1]),
+            np.int32(table),
+            np.int32(rows),
+            np.int32(self._heads // self._kv_heads),
+            cache.count,
+            cache.tasks,
+        )
+        grid = (1 + ceil_div(table, _BEGIN_THREADS),)
+        self._launch("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
+
+    def rotate(self, qkv: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
+        """Takes q, k and v of a product to the queries and the cache."""
+        every, scale = self._heads + 2 * self._kv_heads, self._head**-0.5 * _LOG2_E
+        args = (
+            qkv,
+            layer.qkv_bias,
+            layer.q_norm,
+            layer.k_norm,
+            np.float32(self._config.norm_eps),
+            cache.turns,
+            *self._seats(cache),
+            *self._cache(cache, number),
+            np.int32(self._heads),
+            np.float32(scale),
+            q,
+        )
+        self._launch("rotate", (rows, ceil_div(every, 4)), (32, 4), args)
+
+    def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
+        """Attends all splits, then adds them up."""
+        heads, splits = np.int32(self._heads), np.int32(cache.splits)
+        args = (
+            q,
+            *self._seats(cache),
+            *self._cache(cache, number),
+            heads,
+            cache.count,
+            cache.tasks,
+            splits,
+            cache.partial,
+            cache.tops,
+        )
+        blocks = min(_BLOCKS, rows * cache.splits)
+        self._launch("attend", (blocks, self._kv_heads), (_THREADS,), args, self._shared_bytes)
+        parts = (*self._seats(cache), heads, splits, cache.partial, cache.tops, out)
+        self._launch("combine", (rows, self._heads), (self._head,), parts)
+
+    @property
+    def _shared_bytes(self) -> int:
+        """Shared memory of `attend`: values, or the warps' sums in their place, and their tops."""
+        queries = SPLIT // 32 * 16 * _QUERY_TILES
+        return max(SPLIT * (2 * self._head + 16), queries * 4 * (self._head + 4)) + 8 * queries
+
+    def _seats(self, cache: Cache) -> tuple[Any, Any]:
+        return cache.words, np.int32(cache.seats.rows.shape[1])
+
+    def _cache(self, cache: Cache, number: int) -> tuple[Any, ...]:
+        """The arguments CACHE of attention.cu, for one layer."""
+        arrays = (cache.keys, cache.values, cache.lane_keys, cache.lane_values)
+        table = cache.words[4 * cache.seats.rows.shape[1] :]
+        sizes = cache.sizes.pages_per_slot, self._kv_heads, max(1, cache.sizes.steps)
+        return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
+
+    def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
+        kernel = self._launcher.function(name, _FILES, self._macros, shared)
+        self._launcher.launch(kernel, grid, block, args, shared)
+
+
+def turns(config: TransformerConfig, positions: int) -> Any:
+    """Returns the cosine and sine of each position and pair: float32 [positions, pairs, 2]."""
+    angles = np.arange(positions)[:, None] * config.frequencies()
+    return np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)

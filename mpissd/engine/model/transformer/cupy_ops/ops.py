@@ -1,0 +1,169 @@
+"""The operations of a transformer's forward on a GPU (see ops.Ops)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.comm.group import Group
+from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
+from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.cupy_ops.packing import Packer
+from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight, Products
+from mpissd.engine.model.transformer.ops import Layer, Part
+from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
+
+_PAGE = 256
+_FIRST_CAPABILITY = 80
+_NORM_THREADS, _MAX_WIDTH = 512, 16384
+_FILES = ("types", "ampere", "rows")
+_SHARED_BYTES = 4 * _NORM_THREADS // 32
+
+
+class CupyOps:
+    """Operations of one model's share of heads on one GPU.
+
+    Kernels are enqueued on the backend's stream, so that a graph may capture a forward. Raises
+    ConfigError for a GPU or a model that the kernels do not support.
+    """
+
+    itemsize = 2
+    computes_padding = True
+    early = False  # whether kernels may start before the one before them ends
+
+    def __init__(
+        self,
+        backend: Any,
+        config: TransformerConfig,
+        *,
+        heads: int,
+        kv_heads: int,
+        max_rows: int,
+        page: int | None = None,
+    ) -> None:
+        _check(backend, config, page)
+        self.page = page or _PAGE
+        self._backend, self._config = backend, config
+        self._is_shard = heads < config.shape.num_heads
+        self._launcher: Launcher = backend.launcher(early=self.early)
+        self._packer, self._products = Packer(self._launcher), Products(self._launcher)
+        self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
+        every = (heads + 2 * kv_heads) * config.shape.head_dim
+        self._qkv = self._launcher.empty((max_rows, every), np.float32)
+        self._sizes = dict(tensors(config))
+        self._gathered: dict[int, Any] = {}
+
+    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
+        return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
+
+    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> PackedWeight:
+        return self._packer.gate_up(checkpoint, gate, up, self._size(gate))
+
+    def table(self, checkpoint: Checkpoint) -> Any:
+        return self._packer.table(checkpoint, EMBEDDING, self._size(Part(EMBEDDING)))
+
+    def vector(self, values: Floats) -> Any:
+        return self._launcher.uploaded(values, np.float32)
+
+    def buffer(self, rows: int, width: int) -> Any:
+        return self._backend.activation(rows, width)
+
+    def hidden(self, rows: int) -> Any:
+        return self._launcher.empty((rows, self._config.shape.hidden), np.float32)
+
+    def logits(self, rows: int, width: int) -> Any:
+        return self._launcher.empty((rows, width), np.float32)
+
+    def delta(self, rows: int) -> Any:
+        """Returns a buffer for what o and down give: float16 where ranks exchange it."""
+        if self._is_shard:
+            return self.buffer(rows, self._config.shape.hidden)
+        return self.hidden(rows)
+
+    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+        return self._attention.cache(sizes, seats)
+
+    def begin(self, cache: Cache, rows: int) -> None:
+        self._attention.begin(cache, rows)
+
+    def embed(self, table: Any, tokens: Any, hidden: Any, rows: int) -> None:
+        entries, width = table.shape
+        host = np.uintp(tokens.ctypes.data)
+        args = (table, np.int32(entries), np.int32(width), host, hidden)
+        self._launch("embed", (rows,), (256,), args)
+
+    def norm(self, hidden: Any, delta: Any | None, weight: Any, x: Any, rows: int) -> None:
+        kind = "float32" if delta is None else str(delta.dtype)
+        sizes = (np.int32(hidden.shape[1]), np.float32(self._config.norm_eps))
+        args = (hidden, delta, weight, x, *sizes)
+        self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
+
+    def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
+        self._products.multiply(x, layer.qkv, self._qkv, rows)
+        self._attention.rotate(self._qkv, layer, cache, number, q, rows)
+
+    def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
+        self._attention.attend(cache, number, q, out, rows)
+
+    def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
+        self._products.multiply(x, weight, out, rows)
+
+    def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
+        self._products.multiply(x, gate_up, inner, rows)
+
+    def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
+        """Sums in rank order: by the group's own kernel if it does, else gathers and adds."""
+        part = delta[:rows]
+        if group.name == "oneshot":
+            group.all_reduce(part)
+            return
+        words = part.size // 2
+        if rows not in self._gathered:
+            self._gathered[rows] = self._launcher.empty((group.size * words,), np.int32)
+        gathered = self._gathered[rows]
+        group.all_gather(part.ravel().view(np.int32), gathered)
+        args = (gathered, np.int32(group.size), np.int64(words), part)
+        self._launch("add_ranks", (ceil_div(words, 256),), (256,), args)
+
+    def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
+        self._backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
+
+    def read(self, logits: Any, rows: Sequence[int]) -> Floats:
+        return np.stack([self._backend.to_host(logits[row]) for row in rows])
+
+    def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
+        kernel = self._launcher.function(name, _FILES)
+        self._launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
+
+    def _size(self, part: Part) -> tuple[int, int]:
+        """Returns the (outputs, inputs) of a part."""
+        name = EMBEDDING if part.name == HEAD and HEAD not in self._sizes else part.name
+        every = zip((part.rows, part.columns), self._sizes[name], strict=True)
+        outputs, inputs = (len(range(*which.indices(size))) for which, size in every)
+        return outputs, inputs
+
+
+def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
+    """Raises ConfigError for what the kernels do not support."""
+    shape, capability = config.shape, backend.info.compute_capability
+    if int(str(capability).replace(".", "")) < _FIRST_CAPABILITY:
+        raise ConfigError(
+            f"forward=transformer on compute capability {capability}: allowed: 8.0 or more"
+        )
+    wrong = {
+        "hidden": (shape.hidden, shape.hidden % PAIR == 0 and shape.hidden <= _MAX_WIDTH),
+        "head_dim": (shape.head_dim, shape.head_dim % PAIR == 0 and shape.head_dim <= 256),
+        "page": (page, (page or _PAGE) % SPLIT == 0),
+    }
+    for what, (value, is_supported) in wrong.items():
+        if not is_supported:
+            raise ConfigError(
+                f"{shape.name} on a GPU: {what}={value}: allowed: multiples of "
+                f"{SPLIT if what == 'page' else PAIR}"
+            )

@@ -1,0 +1,58 @@
+"""Products of a few rows with packed weights, the same bits for any number of rows (skinny.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+
+TILE, PAIR, ROW_TILE, MAX_ROW_TILES = 16, 32, 8, 4
+_THREADS = 256
+_FILES = ("types", "ampere", "skinny")
+_STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
+    (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
+}  # fmt: skip
+_WIDE_TILES = 1024  # From so many tiles on a block has two, which halves its reads of x.
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in the order of skinny.cu: `columns` outputs, padded to tiles of 16.
+
+    gated: the columns of gate and up alternate by 8, and an output is a pair of them.
+    """
+
+    values: Any
+    depth: int
+    columns: int
+    gated: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of columns."""
+        return int(self.values.size) // (self.depth * TILE)
+
+
+class Products:
+    """Launches products on one stream."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
+        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
+        row_tiles = min(MAX_ROW_TILES, ceil_div(rows, ROW_TILE))
+        tiles = 2 if weight.tiles >= _WIDE_TILES and weight.tiles % 2 == 0 else 1
+        stages = _STAGES[tiles, row_tiles]
+        macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
+        shared = stages * _THREADS * 32 * tiles + stages * _THREADS * 16 * row_tiles
+        kind = "gated" if weight.gated else str(out.dtype)
+        kernel = self._launcher.function(f"skinny_{kind}", _FILES, macros, shared)
+        blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
+        source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
+        to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns))
+        assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
+        self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
