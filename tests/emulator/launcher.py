@@ -1,0 +1,136 @@
+"""A GPU without a GPU: the transformer's CUDA kernels on a processor, over NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.agreement import HostDevice
+from tests.needs import lack
+
+ROOT = Path(__file__).parents[2]
+_EMULATED = ("types", "ampere")  # what device.hpp stands for
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns an array of NaN (or of 0x7F bytes) at a 16-byte address."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.full(size + 16, 0x7F, np.uint8)
+    start = -buffer.ctypes.data % 16
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
+class EmulatedLauncher:
+    """Compiles kernels with g++ into `folder` and runs their threads one by one (device.hpp)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._built = folder, dict[Any, Any]()
+        self.launches: list[str] = []
+
+    def function(
+        self,
+        name: str,
+        files: tuple[str, ...],
+        macros: tuple[tuple[str, int], ...] = (),
+        shared_mem: int = 0,
+    ) -> Any:
+        key = name, files, macros
+        if key not in self._built:
+            self._built[key] = (name, self._compiled(name, files, macros))
+        return self._built[key]
+
+    def launch(
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared_mem: int = 0,
+    ) -> None:
+        name, run = function
+        self.launches.append(name)
+        values = [np.array(_address(arg)) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        sizes = (ctypes.c_int * 4)(*(*grid, 1)[:2], *(*block, 1)[:2])
+        taken = run(pointers, sizes, ctypes.c_uint32(shared_mem), ctypes.c_uint32(1))
+        assert taken == len(values), f"{name}: {taken} parameters for {len(values)} arguments"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return aligned(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        array = aligned(shape, dtype)
+        array[...] = 0
+        return array
+
+    def uploaded(self, values: Any, dtype: Any) -> Any:
+        array = aligned(np.shape(values), dtype)
+        array[...] = values
+        return array
+
+    def upload(self, values: Any, array: Any) -> None:
+        array[...] = values
+
+    def _compiled(self, name: str, files: tuple[str, ...], macros: Sequence[Any]) -> Any:
+        compiler = shutil.which("g++") or shutil.which("c++")
+        if compiler is None:
+            lack("a C++ compiler")
+        includes = [f'#include "{file}.cu"' for file in files if file not in _EMULATED]
+        source = "\n".join(['#include "device.hpp"', *includes, _RUN.replace("NAME", name)])
+        options = [f"-D{macro}={value}" for macro, value in macros]
+        tag = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
+        library = self._folder / f"{name}-{tag}.so"
+        (self._folder / f"{tag}.cpp").write_text(source)
+        folders = ["mpissd/engine/backend/kernels", "tests/emulator"]
+        command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+        command += [*options, *(f"-I{ROOT / folder}" for folder in folders)]
+        command += [str(self._folder / f"{tag}.cpp"), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if "_Float16" in done.stderr:
+            lack("a C++ compiler with _Float16")
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(library)).run
+
+
+_RUN = """
+extern "C" int run(void** args, const int* sizes, u32 bytes, u32 seed) {
+  return emulator::run_grid(NAME, args, sizes, bytes, seed);
+}
+"""
+
+
+def _address(arg: Any) -> Any:
+    if arg is None:
+        return np.uintp(0)
+    if isinstance(arg, np.ndarray):
+        assert arg.flags.c_contiguous
+        return np.uintp(arg.ctypes.data)
+    return arg
+
+
+class EmulatedGpu(HostDevice):
+    """The host as a GPU whose kernels are emulated."""
+
+    name = "cupy"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("0000:00:00.0")
+        self.info = replace(self.info, compute_capability="9.0")
+        self.device_id = 0
+        self._launcher = EmulatedLauncher(folder)
+
+    def launcher(self, *, early: bool) -> EmulatedLauncher:
+        return self._launcher
+
+    def activation(self, rows: int, width: int) -> Any:
+        array = aligned((rows, width), np.float16)
+        array[...] = np.nan
+        return array

@@ -1,0 +1,116 @@
+"""The transformer's CUDA kernels on a processor (tests/emulator), against NumPy; no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.model.transformer.cupy_ops import packing
+from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
+from tests.emulator.launcher import EmulatedGpu
+from tests.gpu.agreement import relative_error
+from tests.gpu.transformer_rig import (
+    FAMILIES,
+    Rig,
+    check_lanes,
+    check_rollback,
+    check_rows_alone,
+    prompt,
+    tiny,
+)
+
+pytestmark = pytest.mark.slow  # builds the kernels
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_is_the_references(gpu: Any, family: str) -> None:
+    rig = Rig(gpu, tiny(family))
+    tokens = prompt(rig, 7)
+    assert relative_error(rig.fill(tokens, 4), rig.reference(tokens)) < 5e-3
+
+
+class FromFiles:
+    """Random weights that come from the host, as those of files do."""
+
+    def __init__(self, inner: RandomCheckpoint) -> None:
+        self.config, self.name = inner.config, inner.name
+        self.matrix, self.vector, self.head_ids = inner.matrix, inner.vector, inner.head_ids
+
+    def random_part(self, *part: Any) -> None:
+        return None
+
+
+def test_weights_of_files_are_packed_like_random_ones(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_STAGING_ELEMENTS", 64 * 40)  # several pieces, and a rest
+    config = tiny("qwen2", layers=1)
+    rigs = [
+        Rig(gpu, config, checkpoint=kind(RandomCheckpoint(config, 4)))
+        for kind in (FromFiles, lambda checkpoint: checkpoint)
+    ]
+    tokens = prompt(rigs[0], 3)
+    assert np.array_equal(*(rig.fill(tokens, 3) for rig in rigs))
+
+
+def test_a_row_is_the_same_in_any_forward(gpu: Any) -> None:
+    """17 rows are three tiles of rows, 40 two groups of 32."""
+    check_rows_alone(Rig(gpu, tiny("llama", layers=1), max_rows=40), 40, [17, 40])
+
+
+@pytest.mark.parametrize("trunk", [3, 126])
+def test_a_lane_is_a_trunk(gpu: Any, trunk: int) -> None:
+    """From 126 on the lanes grow into the next split, and page."""
+    check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), trunk, 4)
+
+
+def test_a_rollback_leaves_nothing(gpu: Any) -> None:
+    check_rollback(Rig(gpu, tiny("qwen3", layers=1)), 10)
+
+
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("width", [101, 5000])
+def test_top_k_of_float32(gpu: Any, width: int, k: int) -> None:
+    rng = np.random.default_rng(width)
+    values = rng.integers(-9, 9, (2, width)).astype(np.float32) / 8
+    values[0, 7] = -0.0
+    warps = min(16, -(-width // 256))
+    launcher, chunk = gpu.launcher(early=False), 4096
+    chunks = -(-width // chunk)
+    row, merged = (
+        launcher.uploaded(values, np.float32),
+        launcher.zeros((2 * chunks * k,), np.uint64),
+    )
+    ids, tops = launcher.zeros((2, k), np.int32), launcher.zeros((2, k), np.float32)
+    sizes = (np.int64(width), np.int32(width), np.int32(chunk), np.int32(k))
+    files = ("types", "top_k")
+    launcher.launch(launcher.function("top_k_float32", files), (chunks, 2), (32 * warps,),
+                    (row, *sizes, merged, ids, tops), 8 * warps * k)  # fmt: skip
+    if chunks > 1:
+        cut = (np.int32(chunks), np.int32(chunk), np.int32(k))
+        launcher.launch(launcher.function("top_k_merge_float32", files), (2,), (32,),
+                        (merged, *cut, ids, tops), 8 * chunks * k)  # fmt: skip
+    oracle = NumpyBackend()
+    expected_ids, expected = oracle.top_buffers(2, k)
+    oracle.top_k(values, k, expected_ids, expected)
+    assert np.array_equal(ids, expected_ids) and np.array_equal(tops, expected)
+
+
+def test_what_the_kernels_lack_is_refused(gpu: Any) -> None:
+    config = tiny("llama")
+    odd = replace(config, shape=replace(config.shape, head_dim=48))
+    with pytest.raises(ConfigError, match="head_dim=48: allowed: multiples of 32"):
+        CupyOps(gpu, odd, heads=4, kv_heads=2, max_rows=1)
+    with pytest.raises(ConfigError, match="page=64: allowed: multiples of 128"):
+        CupyOps(gpu, config, heads=4, kv_heads=2, max_rows=1, page=64)
