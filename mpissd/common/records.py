@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Ints, Outcome, Speculation
+from mpissd.common.rounds import Ints, Outcome, Source, Speculation
 from mpissd.common.tape import SPILL_ROUNDS, Tape
 
 
@@ -87,11 +87,23 @@ class RoundRecords:
     def token_arrays(self) -> dict[int, Ints]:
         """Returns what `tokens` does, with an array for each request."""
         _, outcomes, speculations = self._read()
+        drafted = speculations[:, Speculation.HEAD :][:, : self.lookahead]
+        return self._emitted(outcomes, drafted, outcomes[:, 4])
+
+    def source_arrays(self) -> dict[int, Ints]:
+        """Returns the Source of each token of `token_arrays`; NONE: the target's own."""
+        _, outcomes, speculations = self._read()
+        drafted = np.repeat(speculations[:, :1], self.lookahead, axis=1)
+        return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))
+
+    def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
+        """Returns what each request emitted: of every row the accepted of `drafted`, and `bonus`.
+
+        drafted: [n, K], bonus: [n], values that stand for tokens.
+        """
         accepted = outcomes[:, 3]
-        table = np.column_stack(
-            [speculations[:, Speculation.HEAD :][:, : self.lookahead], outcomes[:, 4]]
-        )
-        table[np.arange(len(table)), accepted] = outcomes[:, 4]
+        table = np.column_stack([drafted, bonus])
+        table[np.arange(len(table)), accepted] = bonus
         order = np.argsort(outcomes[:, 0], kind="stable")
         is_emitted = np.arange(table.shape[1]) <= accepted[:, None]
         emitted = table[order][is_emitted[order]]

@@ -36,7 +36,7 @@ class Row(Mapping[str, Any]):
         "value of `--schedule` ([schedules.md](schedules.md)); null without it"
     )
     workload: str = key(
-        "gemm (outcomes are imposed), markov (tokens are sampled) or replay (of a recording)"
+        "gemm (outcomes are imposed), markov (tokens are sampled), replay (of a recording) or text"
     )
     backend: str = key("cupy, numpy or emulated")
     device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
@@ -78,6 +78,11 @@ class Row(Mapping[str, Any]):
     context: int = key(
         "value of `--context`: KV cache that attention reads in every forward", "tokens"
     )
+    forward: str = key("gemm (matrix products alone) or transformer (`--forward`)")
+    weights: Mapping[str, Any] | None = key(
+        "of target and draft, the name of the weights and the SHA-256 of their files (null: random "
+        "weights); null for `forward` gemm"
+    )
     on_late: str | None = key(
         "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"
     )
@@ -89,13 +94,13 @@ class Row(Mapping[str, Any]):
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")
     seed: int = key("seed of all random draws")
-    temperature: float | None = key("sampling temperature of a `markov` job; else null")
-    vocab: int | None = key("vocabulary size of a `markov` job; else null")
+    temperature: float | None = key("sampling temperature of a `markov` or `text` job; else null")
+    vocab: int | None = key("vocabulary size of a `markov` or `text` job; else null")
     order: int | None = key(
         "number of tokens on which the next one depends in a `markov` job; else null"
     )
     divergence: float | None = key("how far a `markov` job's draft is from its target; else null")
-    saguaro_c: float | None = key("Saguaro's C in a `markov` job; else null")
+    saguaro_c: float | None = key("Saguaro's C in a `markov` or `text` job; else null")
     prompt_tokens: int | None = key("length of each prompt of a `markov` job; else null", "tokens")
     recording: str | None = key(
         "file and SHA-256 of the recording that a `replay` job follows; else null"
@@ -105,6 +110,12 @@ class Row(Mapping[str, Any]):
     token_limit: int | None = key("value of `--num_tokens`; null: no limit", "tokens")
     num_tokens: int = key("tokens of all sequences in the measured rounds", "tokens")
     wall_s: float = key("wall time of the measured rounds", "s")
+    t_prefill_s: float | None = key(
+        "what the target's forwards over prompts took, of wall_s; null without prompts", "s"
+    )
+    time_to_first_token_s: float | None = key(
+        "duration of the first measured round, prompt included; null without prompts", "s"
+    )
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     tok_per_s_per_gpu: float = key("tok_per_s / world_size", "tok/s")
     round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")

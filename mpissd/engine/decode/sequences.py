@@ -15,7 +15,7 @@ class Sequences:
 
     def __init__(self, workload: Workload) -> None:
         config = workload.job.config
-        self._workload, self._limit = workload, config.num_tokens
+        self._workload, self._limit = workload, config.token_limit
         self._endings = workload.endings()
         self._begun = 0
         self._emitted: dict[int, int] = {}  # emitted tokens of each live sequence, by request id

@@ -29,6 +29,7 @@ class LeadReport:
     phases: list[str]
     messages_per_round: float
     bytes_per_round: float
+    prefill_s: float  # spent on prompts
     all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
 

@@ -27,6 +27,7 @@ from mpissd.common.whole import whole_file
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
+from mpissd.lab.measure.answers import model_fields, prompt_times
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
@@ -65,6 +66,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         batch_size=config.batch_size,
         draft_device_name=session.infos[job.tp].name if config.drafts else None,
         **_options(session),
+        **model_fields(session),
+        **prompt_times(session, lead),
         **asdict(session.workload.row_fields()),
         **_throughput(session, measured),
         **_speculation(session, sequences, lead.draft_lost_round),
@@ -107,7 +110,7 @@ def _options(session: Session) -> dict[str, Any]:
 
 
 def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
-    lead, limit = measured.lead, session.job.config.num_tokens
+    lead, limit = measured.lead, session.job.config.token_limit
     num_tokens = _num_tokens(lead.records, limit)
     rate = num_tokens / lead.wall_s
     closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
@@ -169,7 +172,7 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
         session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
     )
     rate = predicted["tok_per_s"]
-    measured_rate = _num_tokens(lead.records, job.config.num_tokens) / lead.wall_s
+    measured_rate = _num_tokens(lead.records, job.config.token_limit) / lead.wall_s
     same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
     return {
         "predicted_tok_per_s": rate,
@@ -186,9 +189,9 @@ def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64])
     a round if there is no such limit.
     """
     config = session.job.config
-    first = config.num_tokens or config.max_rounds or 0
-    if config.num_tokens and config.rounds:
-        first = min(config.num_tokens, config.rounds)
+    first = config.token_limit or config.max_rounds or 0
+    if config.token_limit and config.rounds:
+        first = min(config.token_limit, config.rounds)
     return {
         "outcome_digest": outcome_digest(sequences),
         "token_digest": token_digest(measured.lead.records.token_arrays(), first),

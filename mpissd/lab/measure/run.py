@@ -29,6 +29,7 @@ from mpissd.engine.session.session import Session, opened
 from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.ab import Overhead, ledger_pass
+from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import WARM_ID, JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
@@ -129,6 +130,7 @@ def _conclude(
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:
+        write_answers_of(session, lead, row.run_id)
         write_row(session, row, arrays, profile, faults)
     except OSError as error:  # for example a full disk, or a file system that has gone away
         out = session.job.config.out
@@ -167,6 +169,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     loop.admit(sequences.first())
     guard.stage(Stage.ROUNDS)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
+    prefilled = loop.prefill_s
     with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
         records, wall_s = _rounds(loop, rank.session.job, sequences, audience)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
@@ -181,6 +184,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         messages_per_round=messages / count,
         bytes_per_round=sent / count,
         all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
+        prefill_s=loop.prefill_s - prefilled,
         draft_lost_round=None if lost is None else max(0, lost - first),
     )
 

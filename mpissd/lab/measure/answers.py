@@ -1,0 +1,76 @@
+"""The answers of a text job, and what its row says of prompts and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpissd.common.rounds import Source
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.session.session import Session
+from mpissd.engine.workload.text.answers import BONUS, Answer, answer_of, write_answers
+from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.workload import TextWorkload
+from mpissd.lab.measure.reports import LeadReport
+
+_SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
+
+
+def write_answers_of(session: Session, lead: LeadReport, run_id: str) -> None:
+    """Writes OUT/text/RUN_ID.jsonl for a text job; raises OSError."""
+    workload = session.workload
+    if isinstance(workload, TextWorkload):
+        write_answers(session.job.config.out, run_id, answers(workload, lead))
+
+
+def answers(workload: TextWorkload, lead: LeadReport) -> list[Answer]:
+    """Returns what was answered to each prompt whose sequence began, in the prompts' order."""
+    records, limit = lead.records, workload.job.config.token_limit
+    sources = records.source_arrays()
+    return [
+        _answer(workload, lead, request_id, tokens[:limit].tolist(), sources[request_id].tolist())
+        for request_id, tokens in sorted(records.token_arrays().items())
+    ]
+
+
+def _answer(
+    workload: TextWorkload, lead: LeadReport, request_id: int, tokens: list[int], sources: list[int]
+) -> Answer:
+    tokenizer, config = workload.tokenizer, workload.job.config
+    text = None
+    if tokenizer is not None:
+        text = AnswerText(tokenizer, config.stop_strings, workload.stop_ids)
+    limit = config.token_limit
+    is_over = request_id in lead.records.ends or len(tokens) == limit
+    ended = "length" if is_over else "rounds"
+    if tokens[-1] in workload.stop_ids:
+        ended = "stop_token"
+    named = [_SOURCES[source] for source in sources[: len(tokens)]]
+    return answer_of(workload.prompts[request_id], tokens, named, text, ended)
+
+
+def model_fields(session: Session) -> dict[str, Any]:
+    """Returns the row's keys of the models' forwards and weights."""
+    job = session.job
+    if not job.config.is_transformer:
+        return {"forward": "gemm", "weights": None}
+    names = {"target": job.target_where}
+    if job.drafts_by_transformer:
+        names["draft"] = job.draft_where
+    opened = {
+        which: open_checkpoint(name, target=job.target_where) for which, name in names.items()
+    }
+    weights = {
+        which: {"name": checkpoint.name, "sha256": checkpoint.sha256}
+        for which, checkpoint in opened.items()
+    }
+    return {"forward": "transformer", "weights": weights}
+
+
+def prompt_times(session: Session, lead: LeadReport) -> dict[str, Any]:
+    """Returns the row's times of prompts, in seconds; None for sequences without one."""
+    if not session.job.config.is_text:
+        return {"t_prefill_s": None, "time_to_first_token_s": None}
+    return {
+        "t_prefill_s": round(lead.prefill_s, 9),
+        "time_to_first_token_s": round(float(lead.records.round_s.read()[0]), 9),
+    }
