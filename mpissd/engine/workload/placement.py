@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request
 from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
 
 Index = NDArray[np.int64]
 TRUNK = -1  # the lane of a row that writes the cache
@@ -141,6 +142,18 @@ class Placement:
         filled = self.filled[lanes.slots]
         short = np.flatnonzero(lanes.first > filled).tolist()
         return [Gap(int(lanes.slots[n]), int(filled[n]), int(lanes.first[n])) for n in short]
+
+
+def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
+    """Returns places of `rows` rows behind the mean context, for timing; None without a cache.
+
+    The sequences share the rows; nobody reads their numbers.
+    """
+    if not options.capacity:
+        return None
+    number = np.arange(rows)
+    positions = np.minimum(options.context + number // sequences, options.capacity - 1)
+    return _trunk(number % sequences, positions)
 
 
 def joined(parts: Sequence[Places]) -> Places:

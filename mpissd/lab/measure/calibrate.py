@@ -28,6 +28,7 @@ from mpissd.engine.model.paused import PausedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
+from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.measure.host_costs import ForwardTimes, PassLedgers, Table, host_costs, pause_of
 from mpissd.lab.measure.naps import measure_nap
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
@@ -155,14 +156,17 @@ def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
 
     Returns two medians in seconds: time on the device, and time that the host adds to it.
     """
-    tokens, times = np.arange(rows, dtype=np.int32), []
+    sequences, times = session.job.config.batch_size, []
+    tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
+    places = timed_places(rows, sequences, stepper.options)
     for _ in range(_REPEATS + 1):  # the same count on every rank: a forward is collective
-        stepper.upload(rows, tokens)
+        stepper.upload(rows, tokens, places)
         start = perf_counter()
         stepper.launch()
         stepper.wait(session.waiter)
         wall = perf_counter() - start
         times.append((stepper.elapsed_s(), wall))
+    stepper.release(range(sequences))
     device, walls = np.array(times[1:]).T
     return float(np.median(device)), float(np.median(walls - device))
 
@@ -181,9 +185,8 @@ def _rates(session: Session, worker: Any, times: ForwardTimes) -> tuple[float | 
 
 
 def _reduces_s(session: Session, worker: Any) -> float | None:
-    stepper = _stepper(worker)
+    stepper, known = _stepper(worker), session.calibrations
     rows = stepper.bucket(session.job.verify_rows)
-    known = session.calibrations
     return known.once(stepper.stack, ("sums", rows), lambda: _all_reduce_s(session, stepper))
 
 
