@@ -16,8 +16,8 @@ Line = dict[str, Any]  # of a row, to be spoiled
 Rounds = dict[str, NDArray[Any]]
 
 K, N = 4, 200
-LEAD = [phase.name.lower() for phase in LeadPhase]
-DRAFT = [phase.name.lower() for phase in DraftPhase if phase != DraftPhase.TRUNK]
+LEAD = [phase.name.lower() for phase in LeadPhase if phase != LeadPhase.PREFILL]
+DRAFT = [phase.name.lower() for phase in DraftPhase if phase.name not in ("TRUNK", "PREFILL")]
 
 
 def ledger(rng: np.random.Generator, us: list[float]) -> NDArray[np.int64]:
