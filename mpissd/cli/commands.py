@@ -118,7 +118,7 @@ def _run_config(
     flags = {name: getattr(config.run, name) for name in flags_of(RunConfig) if name in given}
     known = dict(base)
     for alternatives in _ALTERNATIVES:
-        if set(alternatives) & set(flags):  # these flags say the same in different ways
+        if set(alternatives) & set(flags):  # alternative flags for one quantity
             known |= dict.fromkeys(alternatives)
     if flags.get("mode", "ssd") != "ssd":  # leave out flags that only SSD has
         known |= {"backup": "jit", "backup_lookahead": None}

@@ -47,7 +47,7 @@ class PredictConfig(Checked):
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
 
     def check_schedule(self) -> None:
-        """Refuses --schedule, because a profile keeps only the flags that were not given."""
+        """Refuses --schedule: the profile would set the flags that the user did not give."""
         if self.run.schedule is not None:
             name = self.run.schedule
             flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())

@@ -230,7 +230,7 @@ def _of_blocks(
 
 
 def shares_draws(a: Row, b: Row) -> bool:
-    """Returns whether both runs draft, and draw with the same seed from the same laws."""
+    """Returns whether both runs draft, with one seed and the same laws."""
     drafts = "ar" not in (a.mode, b.mode) and a.acceptance is not None
     return drafts and all(a.get(key) == b.get(key) for key in _LAW)
 

@@ -80,7 +80,7 @@ def switch(name: str, text: str) -> bool:
 
 
 def words(name: str, text: str) -> str:
-    """Takes the text as it is; raises ConfigError for a flag without a value."""
+    """Returns the text unchanged; raises ConfigError for a flag without a value."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text
@@ -107,7 +107,7 @@ def flag(
 def contained(
     kind: type[Config], only: Collection[str] | None = None, **instead: dataclasses.Field[Any]
 ) -> Any:
-    """Makes a dataclass field that holds another configuration, whose flags its holder takes, too.
+    """Makes a dataclass field that holds another configuration, whose flags the holder also has.
 
     only: those of its flags that the holder takes (None: all). instead: flags of the holder that
     replace the contained flags of the same name, with another default and help.
@@ -121,7 +121,7 @@ def contained(
 
 
 def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
-    """Returns the flags that a configuration takes by name, those of what it contains included."""
+    """Returns {name: field} of a configuration's flags, with those of contained configurations."""
     flags: dict[str, dataclasses.Field[Any]] = {}
     for known in dataclasses.fields(kind):
         flags |= known.metadata.get("flags") or {known.name: known}

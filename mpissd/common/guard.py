@@ -245,7 +245,7 @@ def stage(now: Stage) -> None:
 
 
 def failed(text: str) -> bool:
-    """Reports that this rank fails by itself; returns whether the warden has printed it.
+    """Reports a fault of this rank; returns whether the warden has printed it.
 
     Where it returns False, the rank has to print the line.
     """

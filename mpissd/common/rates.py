@@ -136,7 +136,7 @@ class Rate:
 
 
 def num_blocks(num_rounds: int) -> int:
-    """Returns the number of blocks that a run of so many rounds is cut into."""
+    """Returns the number of blocks into which a run with this number of rounds is cut."""
     return min(NUM_BLOCKS, num_rounds // _PER_BLOCK)
 
 

@@ -161,7 +161,7 @@ def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float |
 
 
 def median(values: NDArray[Any] | Sequence[float]) -> float | None:
-    """Returns the median of the finite values; None where there is none."""
+    """Returns the median of the finite values; None without finite values."""
     array = np.asarray(values, np.float64)
     array = array[np.isfinite(array)]
     return float(np.median(array)) if len(array) else None

@@ -97,7 +97,7 @@ def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family]
 
 
 def families(tp: int, gpus: int, most_drafts: int = 1) -> tuple[Family, ...]:
-    """Returns every family of T target ranks on at most so many GPUs."""
+    """Returns every family with T target ranks that needs at most `gpus` GPUs."""
     drafts = range(1, 1 + min(most_drafts, gpus - tp))
     alone = (Family("ar", tp, 0), Family("sd", tp, 0)) if tp <= gpus else ()
     return (*alone, *(Family(mode, tp, d) for mode in ("sd", "ssd") for d in drafts))

@@ -161,7 +161,7 @@ class Batch:
         self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
         self.last_tokens: Ints = np.zeros(0, np.int32)
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
-        self.digest = 0  # CRC-32 of the outcomes applied: equal on ranks that applied the same
+        self.digest = 0  # CRC-32 of the applied outcomes, to compare between ranks
         self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
 
     def __len__(self) -> int:

@@ -64,8 +64,7 @@ class FollowPhase(IntEnum):
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# {DraftPhase that ends: the Doing that begins then}, which the warden reports
-# (mpissd.watch).
+# {DraftPhase that ends: the Doing that begins then}, which the warden reports.
 _NEXT = bytes(
     (
         *(Doing.ANSWER,) * DraftPhase.SEND,

@@ -14,7 +14,7 @@ DEFAULT_VOCAB = 64
 
 @dataclass(frozen=True)
 class WorkloadFlags(Checked):
-    """What is decoded: how many sequences, and the laws or the models that draw their tokens."""
+    """Flags of the workload: the number of sequences, and the laws or models of their tokens."""
 
     workload: str = flag(
         "gemm",
@@ -157,7 +157,7 @@ class WorkloadFlags(Checked):
                 raise ConfigError(f"{name}: is no UTF-8 text")
 
     def check_stop(self) -> None:
-        """Refuses stop strings that are none."""
+        """Refuses empty or malformed stop strings."""
         tuple(self.stop_strings)
 
     def check_top_p(self) -> None:

@@ -30,7 +30,7 @@ def distill(config: DistillConfig) -> int:
 
 
 def _evaluated(job: Distillation) -> int:
-    """Evaluates what is already written; an error of the device then loses figures alone."""
+    """Evaluates the written draft; an error of the device then costs only the figures."""
     try:
         job.evaluate()
     except RuntimeError as error:

@@ -208,7 +208,7 @@ def _files(target: str) -> str:
 
 
 def _rounded(tensor: Any) -> Any:
-    """Returns a matrix as it is after quantising; a vector unchanged."""
+    """Returns a matrix rounded as quantising rounds it; a vector unchanged."""
     if tensor.ndim == 1:
         return tensor
     stored = dequantize(*quantize(tensor.float().cpu().numpy()))

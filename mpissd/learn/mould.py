@@ -55,7 +55,7 @@ OPENINGS = (
 
 
 class Chat(Protocol):
-    """What is asked of a tokenizer."""
+    """The methods that a tokenizer must have."""
 
     @property
     def stop_ids(self) -> Any:

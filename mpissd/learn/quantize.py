@@ -27,7 +27,7 @@ def quantize(matrix: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
 
 
 def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
-    """Returns the weights that quantised ones stand for."""
+    """Returns the float32 values of quantised weights."""
     outputs, inputs = matrix.shape
     blocks = matrix.reshape(outputs, inputs // BLOCK, BLOCK).astype(np.float32)
     return np.asarray(blocks * scales[..., None].astype(np.float32)).reshape(outputs, inputs)

@@ -147,5 +147,5 @@ class _Turns:
         self.count = torch.where(is_over, 0, self.count)
 
     def samples(self) -> Samples:
-        """Returns what was written."""
+        """Returns the conversations that were written."""
         return Samples(self.tokens, self.answered)

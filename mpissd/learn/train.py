@@ -17,7 +17,10 @@ from mpissd.learn.llama import Blocks, Llama, Tensor, mapped
 from mpissd.learn.sample import Samples
 
 WARM_UP = 100  # steps until the learning rate is at its highest
-LEVEL, LAST_RATE = 0.4, 0.01  # share of the time before it falls; what is left of it at the end
+LEVEL, LAST_RATE = (
+    0.4,
+    0.01,
+)  # share of the time at the full learning rate; its last value, relative
 VARIATION_FROM = 0.5  # share of the time after which total variation is added
 EVERY = 50  # steps between two points of the curves
 UNTIMED = 5  # steps before the clock starts: they compile

@@ -30,7 +30,7 @@ def check_devices(local_rank: int) -> None:
 
 
 def device_info(device_id: int, properties: dict[str, Any]) -> DeviceInfo:
-    """Returns what CUDA reports of a device; memory_bytes is what is free now."""
+    """Returns what CUDA reports of a device; memory_bytes: the bytes that are free now."""
     # CuPy reads the UUID as a C string, so a zero byte cuts it short.
     uuid = bytes(properties.get("uuid", b""))[:16]
     return DeviceInfo(

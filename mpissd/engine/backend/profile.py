@@ -116,8 +116,7 @@ class Profile:
         return latencies[nearest] + num_bytes / rates[nearest]
 
     def require(self, model: str, tp: int, options: Options, sequences: int = 1) -> None:
-        """Raises ConfigError unless this forward was measured for some number of rows; names the
-        others."""
+        """Raises ConfigError, which lists the measured forwards, unless this one is among them."""
         context = options.context * sequences
         key = ForwardKey(model, tp, options.fuse, options.lm_head, context)
         if key not in self.tables.forwards:

@@ -79,7 +79,7 @@ class DeviceMpiGroup(Group):
     def _exchange(self, slots: Any) -> None:
         """Sends slots[rank] to all others and receives theirs.
 
-        Waits for the stream first, because MPI does not know it.
+        Waits for the stream first, because MPI does not follow CUDA streams.
         """
         self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
         peers = [peer for peer in range(self.size) if peer != self.rank]

@@ -104,7 +104,7 @@ class LinkShape:
         return self._buffer(wire.Kind.PROMPT, prompts.capacity(self.batch, self.prompt_tokens))
 
     def nothing_buffer(self) -> wire.Buffer:
-        """Makes a buffer for the way back of prompts, which nobody takes."""
+        """Makes an unused buffer, for the direction in which no prompts are sent."""
         return self._buffer(wire.Kind.PROMPT, 0)
 
     def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:

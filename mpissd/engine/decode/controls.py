@@ -61,7 +61,7 @@ class Controls:
         return self.fan_outs
 
     def observe(self, seen: Seen, clocks: Clocks) -> None:
-        """Takes in the outcomes and the times of the last round."""
+        """Updates the controls with the outcomes and the times of the last round."""
 
     def learned(self) -> dict[str, Any]:
         """Returns what a result row records of the last lists, hazards and hit laws; {} if

@@ -212,11 +212,11 @@ class Drafter:
         return [row for _, rows in sorted(self._proposals.items()) for row in rows]
 
     def proposals_by_row(self) -> dict[int, list[NDArray[np.float32]]]:
-        """Returns the same distributions in a dictionary by batch row."""
+        """Returns the distributions of `proposals` as {batch row: distributions}."""
         return self._proposals
 
     def hear(self, speculation: Speculation) -> None:
-        """Takes in the speculation that was served, merged over all drafts."""
+        """Receives the speculation that the target verifies, merged over all drafts."""
         self._worker.served(self._batch, speculation)
         if self._observer is not None:
             self._observer.note_speculation(speculation)

@@ -51,7 +51,7 @@ class Job:
 
     @cached_property
     def workload(self) -> Workload:
-        """What is decoded."""
+        """The workload that the job decodes."""
         return workload_kind(self.config.workload)(self)
 
     @cached_property

@@ -86,7 +86,7 @@ class BackupController:
         backup_s: float,
         verify_s: float,
     ) -> None:
-        """Takes in one round of b ≥ 1 sequences.
+        """Updates the tallies with one round of b ≥ 1 sequences.
 
         accepted, source, in_cache: [b] each: accepted tokens, what drafted them, and whether the
         outcome was a key of the cache. round_s: seconds from one outcome to the next. backup_s: the

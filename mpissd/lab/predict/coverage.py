@@ -59,7 +59,7 @@ def covered(profile: Profile) -> dict[str, Any]:
 
 
 def check_job(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
-    """Raises ConfigError if a job's own profile does not cover what is asked for.
+    """Raises ConfigError if a job's own profile does not cover the wanted job.
 
     name: the profile's, for the message. measured: the job as it ran.
     """

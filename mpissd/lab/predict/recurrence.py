@@ -62,7 +62,7 @@ def simulate(
 ) -> Prediction:
     """Runs the recurrence for every chain of `draws`.
 
-    burn_in: first rounds that are not reported. num_tokens: a sequence leaves when it has so many.
+    burn_in: first rounds that are not reported. num_tokens: tokens after which a sequence ends.
     """
     timing = Timing.of(job, device, host)
     state = _State(job, timing, draws, num_tokens)
@@ -104,7 +104,7 @@ class _State:
         self._growing = np.full(shape[0], shape[1])  # Sequences that grow since `_sent`.
         nothing = (0,) * (job.lookahead + 1)
         fan_outs = job.fan_out_miss or nothing, job.fan_out or nothing
-        self._lists = np.array(fan_outs)  # [after a miss, after a hit]
+        self._lists = np.array(fan_outs)  # the fan-out lists after a miss, and after a hit
         # The lanes that those sequences grow.
         self._lanes = np.full(shape[0], shape[1] * sum(fan_outs[1]))
         backup = Source[job.config.backup.upper()]

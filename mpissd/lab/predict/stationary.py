@@ -114,8 +114,7 @@ def binomial(batch: int, chance: Floats) -> Floats:
 
 @lru_cache(maxsize=16)
 def _log_ways(batch: int) -> Floats:
-    """Returns log of the binomial coefficients of b, weighted by how many n each value stands
-    for."""
+    """Returns the log of C(b, n) times the number of counts that each value of n represents."""
     counts = hit_counts(batch)
     edges = np.concatenate([[-0.5], (counts[:-1] + counts[1:]) / 2, [batch + 0.5]])
     ways = [-math.lgamma(n + 1) - math.lgamma(batch - n + 1) for n in counts.tolist()]

@@ -90,7 +90,7 @@ def answer_s(
     """Returns the seconds of draft steps that finish the hits and draft the misses in shared
     forwards.
 
-    A forward carries all lanes that are still short; the group that needs more steps goes on alone.
+    A forward carries all lanes that are still short; then the group that needs more steps goes on.
     """
     finish = np.where(hits > 0, hit_steps, 0)
     backup = np.where(misses > 0, miss_steps, 0)

@@ -146,8 +146,7 @@ class DeviceProbe:
         return max(2, min(math.ceil(wanted / size), limit // size))
 
     def _length(self, size: int, count: int, read_rate: float | None) -> int:
-        """Returns the products in a chain: each weight equally often, and long enough to be
-        timed."""
+        """Returns a chain's number of products: a multiple of its weights, enough to be timed."""
         if not self._real:
             return _MODELLED_CHAIN
         wanted = min(_CHAIN_S * (read_rate or 0) / size, _LONGEST_CHAIN)

@@ -54,7 +54,7 @@ class GroupProbe:
         """Measures one model; returns ("forwards" entry by rows, "launches" entry of the fewest
         rows).
 
-        most_rows: the kernel is the one of jobs with at most so many rows; None: of any job.
+        most_rows: row limit of the jobs that run this kernel (None: no limit).
         """
         stepper = Stepper(
             self._backend, group, shard, options, buckets=rows, num_sequences=sequences, seed=1
@@ -170,8 +170,7 @@ class GroupProbe:
 
 
 class Addends:
-    """The values that each rank puts into each buffer of one shape: within ±0.11, rounded as on
-    device."""
+    """Test values for all-reduces of one shape: within ±0.11, rounded as the device rounds."""
 
     def __init__(self, num_ranks: int, rows: int, width: int, itemsize: int) -> None:
         dtype = np.float16 if itemsize == 2 else np.float32

@@ -46,10 +46,10 @@ def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
 
 
 def ways(config: RunConfig) -> Iterator[RunConfig]:
-    """Yields the configurations with as many draft ranks: AR and inline SD without one, else SD and
-    SSD.
+    """Yields the configurations for the probe's draft ranks: AR and inline SD without one, else SD
+    and SSD.
 
-    Each comes at the probe's batch size and at eight times that.
+    Each is measured at the probe's batch size and at eight times that.
     """
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):

@@ -32,7 +32,7 @@ _TELL_S = 5.0
 
 
 def record(config: RecordConfig) -> int:
-    """Writes a recording and prints what it holds."""
+    """Writes a recording and prints a summary of it."""
     if config.to is None:
         raise ConfigError("to: needed: a new file, such as recording.npz")
     path = Path(config.to)

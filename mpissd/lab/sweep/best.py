@@ -115,7 +115,7 @@ class Method:
         return best_cell(self.cells)
 
     def at(self, lookahead: int) -> Cell | None:
-        """Returns the cell at this K or None; AR has one cell, which stands for every K."""
+        """Returns the cell at this K or None; AR has one cell for every K."""
         return next((c for c in self.cells if c.lookahead in (lookahead, 0)), None)
 
 

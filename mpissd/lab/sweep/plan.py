@@ -54,7 +54,7 @@ class Task:
     repeat: int  # counted from 0
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
-        """Returns a digest of what is measured and on which machine; the task's name in files.
+        """Returns a digest of the configuration, repeat and machine; the task's name in files.
 
         Two tasks with equal digests need only one measurement.
         """

@@ -91,7 +91,7 @@ class Sweep:
             return Failure(str(refused), refused.exit_code)
 
     def run(self) -> int:
-        """Measures what is not measured yet, in the plan's order; returns the exit code."""
+        """Measures the tasks without a row, in the plan's order; returns the exit code."""
         with ExitStack() as stack:
             survey = None
             if self._is_lead:
@@ -99,7 +99,7 @@ class Sweep:
             return self._measure(self._machine.topology.world.bcast(survey))
 
     def _survey(self, claims: Claims) -> Survey:
-        """Returns what is left to do and not claimed by another job; on the lead."""
+        """Returns the tasks that are left and not claimed by another job; on the lead."""
         names = [self._digest(task) for task in self._plan.tasks()]
         before = self._known()
         mine = {name for name in names if name not in before and claims.take(name)}

@@ -1,4 +1,4 @@
-"""Compares two result rows: whether a comparison means anything, and what it shows."""
+"""Compares two result rows, if they are comparable, and prints the comparison."""
 
 from __future__ import annotations
 

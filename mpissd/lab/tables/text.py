@@ -170,7 +170,7 @@ def _use(rows: Sequence[Row]) -> str:
 
 
 def _to_run(tables: Sequence[Table]) -> str:
-    """Returns the `make run` lines that fill what is missing; empty if nothing is missing."""
+    """Returns the `make run` lines that would measure missing rows; empty if none is missing."""
     lines = [line for table in tables for line in _runs(table)]
     if not lines:
         return ""

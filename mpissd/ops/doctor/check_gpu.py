@@ -103,7 +103,7 @@ def wanted(gpus: list[Gpu]) -> str:
 
 
 def _check_view(facts: Facts, rank: RankFacts, seen: CudaView) -> Iterator[Finding]:
-    """Finds what is wrong with one rank's CuPy."""
+    """Finds faults of one rank's CuPy."""
     asked, where = facts.asked.backend, f"rank {rank.rank} ({rank.host})"
     if seen.error and not seen.cupy:  # `run` would import CuPy as well, and fail.
         fix = "pip uninstall -y cupy-cuda12x cupy-cuda13x; then " + wanted(

@@ -122,7 +122,7 @@ def watch_error() -> str:
 
 
 def _space(path: str) -> int | None:
-    """Returns the free bytes of a file system; None where the path is none."""
+    """Returns the free bytes of the file system at `path`; None if the path does not exist."""
     try:
         system = os.statvfs(path)
     except OSError:

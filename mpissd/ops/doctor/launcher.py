@@ -115,7 +115,7 @@ def one_line(library: str) -> str:
 
 
 def library_path(maps: str) -> str:
-    """Returns the path of libmpi in the text of /proc/PID/maps; "" where there is none."""
+    """Returns the path of libmpi in the text of /proc/PID/maps; "" without one."""
     match = re.search(r"(/\S*libmpi(?:ch)?\.so\S*)$", maps, re.M)
     return match[1] if match else ""
 

@@ -149,9 +149,9 @@ class Host:
         )
 
     def waited(self, detector: Peer, text: str, now: float) -> Verdict:
-        """Returns the verdict after `detector` waited in vain; text: for what it waited.
+        """Returns the verdict after `detector` waited in vain; text: what it waited for.
 
-        The culprit is a stopped rank, else the only other rank that waits for nobody, else unknown:
+        The culprit is a stopped rank, else the only other rank that does not wait, else unknown:
         then the line names the detector.
         """
         busy = [peer for peer in self.alive if not peer.is_waiting and peer is not detector]

@@ -123,7 +123,7 @@ class Warden:
     def _watch_launcher(self, pid: int) -> None:
         """Begins to watch the launcher and copies its stderr.
 
-        A launcher that a user ends ends the ranks, and no longer forwards what they print.
+        If a user ends the launcher, it ends the ranks and forwards their output no longer.
         """
         if pid <= 1:
             return
@@ -223,7 +223,7 @@ class Warden:
         return Verdict(f"the launcher (pid {self._launcher[0]}) is gone", late=True)
 
     def _lose(self, verdict: Verdict, lost: Peer) -> None:
-        """Prints that the job goes on without this rank, and tells the others."""
+        """Prints that the job goes on without this rank, and informs the other ranks."""
         lost.is_lost = True
         self._say(Verdict(f"{verdict.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
         for peer in self._host.alive:

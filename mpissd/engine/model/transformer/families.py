@@ -188,7 +188,7 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
-    """Returns (key, value, whether it is supported, what is) of each key that can refuse."""
+    """Returns (key, value, is supported, the supported values) of each key that is checked."""
     family, rope, ours = config.get("model_type"), _rope(config), config.get("mpissd") or {}
     window = config.get("sliding_window") if _slides(config) else None
     kinds = config.get("layer_types") or []

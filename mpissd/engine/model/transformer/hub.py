@@ -15,7 +15,7 @@ _TIMEOUT_S = 10
 
 
 def fetch_missing(pair: str | None, *models: str | None) -> None:
-    """Downloads the models of these names that the hub's cache lacks; a local name costs nothing.
+    """Downloads the models of these names that the hub's cache lacks; local files are skipped.
 
     Raises ConfigError, one line that says how to go on without a network.
     """

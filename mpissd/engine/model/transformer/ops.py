@@ -73,7 +73,7 @@ class Ops(Protocol):
         """Returns a buffer of the residual stream (float32)."""
 
     def delta(self, rows: int) -> Array:
-        """Returns a buffer of what is added to the residual stream, summed over the ranks."""
+        """Returns a buffer for the sum over ranks that is added to the residual stream."""
 
     def logits(self, rows: int, width: int) -> Array:
         """Returns a buffer of logits (float32), which the LM head's product writes."""

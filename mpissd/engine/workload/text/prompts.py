@@ -81,7 +81,7 @@ def _prompts_of_ids(text: str) -> list[tuple[str, Prompt]]:
 
 
 def _entries(config: RunConfig) -> list[tuple[str, Entry]]:
-    """Returns each prompt as given, with the words that an error names it by."""
+    """Returns each prompt as it was given, with its name for error messages."""
     if config.prompts is not None:
         return _lines(Path(config.prompts).expanduser())
     if config.prompt is None:
