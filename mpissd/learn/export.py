@@ -14,7 +14,7 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.quantize import quantize
 
-SHARD_BYTES = 14_500_000  # of tensors; the file's own header comes on top
+SHARD_BYTES = 14_500_000  # bytes of tensors in a file; its header is not counted
 Array = NDArray[Any]
 
 

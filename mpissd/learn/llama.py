@@ -137,7 +137,7 @@ def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
 
 
 def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:
-    """Returns a model's weights but the embedding by their Hugging Face names."""
+    """Returns a model's weights by their Hugging Face names, without the embedding."""
     shape = config.shape
     found = {"lm_head.weight": model.head, "model.norm.weight": model.norm}
     for number, w in enumerate(model.layers):

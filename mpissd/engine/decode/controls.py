@@ -93,7 +93,9 @@ class AdaptiveControls(Controls):
         self.speculates_ahead = fixed.speculates_ahead
         self._rounds = 0
         self._hazards = estimator.hazards()
-        self._tokens = self._round_s = 0.0  # Smoothed, by sequence and round.
+        self._tokens = self._round_s = (
+            0.0  # Smoothed means: tokens by sequence and round, and seconds by round.
+        )
         self._next = 0, Source.NONE  # A batch size, and the backup chosen for its misses.
 
     def backup(self, num_misses: int, num_live: int) -> Source:

@@ -51,7 +51,7 @@ class Observer:
         branches: Branches | None,
         fan_outs: FanOuts,
     ) -> None:
-        """Notes the lane that answers each live sequence, of the branches grown by `fan_outs`."""
+        """Notes the lane, among the branches of `fan_outs`, that answers each live sequence."""
         self._lookup = outcome, lanes, branches, fan_outs
 
     def note_speculation(self, speculation: Speculation) -> None:

@@ -59,7 +59,7 @@ def resolve(
 
 
 def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> Job:
-    """Resolves a job before any device is open, with what is known of the memory.
+    """Resolves a job before any device is open, as far as memory sizes are known.
 
     Only the memory of emulated devices and of this host's CPUs is known then. sharing: ranks that
     share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,

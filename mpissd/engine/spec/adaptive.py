@@ -173,8 +173,9 @@ class AdaptiveFanOut:
         prior_fast: Sequence[float] | None = None,
         window: int = WINDOW,
     ) -> None:
-        """Takes the largest ΣF_k (budget), the least F_k of a served row (minimum), and rounds
-        (every).
+        """Makes an allotment of at most `budget` branches, renewed every `every` rounds.
+
+        minimum: the smallest F_k of a served row.
 
         Raises ConfigError if the budget cannot hold the minimum, or a number is outside its range.
         """

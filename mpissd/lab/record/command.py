@@ -168,7 +168,7 @@ class Progress:
         self._verb, self._total, self._told = verb, total, perf_counter()
 
     def tell(self, count: int) -> None:
-        """Says the count if enough time has passed since it last did."""
+        """Prints the count, unless it was printed a short time ago."""
         if perf_counter() - self._told > _TELL_S or count == self._total:
             self._told = perf_counter()
             print(f"{self._verb} {count} of {self._total} prompts", file=sys.stderr, flush=True)

@@ -153,7 +153,7 @@ class DraftStream(TokenStream):
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
         plane = capacity * self._window
-        # x by law, then [place i, slot, position]; sources with equal laws share a table.
+        # Drafted tokens: a table [place i, slot, position] for each law, shared by its sources.
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws

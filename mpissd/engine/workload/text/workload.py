@@ -84,7 +84,7 @@ class TextWorkload(Workload):
         return f"text by {self.job.target.name}{weights}, {how}"
 
     def check(self) -> None:
-        """Refuses a stop token that is none, and a cache without room for an answer."""
+        """Refuses an invalid stop token, and a cache without room for an answer."""
         super().check()
         job, token = self.job, self.job.config.stop_token
         if token is not None and token >= self.vocab:
