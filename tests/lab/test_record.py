@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpissd.__main__ import main
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.workload.replay.recording import Recording, load
 from mpissd.lab.record.greedy import Model
-from tests.weight_files import CONFIG, values_of, write_folder
+from tests.tiny_pair import TinyPair, tiny_pair
 
-VOCAB, LIMIT, K, F, STOP = CONFIG["vocab_size"], 45, 4, 6, 16
+VOCAB, LIMIT, K, F, STOP = 50, 45, 4, 6, 16
 PROMPTS = [list(range(5, 9)), [7], [n * 11 % VOCAB for n in range(40)], [3, 3, 9], [48, 2]]
 IDS = ";".join(",".join(map(str, prompt)) for prompt in PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target with random weights, and a draft that is the target with noise."""
-    folder = tmp_path_factory.mktemp("pair")
-    (folder / "shape.json").write_text(json.dumps(CONFIG))
-    dice, random = np.random.default_rng(0), open_checkpoint(str(folder / "shape.json"), seed=1)
-    values = {name: 3 * found for name, found in values_of(random).items()}
-    noisy = {
-        name: (found + 0.1 * found.std() * dice.standard_normal(found.shape)).astype(np.float32)
-        for name, found in values.items()
-    }
-    return (
-        write_folder(folder / "target", CONFIG, values),
-        write_folder(folder / "draft", CONFIG, noisy),
-    )
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, noise=0.1, scale=3.0)
 
 
-def command(folders: tuple[Path, Path], to: Path, /, **flags: Any) -> int:
+def command(folders: TinyPair, to: Path, /, **flags: Any) -> int:
     told = {
-        "target": folders[0],
-        "draft": folders[1],
+        "target": folders.target,
+        "draft": folders.draft,
         "prompt_ids": IDS,
         "num_tokens": LIMIT,
         "lookahead": K,
@@ -59,7 +44,7 @@ def command(folders: tuple[Path, Path], to: Path, /, **flags: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def recording(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Recording:
+def recording(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Recording:
     path = tmp_path_factory.mktemp("recording") / "new" / "pair.npz"
     assert command(pair, path, licence="none needed") == 0
     return load(str(path))
@@ -85,10 +70,8 @@ def greedy(model: Model, tokens: Sequence[int], count: int) -> list[int]:
     return found[len(tokens) :]
 
 
-def test_answers_are_the_target_s_greedy_tokens(
-    recording: Recording, pair: tuple[Path, Path]
-) -> None:
-    target = model_of(pair[0], 1)
+def test_answers_are_the_target_s_greedy_tokens(recording: Recording, pair: TinyPair) -> None:
+    target = model_of(pair.target, 1)
     for prompt, part in zip(PROMPTS, recording.sequences, strict=True):
         assert part.prompt.tolist() == prompt
         tokens = greedy(target, prompt, LIMIT + K)
@@ -99,11 +82,9 @@ def test_answers_are_the_target_s_greedy_tokens(
     assert {part.stopped for part in recording.sequences} == {True, False}, "another stop token"
 
 
-def test_a_draft_is_asked_behind_every_prefix(
-    recording: Recording, pair: tuple[Path, Path]
-) -> None:
+def test_a_draft_is_asked_behind_every_prefix(recording: Recording, pair: TinyPair) -> None:
     """Lanes that grow together say what each prefix alone would say, bit for bit."""
-    draft, agreed = model_of(pair[1], F + 1), 0
+    draft, agreed = model_of(pair.draft, F + 1), 0
     for part in recording.sequences:
         for c in range(0, part.end, 3):
             prefix = [*part.prompt.tolist(), *part.tokens[:c].tolist()]
@@ -132,14 +113,14 @@ def test_the_file_says_where_it_comes_from(recording: Recording) -> None:
         ({"prompt_ids": "1,50"}, r"token 50: allowed: 0\.\.49"),
         ({"fan_out": "64"}, "fan_out=64"),
         ({"draft": "nowhere"}, "nowhere"),
-        ({"num_tokens": "126"}, "allowed: at most"),
+        ({"num_tokens": "1000"}, "allowed: at most"),
     ],
     ids=str,
 )
 def test_what_cannot_be_recorded_is_refused(
     flags: dict[str, str],
     reason: str,
-    pair: tuple[Path, Path],
+    pair: TinyPair,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -150,7 +131,7 @@ def test_what_cannot_be_recorded_is_refused(
 
 
 def test_a_file_is_never_replaced(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "pair.npz"
     path.write_text("mine")

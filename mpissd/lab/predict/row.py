@@ -49,9 +49,9 @@ def predict_row(
     """
     if not is_predictable(job):
         raise ConfigError(
-            "no prediction for what is sampled (markov), recorded (replay), adapts (adaptive, auto), "
-            "follows the last served token (tail) or drafts several tokens a forward: allowed: fixed "
-            "choices, gemm"
+            "no prediction for what is sampled (markov), recorded (replay), adapts (adaptive, "
+            "auto), follows the last served token (tail) or drafts several tokens a forward: "
+            "allowed: fixed choices, gemm"
         )
     replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])

@@ -56,7 +56,8 @@ class ReplayWorkload(Workload):
         return f"recording {self.recording.label}: {self.num_sequences} prompts by {pair}"
 
     def check(self) -> None:
-        """Refuses a job that needs more than was recorded: K, candidates a row, or prompts."""
+        """Refuses a job that needs more than was recorded (K, candidates a row, prompts), and a
+        transformer that lacks recorded tokens."""
         super().check()
         job, found = self.job, self.recording
         wanted = [
@@ -66,6 +67,11 @@ class ReplayWorkload(Workload):
         if job.fan_out:
             fan_out = f"fan_out={job.config.fan_out}: {job.widest} candidates a row"
             wanted.append((fan_out, job.widest, found.widest))
+        if job.config.is_transformer and self.vocab > job.target.vocab_size:
+            raise ConfigError(
+                f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "
+                f"{job.target.vocab_size}: allowed: forward=gemm, or a target that has as many"
+            )
         for name, value, most in wanted:
             if value > most:
                 raise ConfigError(
