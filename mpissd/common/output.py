@@ -67,7 +67,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """
     line = f"{json.dumps(row)}\n".encode()
     with path.open("ab", buffering=0) as file, _alone(file.fileno()):
-        _mend(path)
+        _repair(path)
         if file.write(line) != len(line):
             raise OSError(f"{path}: a line of {len(line)} bytes was written in part")
 
@@ -86,7 +86,7 @@ def _alone(descriptor: int) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _mend(path: Path) -> None:
+def _repair(path: Path) -> None:
     """Repairs the last line: adds a missing newline if it is valid JSON, else removes it."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)

@@ -28,7 +28,7 @@ WHOLE = b'{"a": 1}\n{"b": "x"}\n'
         (WHOLE + b"\0" * 512, [{"a": 1}, {"b": "x"}]),  # what a crashed file system leaves
     ],
 )
-def test_a_torn_last_line_is_skipped_and_mended(
+def test_a_torn_last_line_is_skipped_and_repaired(
     tmp_path: Path, left: bytes, kept: list[dict[str, object]]
 ) -> None:
     path = tmp_path / "runs.jsonl"

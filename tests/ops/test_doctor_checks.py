@@ -79,7 +79,7 @@ def test_facts_travel_as_json() -> None:
     assert build_rank(json.loads(json.dumps(newer))) == RANKS[0]
 
 
-def test_the_verdict_names_what_to_mend_first() -> None:
+def test_the_verdict_names_what_to_fix_first() -> None:
     found = [
         ok("python", "3.12"),
         Finding("out", "full", WARN, "make room"),

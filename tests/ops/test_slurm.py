@@ -48,7 +48,7 @@ def request(name: str = "slurm", **given: Any) -> Request:
         ({"cluster": "bridges"}, "unknown CLUSTER 'bridges': did you mean 'bridges2'?"),
     ],
 )
-def test_refused_with_a_line_that_says_how_to_mend_it(given: dict[str, Any], says: str) -> None:
+def test_refused_with_a_line_that_says_how_to_fix_it(given: dict[str, Any], says: str) -> None:
     given.setdefault("gpu_type", "v100-32")
     with pytest.raises(ConfigError) as caught:
         request(**given).command()

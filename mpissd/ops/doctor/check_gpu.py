@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from mpissd.ops.doctor.facts import CudaView, Facts, Gpu, HostFacts, RankFacts
-from mpissd.ops.doctor.finding import Finding, bad, ok, warn
+from mpissd.ops.doctor.finding import Finding, bad, ok, ok_if, warn
 
 # Bits of clocks_event_reasons.active that mean a slower GPU. Other bits (idle, display) are normal.
 _SLOWED = {
@@ -201,14 +201,9 @@ def _check_nvlink(host: HostFacts, pairs: list[tuple[RankFacts, RankFacts]]) -> 
     if not links:
         return
     detail = ", ".join(f"{ranks} {kind}" for ranks, kind in links.items())
-    if all(kind.startswith("NV") for kind in links.values()):
-        yield ok("NVLink", f"{detail} on {host.host}")
-    else:
-        yield warn(
-            "NVLink",
-            f"{detail} on {host.host}",
-            "choose GPUs that NVLink joins (nvidia-smi topo -m): CUDA_VISIBLE_DEVICES=…",
-        )
+    joined = all(kind.startswith("NV") for kind in links.values())
+    fix = "choose GPUs that NVLink joins (nvidia-smi topo -m): CUDA_VISIBLE_DEVICES=…"
+    yield ok_if(joined, "NVLink", f"{detail} on {host.host}", fix)
 
 
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:

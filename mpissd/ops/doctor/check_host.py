@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpissd.ops.doctor.facts import Facts
-from mpissd.ops.doctor.finding import Finding, ok, warn
+from mpissd.ops.doctor.facts import CLOCK_SOURCE, Facts
+from mpissd.ops.doctor.finding import Finding, ok, ok_if, warn
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM_A_RANK = 32 * _MIB  # shared memory of MPI and NCCL for each rank
@@ -22,15 +22,10 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
         if not host.cores or not ranks:
             continue
         detail = f"{host.cores} for {len(ranks)} rank{'s' * (len(ranks) != 1)} on {host.host}"
-        if host.cores < len(ranks):
-            yield warn(
-                "cores",
-                detail,
-                "ranks share cores, so times are noisy: ask for more (--cpus-per-task), or a "
-                "smaller TP",
-            )
-        else:
-            yield ok("cores", detail)
+        fix = (
+            "ranks share cores, so times are noisy: ask for more (--cpus-per-task), or a smaller TP"
+        )
+        yield ok_if(host.cores >= len(ranks), "cores", detail, fix)
         for rank in ranks:
             far = rank.gpu_numa is not None and rank.core_numa is not None
             if far and rank.gpu_numa not in (rank.core_numa or ()):
@@ -49,10 +44,8 @@ def check_threads(facts: Facts) -> Iterator[Finding]:
         if not threads or not host.cores:
             continue
         detail = f"{max(threads)} a rank, {sum(threads)} in all on {host.cores} cores"
-        if sum(threads) > max(host.cores, len(threads)):
-            yield warn("BLAS threads", detail, f"export {_CAPS} (or start by launch/local.sh)")
-        else:
-            yield ok("BLAS threads", detail)
+        fits = sum(threads) <= max(host.cores, len(threads))
+        yield ok_if(fits, "BLAS threads", detail, f"export {_CAPS} (or start by launch/local.sh)")
 
 
 _CAPS = "OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_NUM_THREADS=1"
@@ -89,11 +82,9 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
     several = len(facts.hosts) > 1
     for host in facts.hosts:
         need = _FILES + _FILES_A_RANK * len(facts.of_host(host.host))
-        if host.open_files is not None and host.open_files < need:
-            detail = f"{host.open_files} on {host.host}"
-            yield warn("open files", detail, f"ulimit -n {max(1024, need)}")
-        elif host.open_files is not None:
-            yield ok("open files", f"{host.open_files} on {host.host}")
+        if host.open_files is not None:
+            detail, fix = f"{host.open_files} on {host.host}", f"ulimit -n {max(1024, need)}"
+            yield ok_if(host.open_files >= need, "open files", detail, fix)
         if several and host.locked_bytes is not None and host.locked_bytes < _LOCKED:
             yield warn(
                 "locked memory",
@@ -123,11 +114,8 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
             f"{host.clock_source or 'unknown'}, {host.clock_ns:.0f} ns a reading on {host.host}"
         )
         known = not host.clock_source or host.clock_source in _GOOD_CLOCKS
-        if known and host.clock_ns < _CLOCK_NS:
-            yield ok("clock", detail)
-        else:
-            folder = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-            yield warn("clock", detail, f"as root: echo tsc > {folder}")
+        fix = f"as root: echo tsc > {CLOCK_SOURCE}"
+        yield ok_if(known and host.clock_ns < _CLOCK_NS, "clock", detail, fix)
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:

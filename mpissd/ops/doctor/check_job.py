@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpissd.ops.doctor.facts import Facts, SessionFacts
-from mpissd.ops.doctor.finding import Finding, bad, ok, warn
+from mpissd.ops.doctor.finding import Finding, bad, ok, ok_if, warn
 
 _OUT_LEAST, _OUT_FEW = 1 << 20, 256 << 20
 _SHORT_S = 600.0  # an allocation that ends sooner is worth a warning
@@ -58,12 +58,11 @@ def check_output(facts: Facts) -> Iterator[Finding]:
         yield ok("out", launch.out)
         return
     detail = f"{launch.out}, {launch.out_free / 1e9:.1f} GB free"
+    fix = "make room, or another folder: OUT=…"
     if launch.out_free < _OUT_LEAST:
-        yield bad("out", detail, "make room, or another folder: OUT=…")
-    elif launch.out_free < _OUT_FEW:
-        yield warn("out", detail, "make room, or another folder: OUT=…")
+        yield bad("out", detail, fix)
     else:
-        yield ok("out", detail)
+        yield ok_if(launch.out_free >= _OUT_FEW, "out", detail, fix)
 
 
 def check_slurm(facts: Facts) -> Iterator[Finding]:
@@ -78,15 +77,13 @@ def check_slurm(facts: Facts) -> Iterator[Finding]:
     gpus = launch.slurm.get("SLURM_GPUS_ON_NODE", launch.slurm.get("SLURM_GPUS", ""))
     detail = f"job {job}: {tasks or '?'} tasks, {gpus or 'no'} GPUs a node, {nodes or 1} node(s)"
     num_ranks, left = launch.num_ranks, launch.slurm_seconds_left
+    is_gpu_job = facts.asked.backend in ("auto", "cupy")
     if tasks.isdigit() and int(tasks) < num_ranks:
         fix = f"sbatch --ntasks={num_ranks} (ranks would share the cores of {tasks})"
         yield warn("Slurm", f"{detail}, for {num_ranks} ranks", fix)
-    elif facts.asked.backend in ("auto", "cupy") and gpus.isdigit() and nodes in ("", "1"):
-        if int(gpus) < num_ranks:
-            fix = f"sbatch --gpus={num_ranks}, or a smaller TP"
-            yield warn("Slurm", f"{detail}, for {num_ranks} ranks", fix)
-        else:
-            yield ok("Slurm", detail)
+    elif is_gpu_job and gpus.isdigit() and nodes in ("", "1") and int(gpus) < num_ranks:
+        fix = f"sbatch --gpus={num_ranks}, or a smaller TP"
+        yield warn("Slurm", f"{detail}, for {num_ranks} ranks", fix)
     else:
         yield ok("Slurm", detail)
     if left is not None and left < _SHORT_S:

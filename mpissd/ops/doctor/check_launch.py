@@ -86,7 +86,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     launch = facts.launch
     if launch.mpi4py_error:
         detail = f"mpi4py {launch.mpi4py or 'missing'}: {launch.mpi4py_error}"
-        yield bad("MPI library", detail, _library_mend(launch.mpi4py, launch.mpi4py_error))
+        yield bad("MPI library", detail, _library_fix(launch.mpi4py, launch.mpi4py_error))
         return
     first = facts.ranks[0] if facts.ranks else launch
     library, path = first.library, first.library_path
@@ -105,7 +105,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     yield ok("MPI library", detail)
 
 
-def _library_mend(installed: str, error: str) -> str:
+def _library_fix(installed: str, error: str) -> str:
     if not installed or "No module named 'mpi4py'" in error:
         return "pip install mpi4py (or: make venv)"
     if "cannot load MPI library" in error or "libmpi" in error:
@@ -176,12 +176,12 @@ def check_started(facts: Facts) -> Iterator[Finding]:
         return
     problem = facts.launch.trial_error
     if problem:
-        yield bad("ranks", problem, _complaint_mend(problem))
+        yield bad("ranks", problem, _complaint_fix(problem))
     for rank in facts.ranks:
         yield ok(f"rank {rank.rank}", _seat(rank, facts))
 
 
-def _complaint_mend(problem: str) -> str:
+def _complaint_fix(problem: str) -> str:
     fitting = (fix for words, fix in _COMPLAINTS if any(word in problem for word in words))
     return next(fitting, "try: mpirun -np 2 hostname; then the same with python -m mpi4py")
 

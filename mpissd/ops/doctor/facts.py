@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
+CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ class Finding:
     """One line of the table.
 
     what: the thing that was examined. detail: its state. verdict: ok; warn for a run that works but
-    is slower or less trustworthy; BAD for a run that fails. fix: what
-    repairs it, "" where it is ok.
+    is slower or less trustworthy; BAD for a run that fails. fix: what repairs it, "" where it is
+    ok.
     """
 
     what: str
@@ -33,6 +33,11 @@ def ok(what: str, detail: str) -> Finding:
 def warn(what: str, detail: str, fix: str) -> Finding:
     """Returns a finding about a fault with which the run still works."""
     return Finding(what, detail, WARN, fix)
+
+
+def ok_if(is_ok: bool, what: str, detail: str, fix: str) -> Finding:
+    """Returns a finding without a fault if `is_ok`, else a warning."""
+    return ok(what, detail) if is_ok else warn(what, detail, fix)
 
 
 def bad(what: str, detail: str, fix: str) -> Finding:

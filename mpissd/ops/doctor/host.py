@@ -13,10 +13,9 @@ from pathlib import Path
 
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.ops.doctor.child import ASK_S, ask
-from mpissd.ops.doctor.facts import CudaView, HostFacts, build
+from mpissd.ops.doctor.facts import CLOCK_SOURCE, CudaView, HostFacts, build
 from mpissd.ops.doctor.smi import read_gpus, read_links, read_users
 
-_CLOCK = "sys/devices/system/clocksource/clocksource0/current_clocksource"
 _READINGS = 2000  # readings of the clock, to time one
 # The names of the function that returns the number of threads, in builds of OpenBLAS and in MKL.
 _THREADS = (
@@ -38,7 +37,7 @@ def read_host(cores: int | None) -> HostFacts:
         memory_free=available_memory_bytes(),
         memory_limit=control_group_bytes(),
         shm_free=_space("/dev/shm"),
-        clock_source=_text(Path("/", _CLOCK)),
+        clock_source=_text(Path(CLOCK_SOURCE)),
         clock_ns=_clock_ns(),
         watch_error=watch_error(),
         open_files=files,
