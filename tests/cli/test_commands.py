@@ -449,10 +449,3 @@ def test_tables_without_rows_say_what_to_run(capfd: pytest.CaptureFixture[str]) 
     assert main(["tables"]) == 0
     out, err = capfd.readouterr()
     assert err == "" and "make run" in out
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([command, "--help"])
-    assert left.value.code == 0 and command in "".join(capfd.readouterr())

@@ -57,22 +57,21 @@ def sent_outcome(seed: int) -> Message:
     return Message(buffer, size, lambda: wire.read_outcome(buffer, ROUND - 1))
 
 
-def sent_speculation(seed: int) -> Message:
-    buffer, told = SHAPE.speculation_buffer(), speculation(seed)
+def spoken(buffer: Buffer, seed: int) -> Message:
+    told = speculation(seed)
     wire.write_speculation(buffer, told)
     size = HEADER + told.rows.size
     return Message(
         buffer, size, lambda: wire.read_speculation(buffer, ROUND, BATCH, K, sampled=True)
     )
+
+
+def sent_speculation(seed: int) -> Message:
+    return spoken(SHAPE.speculation_buffer(), seed)
 
 
 def sent_trunk(seed: int) -> Message:
-    buffer, told = SHAPE.trunk_buffer(), speculation(seed)
-    wire.write_speculation(buffer, told)
-    size = HEADER + told.rows.size
-    return Message(
-        buffer, size, lambda: wire.read_speculation(buffer, ROUND, BATCH, K, sampled=True)
-    )
+    return spoken(SHAPE.trunk_buffer(), seed)
 
 
 def sent_plan(seed: int) -> Message:
