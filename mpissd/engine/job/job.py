@@ -121,7 +121,7 @@ class Job:
         """
         limits = [n for n in (self.config.token_limit, self.config.max_rounds) if n is not None]
         given = 0 if self.config.is_text else self.config.context
-        return given + min([*limits, self.capacity]) // 2
+        return given + min([*limits, self.longest - given]) // 2
 
     @property
     def window(self) -> int | None:
@@ -136,13 +136,18 @@ class Job:
         return max(1, min(most))
 
     @property
-    def capacity(self) -> int:
-        """Tokens that a slot of the KV cache may hold."""
+    def longest(self) -> int:
+        """Most tokens of a sequence, its context or prompt included."""
         config = self.config
         if self.window is not None:
-            return config.context + self.window + self.lookahead + 1
+            return config.context + self.window
         most = config_of(self.target_where).max_positions
         return min(config.context or _TEXT_CONTEXT, most)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot of the KV cache may hold: a sequence, and those of a verification."""
+        return self.longest + self.lookahead + 1
 
     def placement(self, *, drafts: bool) -> Placement | None:
         """Returns where the rows of a new worker of one model lie; None without a KV cache."""

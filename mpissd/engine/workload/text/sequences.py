@@ -44,15 +44,15 @@ class PromptHistories(Histories):
 
 
 class TextEndings(Endings):
-    """Ends an answer at a stop token or a stop string, or where its cache is full."""
+    """Ends an answer at a stop token or a stop string, or where the context is full."""
 
     def __init__(self, stops: Stops, room: dict[int, int]) -> None:
-        """Takes the tokens that each request may emit before its cache is full, by request id."""
+        """Takes the tokens that each request may emit within the context, by request id."""
         super().__init__()
         self._stops, self._room = stops, room
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        kept = self._stops.feed(request_id, tokens)
-        if kept is None and before + len(tokens) >= self._room[request_id]:
-            return len(tokens)
-        return kept
+        kept, left = self._stops.feed(request_id, tokens), self._room[request_id] - before
+        if kept is None:
+            return left if len(tokens) >= left else None
+        return min(kept, left)

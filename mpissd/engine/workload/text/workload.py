@@ -40,8 +40,7 @@ class TextWorkload(Workload):
     def prompts(self) -> list[Prompt]:
         """The prompts, which the lead alone reads; raises ConfigError for one that cannot be."""
         job = self.job
-        room = job.capacity - job.lookahead - 1
-        return read_prompts(job.config, self.tokenizer, context=room, vocab=self.vocab)
+        return read_prompts(job.config, self.tokenizer, context=job.longest, vocab=self.vocab)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -67,7 +66,7 @@ class TextWorkload(Workload):
 
     @property
     def prompt_tokens(self) -> int:
-        return self.job.capacity
+        return self.job.longest
 
     @property
     def samples(self) -> bool:
@@ -84,16 +83,13 @@ class TextWorkload(Workload):
         return f"text by {self.job.target.name}{weights}, {how}"
 
     def check(self) -> None:
-        """Refuses an invalid stop token, and a cache without room for an answer."""
+        """Refuses an invalid stop token, and a context without room for an answer."""
         super().check()
-        job, token = self.job, self.job.config.stop_token
+        token, longest = self.job.config.stop_token, self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
-        if job.capacity < job.lookahead + 3:
-            raise ConfigError(
-                f"context={job.capacity} with lookahead={job.lookahead}: allowed: at least "
-                f"{job.lookahead + 3}"
-            )
+        if longest < 2:
+            raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
     def target_worker(
         self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
@@ -151,8 +147,7 @@ class TextWorkload(Workload):
     def endings(self) -> TextEndings:
         job = self.job
         stops = Stops(self.tokenizer, job.config.stop_strings, self.stop_ids)
-        full = job.capacity - job.lookahead - 1  # a round may write so many positions more
-        room = {n: full - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
+        room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
         return TextEndings(stops, room)
 
     def row_fields(self) -> RowFields:

@@ -1,0 +1,153 @@
+"""Greedy text is the same tokens in every mode, however it is drafted, served and batched.
+
+The draft is a disturbed target: it is accepted often, but not always, and the cache hits as often.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.workload.text.target import TextTargetWorker
+from tests.tiny_pair import TinyPair, tiny_pair
+
+V, TOKENS = 97, 80
+LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 positions
+PROMPTS = ";".join(
+    ",".join(str((7 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
+)
+# Every pair of values that can stand together is in one of them, and the rest of the flags.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("sd", {"num_drafts": 0}),
+    ("sd", {"num_drafts": 0, "batch_size": 3, "lookahead": 1}),
+    ("sd", {"num_drafts": 1, "batch_size": 3, "backup_lookahead": 2}),
+    ("sd", {"num_drafts": 2, "batch_size": 3, "lookahead": 7}),
+    ("sd", {"num_drafts": 0, "backup": "fast", "batch_size": 3}),
+    ("ssd", {"fan_out": "uniform:3"}),
+    ("ssd", {"fan_out": "uniform:2", "batch_size": 3, "on_late": "serve"}),
+    ("ssd", {"fan_out": "geometric:24", "lookahead": 7, "on_late": "auto"}),
+    ("ssd", {"fan_out": "adaptive:12", "batch_size": 3, "backup": "auto", "on_late": "auto"}),
+    ("ssd", {"fan_out": "geometric:16", "batch_size": 3, "backup": "fast"}),
+    ("ssd", {"fan_out": "uniform:3", "batch_size": 3, "num_drafts": 2}),
+    ("ssd", {"fan_out": "adaptive:9", "num_drafts": 2, "on_late": "serve", "lookahead": 2}),
+    ("ssd", {"fan_out": "geometric:12", "num_drafts": 2, "backup": "fast", "on_late": "serve"}),
+    ("ssd", {"fan_out": "tail:2", "batch_size": 3, "backup_lookahead": 1}),
+    ("ssd", {"fan_out": "list:1,0,2,0,3", "backup_lookahead": 2, "on_late": "serve"}),
+    ("ssd", {"fan_out": "uniform:4", "fan_out_miss": "uniform:1", "backup": "fast"}),
+]
+
+
+class Decoded(NamedTuple):
+    tokens: dict[int, list[int]]
+    accepted: float  # mean of a round
+    hit_rate: float
+    waiting: bool  # whether a sequence began after the first round
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, noise=0.1)
+
+
+def config(pair: TinyPair, mode: str, **flags: Any) -> RunConfig:
+    models = {"target": str(pair.target), "draft": None if mode == "ar" else str(pair.draft)}
+    told = {"prompt_ids": PROMPTS, "num_tokens": TOKENS, "backend": "numpy", "deadline_s": 20.0}
+    return RunConfig(mode=mode, workload="text", **{**models, **told, **flags})
+
+
+def decode(pair: TinyPair, mode: str, **flags: Any) -> Decoded:
+    told = config(pair, mode, **flags)
+    with Decoder(told) as decoder:
+        rounds = 0
+        while not decoder.is_over:
+            decoder.step()
+            rounds += 1
+            assert rounds <= TOKENS * len(LENGTHS)
+        rows = decoder.records.sequences()
+        limit = told.num_tokens
+        tokens = {n: found[:limit] for n, found in decoder.tokens.items()}
+    return Decoded(tokens, rows[:, 3].mean(), rows[:, 6].mean(), len(tokens) > told.batch_size)
+
+
+@pytest.fixture(scope="module")
+def alone(pair: TinyPair) -> dict[int, list[int]]:
+    """The target's own answers: AR, one sequence at a time."""
+    return decode(pair, "ar").tokens
+
+
+def test_alone_is_what_each_prompt_says_by_itself(
+    pair: TinyPair, alone: dict[int, list[int]]
+) -> None:
+    assert sorted(alone) == list(range(len(LENGTHS)))
+    assert {len(tokens) for tokens in alone.values()} == {TOKENS}
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(LENGTHS)
+    for n, prompt in enumerate(PROMPTS.split(";")):
+        assert decode(pair, "ar", prompt_ids=prompt).tokens[0] == alone[n]
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_batch_does_not_change_an_answer(
+    pair: TinyPair, alone: dict[int, list[int]], batch: int
+) -> None:
+    assert decode(pair, "ar", batch_size=batch).tokens == alone
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags"), CASES, ids=["-".join([m, *map(str, f.values())]) for m, f in CASES]
+)
+def test_every_way_of_drafting_emits_these_tokens(
+    pair: TinyPair, alone: dict[int, list[int]], mode: str, flags: dict[str, Any]
+) -> None:
+    found = decode(pair, mode, **flags)
+    assert found.tokens == alone and found.waiting
+    assert 0.1 < found.accepted < 0.9 * flags.get("lookahead", 4)
+    assert (0.05 < found.hit_rate < 0.95) == (mode == "ssd")
+
+
+def test_a_target_that_reads_another_row_would_be_found(
+    pair: TinyPair, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above rest on: the tokens come from the rows of the forward."""
+    greedy = TextTargetWorker._greedy
+
+    def shifted(self: TextTargetWorker, speculation: Any) -> Any:
+        accepted, bonus = greedy(self, speculation)
+        return np.minimum(accepted, 1), bonus
+
+    monkeypatch.setattr(TextTargetWorker, "_greedy", shifted)
+    assert decode(pair, "sd", num_drafts=0).tokens != alone
+
+
+def test_a_stop_token_ends_an_answer_in_every_mode(
+    pair: TinyPair, alone: dict[int, list[int]]
+) -> None:
+    stop = alone[0][TOKENS // 2]
+    want = {n: tokens[: (*tokens, stop).index(stop) + 1] for n, tokens in alone.items()}
+    assert len(want[0]) <= TOKENS // 2 + 1
+    for mode, flags in (("ar", {}), ("sd", {"num_drafts": 0}), ("ssd", {"batch_size": 3})):
+        found = decode(pair, mode, stop_token=stop, **flags)
+        assert {n: tokens[: len(want[n])] for n, tokens in found.tokens.items()} == want
+        assert found.tokens[0] == want[0]
+
+
+@pytest.mark.parametrize("context", [64, 67, 80])
+def test_an_answer_ends_where_the_context_is_full(pair: TinyPair, context: int) -> None:
+    """At the same token in every mode, though a round may write K positions behind it."""
+    room = {"context": context, "num_tokens": 500, "prompt_ids": "1,2,3;4,5"}
+    ar, sd, ssd = (
+        decode(pair, mode, **flags, **room).tokens
+        for mode, flags in (("ar", {}), ("sd", {"num_drafts": 0}), ("ssd", {"lookahead": 7}))
+    )
+    assert {n: len(tokens) for n, tokens in ar.items()} == {0: context - 3, 1: context - 2}
+    assert ar == sd == ssd
+
+
+def test_a_draft_of_fewer_layers_changes_nothing(
+    pair: TinyPair, alone: dict[int, list[int]], tmp_path: Path
+) -> None:
+    found = decode(pair, "ssd", draft=f"{pair.target}@1L", batch_size=2)
+    assert found.tokens == alone
