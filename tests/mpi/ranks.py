@@ -23,9 +23,11 @@ from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.comm.topology import Refused, agree, open_topology
+from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.gemm_stack import GemmStack
 from mpissd.engine.model.gemm_weights import GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from tests.transformer_rig import FAMILIES, Rig, dice_tokens
 
 WAITER = Waiter(60.0, spin=False)
 SHAPE = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)
@@ -60,6 +62,21 @@ def group(world: MPI.Intracomm) -> None:
     np.testing.assert_allclose(
         best.max(axis=0), whole.buffers.top_values[:ROWS, 0], rtol=2e-4, atol=2e-5
     )
+
+
+def transformer(world: MPI.Intracomm) -> None:
+    """Rows of uneven shards are themselves alone, bit by bit, and equal on every rank."""
+    config, tokens = FAMILIES["llama3"], dice_tokens(1, 30)
+    rig = Rig(config, group=open_group(NumpyBackend(), world, "auto", WAITER), top_k=4)
+    together = np.concatenate([rig.trunk(0, n, tokens[n : n + 6]) for n in range(0, 30, 6)])
+    best = merged(*rig.stack.read(rig.max_rows))
+    assert np.array_equal(rig.one_by_one(1, tokens), together)
+    whole = Rig(config, top_k=4)
+    wanted = whole.one_by_one(0, tokens)
+    found = np.concatenate(world.allgather(together), 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    order = np.argsort(-found[-6:], axis=1, kind="stable")[:, :4]
+    assert np.array_equal(best.ids[0], order)
 
 
 def missing_rank(world: MPI.Intracomm) -> None:
@@ -154,7 +171,8 @@ def topology(world: MPI.Intracomm) -> None:
 
 
 CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
-    check.__name__: check for check in (group, missing_rank, plans, link, refused, topology)
+    check.__name__: check
+    for check in (group, transformer, missing_rank, plans, link, refused, topology)
 }
 
 if __name__ == "__main__":

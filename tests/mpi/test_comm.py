@@ -12,10 +12,10 @@ pytestmark = needs_mpi
 @pytest.mark.parametrize(
     ("checks", "num_ranks"),
     [
-        ("group", 2),
+        ("group transformer", 2),
         ("group", 4),
         ("missing_rank", 2),
-        ("group plans link refused topology", 3),
+        ("group transformer plans link refused topology", 3),
     ],
 )
 def test_between_ranks(checks: str, num_ranks: int) -> None:

@@ -10,15 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from mpissd.engine.model.transformer.numba_ops.products import JIT
+from mpissd.engine.model.transformer.numba_ops.products import JIT, clear, float_product
 from mpissd.engine.model.transformer.numba_ops.rows import exp, turn_heads
-from mpissd.engine.model.transformer.numba_ops.vectors import (
-    MOST_ROWS,
-    block_max,
-    float_tile_16,
-    float_tile_64,
-    fma,
-)
+from mpissd.engine.model.transformer.numba_ops.vectors import block_max, fma
 
 _NONE = np.float32(-np.inf)
 _SLOT, _POSITION, _LANE, _TRUNK = 0, 1, 2, 3
@@ -68,44 +62,6 @@ def append(kv, sizes, layer, m, places, caches):
 
 
 @njit(**JIT)
-def groups_of(count):
-    """Returns the number of even groups of at most MOST_ROWS in which `count` rows are computed."""
-    return (count + MOST_ROWS - 1) // MOST_ROWS
-
-
-@njit(**JIT)
-def turned_at(n, count, depth):
-    """Returns (place, step): vector n of `count` has its element k at place + step · k."""
-    groups = groups_of(count)
-    group = ((n + 1) * groups - 1) // count
-    start, stop = group * count // groups, (group + 1) * count // groups
-    return start * depth + n - start, stop - start
-
-
-@njit(**JIT)
-def float_product(turned, count, alloc, depth, weights, stride, out, width):
-    """Adds to out [count, width] the product of `count` turned vectors with float32 weights.
-
-    turned: vectors of `alloc` elements, as turned_at says, of which the first `depth` count.
-    weights, out: addresses; a row of weights has `stride` elements. width: a multiple of 16.
-    """
-    groups = groups_of(count)
-    for group in range(groups):
-        start, stop = group * count // groups, (group + 1) * count // groups
-        x = np.int64(turned.ctypes.data) + start * alloc * 4
-        y = out + start * width * 4
-        column = 0
-        while column + 64 <= width:
-            at = column * 4
-            float_tile_64(stop - start, weights + at, x, y + at, depth, stride, width, 0)
-            column += 64
-        while column < width:
-            at = column * 4
-            float_tile_16(stop - start, weights + at, x, y + at, depth, stride, width, 0)
-            column += 16
-
-
-@njit(**JIT)
 def attend(q, out, sizes, layer, places, caches, rows):
     """Sets out = softmax(q·kᵀ/√head_dim)·v for each row; 0 for padding."""
     seats = places[0]
@@ -115,19 +71,11 @@ def attend(q, out, sizes, layer, places, caches, rows):
         while stop < rows and seats[_SLOT, stop] == seats[_SLOT, start]:
             stop += 1
         if seats[_SLOT, start] < 0:
-            clear(out[start:stop])
+            clear(out[start:stop], stop - start)
         else:
             for head in range(sizes[1]):
                 attend_head(q, out, sizes, layer, places, caches, head, (start, stop))
         start = stop
-
-
-@njit(**JIT)
-def clear(array):
-    """Sets a matrix to 0."""
-    for row in range(array.shape[0]):
-        for column in range(array.shape[1]):
-            array[row, column] = 0
 
 
 @njit(**JIT)
@@ -138,20 +86,19 @@ def attend_head(q, out, sizes, layer, places, caches, head, span):
     """
     heads, kv_heads, width = sizes
     group, seats = heads // kv_heads, places[0]
-    page, padded = caches[0].shape[4], caches[1].shape[4]
+    page, padded, steps = caches[0].shape[4], caches[1].shape[4], caches[2].shape[4]
     count = (span[1] - span[0]) * group
-    turned = np.empty(count * width, np.float32)
-    turn_queries(q, turned, span[0], count, head, group, width)
-    weights, state = np.empty(count * page, np.float32), np.zeros((3, count), np.float32)
-    scores = np.empty((count, page), np.float32)
+    queries = scaled(q, span[0], count, head, group, width)
+    scores, own = np.empty((count, page), np.float32), np.empty((count, steps), np.float32)
     parts, sums = np.empty((count, padded), np.float32), np.zeros((count, padded), np.float32)
+    state = np.zeros((3, count), np.float32)
     state[0] = _NONE
-    work = turned, scores, weights, parts, sums, state
+    work = queries, scores, own, parts, sums, state
     last = np.int64(0)
     for m in range(span[0], span[1]):
         last = max(last, seats[_POSITION, m] // page)
     for index in range(last + 1):
-        attend_page(q, sizes, layer, places, caches, head, span, index, work)
+        attend_page(group, layer, places, caches, head, span, index, work)
     for n in range(count):
         column = (head * group + n % group) * width
         for k in range(width):
@@ -159,56 +106,49 @@ def attend_head(q, out, sizes, layer, places, caches, head, span):
 
 
 @njit(**JIT)
-def turn_queries(q, turned, start, count, head, group, width):
-    """Lays `count` queries from row `start` out as turned_at says, divided by √head_dim."""
+def scaled(q, start, count, head, group, width):
+    """Returns `count` queries from row `start`, divided by √head_dim: [count, width]."""
     scale = np.float32(1 / np.sqrt(width))
+    queries = np.empty((count, width), np.float32)
     for n in range(count):
-        at, step = turned_at(n, count, width)
-        column = (head * group + n % group) * width
+        row, column = start + n // group, (head * group + n % group) * width
         for k in range(width):
-            turned[at + k * step] = q[start + n // group, column + k] * scale
+            queries[n, k] = q[row, column + k] * scale
+    return queries
 
 
 @njit(**JIT)
-def attend_page(q, sizes, layer, places, caches, head, span, index, work):
+def attend_page(group, layer, places, caches, head, span, index, work):
     """Adds one page's part to the sums of all queries of a span."""
-    turned, scores, weights, parts, sums, state = work
+    queries, scores, _, parts, sums, state = work
     seats, pages = places
-    count, page = scores.shape
-    group, width, first = sizes[0] // sizes[1], sizes[2], index * page
-    depth = np.int64(0)
+    (count, page), width, padded = scores.shape, queries.shape[1], parts.shape[1]
+    first, none = index * page, np.int64(0)
+    depth = none
     for m in range(span[0], span[1]):
         depth = max(depth, cached(seats, m, first, page))
-    clear(scores)
-    clear(parts)
+    clear(scores, count)
+    clear(parts, count)
     holder = pages[seats[_SLOT, span[0]], index]
     if depth:
         k_at = np.int64(caches[0][layer, holder, head].ctypes.data)
         to = np.int64(scores.ctypes.data)
-        float_product(turned, count, width, width, k_at, page, to, page)
-    lane_scores(q, scores, sizes, layer, seats, caches[2], head, span, first)
-    for n in range(count):
-        m = span[0] + n // group
-        soften(scores[n], state, n, seats[_POSITION, m] + 1 - first)
-        turn_weights(scores[n], weights, n, count, depth, cached(seats, m, first, page))
+        float_product(queries, none, count, width, k_at, page, to, page)
+    lane_scores(work, layer, seats, caches[2], head, span, first)
+    n = none
+    for m in range(span[0], span[1]):
+        for _ in range(group):
+            soften(scores[n], state, n, seats[_POSITION, m] + 1 - first)
+            n += 1
+    lane_weights(work, seats, span, first)
     if depth:
         v_at = np.int64(caches[1][layer, holder, head].ctypes.data)
-        to, padded = np.int64(parts.ctypes.data), parts.shape[1]
-        float_product(weights, count, page, depth, v_at, padded, to, padded)
-    lane_sums(scores, parts, sizes, layer, seats, caches[3], head, span, first)
+        to = np.int64(parts.ctypes.data)
+        float_product(scores, none, count, depth, v_at, padded, to, padded)
+    lane_sums(work, layer, seats, caches[3], head, span, first)
     for n in range(count):
-        for k in range(width):
+        for k in range(padded):
             sums[n, k] = fma(sums[n, k], state[2, n], parts[n, k])
-
-
-@njit(**JIT)
-def turn_weights(scores, weights, n, count, depth, visible):
-    """Lays query n's first `visible` weights out as turned_at says, and zeros up to `depth`."""
-    at, step = turned_at(n, count, len(scores))
-    for j in range(visible):
-        weights[at + j * step] = scores[j]
-    for j in range(visible, depth):
-        weights[at + j * step] = 0
 
 
 @njit(**JIT)
@@ -232,12 +172,14 @@ def soften(scores, state, n, visible):
     best = max(old, block_max(np.int64(scores.ctypes.data), page))
     for j in range(page):
         scores[j] = exp(scores[j] - best)
-    a = b = c = d = np.float32(0)
-    for j in range(0, page, 4):
+    a = b = c = d = e = f = g = h = np.float32(0)
+    for j in range(0, page, 8):
         a, b, c, d = a + scores[j], b + scores[j + 1], c + scores[j + 2], d + scores[j + 3]
+        e, f, g, h = e + scores[j + 4], f + scores[j + 5], g + scores[j + 6], h + scores[j + 7]
+    total = ((a + b) + (c + d)) + ((e + f) + (g + h))
     decay = exp(old - best)
     state[0, n], state[2, n] = best, decay
-    state[1, n] = fma(state[1, n], decay, (a + b) + (c + d))
+    state[1, n] = fma(state[1, n], decay, total)
 
 
 @njit(**JIT)
@@ -251,40 +193,48 @@ def lane_span(seats, m, first, page):
 
 
 @njit(**JIT)
-def lane_scores(q, scores, sizes, layer, seats, keys, head, span, first):
+def lane_scores(work, layer, seats, keys, head, span, first):
     """Writes the scores of each lane row's own tokens on the page from position `first`."""
-    group, width = sizes[0] // sizes[1], sizes[2]
-    page, steps = scores.shape[1], keys.shape[4]
-    turned = np.empty(group * width, np.float32)
-    found = np.empty((group, steps), np.float32)
+    queries, scores, own = work[0], work[1], work[2]
+    group, steps = len(scores) // (span[1] - span[0]), own.shape[1]
+    width, page = queries.shape[1], scores.shape[1]
     for m in range(span[0], span[1]):
         begin, end = lane_span(seats, m, first, page)
         if begin >= end:
             continue
-        turn_queries(q, turned, m, group, head, group, width)
-        clear(found)
+        n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
+        clear(own[n : n + group], group)
         k_at = np.int64(keys[layer, seats[_LANE, m], head].ctypes.data)
-        to = np.int64(found.ctypes.data)
-        float_product(turned, group, width, width, k_at, steps, to, steps)
-        at = seats[_TRUNK, m] - first
-        for g in range(group):
+        to = np.int64(own.ctypes.data) + n * steps * 4
+        float_product(queries, n, group, width, k_at, steps, to, steps)
+        for query in range(n, n + group):
             for step in range(begin, end):
-                scores[(m - span[0]) * group + g, at + step] = found[g, step]
+                scores[query, at + step] = own[query, step]
 
 
 @njit(**JIT)
-def lane_sums(scores, parts, sizes, layer, seats, values, head, span, first):
-    """Adds the values of each lane row's own tokens on the page from position `first`."""
-    group, page, padded = sizes[0] // sizes[1], scores.shape[1], values.shape[4]
+def lane_weights(work, seats, span, first):
+    """Moves the weights of each lane row's own tokens out of the page's, from its first step on."""
+    scores, own = work[1], work[2]
+    group = len(scores) // (span[1] - span[0])
     for m in range(span[0], span[1]):
-        begin, end = lane_span(seats, m, first, page)
-        if begin >= end:
-            continue
-        depth, at = end - begin, seats[_TRUNK, m] - first + begin
-        query = (m - span[0]) * group
-        weights = np.empty(group * depth, np.float32)
-        for g in range(group):
-            turn_weights(scores[query + g, at : at + depth], weights, g, group, depth, depth)
-        v_at = np.int64(values[layer, seats[_LANE, m], head, begin].ctypes.data)
-        to = np.int64(parts.ctypes.data) + query * padded * 4
-        float_product(weights, group, depth, depth, v_at, padded, to, padded)
+        begin, end = lane_span(seats, m, first, scores.shape[1])
+        n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
+        for query in range(n, n + group):
+            for step in range(begin, end):
+                own[query, step - begin] = scores[query, at + step]
+                scores[query, at + step] = 0
+
+
+@njit(**JIT)
+def lane_sums(work, layer, seats, values, head, span, first):
+    """Adds the values of each lane row's own tokens on the page from position `first`."""
+    scores, own, parts = work[1], work[2], work[3]
+    group, padded = len(scores) // (span[1] - span[0]), parts.shape[1]
+    for m in range(span[0], span[1]):
+        begin, end = lane_span(seats, m, first, scores.shape[1])
+        if begin < end:
+            n = (m - span[0]) * group
+            v_at = np.int64(values[layer, seats[_LANE, m], head, begin].ctypes.data)
+            to = np.int64(parts.ctypes.data) + n * padded * 4
+            float_product(own, n, group, end - begin, v_at, padded, to, padded)

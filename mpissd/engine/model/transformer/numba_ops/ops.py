@@ -74,7 +74,7 @@ class NumbaOps:
         self._sizes = heads, kv_heads, config.shape.head_dim
         self._max_rows = max_rows
         self._qkv = self.buffer(max_rows, (heads + 2 * kv_heads) * config.shape.head_dim)
-        self._gate_up = self._turned = _NOTHING
+        self._gate_up = _NOTHING
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
         """Returns the packed weight of one product: the parts' outputs side by side."""
@@ -85,8 +85,6 @@ class NumbaOps:
         for value in values:
             products.pack(np.ascontiguousarray(value), first, words)
             first += len(value)
-        if self._turned.size < self._max_rows * 2 * words.shape[1]:
-            self._turned = np.zeros(self._max_rows * 2 * words.shape[1], np.float32)
         return Packed(words, outputs)
 
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
@@ -186,11 +184,11 @@ class NumbaOps:
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
         """Sets out = x·weightᵀ."""
         to = out.scores if isinstance(out, Logits) else out
-        products.product(x, weight.words, to, count, self._turned)
+        products.product(x, weight.words, to, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
-        products.product(x, gate_up.words, self._gate_up, count, self._turned)
+        products.product(x, gate_up.words, self._gate_up, count)
         rows.swiglu(self._gate_up, inner, gate_up.outputs // 2, count)
 
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:

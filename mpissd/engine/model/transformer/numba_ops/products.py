@@ -9,6 +9,8 @@ from mpissd.engine.model.transformer.numba_ops.vectors import (
     MOST_ROWS,
     WIDTH,
     as_bits,
+    float_tile_16,
+    float_tile_64,
     weight_tile,
 )
 
@@ -40,38 +42,63 @@ def pack(matrix, first, packed):
 
 
 @njit(**JIT)
-def product(x, packed, out, rows, turned):
-    """Sets out[:rows] = x[:rows] · weightᵀ, for a weight of `pack`; out has 64 · blocks columns.
+def groups_of(rows):
+    """Returns the number of even groups of at most MOST_ROWS in which `rows` are computed."""
+    return (rows + MOST_ROWS - 1) // MOST_ROWS
 
-    turned: float32 scratch of at least rows · depth. Rows go through the blocks in even groups of
-    at most MOST_ROWS, so that a block is read from memory once. While the last group computes, the
-    next block is fetched.
+
+@njit(**JIT)
+def clear(array, rows):
+    """Sets the first rows of a matrix to 0."""
+    for row in range(rows):
+        for column in range(array.shape[1]):
+            array[row, column] = 0
+
+
+@njit(**JIT)
+def product(x, packed, out, rows):
+    """Sets out[:rows] = x[:rows] · weightᵀ, for a weight of `pack`.
+
+    x has 0 behind an odd number of inputs, and out has 64 · blocks columns. A block is read from
+    memory once for all groups of rows; while the last one computes, the next block is fetched.
     """
     blocks, pairs, _ = packed.shape
-    depth, inputs = 2 * pairs, min(2 * pairs, x.shape[1])
-    groups = (rows + MOST_ROWS - 1) // MOST_ROWS
-    for group in range(groups):
-        start, stop = group * rows // groups, (group + 1) * rows // groups
-        at = start * depth
-        count = stop - start
-        for k in range(inputs):
-            for row in range(count):
-                turned[at + k * count + row] = x[start + row, k]
-        for k in range(inputs, depth):
-            for row in range(count):
-                turned[at + k * count + row] = 0
-    base, source, to = packed.ctypes.data, turned.ctypes.data, out.ctypes.data
-    width = out.shape[1]
+    groups, depth, width = groups_of(rows), x.shape[1], out.shape[1]
+    clear(out, rows)
+    base, source, to = np.int64(packed.ctypes.data), x.ctypes.data, out.ctypes.data
     for block in range(blocks):
         for group in range(groups):
             start, stop = group * rows // groups, (group + 1) * rows // groups
             weight_tile(
                 stop - start,
                 base + block * pairs * WIDTH * 4,
-                source + start * depth * 4,
-                to + (start * width + block * WIDTH) * 4,
+                np.int64(source) + start * depth * 4,
+                np.int64(to) + (start * width + block * WIDTH) * 4,
                 pairs,
                 WIDTH,
+                depth,
                 width,
                 AHEAD if groups == 1 or group < groups - 1 else pairs * WIDTH,
             )
+
+
+@njit(**JIT)
+def float_product(x, first, count, depth, weights, stride, out, width):
+    """Adds to out [count, width] the product of rows of x with float32 weights.
+
+    x: [rows, columns], of which `count` rows from `first` and `depth` columns are read. weights,
+    out: addresses; a row of weights has `stride` elements. width: a multiple of 16.
+    """
+    groups, columns = groups_of(count), x.shape[1]
+    for group in range(groups):
+        start, stop = group * count // groups, (group + 1) * count // groups
+        rows, source = stop - start, np.int64(x.ctypes.data) + (first + start) * columns * 4
+        to, column = out + start * width * 4, 0
+        while column + 64 <= width:
+            at = column * 4
+            float_tile_64(rows, weights + at, source, to + at, depth, stride, columns, width, 0)
+            column += 64
+        while column < width:
+            at = column * 4
+            float_tile_16(rows, weights + at, source, to + at, depth, stride, columns, width, 0)
+            column += 16

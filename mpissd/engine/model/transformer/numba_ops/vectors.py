@@ -57,22 +57,25 @@ def _splat(builder: ir.IRBuilder, pointer: Any) -> Any:
 
 
 def _load(builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
-    value = builder.load(builder.bitcast(pointer, ir.PointerType(kind)), align=4)
-    return value
+    return builder.load(builder.bitcast(pointer, ir.PointerType(kind)), align=4)
 
 
 def _store(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
     builder.store(value, builder.bitcast(pointer, ir.PointerType(_VECTOR)), align=4)
 
 
-def _floats(builder: ir.IRBuilder, pointer: Any, count: int) -> list[list[Any]]:
+def _floats(builder: ir.IRBuilder, pointer: Any, ahead: Any, count: int) -> list[list[Any]]:
     """Returns `count` vectors of float32 weights of one depth, as a list of one depth."""
     return [[_load(builder, _at(builder, pointer, _I64(LANES * c)), _VECTOR) for c in range(count)]]
 
 
-def _halves(builder: ir.IRBuilder, pointer: Any, count: int) -> list[list[Any]]:
-    """Returns the weights of two depths: each 32-bit word holds the bfloat16 of both."""
+def _halves(builder: ir.IRBuilder, pointer: Any, ahead: Any, count: int) -> list[list[Any]]:
+    """Returns the weights of two depths: each 32-bit word holds the bfloat16 of both.
+
+    Asks the memory for the words that lie `ahead`.
+    """
     words = ir.VectorType(_I32, LANES)
+    _prefetch(builder, _at(builder, pointer, ahead), count)
     low, high = [], []
     for c in range(count):
         word = _load(builder, _at(builder, pointer, _I64(LANES * c)), words)
@@ -81,66 +84,6 @@ def _halves(builder: ir.IRBuilder, pointer: Any, count: int) -> list[list[Any]]:
         low.append(builder.bitcast(first, _VECTOR))
         high.append(builder.bitcast(second, _VECTOR))
     return [low, high]
-
-
-Loader = Callable[[ir.IRBuilder, Any, int], list[list[Any]]]
-
-
-def _kernel(module: ir.Module, rows: int, count: int, loader: Loader, accumulates: bool) -> Any:
-    """Returns the function (weights, x, y, steps, weight stride, y stride) of one tile.
-
-    weights: `count` vectors of columns for each step; steps lie a stride apart. x: [depth, rows].
-    y: [rows, columns]; an accumulating kernel adds to it.
-    """
-    name = f"tile{loader.__name__}_{rows}_{count}"
-    if name in module.globals:
-        return module.globals[name]
-    weight_type = ir.PointerType(_F32 if loader is _floats else _I32)
-    floats = ir.PointerType(_F32)
-    kind = ir.FunctionType(ir.VoidType(), [weight_type, floats, floats, *[_I64] * 4])
-    function = ir.Function(module, kind, name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    weights, x, y, steps, stride, y_stride, ahead = function.args
-    entry, loop, end = (function.append_basic_block(part) for part in ("entry", "loop", "end"))
-    builder = ir.IRBuilder(entry)
-    places = [
-        [_at(builder, y, builder.add(builder.mul(_I64(m), y_stride), _I64(c * LANES)))
-         for c in range(count)]
-        for m in range(rows)
-    ]  # fmt: skip
-    zero = ir.Constant(_VECTOR, [0.0] * LANES)
-    starts = [[_load(builder, p, _VECTOR) if accumulates else zero for p in r] for r in places]
-    builder.cbranch(builder.icmp_signed(">", steps, _I64(0)), loop, end)
-    builder = ir.IRBuilder(loop)
-    step = builder.phi(_I64)
-    step.add_incoming(_I64(0), entry)
-    sums = [[builder.phi(_VECTOR) for _ in row] for row in starts]
-    found = _step(builder, loader, (weights, x), (step, stride, ahead), sums)
-    after = builder.add(step, _I64(1))
-    step.add_incoming(after, loop)
-    for m in range(rows):
-        for c in range(count):
-            sums[m][c].add_incoming(starts[m][c], entry)
-            sums[m][c].add_incoming(found[m][c], loop)
-    builder.cbranch(builder.icmp_signed("<", after, steps), loop, end)
-    builder = ir.IRBuilder(end)
-    for m in range(rows):
-        for c in range(count):
-            result = builder.phi(_VECTOR)
-            result.add_incoming(starts[m][c], entry)
-            result.add_incoming(found[m][c], loop)
-            places[m][c] = (result, places[m][c])
-    for result, place in (pair for row in places for pair in row):
-        _store(builder, result, place)
-    builder.ret_void()
-    return function
-
-
-def _multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
-    """Returns LLVM's function a · b + c, which is fused where the processor can do so."""
-    signature = ir.FunctionType(kind, [kind] * 3)
-    return cgutils.get_or_insert_function(module, signature, f"llvm.fmuladd.{suffix}")
 
 
 def _prefetch(builder: ir.IRBuilder, pointer: Any, count: int) -> None:
@@ -153,31 +96,74 @@ def _prefetch(builder: ir.IRBuilder, pointer: Any, count: int) -> None:
         builder.call(prefetch, [place, _I32(0), _I32(2), _I32(1)])
 
 
+Loader = Callable[[ir.IRBuilder, Any, Any, int], list[list[Any]]]
+
+
+def _kernel(module: ir.Module, rows: int, count: int, loader: Loader) -> Any:
+    """Returns the function (weights, x, y, steps, strides of all three, ahead) of one tile.
+
+    Each step has `count` vectors of columns, and there is at least one. x: [rows, depth]. y: [rows,
+    columns], to which the tile adds.
+    """
+    name = f"tile{loader.__name__}_{rows}_{count}"
+    if name in module.globals:
+        return module.globals[name]
+    floats = ir.PointerType(_F32)
+    weight_type = floats if loader is _floats else ir.PointerType(_I32)
+    kind = ir.FunctionType(ir.VoidType(), [weight_type, floats, floats, *[_I64] * 5])
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    weights, x, y, steps, stride, x_stride, y_stride, ahead = function.args
+    entry, loop, end = (function.append_basic_block(part) for part in ("entry", "loop", "end"))
+    builder = ir.IRBuilder(entry)
+    inputs = [_at(builder, x, builder.mul(_I64(m), x_stride)) for m in range(rows)]
+    outputs = [_at(builder, y, builder.mul(_I64(m), y_stride)) for m in range(rows)]
+    places = [_at(builder, row, _I64(c * LANES)) for row in outputs for c in range(count)]
+    starts = [_load(builder, place, _VECTOR) for place in places]
+    builder.branch(loop)
+    builder = ir.IRBuilder(loop)
+    step, sums = builder.phi(_I64), [builder.phi(_VECTOR) for _ in starts]
+    here = _at(builder, weights, builder.mul(step, stride))
+    found = _step(builder, loader(builder, here, ahead, count), inputs, step, sums)
+    after = builder.add(step, _I64(1))
+    for phi, first, next_ in zip([step, *sums], [_I64(0), *starts], [after, *found], strict=True):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(next_, loop)
+    builder.cbranch(builder.icmp_signed("<", after, steps), loop, end)
+    builder = ir.IRBuilder(end)
+    for value, place in zip(found, places, strict=True):
+        _store(builder, value, place)
+    builder.ret_void()
+    return function
+
+
 def _step(
-    builder: ir.IRBuilder, loader: Loader, pointers: Any, counters: Any, sums: list[list[Any]]
-) -> list[list[Any]]:
-    """Adds one step's products to the sums; returns the new sums."""
-    (weights, x), (step, stride, ahead) = pointers, counters
-    rows, count = len(sums), len(sums[0])
-    here = builder.mul(step, stride)
-    _prefetch(builder, _at(builder, weights, builder.add(here, ahead)), count)
-    depths = loader(builder, _at(builder, weights, here), count)
-    at = builder.mul(step, _I64(len(depths) * rows))
+    builder: ir.IRBuilder, depths: list[list[Any]], inputs: list[Any], step: Any, sums: list[Any]
+) -> list[Any]:
+    """Adds one step's products to the sums, depth by depth; returns the new sums."""
+    count, found = len(depths[0]), list(sums)
+    first = builder.mul(step, _I64(len(depths)))
     fma = _multiply_add(builder.module, _VECTOR, f"v{LANES}f32")
-    found = [list(row) for row in sums]
     for depth, vectors in enumerate(depths):
-        for m in range(rows):
-            value = _splat(builder, _at(builder, x, builder.add(at, _I64(depth * rows + m))))
+        at = builder.add(first, _I64(depth))
+        for m, row in enumerate(inputs):
+            value = _splat(builder, _at(builder, row, at))
             for c in range(count):
-                found[m][c] = builder.call(fma, [vectors[c], value, found[m][c]])
+                place = m * count + c
+                found[place] = builder.call(fma, [vectors[c], value, found[place]])
     return found
 
 
-def _emit(
-    context: Any, builder: ir.IRBuilder, args: Any, loader: Loader, width: int, accumulates: bool
-) -> Any:
-    """Emits the branch over the number of rows; args: rows, weights, x, y, steps, strides."""
-    rows, weights, x, y, steps, stride, y_stride, ahead = args
+def _multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
+    """Returns LLVM's function a · b + c, which is fused where the processor can do so."""
+    signature = ir.FunctionType(kind, [kind] * 3)
+    return cgutils.get_or_insert_function(module, signature, f"llvm.fmuladd.{suffix}")
+
+
+def _emit(context: Any, builder: ir.IRBuilder, args: Any, loader: Loader, width: int) -> Any:
+    """Emits the branch over the number of rows; args: rows, and those of a kernel."""
+    rows, weights, x, y, *counts = args
     word = _F32 if loader is _floats else _I32
     weights = builder.inttoptr(weights, ir.PointerType(word))
     x, y = (builder.inttoptr(part, ir.PointerType(_F32)) for part in (x, y))
@@ -188,50 +174,51 @@ def _emit(
         switch.add_case(_I64(m), block)
         with builder.goto_block(block):
             count = columns(m, width)
-            kernel = _kernel(builder.module, m, count, loader, accumulates)
+            kernel = _kernel(builder.module, m, count, loader)
             for first in range(0, width, count * LANES):
                 part = _at(builder, weights, _I64(first)), x, _at(builder, y, _I64(first))
-                builder.call(kernel, [*part, steps, stride, y_stride, ahead])
+                builder.call(kernel, [*part, *counts])
             builder.branch(done)
     builder.position_at_end(done)
     return context.get_dummy_value()
 
 
-_ADDRESSES = types.void(*[types.intp] * 8)
+_INTEGERS = types.void(*[types.intp] * 9)
 
 
 @intrinsic
-def weight_tile(typing, rows, weights, x, y, steps, stride, y_stride, ahead):
-    """Sets y [rows, 64] = the product of x with one block of a packed bfloat16 weight.
+def weight_tile(typing, rows, weights, x, y, steps, stride, x_stride, y_stride, ahead):
+    """Adds to y [rows, 64] the product of x with one block of a packed bfloat16 weight.
 
-    All arguments are integers; weights, x and y are addresses. weights: uint32 [steps, 64], two
-    depths in a word. x: float32 [2 · steps, rows].
+    All arguments are integers; weights, x and y are addresses, and a stride is the distance of two
+    rows in elements. weights: uint32 [steps, 64], two depths in a word. x: float32 [rows, 2 ·
+    steps]. ahead: words from what is read to what the memory is asked for.
     """
 
     def code(context, builder, signature, args):
-        return _emit(context, builder, args, _halves, WIDTH, False)
+        return _emit(context, builder, args, _halves, WIDTH)
 
-    return _ADDRESSES, code
-
-
-@intrinsic
-def float_tile_64(typing, rows, weights, x, y, steps, stride, y_stride, ahead):
-    """Adds to y [rows, 64] the product of x [steps, rows] with float32 weights [steps, 64]."""
-
-    def code(context, builder, signature, args):
-        return _emit(context, builder, args, _floats, 64, True)
-
-    return _ADDRESSES, code
+    return _INTEGERS, code
 
 
 @intrinsic
-def float_tile_16(typing, rows, weights, x, y, steps, stride, y_stride, ahead):
-    """Adds to y [rows, 16] the product of x [steps, rows] with float32 weights [steps, 16]."""
+def float_tile_64(typing, rows, weights, x, y, steps, stride, x_stride, y_stride, ahead):
+    """Adds to y [rows, 64] the product of x [rows, steps] with float32 weights [steps, 64]."""
 
     def code(context, builder, signature, args):
-        return _emit(context, builder, args, _floats, 16, True)
+        return _emit(context, builder, args, _floats, 64)
 
-    return _ADDRESSES, code
+    return _INTEGERS, code
+
+
+@intrinsic
+def float_tile_16(typing, rows, weights, x, y, steps, stride, x_stride, y_stride, ahead):
+    """Adds to y [rows, 16] the product of x [rows, steps] with float32 weights [steps, 16]."""
+
+    def code(context, builder, signature, args):
+        return _emit(context, builder, args, _floats, 16)
+
+    return _INTEGERS, code
 
 
 @intrinsic
