@@ -36,7 +36,8 @@ from mpissd.common.compare import compare_rates  # noqa: E402
 from mpissd.common.config import parse_flags  # noqa: E402
 from mpissd.common.rates import Rate, Rounds, rate_of  # noqa: E402
 from mpissd.engine.backend.profile import load_profile  # noqa: E402
-from mpissd.lab.predict.advisor import Advice, plan  # noqa: E402
+from mpissd.lab.predict.advice import Advice  # noqa: E402
+from mpissd.lab.predict.advisor import plan  # noqa: E402
 from mpissd.lab.predict.costs import HostCosts  # noqa: E402
 from mpissd.lab.predict.places import placements  # noqa: E402
 from mpissd.lab.predict.search import Choice  # noqa: E402

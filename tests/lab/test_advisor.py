@@ -17,7 +17,8 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.advisor import Advice, Search, by_speed, plan
+from mpissd.lab.predict.advice import Advice
+from mpissd.lab.predict.advisor import Search, by_speed, plan
 from mpissd.lab.predict.closed import Cells, expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.laws import Laws, cut_law

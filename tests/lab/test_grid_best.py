@@ -10,7 +10,8 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.sweep.best import compare_methods, method_of, render, to_dict
+from mpissd.lab.sweep.best import compare_methods, method_of
+from mpissd.lab.sweep.best_text import render, to_dict
 from mpissd.lab.sweep.commands import best
 from mpissd.lab.sweep.configs import BestConfig
 from mpissd.lab.sweep.uses import verdicts

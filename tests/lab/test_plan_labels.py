@@ -13,8 +13,8 @@ from mpissd.common.config import RunConfig
 from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
-from mpissd.lab.predict.advice import render
-from mpissd.lab.predict.advisor import Advice, plan
+from mpissd.lab.predict.advice import Advice, render
+from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import forecast_row
 from mpissd.lab.predict.places import job_of, survey

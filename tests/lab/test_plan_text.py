@@ -10,8 +10,8 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
-from mpissd.lab.predict.advice import ERROR, gain_text, heading, render
-from mpissd.lab.predict.advisor import Advice, plan
+from mpissd.lab.predict.advice import ERROR, Advice, gain_text, heading, render
+from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.places import survey
 

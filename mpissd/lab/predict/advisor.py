@@ -18,6 +18,7 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family, Others, other_uses
+from mpissd.lab.predict.advice import Advice, ExtraGpu
 from mpissd.lab.predict.breakeven import break_even_alpha, break_even_p_hit
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
@@ -37,84 +38,6 @@ from mpissd.lab.predict.search import (
 _FEW = 16  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _USES = ("ssd", "without", "otherwise")  # fields of an ExtraGpu that hold choices
-
-
-@dataclass(frozen=True)
-class ExtraGpu:
-    """The gains of SSD over other uses of the GPU that its draft occupies.
-
-    ssd: the best SSD, on N = T + D GPUs. without: the best other use of N − 1 GPUs. otherwise: the
-    best other use of N GPUs (a larger T, or SD's draft). replicas_tok_per_s: the rate of as many
-    copies of one use as N GPUs hold, each with a batch of its own. A field is None if there is no
-    such use, or if not all that would fit could be judged.
-    """
-
-    ssd: Choice
-    without: Choice | None
-    otherwise: Choice | None
-    replicas_tok_per_s: float | None
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether any of its choices rests on derived instead of measured times."""
-        return any(use and use.derived for use in (self.ssd, self.without, self.otherwise))
-
-    @property
-    def gain(self) -> float | None:
-        """SSD's tok/s over those of the best use of one GPU less."""
-        return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
-
-    @property
-    def gain_per_gpu(self) -> float | None:
-        """The ratio of `gain`, with both sides in tok/s per GPU."""
-        if self.without is None:
-            return None
-        return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
-
-    @property
-    def gain_at_equal_gpus(self) -> float | None:
-        """SSD's tok/s over those of the best other use of as many GPUs, for one batch."""
-        return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
-
-    @property
-    def gain_over_replicas(self) -> float | None:
-        """SSD's tok/s over those of as many copies of another use as the GPUs hold."""
-        rival = self.replicas_tok_per_s
-        return None if rival is None else self.ssd.tok_per_s / rival
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The advice of `plan`; each choice says whether its times are derived.
-
-    best: the choice with the most tok/s on at most the given GPUs, among those that could be
-    judged. judged: the fastest choice of each mode, T and D. missing: uses that would fit but could
-    not be judged (plan's unjudged). by_method: the best of AR, SD inline, SD and SSD. alternatives:
-    the next two choices of best's mode, with another T or K. rival: the best other use of best's
-    GPUs (rivals.py), None if one is missing. break_even_alpha: for the best choice that drafts;
-    break_even_p_hit: for the best SSD; each against the other uses of its GPUs (see breakeven).
-    """
-
-    best: Choice
-    judged: tuple[Choice, ...]
-    missing: tuple[Family, ...]
-    by_method: tuple[Choice, ...]
-    alternatives: tuple[Choice, ...]
-    rival: Choice | None
-    break_even_alpha: float | None
-    break_even_p_hit: float | None
-    extra_gpu: ExtraGpu | None
-    num_evaluated: int
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether best or its rival rests on derived instead of measured times."""
-        return any(use and use.derived for use in (self.best, self.rival))
-
-    @property
-    def gain(self) -> float | None:
-        """The ratio best / rival in tok/s; None without a rival."""
-        return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
 
 
 def plan(

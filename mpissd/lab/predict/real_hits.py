@@ -9,8 +9,8 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
 from mpissd.common.rivals import Family
-from mpissd.lab.predict.advice import gain_text
-from mpissd.lab.predict.advisor import ExtraGpu, plan
+from mpissd.lab.predict.advice import ExtraGpu, gain_text
+from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.imposed import imposed_hits, price_of
 from mpissd.lab.predict.places import job_of

@@ -13,7 +13,8 @@ from mpissd.engine.comm.topology import check_world, launcher_size
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.job.checks import check_draft_device
 from mpissd.lab.sweep import claims as claimed
-from mpissd.lab.sweep.best import compare_methods, render, to_dict
+from mpissd.lab.sweep.best import compare_methods
+from mpissd.lab.sweep.best_text import render, to_dict
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.lab.sweep.forecast import duration_text, predicted_s
 from mpissd.lab.sweep.grid import read_grid
