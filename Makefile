@@ -1,4 +1,5 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
+## make chat                   talk to a model in the terminal (docs/text.md)
 ## make doctor TP=2            what is wrong here for such a run, how to fix it, what it would choose
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
@@ -18,7 +19,7 @@
 ##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
-##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  PROMPT="…" (with PAIR=smollm2)
+##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  PROMPT="…"|PROMPTS=FILE.jsonl (with PAIR=smollm2)
 ##   ARGS="--lm_head …" (any other flag)
 ## Of sweep, beside those of run, which then hold in all its configurations (docs/sweep.md):
 ##   GRID=FILE|"flag=value,value; …"  REPEATS=3  SHARD=I/N
@@ -34,7 +35,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run sweep submit doctor probe figures report bench-gpu test test-mpi check venv clean help
+.PHONY: run chat sweep submit doctor probe figures report bench-gpu test test-mpi check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -44,7 +45,7 @@ flag = $(if $(given),--$2=$(call quote,$(given)))
 
 flag_of := MODE:mode DRAFTS:num_drafts PAIR:pair BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
-    OUT:out PROMPT:prompt
+    OUT:out PROMPT:prompt PROMPTS:prompts
 flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 
 # A mistyped name would silently measure something else.
@@ -69,6 +70,15 @@ setup_run = $(setup) $(flags) $(call given,ARGS)
 run:
 	$(check_names)$(setup_run)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
+
+chat_of := MODE:mode DRAFTS:drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
+chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
+chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+setup_chat = $(setup) $(or $(call flag,PAIR,pair),--pair=smollm2)
+
+chat:
+	$(call check_only,chat,$(chat_names))$(setup_chat)
+	@PYTHON=$(python) launch/chat.sh $(chat_flags) $(call given,ARGS)
 
 sweep_of := GRID:grid REPEATS:repeats SHARD:shard
 sweep_names := $(foreach f,$(sweep_of),$(word 1,$(subst :, ,$f)))

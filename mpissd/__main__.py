@@ -39,6 +39,7 @@ from mpissd.engine.comm.topology import (  # noqa: E402
     launcher_rank,
     launcher_size,
 )
+from mpissd.lab.chat.config import ChatConfig  # noqa: E402
 from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
 
 HEAD_START_S = 5.0
@@ -54,14 +55,21 @@ def main(arguments: list[str] | None = None) -> int:
 def execute(arguments: list[str] | None) -> int:
     """Judges the arguments and runs their command; returns its exit code."""
     try:
-        command = cli.parse(sys.argv[1:] if arguments is None else arguments)
-        if command.name not in ("run", "probe", "sweep"):
+        arguments = sys.argv[1:] if arguments is None else arguments
+        command = cli.parse(arguments)
+        if command.name == "chat" and launcher_size() is None:
+            from mpissd.lab.chat.front import chat
+
+            return chat(command.config, arguments)
+        if command.name not in ("run", "chat", "probe", "sweep"):
             return alone(command)
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
             from mpissd.lab.sweep.commands import check_sweep  # imports NumPy; --help need not
 
             check_sweep(command.config, command.given)
+        elif isinstance(command.config, ChatConfig):
+            command.config.fit_world(launcher_size() or 1)
         else:
             check_before_mpi(command.run)
     except ConfigError as error:
@@ -123,7 +131,11 @@ def check_before_mpi(config: RunConfig) -> None:
     size = config.world_size or launcher_size()
     tp = check_world(size, config.drafts) if size is not None else 1
     is_shared = config.dry_run and bool(os.environ.get("MPISSD_ONE_HOST"))  # launch/env.sh
-    resolve_unopened(config, tp, size if is_shared else None)
+    job = resolve_unopened(config, tp, size if is_shared else None)
+    if config.is_text and launcher_rank() == 0:  # the lead alone reads prompts
+        from mpissd.engine.workload.text.workload import TextWorkload
+
+        TextWorkload(job).prompts  # noqa: B018  (raises for one that cannot be answered)
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)
@@ -183,6 +195,10 @@ def carry_out(command: cli.Command) -> int:
     from mpissd.lab.probe.command import execute_probe
     from mpissd.lab.sweep.run import execute_sweep
 
+    if isinstance(command.config, ChatConfig):
+        from mpissd.lab.chat.serve import execute_chat
+
+        return execute_chat(command.config)
     if command.name == "probe":
         return execute_probe(command.run, command.config.name)
     if command.name == "sweep":

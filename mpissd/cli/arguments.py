@@ -28,6 +28,7 @@ from mpissd.cli.configs import (
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import documented, parse_into
+from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
@@ -61,6 +62,7 @@ class Spec:
 
 SPECS = {
     "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
+    "chat": Spec(ChatConfig, "Talks to a model in the terminal; starts its ranks by itself."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
@@ -104,7 +106,7 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
     return command
 
 
-_ON_A_BACKEND = ("run", "probe", "doctor", "sweep")
+_ON_A_BACKEND = ("run", "chat", "probe", "doctor", "sweep")
 COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
 
 

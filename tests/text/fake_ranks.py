@@ -41,7 +41,7 @@ def main() -> int:
     inbox = Inbox(0)
     print("a line of the launcher", flush=True)
     tell(ready="two models are ready")
-    while (message := inbox.take()) is not None:
+    while (message := inbox.take()) is not None and "leave" not in message:
         print(f"sent: {message}", file=sys.stderr, flush=True)
         question = message.get("ask", [{"content": ""}])[-1]["content"]
         if "die" in question:

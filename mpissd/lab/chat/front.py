@@ -6,6 +6,8 @@ pipes. Ctrl-C therefore reaches this process alone: it ends an answer, not the j
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -18,6 +20,9 @@ from shutil import which
 from typing import IO, Any
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.engine.job import resolve_unopened
+from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.chat.lines import Ending, Inbox, packed
 from mpissd.lab.show.painter import Painter, legend
 from mpissd.lab.show.terminal import Terminal, open_terminal
@@ -30,6 +35,7 @@ HELP = """\
 /help             this
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
 MODES = ("ar", "sd", "ssd")
+_PR_SET_PDEATHSIG = 1
 _LEAVE_S = 15.0  # longest wait for the job to end by itself
 _NO_WRAP = 1 << 16  # columns that stand for "no terminal"
 
@@ -44,6 +50,7 @@ class Job:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # keeps the terminal's Ctrl-C from the ranks
+            preexec_fn=_end_with_parent,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in: IO[bytes] = self._process.stdin
@@ -74,16 +81,20 @@ class Job:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        if not self._in.closed:
-            try:
-                self._in.close()  # the lead takes a closed pipe as the end
-            except BrokenPipeError:
-                self._process.poll()
+        with contextlib.suppress(BrokenPipeError):  # where the job has ended already
+            self._in.write(packed({"leave": True}))
+            self._in.close()
         try:
             self._process.wait(_LEAVE_S)
         except subprocess.TimeoutExpired:
             self._process.terminate()  # the launcher ends its ranks
             self._process.wait(_LEAVE_S)
+
+
+def _end_with_parent() -> None:
+    """Has Linux end this process when the one that started it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Chat:
@@ -195,6 +206,18 @@ class Chat:
         text = f"{told.get(ending.ended, '')}{ending.summary}"
         self.say(f"\x1b[2m{text}\x1b[0m\n" if self._colours else "")
         return ending
+
+
+def chat(config: ChatConfig, arguments: Sequence[str]) -> int:
+    """Runs the command `chat`, whose arguments its ranks get as well; returns the exit code.
+
+    Raises ConfigError where the models cannot be had, or where the target cannot chat.
+    """
+    mode = config.run.mode
+    job = resolve_unopened(config.of_mode(mode), config.tp)
+    if load_tokenizer(job.target_where).template is None:
+        raise ConfigError(f"{job.target.name}: has no chat template: allowed: run --prompt=…")
+    return converse(ranks_command(arguments, config.num_ranks), mode, colours=config.run.show)
 
 
 def converse(command: Sequence[str], mode: str, *, colours: bool) -> int:

@@ -1,8 +1,8 @@
 """The messages between the two halves of a chat: a JSON object a line, through pipes.
 
-Front to ranks: {"ask": messages, "mode": name}, {"stop": true}; the end of the pipe is the end of
-the chat. Ranks to front: {"ready": text}, {"pieces": [[text, source], …], "margin": text},
-{"end": {…}} (Ending), {"refused": text}.
+Front to ranks: {"ask": messages, "mode": name}, {"stop": true}, {"leave": true} (mpirun does not
+pass the end of its stdin on). Ranks to front: {"ready": text}, {"pieces": [[text, source], …],
+"margin": text}, {"end": {…}} (Ending), {"refused": text}.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _live(
     colours = config.show and "NO_COLOR" not in os.environ
     painter = Painter(terminal.write, terminal.columns, colours=colours)
     _open(terminal, colours)
-    show = Show(text, painter.add, has_cache=config.mode == "ssd", limit=config.num_tokens)
+    show = Show(text, painter.add, has_cache=config.mode == "ssd", limit=config.token_limit)
     yield show.take
     show.end()
     painter.end()
@@ -150,7 +150,7 @@ def _behind(config: RunConfig, text: AnswerText) -> Iterator[Callable[[RoundResu
     def keep(new: Sequence[Piece], margin: str) -> None:
         pieces.extend(piece for piece, _ in new)
 
-    show = Show(text, keep, has_cache=config.mode == "ssd", limit=config.num_tokens)
+    show = Show(text, keep, has_cache=config.mode == "ssd", limit=config.token_limit)
     yield show.take
     show.end()
     told = f"\n{show.meter.long()}\n" if config.show else ""

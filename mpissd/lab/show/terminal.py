@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
+from mpissd.engine.comm.topology import launcher_size
+
 VARIABLE = "MPISSD_TERMINAL"
 _DEFAULT_COLUMNS = 80
 
@@ -40,7 +42,7 @@ class Terminal:
 @contextmanager
 def open_terminal() -> Iterator[Terminal | None]:
     """Yields the user's terminal; None where there is none, for example behind a pipe."""
-    if sys.stdout.isatty():
+    if launcher_size() is None and sys.stdout.isatty():  # mpirun gives ranks a pty of its own
         yield Terminal(sys.stdout)
         return
     file = _named()

@@ -10,6 +10,7 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, switch, words
+from mpissd.common.implied import with_text
 from mpissd.lab.sweep.grid import read_grid
 
 
@@ -39,6 +40,11 @@ class SweepConfig(Checked):
         if self.run.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds what a prompt, or a pair with weights, stands for."""
+        return with_text(super().completed(flags))
 
     @classmethod
     def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:

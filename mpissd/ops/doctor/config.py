@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import Checked, contained, flag, integer, number, switch
+from mpissd.common.implied import with_text
 
 
 @dataclass(frozen=True)
@@ -17,3 +19,8 @@ class DoctorConfig(Checked):
     )
     tp: int | None = flag(None, integer(1), "target ranks to start (default 1; not under mpirun)")
     json: bool = flag(False, switch, "under mpirun: print what the ranks see as one line of JSON")
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds what a prompt, or a pair with weights, stands for."""
+        return with_text(super().completed(flags))

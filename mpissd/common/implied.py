@@ -1,0 +1,59 @@
+"""Flags that other flags stand for: a pair with weights answers prompts, a prompt wants a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import files_of, resolve_model, split_pair
+
+_PROMPTS = ("prompt", "prompts", "prompt_ids")
+DEFAULT_PAIR = "smollm2"
+
+
+def with_text(flags: Mapping[str, str]) -> dict[str, str]:
+    """Adds workload=text where a prompt or a target with weights is given, and pair=smollm2 where a
+    prompt of words has no models.
+
+    --workload and --forward say what is meant, and then nothing is added. Raises ConfigError where
+    a target's weights belong to a package that is not installed.
+    """
+    given = dict(flags)
+    if not {"workload", "forward"} & given.keys() and _wants_text(given):
+        given["workload"] = "text"
+    is_text = given.get("workload") == "text" and "prompt_ids" not in given
+    if is_text and not {"pair", "target"} & given.keys():
+        given["pair"] = DEFAULT_PAIR
+    return given
+
+
+def _wants_text(flags: Mapping[str, str]) -> bool:
+    if any(name in flags for name in _PROMPTS):
+        return True
+    target = _target_of(flags)
+    return target is not None and _has_weights(target)
+
+
+def _target_of(flags: Mapping[str, str]) -> str | None:
+    """Returns the target's name; None where none is given, or where the pair is none."""
+    if "pair" not in flags:
+        return flags.get("target")
+    try:
+        return split_pair(flags["pair"])[0]
+    except ConfigError:  # which resolving the job says
+        return None
+
+
+def _has_weights(target: str) -> bool:
+    """Returns whether a target's name stands for files that hold weights."""
+    try:
+        path = files_of(target)
+    except ConfigError:
+        try:
+            resolve_model(target)
+        except ConfigError:  # an unknown name, which resolving the job says
+            return False
+        raise
+    if path is None:
+        return False
+    return path.suffix == ".gguf" or any(path.glob("*.safetensors"))
