@@ -13,7 +13,7 @@ shift
 # Ranks can't see whether a person is watching: mpirun stands between. The user's own flag comes later.
 [ ! -t 2 ] || set -- --progress=on "$@"
 # Nor can they write a part of a line: the lead shows text on the terminal itself.
-[ ! -t 1 ] || { MPISSD_TERMINAL=$(uname -n):$(tty <&1) && export MPISSD_TERMINAL; }
+[ ! -t 1 ] || { MPISSD_TERMINAL=$(uname -n):$(tty <&3) && export MPISSD_TERMINAL; } 3>&1
 
 # A mistake in the flags costs one line here, instead of one from each rank and mpirun's comments.
 "$PYTHON" -m mpissd "$command" --dry_run --world_size="$np" "$@" </dev/null >/dev/null

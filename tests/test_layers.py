@@ -73,6 +73,7 @@ STARTS_MPI = (
     "mpissd.engine.session",
     "mpissd.lab.measure",
     "mpissd.lab.probe",
+    "mpissd.lab.chat.serve",
     "mpissd.lab.limits",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",

@@ -248,3 +248,12 @@ def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     refused = call(box, "make", "sweep", *fakes, "GRIDS=x")
     assert refused.returncode == 2 and "GRIDS is no variable of sweep" in refused.stderr
     assert "GRID is no variable of run" in make_run(box, "GRID=x").stderr
+
+
+def test_chat_takes_its_own_variables_and_starts_no_rank_itself(box: Path) -> None:
+    done = call(box, "make", "chat", "PYTHON=fakes/bin/python", "MODE=sd", "TP=2", "ARGS=--seed=1")
+    assert done.returncode == 0, done.stderr
+    (argv,) = [json.loads(line) for line in (box / "dry_runs").read_text().splitlines()]
+    assert argv == ["-m", "mpissd", "chat", "--mode=sd", "--tp=2", "--seed=1"]
+    refused = call(box, "make", "chat", "PYTHON=fakes/bin/python", "ROUNDS=3")
+    assert refused.returncode == 2 and "ROUNDS is no variable of chat" in refused.stderr

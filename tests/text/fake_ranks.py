@@ -20,7 +20,7 @@ def tell(**message: object) -> None:
 def ending(ended: str, text: str, num_tokens: int) -> dict[str, object]:
     numbers = {"num_tokens": num_tokens, "num_rounds": num_tokens, "seconds": 0.5}
     told = {"ended": ended, "text": text, "summary": f"{num_tokens} tokens"}
-    return {**told, **numbers, "prompt_tokens": 7, "reused": None}
+    return {**told, **numbers, "prompt_tokens": 7, "reused": 3}
 
 
 def answer(inbox: Inbox, question: str) -> None:

@@ -38,15 +38,21 @@ class PlacedWorker(ABC):
         placement = self.placement
         if placement is not None:
             for slot, request in admissions:
-                shared = min(self.shared(slot, request), int(placement.filled[slot]))
+                shared = self.reusable(slot, request)
                 if not shared:
                     self.stepper.release([slot])
                 placement.admit(slot, request, shared)
             placement.roll_back(batch)
         self.begin_round(batch, admissions)
 
+    def reusable(self, slot: int, request: Request) -> int:
+        """Returns how many tokens of a new prompt need no forward, since the slot's cache holds
+        them."""
+        held = 0 if self.placement is None else int(self.placement.filled[slot])
+        return min(self.shared(slot, request), held)
+
     def shared(self, slot: int, request: Request) -> int:
-        """Returns how many tokens of a new prompt the slot's last sequence left in its cache."""
+        """Returns how many tokens of a new prompt begin the slot's last sequence."""
         return 0
 
     def committed(self, slot: int, start: int, stop: int) -> Ints:

@@ -158,8 +158,8 @@ class Chat:
             self.say("no answer yet")
             return
         last, all_ = self._endings[-1], self._endings
-        reused = "" if last.reused is None else f", {last.reused} of them reused"
-        self.say(f"last: {last.summary}; prompt of {last.prompt_tokens} tokens{reused}")
+        prompt = f"prompt of {last.prompt_tokens} tokens, {last.reused} of them in the KV cache"
+        self.say(f"last: {last.summary}; {prompt}")
         tokens, seconds = sum(e.num_tokens for e in all_), sum(e.seconds for e in all_)
         rounds = max(1, sum(e.num_rounds for e in all_))
         self.say(

@@ -29,7 +29,7 @@ class Ending:
     num_rounds: int
     seconds: float
     prompt_tokens: int
-    reused: int | None
+    reused: int
 
 
 def packed(message: Mapping[str, Any]) -> bytes:

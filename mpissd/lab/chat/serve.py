@@ -31,6 +31,7 @@ from mpissd.lab.show.painter import Piece
 from mpissd.lab.show.show import Show
 
 _STDIN = 0
+_SLOT = 0  # of the one sequence
 
 
 def execute_chat(config: ChatConfig) -> int:
@@ -163,7 +164,10 @@ class Server:
             limit=self._limit,
             watched=self._turns,
         )
-        loop.admit([workload.request(self._turns, self._tokens)])
+        request = workload.request(self._turns, self._tokens)
+        assert self._rank is not None and self._rank.target is not None, "a lead without a worker"
+        reused = self._rank.target.reusable(_SLOT, request)
+        loop.admit([request])
         loop.ledger.restart()
         stopped = False
         while not (show.is_over or stopped):
@@ -180,7 +184,7 @@ class Server:
             num_rounds=show.meter.num_rounds,
             seconds=show.meter.seconds,
             prompt_tokens=len(self._tokens),
-            reused=None,
+            reused=reused,
         )
 
     @staticmethod

@@ -1,0 +1,202 @@
+"""Text on a terminal with real ranks: a chat in every mode, and the answer of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.lab.chat.lines import Inbox, packed
+from tests.mpi.harness import ALWAYS, DIRECT, ROOT, needs_mpi
+from tests.text import tiny
+from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
+from tests.tiny_pair import TinyPair, tiny_pair
+
+pytestmark = needs_mpi
+
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    found = tiny_pair(tmp_path_factory.mktemp("pair"), vocab=len(tiny.tokens()))
+    tiny.write(found.target)
+    return found
+
+
+def models(pair: TinyPair) -> list[str]:
+    return [f"--target={pair.target}", f"--draft={pair.draft}", f"--num_tokens={NUM_TOKENS}"]
+
+
+class Ranks:
+    """The ranks of a chat, spoken to as the front does."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._in, self._inbox = process.stdin, Inbox(process.stdout.fileno())
+        assert "ready" in self.take()
+
+    def take(self) -> dict[str, Any]:
+        message = self._inbox.take(60)
+        assert message is not None, "no message"
+        return message
+
+    def send(self, **message: Any) -> None:
+        self._in.write(packed(message))
+        self._in.flush()
+
+    def ask(self, messages: Sequence[dict[str, str]], mode: str) -> dict[str, Any]:
+        self.send(ask=messages, mode=mode)
+        while True:
+            message = self.take()
+            if "end" in message or "refused" in message:
+                return message.get("end", message)
+
+
+@contextmanager
+def serving(pair: TinyPair, *flags: str) -> Iterator[Ranks]:
+    """Starts T = D = 1 ranks, and expects them to end well."""
+    words = ["2", "mpissd", "chat", *models(pair), *flags]
+    process = subprocess.Popen(
+        ["bash", "-c", DIRECT, "launch/local.sh", *words],
+        cwd=ROOT,
+        env={**os.environ, **ALWAYS},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        ranks = Ranks(process)
+        yield ranks
+        ranks.send(leave=True)
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, str]]]) -> list[str]:
+    """The answers of a run of its own, without drafts, each from an empty cache."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked))
+    flags = [*models(pair)[::2], "--mode=ar", f"--prompts={prompts}", f"--out={folder}"]
+    command = [sys.executable, "-m", "mpi4py", "-m", "mpissd", "run", *flags]
+    command.append(f"--batch_size={len(asked)}")  # no slot is used twice
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    lines = (folder / "text" / f"{row['run_id']}.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+def test_turns_reuse_the_cache_and_answer_as_a_run_from_scratch(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    """Also behind a change of mode, behind an answer that was cut short, and behind /reset."""
+    history: list[dict[str, str]] = []
+    asked, ends = [], []
+    with serving(pair) as ranks:
+        for mode, text in (("ssd", "one"), ("ssd", "two"), ("sd", "three"), ("sd", "four")):
+            asked.append([*history, user(text)])
+            ends.append(ranks.ask(asked[-1], mode))
+            history = [*asked[-1], {"role": "assistant", "content": ends[-1]["text"]}]
+        asked.append([user("again")])
+        ends.append(ranks.ask(asked[-1], "sd"))
+    assert [end["text"] for end in ends] == answered(pair, tmp_path, asked)
+    assert {(end["num_tokens"], end["ended"]) for end in ends} == {(NUM_TOKENS, "length")}
+    # Another mode begins with an empty cache; two conversations share the template's first words.
+    assert [end["reused"] > 12 for end in ends] == [False, True, False, True, False]
+    assert ends[-1]["reused"] > 0 == ends[0]["reused"] == ends[2]["reused"]
+
+
+def test_what_cannot_be_answered_is_refused_and_the_chat_goes_on(pair: TinyPair) -> None:
+    with serving(pair, "--backup=auto") as ranks:
+        long = ranks.ask([user("x" * 1100)], "ssd")
+        assert re.fullmatch(r"the conversation has 1\d+ tokens, and .*", long["refused"])
+        assert "backup=auto with mode=sd" in ranks.ask([user("hello")], "sd")["refused"]
+        assert "mode=fast" in ranks.ask([user("hello")], "fast")["refused"]
+        assert ranks.ask([user("hello")], "ssd")["num_tokens"] == NUM_TOKENS
+
+
+def test_a_chat_in_a_terminal(pair: TinyPair) -> None:
+    flags = [*models(pair)[:2], "--num_tokens=800"]
+    with TerminalSession(["launch/chat.sh", *flags], str(ROOT), ALWAYS) as screen:
+        assert "T=1, D=1 on numpy" in screen.until("ssd> ", 60)
+        screen.type("hello\n")
+        screen.until("tok/round", 60)
+        screen.type(INTERRUPT)
+        assert "stopped; " in screen.until("ssd> ", 60)
+        screen.type("/mode ar\n")
+        screen.until("ar> ")
+        screen.type("hello again\n")
+        screen.until("tok/round", 60)
+        screen.type(INTERRUPT)
+        assert "1.00 a round" in screen.until("ar> ", 60)
+        screen.type("/stats\n")
+        assert "all:  2 answers" in screen.until("ar> ", 60)
+        screen.type(END_OF_FILE)
+        assert screen.end(30) == 0
+        assert "mpissd:" not in screen.seen
+
+
+def test_a_run_shows_its_answer_on_the_terminal_and_ends_with_its_row(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    flags = [*models(pair), "--mode=sd", "--prompt=hello", "--show", f"--out={tmp_path}"]
+    with TerminalSession(["launch/local.sh", "2", *flags], str(ROOT), ALWAYS) as screen:
+        assert screen.end(90) == 0
+        assert "\x1b[33m■ drafted in time" in screen.seen and "% hits" not in screen.seen
+        assert f"{NUM_TOKENS} tokens in " in screen.seen
+        row = json.loads(screen.seen.splitlines()[-1])
+        assert row["workload"] == "text" and row["mode"] == "sd"
+
+
+def test_behind_a_pipe_an_answer_is_plain_and_the_row_stays_last(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    flags = [*models(pair), "--mode=sd", "--prompt=hello", "--show", f"--out={tmp_path}"]
+    command = ["launch/local.sh", "2", *flags]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **ALWAYS}, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout and f"{NUM_TOKENS} tokens in " in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["mode"] == "sd"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt= "], "prompt: is empty"),
+        (["--prompts={folder}/bad.jsonl"], "line 2: is no JSON"),
+        (["--prompts={folder}/none.jsonl"], "No such file"),
+        ([f"--prompt={'x' * 1100}"], "tokens: allowed: at most"),
+        ([], "prompt: needed with workload=text"),
+        (["--prompt=a", "--stop_token=999"], "stop_token=999: allowed: 0..263"),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered_is_one_line_and_no_file(
+    pair: TinyPair, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "hello"}\nnonsense\n')
+    out = tmp_path / "out"
+    flags = [flag.format(folder=tmp_path) for flag in flags]
+    command = ["launch/local.sh", "1", *models(pair), "--mode=ar", *flags, f"--out={out}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **ALWAYS}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and not out.exists()
+    assert done.stderr.startswith("mpissd: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
