@@ -47,7 +47,7 @@ class PredictConfig(Checked):
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
 
     def check_schedule(self) -> None:
-        """Refuses --schedule: the profile would set the flags that the user did not give."""
+        """Refuses --schedule, because flags that are not given are taken from the profile."""
         if self.run.schedule is not None:
             name = self.run.schedule
             flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())

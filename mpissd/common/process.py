@@ -43,7 +43,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a signal such as SIGSTOP has stopped the process; a debugger has not."""
+    """Returns whether a signal such as SIGSTOP stopped the process, and not a debugger."""
     fields = stat(pid)
     return fields is not None and fields[0] == "T"
 

@@ -17,7 +17,7 @@ OWN_WARMTH = 0.7
 
 
 def read_prompts(names: str | None, tokenizer: Chat) -> dict[str, list[list[int]]]:
-    """Returns the encoded prompts of JSONL files by the files' stems; names: a comma between."""
+    """Returns {stem: encoded prompts} of JSONL files; names: the files, separated by commas."""
     found = {}
     for name in filter(None, (names or "").split(",")):
         try:

@@ -193,8 +193,7 @@ class BackupController:
 
 
 class _Outcomes:
-    """Forgetting tallies of one source: rows, accepted tokens and keys found of about _MEMORY_ROWS
-    rows."""
+    """Tallies of one source, which fade over about _MEMORY_ROWS rows: rows, tokens, keys found."""
 
     def __init__(self) -> None:
         self.ever = 0

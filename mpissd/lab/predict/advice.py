@@ -193,7 +193,7 @@ def _verdict(advice: Advice, gpus: int) -> list[str]:
 
 
 def _of_ssd(extra: ExtraGpu, advice: Advice, gpus: int) -> list[str]:
-    """Returns lines on SSD's gains over other uses of its N GPUs and of N − 1.
+    """Returns lines on SSD's gains over the best other uses of its N GPUs, and of N − 1 GPUs.
 
     If the user asked for more than N GPUs, a line compares SSD with the best other use of them all.
     """

@@ -21,7 +21,10 @@ _WHY = {
 
 
 def rehearse(config: RunConfig) -> SessionFacts:
-    """Opens and closes a session; returns the same facts on every rank. Collective."""
+    """Opens and closes a session, and removes the folders that it made. Collective.
+
+    Returns the same facts on every rank.
+    """
     sharpen_sleep()
     made = _missing(Path(config.out))
     try:

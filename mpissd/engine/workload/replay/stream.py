@@ -20,7 +20,7 @@ from mpissd.engine.workload.replay.recording import Ids, Recording
 
 
 class RecordedStream:
-    """The target's recorded tokens, one prompt's behind the other's.
+    """The target's recorded tokens of all prompts, in one table.
 
     Each prompt has end + K entries, K being that of the recording: entry c is the token behind c
     generated ones.

@@ -30,7 +30,7 @@ _LLAMA3 = _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _SPLITS = {"qwen2": _QWEN, "llama-bpe": _LLAMA3, "llama3": _LLAMA3}
 _DIGITS = ("smollm",)  # each digit is split off, then GPT-2's rule holds
 _GPT2 = ("gpt-2", "default")
-_NFC = ("qwen2",)  # composes characters first
+_NFC = ("qwen2",)  # names of vocabularies that normalise text to Unicode's NFC first
 _WHOLE = ("llama-bpe", "llama3")  # a word that is a token needs no merges
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")  # some files name only the end of a document
 

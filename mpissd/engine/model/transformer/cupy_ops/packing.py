@@ -121,7 +121,7 @@ class Packer:
         self._launch("pack_random", int(lanes), args)
 
     def _fill_staged(self, checkpoint: Checkpoint, out: Any, tiles: _Tiles) -> None:
-        """Brings some columns at a time to the device."""
+        """Copies a matrix to the device, some columns at a time."""
         depth, step = tiles.depth, tiles.step
         count = max(1, _STAGING_ELEMENTS // (depth * step)) * step
         for first in range(0, tiles.outputs, count):
