@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +53,12 @@ def tiny_pair(
     noise: float = 0.05,
     scale: float = 1.0,
     seed: int = 0,
+    head_ids: Sequence[int] | None = None,
 ) -> TinyPair:
     """Writes a pair: the draft's matrices are the target's and a share `noise` of other ones.
 
-    scale: of the LM head, which says how sharp the target's distributions are.
+    scale: of the LM head, which says how sharp the target's distributions are. head_ids: the
+    tokens that the draft knows (None: all).
     """
     told = config(layers, vocab=vocab, heads=heads, kv_heads=kv_heads, hidden=hidden)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +68,10 @@ def tiny_pair(
     for weights in (target, other):
         weights["lm_head.weight"] *= scale
     draft = {name: _mixed(target[name], other[name], noise) for name in target}
+    if head_ids is not None:
+        ids = np.array(head_ids, np.int32)
+        draft["lm_head.weight"] = draft["lm_head.weight"][ids]
+        draft["head_ids"] = ids  # type: ignore[assignment]
     for name, weights in (("target", target), ("draft", draft)):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(told))

@@ -26,6 +26,7 @@ from mpissd.engine.workload.base import Proposals
 from mpissd.engine.workload.markov import draft as markov_draft
 from mpissd.engine.workload.markov import target as markov_target
 from mpissd.engine.workload.rollout import Branches
+from mpissd.engine.workload.sampled import SamplingDraftWorker, SamplingTargetWorker
 from tests.loop.choices import Choices, Name, Path
 from tests.loop.harness import CountingForwards, NoPlans
 from tests.loop.markov_rig import WAITER, Pair, joint_law
@@ -37,16 +38,19 @@ EXACT = 1e-12  # what rounding may add to a total variation of 0
 _UNSEEN = 0.5  # a number for draws that nobody will look at
 
 
-class Watched(markov_draft.MarkovDraftWorker):
-    """The draft worker; lanes that are known to have lost draw numbers that part no paths."""
+class Watching(SamplingDraftWorker):
+    """A draft worker; lanes that are known to have lost draw numbers that part no paths."""
 
     decoding: Decoding
+    grown: Branches | None = None
+    lanes: list[Any]
+    lost: list[object]
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         found = super().branches(batch, speculation, fan_outs)
-        self.grown: Branches | None = found
+        self.grown = found
         self.lanes = list(found.rollout.lanes)  # type: ignore[attr-defined]
-        self.lost: list[object] = []
+        self.lost = []
         return found
 
     def winner(self, row: int, k: int, bonus: int) -> int | None:
@@ -60,6 +64,29 @@ class Watched(markov_draft.MarkovDraftWorker):
     def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
         unseen = any(lane is lost for lost in self.lost)
         return super()._propose(lane, place, _UNSEEN if unseen else u)
+
+
+class Watched(Watching, markov_draft.MarkovDraftWorker):
+    """The draft worker of the `markov` workload, watched."""
+
+
+class Judging(SamplingTargetWorker):
+    """A target worker whose verdict in the last round is every verdict that it can come to."""
+
+    decoding: Decoding
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        decoding, judge = self.decoding, super().judge
+        if decoding.loop.round < decoding._last:
+            return judge(batch, speculation, proposals)
+        decoding.ways = decoding.choices.fork(lambda: judge(batch, speculation, proposals))
+        return decoding.ways[0][2]
+
+
+class Judged(Judging, markov_target.MarkovTargetWorker):
+    """The target worker of the `markov` workload, forked."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +106,7 @@ class Case:
     steps: Callable[[Decoding], int] = lambda decoding: decoding.case.pair.K
     controls: Callable[[Decoding], Controls] | None = None
     worker: type[Watched] = Watched
+    workers: Callable[[Case], tuple[Watching, Judging]] | None = None  # None: markov's
     tamper: Callable[[Decoding, Speculation, Rows], None] | None = None
     rename: Callable[[Name], Name] = lambda name: name
     fresh: bool = True
@@ -104,12 +132,12 @@ class Decoding(RemoteSpeculator):
         lead, self._end = queue_link(pair.shape, WAITER)
         super().__init__(lead)
         self.case, self.choices, self._last = case, choices, last
-        self.worker = case.worker(CountingForwards(), pair.laws, pair.K, pair.fans)
-        self.worker.decoding, self.worker.grown, self.worker.lost = self, None, []
+        self.worker, target = (case.workers or _markov)(case)
+        self.worker.decoding, self.worker.lost, target.decoding = self, [], self
         policy = pair.policy()
         controls = case.controls(self) if case.controls else None
         self.drafter = Drafter(self.worker, policy, pair.batch, WAITER, controls)
-        self.loop = TargetLoop(_Target(self), self, NoPlans(), pair.batch, WAITER)
+        self.loop = TargetLoop(target, self, NoPlans(), pair.batch, WAITER)
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
         self.accepted: list[int] = []  # k of the first watched sequence, round by round
         self._previous: Speculation | None = None
@@ -192,21 +220,10 @@ class Decoding(RemoteSpeculator):
                 self.drafter.grow_step()
 
 
-class _Target(markov_target.MarkovTargetWorker):
-    """The target worker, whose verdict in the last round is every verdict that it can come to."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        super().__init__(CountingForwards(), decoding.case.pair.laws)
-        self._decoding = decoding
-
-    def judge(
-        self, batch: Batch, speculation: Speculation, proposals: Proposals
-    ) -> tuple[Ints, Ints]:
-        decoding, judge = self._decoding, super().judge
-        if decoding.loop.round < decoding._last:
-            return judge(batch, speculation, proposals)
-        decoding.ways = decoding.choices.fork(lambda: judge(batch, speculation, proposals))
-        return decoding.ways[0][2]
+def _markov(case: Case) -> tuple[Watching, Judging]:
+    pair = case.pair
+    draft = case.worker(CountingForwards(), pair.laws, pair.K, pair.fans)
+    return draft, Judged(CountingForwards(), pair.laws)
 
 
 @dataclass

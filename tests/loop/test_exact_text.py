@@ -1,0 +1,113 @@
+"""Sampled text loses nothing: the joint law of its first tokens, enumerated, is the target's own.
+
+Two transformers of two tiny layers decide, through the loops, the links and the caches of text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mpissd.common.rounds import Source
+from mpissd.engine import Decoder, RunConfig
+from tests.loop.enumeration import EXACT, Case, Found, enumerate_
+from tests.loop.markov_rig import joint_law
+from tests.loop.text_rig import TextPair, text_workers
+from tests.tiny_pair import tiny_pair
+
+V = 4
+CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TextPair:
+    made = tiny_pair(
+        tmp_path_factory.mktemp("pair"), vocab=V, heads=2, kv_heads=1, hidden=32, noise=0.5
+    )
+    told = {"target_where": str(made.target), "draft_where": str(made.draft)}
+    return TextPair("ssd", vocab=V, lookahead=2, fan_out=(1, 1, 1), **told)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> TextPair:
+    """The draft knows all tokens but 1."""
+    made = tiny_pair(
+        tmp_path_factory.mktemp("narrow"), vocab=V, heads=2, kv_heads=1, hidden=32, noise=0.5,
+        head_ids=[0, 2, 3],
+    )  # fmt: skip
+    told = {"target_where": str(made.target), "draft_where": str(made.draft)}
+    return TextPair("ssd", vocab=V, lookahead=2, fan_out=(1, 1, 1), **told)
+
+
+def enumerated(pair: TextPair, count: int = 3) -> Found:
+    found = enumerate_(Case(pair, count=count, workers=text_workers))
+    print(f"{pair.mode}: {len(found.law)} texts, total variation {found.bias:.1e}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "sources"),
+    [
+        ({"mode": "sd"}, {JIT}),
+        ({}, {CACHE, JIT}),
+        ({"temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
+        ({"top_p": 0.7}, {CACHE, JIT}),
+        ({"backup": "fast"}, {CACHE, FAST}),
+    ],
+)
+def test_the_law_of_the_text_is_the_target_s(
+    base: TextPair, changed: dict[str, object], sources: set[Source]
+) -> None:
+    found = enumerated(replace(base, **changed))  # type: ignore[arg-type]
+    assert {source for rows in found.served for source, _ in rows} == sources
+    assert abs(sum(found.law.values()) - 1) < 1e-9 and found.bias <= EXACT
+
+
+def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
+    """q = 0 for what it does not know, whose text the target adds alone."""
+    found = enumerated(narrow)
+    assert any(1 in text for text in found.law) and found.bias <= EXACT
+
+
+def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
+    assert enumerated(replace(base, top_p=0.7, wrong_top_p=1.0)).bias > 0.01
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"mode": "ar"},
+        {"mode": "sd", "num_drafts": 0},
+        {"mode": "ssd", "on_late": "serve", "fan_out": "uniform:2"},
+        {"mode": "ssd", "backup": "fast", "num_drafts": 2},
+    ],
+    ids=lambda flags: "-".join(map(str, flags.values())),
+)
+def test_many_answers_to_one_prompt_follow_the_target(
+    base: TextPair, flags: dict[str, Any]
+) -> None:
+    """A chi-squared test of the first three tokens, in threads with the time of a real run."""
+    count, prompt = 4000, base.prompts[0]
+    law = joint_law(replace(base, top_p=0.9), prompt, 3)
+    config = RunConfig(
+        workload="text", temperature=1.0, top_p=0.9, backend="numpy", num_tokens=3, lookahead=2,
+        prompt_ids=";".join([",".join(map(str, prompt))] * count), batch_size=40, seed=3,
+        target=base.target_where, draft=base.draft_where, **flags,
+    )  # fmt: skip
+    with Decoder(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        texts = Counter(tuple(tokens[:3]) for tokens in decoder.tokens.values())
+    assert sum(texts.values()) == count and set(texts) <= {t for t, p in law.items() if p > 0}
+    common = [text for text, chance in law.items() if chance * count >= 5]
+    rare = 1 - sum(law[text] for text in common)
+    found = [*(texts[text] for text in common), sum(texts.values()) - sum(texts[t] for t in common)]
+    want = [*(law[text] * count for text in common), rare * count]
+    cells = [(a, b) for a, b in zip(found, want, strict=True) if b > 0]
+    chi = sum((a - b) ** 2 / b for a, b in cells)
+    freedom = len(cells) - 1
+    # Wilson and Hilferty: 5 standard deviations, once in 3.5 million runs.
+    assert ((chi / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / (2 / (9 * freedom)) ** 0.5 < 5

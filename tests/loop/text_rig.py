@@ -1,0 +1,154 @@
+"""Pairs of tiny transformers whose sampled text is enumerated like that of markov models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.rounds import Request
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.stack import TransformerStacks
+from mpissd.engine.spec import sampling
+from mpissd.engine.workload.placement import Placement
+from mpissd.engine.workload.text.draft import TextDraftWorker
+from mpissd.engine.workload.text.target import TextTargetWorker
+from tests.loop.enumeration import Case, Judging, Watching
+from tests.loop.markov_rig import Pair
+
+_CAPACITY, _LANES = 32, 32
+
+
+class Twin:
+    """Stands for the worker over paused forwards, which no test here makes."""
+
+    def __init__(self, lookahead: int) -> None:
+        self.lookahead = lookahead
+
+
+@lru_cache(maxsize=8)
+def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) -> Stepper:
+    """A model on a cache of its own; `which` tells two of the same weights apart."""
+    sizes = {"capacity": _CAPACITY, "lanes": _LANES, "steps": max(1, lookahead)}
+    config = config_of(where, target)
+    top_k = min(4, config.head_vocab)
+    return Stepper(
+        NumpyBackend(), SoloGroup(), TransformerShard(config),
+        ForwardOptions(lm_head=True, values=True, top_k=top_k, **sizes),
+        buckets=[1, 2, 4, 8, 32], num_sequences=batch, seed=0,
+        stacks=TransformerStacks(where, target, page=16),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=100_000)
+def logits_behind(where: str, context: tuple[int, ...]) -> Any:
+    """The target's logits behind a context, by a prefill alone."""
+    stepper = stepper_of(where, where, 1, 0, "alone")
+    stepper.release([0])
+    stepper.upload(len(context), np.array(context, np.int32), trunk_rows(0, 0, len(context)))
+    stepper.launch()
+    return stepper.logits([len(context) - 1])[0].copy()
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """The target as the enumeration asks for it; a token that top_p cuts has −inf."""
+
+    where: str
+    temperature: float
+    top_p: float
+
+    def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens)
+
+    def logits(self, context: tuple[int, ...]) -> Any:
+        probs = sampling.probabilities(logits_behind(self.where, context), self.temperature)
+        with np.errstate(divide="ignore"):
+            return np.log(sampling.nucleus(probs, self.top_p)) * self.temperature
+
+
+@dataclass(frozen=True)
+class TextLaws:
+    """What the rig asks of a pair's laws."""
+
+    target: TextModel
+    temperature: float
+    prompts: tuple[tuple[int, ...], ...]
+
+    def prompt(self, request_id: int) -> list[int]:
+        return list(self.prompts[request_id])
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        told = self.temperature, self.target.top_p
+        ids = range(first_id, first_id + count)
+        return [Request(n, self.prompts[n][-1], 0, self.prompts[n], *told) for n in ids]
+
+
+@dataclass(frozen=True)
+class TextPair(Pair):
+    """A Pair whose models are folders of weights."""
+
+    target_where: str = ""
+    draft_where: str = ""
+    top_p: float = 1.0
+    prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
+    wrong_top_p: float | None = None  # what the target judges by, where it is not top_p
+
+    @property
+    def laws(self) -> TextLaws:  # type: ignore[override]
+        model = TextModel(self.target_where, self.temperature, self.top_p)
+        return TextLaws(model, self.temperature, self.prompts)
+
+    @property
+    def ids(self) -> Any:
+        return open_checkpoint(self.draft_where, target=self.target_where).head_ids()
+
+    @property
+    def shape(self) -> LinkShape:
+        width = self.vocab if self.ids is None else len(self.ids)
+        vocab = width if self.K else 0
+        return LinkShape(3, self.batch, self.K, vocab=vocab, num_tokens=self.vocab, prompt_tokens=9)
+
+
+class WatchedText(Watching, TextDraftWorker):
+    """The draft worker of the `text` workload, watched."""
+
+
+class JudgedText(Judging, TextTargetWorker):
+    """The target worker of the `text` workload, forked."""
+
+    wrong_top_p: float | None = None
+
+    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+        if self.wrong_top_p is not None:
+            request = replace(request, top_p=self.wrong_top_p)
+        return super()._target_row(request, start, i)
+
+
+def text_workers(case: Case) -> tuple[Watching, Judging]:
+    """New workers over models that are made once; what they stored before is given back."""
+    pair = case.pair
+    assert isinstance(pair, TextPair)
+    told = pair.target_where, pair.batch, pair.K
+    target = stepper_of(pair.target_where, *told, "target")
+    draft = stepper_of(pair.draft_where, *told, "draft")
+    for stepper in (target, draft):
+        stepper.release(range(pair.batch))
+    drafter = WatchedText(
+        draft, pair.seed, pair.fans, Twin(pair.K),  # type: ignore[arg-type]
+        samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
+    )  # fmt: skip
+    judge = JudgedText(target, pair.seed, Twin(pair.K), samples=True, draft_ids=pair.ids)  # type: ignore[arg-type]
+    judge.wrong_top_p = pair.wrong_top_p
+    drafter.placement, judge.placement = Placement(pair.batch), Placement(pair.batch)
+    return drafter, judge
