@@ -10,6 +10,8 @@
 ## make report                 one HTML page of them, with their numbers: figures/report.html
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
+## make parity                 greedy tokens against Hugging Face transformers, some minutes
+##                             (LIBRARY=PYTHON that has them; else they go into .venv-parity)
 ## make check                  ruff, mypy and the fast tests
 ## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks;
 ##                             PAIR=smollm2: with its weights)
@@ -35,7 +37,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat sweep submit doctor probe figures report bench-gpu test test-mpi check venv clean help
+.PHONY: run chat sweep submit doctor probe figures report bench-gpu test test-mpi parity check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -132,6 +134,10 @@ test-mpi:
 	$(call check_only,test-mpi,ARGS MPIRUN)$(setup) test
 	@$(python) -m pytest -m mpi $(call given,ARGS) </dev/null
 
+parity:
+	$(call check_only,parity,LIBRARY)$(setup) --pair=smollm2
+	@PYTHON=$(python) $(if $(call given,LIBRARY),LIBRARY=$(call quote,$(call given,LIBRARY))) tests/parity/parity.sh
+
 check:
 	$(call check_only,check,MPIRUN)$(setup) test
 	@$(python) -m ruff check .
@@ -144,7 +150,7 @@ venv:
 
 clean:
 	@rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile

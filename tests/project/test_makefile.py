@@ -159,6 +159,7 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
         ("report", "DEVICE=x", "PYTHON ARGS"),
         ("test", "K=2", "PYTHON ARGS MPIRUN"),
         ("check", "ARGS=x", "PYTHON MPIRUN"),
+        ("parity", "K=2", "PYTHON LIBRARY"),
         ("venv", "CUDDA=cuda12", "PYTHON CUDA MPIRUN"),
     ],
 )

