@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerCon
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.weights import load_weights
+from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
 
 Floats = NDArray[np.float32]
 TINY = ModelShape("tiny", 2, 48, 6, 3, 16, 80, True, 150)
@@ -60,7 +60,7 @@ class Rig:
         config: TransformerConfig,
         *,
         group: Group | None = None,
-        checkpoint: Any = None,
+        weights: TransformerWeights | None = None,
         page: int = 16,
         slots: int = 2,
         capacity: int = 100,
@@ -74,8 +74,10 @@ class Rig:
         options = ForwardOptions(
             lm_head=True, top_k=top_k, values=True, capacity=capacity, lanes=lanes, steps=steps
         )
-        self.checkpoint = checkpoint or Rounded(RandomCheckpoint(config, 5))
-        weights = load_weights(backend, self.checkpoint, shard, max_rows=max_rows, page=page)
+        self.checkpoint = Rounded(RandomCheckpoint(config, 5))
+        weights = weights or load_weights(
+            backend, self.checkpoint, shard, max_rows=max_rows, page=page
+        )
         parts = backend, group, shard, options, weights
         self.stack = TransformerStack(*parts, max_rows=max_rows, max_sequences=slots)
         self.max_rows = max_rows

@@ -149,6 +149,13 @@ def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
         assert np.array_equal(mine, other)
 
 
+def test_weights_serve_a_stack_of_more_rows() -> None:
+    """As a sweep's configurations share the weights that the first of them made."""
+    few, tokens = Rig(LLAMA, max_rows=2), dice_tokens(14, 30)
+    many = Rig(LLAMA, weights=few.stack.weights, max_rows=30)
+    assert np.array_equal(many.trunk(0, 0, tokens), few.one_by_one(0, tokens))
+
+
 def test_pages_are_given_back_and_taken_again() -> None:
     rig, tokens = Rig(LLAMA, slots=2, capacity=48), dice_tokens(9, 48)
     pages = rig.stack.pages
@@ -162,6 +169,22 @@ def test_pages_are_given_back_and_taken_again() -> None:
     assert len(set(pages.free)) == 4 and pages.held == [2, 0]
     with pytest.raises(AssertionError, match="position 48 of a cache of 48"):
         rig.stack.place(trunk_rows(1, 48, 49))
+
+
+@pytest.mark.parametrize(("lane", "trunk", "step"), [(6, 17, 0), (0, 17, 20), (0, 33, 0)])
+def test_lanes_that_have_no_place_are_refused(lane: int, trunk: int, step: int) -> None:
+    """A lane beyond the scratch, a step beyond it, and a trunk that is not in the cache."""
+    rig = Rig(LLAMA)
+    rig.trunk(0, 0, dice_tokens(15, 17))
+    with pytest.raises(AssertionError, match="no such place"):
+        rig.stack.place(lane_rows(0, [lane], [trunk], step))
+
+
+def test_a_token_beyond_the_vocabulary_is_another_one() -> None:
+    rig = Rig(LLAMA)
+    vocab = TINY.vocab_size
+    found = rig.trunk(0, 0, [3 + vocab, 3 + 2 * vocab])
+    assert np.array_equal(found, Rig(LLAMA).trunk(0, 0, [3, 3]))
 
 
 def test_padding_stores_nothing_and_attends_nothing() -> None:

@@ -109,11 +109,17 @@ class PageTable:
         return count
 
     def _reserve(self, places: Places) -> None:
-        trunk = places.lanes < 0
-        slots, positions = places.slots[trunk].tolist(), places.positions[trunk].tolist()
-        for slot, position in zip(slots, positions, strict=True):
-            if position >= self.held[slot] * self.sizes.page:
-                self._grow(slot, position)
+        """Takes the pages of trunk rows, and checks that lane rows have their scratch and trunk."""
+        sizes, held, page = self.sizes, self.held, self.sizes.page
+        parts = places.slots, places.positions, places.lanes, places.trunks
+        for slot, position, lane, trunk in zip(*(part.tolist() for part in parts), strict=True):
+            if lane < 0:
+                if position >= held[slot] * page:
+                    self._grow(slot, position)
+                continue
+            step = position - trunk
+            fits = lane < sizes.lanes and 0 <= step < sizes.steps and trunk <= held[slot] * page
+            assert fits, f"lane {lane}, step {step}, trunk {trunk}: no such place in {sizes}"
 
     def _grow(self, slot: int, position: int) -> None:
         sizes = self.sizes

@@ -85,7 +85,7 @@ class Ops(Protocol):
         """Brings the places of a forward's rows to the device; a forward's first operation."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m]]."""
+        """Sets hidden[m] = table[tokens[m] mod entries], as laws draw tokens of any vocabulary."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
         """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""

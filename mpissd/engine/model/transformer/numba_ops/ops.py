@@ -72,9 +72,7 @@ class NumbaOps:
         assert self.page % 16 == 0, f"a page of {self.page} positions"
         self._config, self._eps = config, np.float32(config.norm_eps)
         self._sizes = heads, kv_heads, config.shape.head_dim
-        self._max_rows = max_rows
-        self._qkv = self.buffer(max_rows, (heads + 2 * kv_heads) * config.shape.head_dim)
-        self._gate_up = _NOTHING
+        self._products: dict[int, Floats] = {}
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
         """Returns the packed weight of one product: the parts' outputs side by side."""
@@ -89,10 +87,7 @@ class NumbaOps:
 
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
         """Returns one packed weight: gate's outputs, then up's."""
-        packed = self.matrix(checkpoint, [gate, up])
-        if self._gate_up.size < self._max_rows * packed.outputs:
-            self._gate_up = self.buffer(self._max_rows, packed.outputs)
-        return packed
+        return self.matrix(checkpoint, [gate, up])
 
     def table(self, checkpoint: Checkpoint) -> NDArray[np.uint16]:
         """Returns the embedding in bfloat16, [tokens, hidden]."""
@@ -159,13 +154,14 @@ class NumbaOps:
         self, x: Floats, layer: Layer, cache: Cache, number: int, q: Floats, count: int
     ) -> None:
         """Computes q, k and v of a layer, and stores k and v in the cache."""
-        self.product(x, layer.qkv, self._qkv, count)
+        qkv = self._scratch(layer.qkv, count)
+        self.product(x, layer.qkv, qkv, count)
         norms = tuple(
             _NOTHING if part is None else part
             for part in (layer.qkv_bias, layer.q_norm, layer.k_norm)
         )
         attention.store(
-            self._qkv,
+            qkv,
             self._sizes,
             number,
             norms,
@@ -188,8 +184,16 @@ class NumbaOps:
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
-        products.product(x, gate_up.words, self._gate_up, count)
-        rows.swiglu(self._gate_up, inner, gate_up.outputs // 2, count)
+        both = self._scratch(gate_up, count)
+        self.product(x, gate_up, both, count)
+        rows.swiglu(both, inner, gate_up.outputs // 2, count)
+
+    def _scratch(self, weight: Packed, count: int) -> Floats:
+        """Returns a buffer for a product of `count` rows that no other operation keeps."""
+        found = self._products.get(weight.outputs)
+        if found is None or len(found) < count:
+            found = self._products[weight.outputs] = self.buffer(count, weight.outputs)
+        return found
 
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
         """Sums delta over the ranks in rank order, in place."""

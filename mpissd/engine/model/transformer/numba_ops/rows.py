@@ -52,9 +52,9 @@ def round_table(matrix, table):
 
 @njit(**JIT)
 def embed(table, tokens, hidden, rows):
-    """Sets hidden[m] = the bfloat16 row tokens[m] of the table."""
+    """Sets hidden[m] = the bfloat16 row tokens[m] of the table, modulo its entries."""
     for row in range(rows):
-        token = tokens[row]
+        token = tokens[row] % table.shape[0]
         for column in range(table.shape[1]):
             hidden[row, column] = as_float(np.uint32(table[token, column]) << np.uint32(16))
 
