@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpissd.common.config import RunConfig
     from mpissd.common.workloads import register
+    from mpissd.engine.decode.generate import generate
     from mpissd.engine.decode.in_process import Decoder
     from mpissd.engine.workload.base import DraftWorker, TargetWorker, Workload
 
-__all__ = ["Decoder", "DraftWorker", "RunConfig", "TargetWorker", "Workload", "register"]
+__all__ = [
+    "Decoder",
+    "DraftWorker",
+    "RunConfig",
+    "TargetWorker",
+    "Workload",
+    "generate",
+    "register",
+]
 
 _HOMES = {
     "Decoder": "mpissd.engine.decode.in_process",
@@ -24,6 +33,7 @@ _HOMES = {
     "RunConfig": "mpissd.common.config",
     "TargetWorker": "mpissd.engine.workload.base",
     "Workload": "mpissd.engine.workload.base",
+    "generate": "mpissd.engine.decode.generate",
     "register": "mpissd.common.workloads",
 }
 
