@@ -60,5 +60,6 @@ def test_a_study_holds_its_script_and_says_how_many_rows(folder: Path) -> None:
 
 def test_launch_holds_launchers_alone() -> None:
     names = {path.name for path in (RESULTS.parent / "launch").iterdir() if path.is_file()}
-    launchers = "array doctor env job local setup slurm bridges2_8gpu bridges2_h100 bridges2_shared"
+    launchers = "array chat doctor env job local setup slurm"
+    launchers += " bridges2_8gpu bridges2_h100 bridges2_shared"
     assert names == {f"{name}.sh" for name in launchers.split()} | {"submit.py"}

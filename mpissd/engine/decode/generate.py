@@ -54,7 +54,7 @@ def _encoded(
         (found,) = read_prompts(replace(config, prompt=prompt), tokenizer)
         return found.tokens
     if not prompt:
-        raise ConfigError("prompt: a conversation without messages")
+        raise ConfigError("prompt: is empty")
     return tokenizer.chat(prompt)
 
 
