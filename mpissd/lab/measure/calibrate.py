@@ -24,12 +24,18 @@ from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job
-from mpissd.engine.model.paused import PausedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.placement import timed_places
-from mpissd.lab.measure.host_costs import ForwardTimes, PassLedgers, Table, host_costs, pause_of
+from mpissd.lab.measure.host_costs import (
+    ForwardTimes,
+    PassLedgers,
+    Table,
+    host_costs,
+    pause_of,
+    paused_twin,
+)
 from mpissd.lab.measure.naps import measure_nap
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
@@ -256,13 +262,12 @@ def _paused_pass(
 ) -> PassLedgers:
     """Runs the loops with pauses for forwards; `ahead` grows branches. Returns their ledgers."""
     session = rank.session
-    sleep = session.backend.info.kind == "emulated"
     worker = drafter = None
     if rank.target is not None:
-        worker = rank.target.twin(_paused(rank.target.stepper, target, sleep))
+        worker = paused_twin(rank.target, target, session, drafts=False)
     if rank.draft is not None:
-        paused = _paused(rank.draft.stepper, draft, sleep)
-        drafter = rank.drafter(rank.draft.twin(paused), ahead=ahead)
+        twin = paused_twin(rank.draft, draft, session, drafts=True)
+        drafter = rank.drafter(twin, ahead=ahead)
 
     def drive(loop: TargetLoop) -> Table:
         loop.admit(session.requests(WARM_ID, session.job.config.batch_size))
@@ -293,8 +298,3 @@ def _nap(rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None) ->
     drafting = job.num_forwards(job.backup_lookahead) * pause_of(draft)(job.config.batch_size)
     verify = pause_of(target)(job.verify_rows)
     return measure_nap(session.topology, session.waiter, drafting, verify)
-
-
-def _paused(stepper: Any, times: ForwardTimes | None, sleep: bool) -> PausedForwards:
-    assert isinstance(stepper, Stepper), "pauses stand for real forwards"
-    return PausedForwards(pause_of(times), stepper.stack.buffers.tokens, sleep=sleep)

@@ -19,7 +19,9 @@ from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.model.paused import PausedForwards
+from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.session import Session
+from mpissd.engine.workload.base import W
 from mpissd.lab.predict.costs import HostCosts
 
 _LONGEST_PAUSE_S = 8e-3  # keeps a pass short
@@ -68,6 +70,15 @@ def pause_of(times: ForwardTimes | None) -> Callable[[int], float]:
         return min(times.seconds[bucket], _LONGEST_PAUSE_S)
 
     return pause_s
+
+
+def paused_twin(worker: W, times: ForwardTimes | None, session: Session, *, drafts: bool) -> W:
+    """Returns a worker like this one over pauses that last as its forwards do."""
+    assert isinstance(worker.stepper, Stepper), "pauses stand for real forwards"
+    tokens, sleep = worker.stepper.stack.buffers.tokens, session.backend.info.kind == "emulated"
+    twin = worker.twin(PausedForwards(pause_of(times), tokens, sleep=sleep))
+    twin.placement = session.job.placement(drafts=drafts)
+    return twin
 
 
 def host_costs(
