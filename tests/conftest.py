@@ -1,8 +1,21 @@
-"""What is exhaustive (marker `long`) runs only where it is asked for: pytest --long."""
+"""What every test gets: a refusal takes one line; `long` tests run where --long is given."""
 
 from __future__ import annotations
 
 import pytest
+
+from mpissd.common.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def refusals_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in whose process a ConfigError of several lines is made."""
+
+    def checked(error: ConfigError, message: object) -> None:
+        assert "\n" not in str(message), message
+        super(ConfigError, error).__init__(message)
+
+    monkeypatch.setattr(ConfigError, "__init__", checked)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -69,7 +69,7 @@ def test_every_flag_has_help_and_refuses_a_missing_value(name: str) -> None:
 def test_refusals_take_one_line(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse_flags(flags)
-    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, *CHOICES])
@@ -77,7 +77,7 @@ def test_a_value_that_a_flag_never_takes_is_named(name: str) -> None:
     for value in {**NUMBERS, **CHOICES}[name]:
         with pytest.raises(ConfigError, match=re.escape(value)) as caught:
             parse_flags({name: value})
-        assert name in str(caught.value) and "\n" not in str(caught.value)
+        assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["true", "True", "1", "on", "ON"])
@@ -190,3 +190,9 @@ def test_weights_whose_package_is_missing_are_not_taken_for_a_shape(
         parse_flags({"target": "smollm2", "mode": "ar"})
     config = parse_flags({"target": "smollm2", "mode": "ar", "workload": "gemm"})
     assert config.workload == "gemm"
+
+
+def test_a_refusal_of_two_lines_fails_its_test() -> None:
+    """tests/conftest.py sees to it, so that no test has to ask."""
+    with pytest.raises(AssertionError):
+        raise ConfigError("one\ntwo")

@@ -130,7 +130,6 @@ def test_errors_name_the_value_and_what_is_allowed(text: str, message: str) -> N
     with pytest.raises(ConfigError) as error:
         resolve_acceptance(text, 3)
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_law_refuses_hazards_outside_zero_to_one() -> None:

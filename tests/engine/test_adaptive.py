@@ -291,4 +291,4 @@ def test_errors_name_the_value_and_what_is_allowed(changed: dict, message: str) 
     good = {"budget": 8, "lookahead": 2, "every": 4, "prior_hazards": (0.8, 0.8)}
     with pytest.raises(ConfigError) as error:
         AdaptiveFanOut(**{**good, "prior_a": 0.75, "prior_r": 1.0, **changed})
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value)

@@ -71,9 +71,8 @@ def test_architectures_of_presets() -> None:
 
 @pytest.mark.parametrize("name", ["opt-125m", "eagle:8b", "lookup"])
 def test_architectures_that_have_no_transformer(name: str) -> None:
-    with pytest.raises(ConfigError, match="not supported") as error:
+    with pytest.raises(ConfigError, match="not supported"):
         config_of(name)
-    assert "\n" not in str(error.value)
 
 
 def test_all_gated_presets_have_a_transformer() -> None:

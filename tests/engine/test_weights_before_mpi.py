@@ -40,7 +40,7 @@ def job(tp: int, target: Path, draft: Path | str, memory: int | None = None, **f
 def refused(*args: Any, told: str, **flags: Any) -> None:
     with pytest.raises(ConfigError) as error:
         job(*args, **flags)
-    assert told in str(error.value) and "\n" not in str(error.value), error.value
+    assert told in str(error.value)
 
 
 def test_a_pair_that_can_run(tmp_path: Path) -> None:
