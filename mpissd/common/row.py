@@ -230,6 +230,12 @@ class Row(Mapping[str, Any]):
         "messages that the lead sent and received, mean of a measured round", "messages"
     )
     bytes_per_round: float = key("bytes of those messages", "bytes")
+    proposal_bytes_per_round: float = key(
+        "of bytes_per_round, the draft's distributions of tokens that were sampled", "bytes"
+    )
+    proposal_wait_us: float = key(
+        "mean time a round that the lead waited for those distributions, exposed", "µs"
+    )
     rank_digests: list[int | None] | None = key(
         "by world rank, a digest of the outcomes that the rank received; null: unknown"
     )

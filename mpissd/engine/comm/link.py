@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -137,8 +138,8 @@ class LeadEnd:
         self._carrier, self._out, self._in = carrier, outgoing, incoming
         self.lookahead, self.waiter = lookahead, waiter
         self._vocab, self._side, self._prompts = vocab, side, prompts
-        self.num_messages = 0
-        self.num_bytes = 0
+        self.num_messages = self.num_bytes = 0
+        self.proposal_bytes, self.proposal_wait_s = 0, 0.0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
         """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
@@ -182,20 +183,27 @@ class LeadEnd:
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
         """Waits for the `count` distributions of round `round_`; returns them [count, V]."""
-        assert self._side is not None, "proposals without a side carrier"
-        self.waiter.until(self._side.carrier.arrived, "draft: proposals")
-        rows = wire.read_proposals(self._side.incoming, round_, count, self._vocab)
-        self._side.carrier.release()
-        self._count(4 * (wire.HEADER + rows.size))
+        side = self._wait_for_proposals(count)
+        rows = wire.read_proposals(side.incoming, round_, count, self._vocab)
+        side.carrier.release()
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
         """Waits for the `count` distributions of a round that needs none of them; drops them."""
+        side = self._wait_for_proposals(count)
+        wire.check_proposals(side.incoming, round_, count)
+        side.carrier.release()
+
+    def _wait_for_proposals(self, count: int) -> Side:
+        """Returns the side carrier with a message of `count` distributions; counts the wait."""
         assert self._side is not None, "proposals without a side carrier"
+        start = perf_counter()
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
-        wire.check_proposals(self._side.incoming, round_, count)
-        self._side.carrier.release()
-        self._count(4 * (wire.HEADER + count * self._vocab))
+        self.proposal_wait_s += perf_counter() - start
+        size = 4 * (wire.HEADER + count * self._vocab)
+        self.proposal_bytes += size
+        self._count(size)
+        return self._side
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += 1

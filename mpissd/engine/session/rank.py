@@ -82,6 +82,12 @@ class Rank:
         ends = [end for end in (self.sender, *self.lead_links) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
+    @property
+    def proposals(self) -> tuple[int, float]:
+        """The bytes of distributions that the lead has received, and the seconds it waited."""
+        links = self.lead_links
+        return sum(e.proposal_bytes for e in links), sum(e.proposal_wait_s for e in links)
+
     def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
         session = self.session

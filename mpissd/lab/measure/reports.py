@@ -30,6 +30,7 @@ class LeadReport:
     messages_per_round: float
     bytes_per_round: float
     prefill_s: float  # spent on prompts
+    proposals: tuple[float, float]  # bytes of distributions, and µs the lead waited, a round
     all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
 

@@ -78,6 +78,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         **_digests(session, measured, sequences),
         messages_per_round=round(lead.messages_per_round, 2),
         bytes_per_round=round(lead.bytes_per_round, 1),
+        proposal_bytes_per_round=round(lead.proposals[0], 1),
+        proposal_wait_us=round(lead.proposals[1], 3),
         rank_digests=measured.rank_digests,
         ledger_overhead=_overhead(measured.ledger_overhead),
         stable=is_stable(lead.records.round_s, _STABLE[session.backend.info.kind]),

