@@ -16,13 +16,17 @@ import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
+from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
+from mpissd.engine.model.transformer.file_checkpoint import digest
+from mpissd.engine.model.transformer.safetensors_files import SafetensorsFiles
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel
 from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.replay.recording import Recording, load, save
 from tests.loop.recorded import recording_of
 
+ROOT = Path(__file__).parents[2]
 LAWS = MarkovLaws(MarkovModel(12, 2, 0), MarkovModel(12, 2, 0, 0.3), 0.0, 0, prompt_tokens=3)
 MACHINE = {"pair": "toy", "backend": "emulated", "device": "null", "workload": "replay"}
 
@@ -185,3 +189,23 @@ def test_a_row_names_its_recording(path: Path) -> None:
     workload = workload_of(job_of(path))
     assert workload.row_fields().recording == load(str(path)).label
     assert "3 prompts by table/table" in workload.law
+
+
+@pytest.mark.parametrize(("name", "count"), [("humaneval", 164), ("chat", 200)])
+def test_the_committed_recordings_are_of_the_shipped_draft(name: str, count: int) -> None:
+    """And their page says what they hold."""
+    path = ROOT / f"results/recordings/smollm2-{name}.npz"
+    found = load(str(path))
+    shipped = SafetensorsFiles(ROOT / "mpissd/engine/model/shipped/smollm2_draft")
+    assert found.about["draft_sha256"] == digest(shipped.paths)
+    assert len(found.sequences) == count and "MIT" in found.about["licence"]
+    flags = {**MACHINE, "mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 8}
+    with Decoder(RunConfig(recording=str(path), **flags)) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+    tokens = sum(part.end for part in found.sequences)
+    assert sum(map(len, decoder.tokens.values())) == tokens
+    mean = decoder.records.sequences()[:, 3].mean() + 1
+    told = (ROOT / "results/recordings/README.md").read_text()
+    (line,) = [line for line in told.splitlines() if line.startswith(f"| `{path.name}`")]
+    assert f"| {count} | {tokens:,} |" in line and f"| {mean:.3f} |" in line
