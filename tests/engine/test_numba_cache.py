@@ -1,0 +1,52 @@
+"""Where compiled code is kept, and what is said without Numba."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.model.transformer import numba_ops
+from mpissd.engine.model.transformer.ops import ops_of
+from tests.transformer_rig import FAMILIES
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that cannot be written, for a user who asked for no folder."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+
+def test_a_folder_that_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "/asked/for")
+    assert numba_ops._cache_folder() == "/asked/for"
+
+
+def test_a_read_only_checkout_compiles_into_the_users_cache(
+    read_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert numba_ops._cache_folder() == str(tmp_path / "cache" / "mpissd-numba")
+    assert (tmp_path / "cache" / "mpissd-numba").is_dir()
+
+
+def test_without_any_cache_it_compiles_into_a_temporary_folder(
+    read_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = Path(numba_ops._cache_folder())
+    assert folder.is_dir() and folder.name.startswith("mpissd-numba-")
+    folder.rmdir()
+
+
+def test_without_numba_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ConfigError, match=r"on a CPU needs numba: pip install 'mpissd\[text\]'"):
+        ops_of(NumpyBackend(), FAMILIES["llama"], heads=6, kv_heads=3, max_rows=1)
