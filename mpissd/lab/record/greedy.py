@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, cast
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Model:
         seed: int,
     ) -> None:
         """Reads the weights. rows: of the largest forward. slots: sequences in the cache."""
-        shard: Any = TransformerShard(config_of(stacks.where, stacks.target))
+        shard = TransformerShard(config_of(stacks.where, stacks.target))
         self.rows, self._waiter = rows, Waiter(math.inf, spin=False)
         self._stepper = Stepper(
             backend,
@@ -47,7 +46,7 @@ class Model:
             buckets={min(slots, rows), rows},
             num_sequences=slots,
             seed=seed,
-            stacks=cast(Any, stacks),
+            stacks=stacks,
         )
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
