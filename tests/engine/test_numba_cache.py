@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,17 +24,35 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
 
 
-def test_a_folder_that_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "/asked/for")
-    assert numba_ops._cache_folder() == "/asked/for"
+def test_a_folder_that_was_asked_for_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert Path(numba_ops._cache_folder()).parent == tmp_path
+
+
+def test_a_checkout_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    folder = Path(numba_ops._cache_folder())
+    assert folder.parent == Path(numba_ops.__file__).parent / "__pycache__"
+
+
+def test_a_changed_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All functions: those of another file may hold code of the one that changed."""
+    shutil.copytree(numba_ops._HERE, tmp_path / "ops")
+    monkeypatch.setattr(numba_ops, "_HERE", tmp_path / "ops")
+    before = numba_ops._digest()
+    with (tmp_path / "ops" / "vectors.py").open("a") as file:
+        file.write("# another\n")
+    assert numba_ops._digest() != before
 
 
 def test_a_read_only_checkout_compiles_into_the_users_cache(
     read_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert numba_ops._cache_folder() == str(tmp_path / "cache" / "mpissd-numba")
-    assert (tmp_path / "cache" / "mpissd-numba").is_dir()
+    folder = Path(numba_ops._cache_folder())
+    assert folder.parent == tmp_path / "cache" and folder.is_dir()
 
 
 def test_without_any_cache_it_compiles_into_a_temporary_folder(
