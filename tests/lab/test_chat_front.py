@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.chat.front import ranks_command
 from mpissd.lab.chat.lines import Inbox, packed
+from tests.needs import needs_linux
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,22 @@ def test_ranks_that_die_end_the_chat_with_their_exit_code() -> None:
         screen.type("die\n")
         screen.until("mpissd: the ranks have ended (exit code 5)")
         assert screen.end() == 5
+
+
+@needs_linux
+def test_ranks_end_with_a_front_that_is_killed() -> None:
+    with opened() as screen:
+        screen.until("ssd> ")
+        told = re.search(r"ranks are process (\d+)", screen.seen)
+        assert told is not None
+        pid = int(told[1])
+        screen.type("forever\n")
+        screen.until("again ")
+        screen.kill()
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, "the ranks outlived their front"
+            time.sleep(0.05)
 
 
 def test_without_colours_nothing_but_text_is_printed() -> None:

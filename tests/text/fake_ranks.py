@@ -6,6 +6,7 @@ Says on stderr what it was sent. A question that holds "refuse" is refused, "die
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -39,7 +40,7 @@ def answer(inbox: Inbox, question: str) -> None:
 
 def main() -> int:
     inbox = Inbox(0)
-    print("a line of the launcher", flush=True)
+    print(f"a line of the launcher: the ranks are process {os.getpid()}", flush=True)
     tell(ready="two models are ready")
     while (message := inbox.take()) is not None and "leave" not in message:
         print(f"sent: {message}", file=sys.stderr, flush=True)

@@ -59,6 +59,10 @@ class TerminalSession:
     def type(self, text: str) -> None:
         os.write(self._lead, text.encode())
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
     def end(self, deadline_s: float = 20.0) -> int:
         """Waits for the program's end; returns its exit code."""
         end = time.monotonic() + deadline_s

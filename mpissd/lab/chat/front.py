@@ -224,6 +224,8 @@ def converse(command: Sequence[str], mode: str, *, colours: bool) -> int:
     """Runs a chat with the job that `command` starts; returns the exit code."""
     with open_terminal() as terminal, Job(command, _note) as job:
         try:
+            if terminal is not None:
+                terminal.write("loading the models …\n")
             chat = Chat(job, terminal, mode, colours=colours)
             chat.say(str(job.take().get("ready", "")))
             chat.legend()

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.text.answers import sources_of
 from mpissd.engine.workload.text.stops import AnswerText
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.lab.show.meter import Meter
 from mpissd.lab.show.painter import Painter, Piece, harmless, legend
 from mpissd.lab.show.terminal import Terminal, open_terminal
@@ -84,19 +84,6 @@ def _hit(drafted: Speculation, row: int) -> bool:
     return bool(drafted.hit[row])
 
 
-@runtime_checkable
-class Spoken(Protocol):
-    """A workload whose tokens are text, as `text` is."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The target's tokenizer; None where prompts were given as token ids."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
-
-
 class Audience(NamedTuple):
     """A function that is called with each round, and whether it writes to a terminal."""
 
@@ -110,12 +97,11 @@ NOBODY = Audience(None, False)
 @contextmanager
 def shown(workload: Workload) -> Iterator[Audience]:
     """Shows the first answer of a run inside the block, if its tokens are text."""
-    tokenizer = workload.tokenizer if isinstance(workload, Spoken) else None
-    if tokenizer is None or not isinstance(workload, Spoken):
+    if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield NOBODY
         return
     config = workload.job.config
-    text = AnswerText(tokenizer, config.stop_strings, workload.stop_ids)
+    text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
     with open_terminal() as terminal:
         how = _behind(config, text) if terminal is None else _live(config, text, terminal)
         with how as take:
