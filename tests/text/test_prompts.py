@@ -55,7 +55,8 @@ def test_a_file_holds_prompts_and_conversations(tokenizer: Tokenizer, tmp_path: 
         {"role": "user", "content": "hello"},
     ]
     path = lines(tmp_path / "p.jsonl", {"prompt": "hello"}, {"messages": messages})
-    path.write_text(path.read_text().replace("\n", "\n\n"))  # blank lines count for nothing
+    text = path.read_text().replace("\n", "\r\n\n")  # blank lines count for nothing
+    path.write_text(f"\ufeff{text}", "utf-8", newline="")
     one, two = read_prompts(text_config(prompts=str(path)), tokenizer)
     assert one.tokens == tuple(tokenizer.chat(messages[1:]))
     assert two.tokens == tuple(tokenizer.chat(messages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.workload.text.stops import AnswerText, Cut, Stops
-from mpissd.engine.workload.text.stream import TextStream, pieces
+from mpissd.engine.workload.text.stream import TextStream
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 
@@ -21,6 +22,12 @@ TOKENIZERS: list[Tokenizer] = []
 @pytest.fixture(autouse=True, scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
     TOKENIZERS[:] = [load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("stream"))))]
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text that each token completes, and what is left at the end."""
+    stream = TextStream(tokenizer)
+    return [*(stream.push(token) for token in tokens), stream.flush()]
 
 
 def of_bytes(text: str) -> list[int]:

@@ -105,7 +105,7 @@ def _lines(path: Path) -> list[tuple[str, Entry]]:
 
 def _entry(where: str, line: bytes) -> Entry:
     try:
-        entry = json.loads(line.decode("utf-8"))
+        entry = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: is no UTF-8 text (byte {error.start + 1})") from error
     except (ValueError, RecursionError) as error:

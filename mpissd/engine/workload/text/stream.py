@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 
 _PARTIAL = "\ufffd"  # the character to which incomplete UTF-8 bytes are decoded
@@ -44,12 +42,3 @@ class TextStream:
         if text:
             self._context, self._waiting = self._waiting, []
         return text
-
-
-def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Returns the text that each token completes; the last piece takes what was left."""
-    stream = TextStream(tokenizer)
-    found = [stream.push(token) for token in tokens]
-    if found:
-        found[-1] += stream.flush()
-    return found

@@ -62,13 +62,6 @@ class Tokenizer:
         """
         return self._vocabulary.decode(list(ids), skip_special_tokens=not specials)
 
-    def id_of(self, token: str) -> int:
-        """Returns the id of a token by its text; raises ConfigError if there is none."""
-        found = self._vocabulary.token_to_id(token)
-        if found is None:
-            raise ConfigError(f"{self.name}: the tokenizer has no token {token!r}")
-        return found
-
 
 @lru_cache(maxsize=4)
 def load_tokenizer(where: str) -> Tokenizer:
