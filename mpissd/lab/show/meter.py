@@ -57,7 +57,7 @@ class Meter:
         rate, speed = self.hit_rate, self.tok_per_s
         parts = [
             f"{self.tokens_a_round or 0:.2f} tok/round",
-            "" if rate is None else f"{rate:3.0%} hits",
+            "" if rate is None else f"{rate:4.0%} hits",
             "" if speed is None else f"{speed:3.0f} tok/s",
         ]
         return " · ".join(filter(None, parts))
