@@ -34,7 +34,7 @@ class LeadPhase(IntEnum):
     DEVICE_WAIT = 6  # wait until the verification is over
     SAMPLE = 7  # apply the acceptance rule
     RECORD = 8  # store the round's rows
-    PREFILL = 9  # compute the prompts of new sequences, between BROADCAST and UPLOAD
+    PREFILL = 9  # compute the prompts of new sequences, behind COMMIT (T = 1) or BROADCAST
 
 
 class DraftPhase(IntEnum):

@@ -130,6 +130,7 @@ class QueuePlans:
     def __init__(self, shape: LinkShape, followers: int) -> None:
         self.shape = shape
         self.queues: list[queue.SimpleQueue[Ints]] = [queue.SimpleQueue() for _ in range(followers)]
+        self.num_followers = followers
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         buffer = self.shape.plan_buffer()

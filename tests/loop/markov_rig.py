@@ -175,7 +175,7 @@ class SampledPlans:
     """Plans to followers, through real wire buffers."""
 
     def __init__(self, shape: LinkShape, followers: int) -> None:
-        self._shape = shape
+        self._shape, self.num_followers = shape, followers
         self.queues = [queue.SimpleQueue[Ints]() for _ in range(followers)]
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:

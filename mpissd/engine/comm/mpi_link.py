@@ -101,6 +101,7 @@ class PlanSender:
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._buffer, self._waiter = shape.plan_buffer(), waiter
         self._comm, self._followers = comm, range(1, comm.size)
+        self.num_followers = len(self._followers)
         self._sends = [
             comm.Send_init(self._buffer.array, dest=rank, tag=int(self._buffer.kind))
             for rank in self._followers

@@ -45,6 +45,8 @@ _JOIN_S = 10.0  # The longest wait, in seconds, for a draft's thread to end its 
 class NoPlans:
     """The plans of a target group of one rank, which has no followers."""
 
+    num_followers = 0
+
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         """Does nothing."""
 

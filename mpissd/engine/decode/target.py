@@ -25,6 +25,8 @@ class Plans(Protocol):
     """The lead's sending end of the plans to its followers; a group of one rank has no
     followers."""
 
+    num_followers: int
+
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         """Starts sending the plan of the round to every follower."""
 
@@ -96,11 +98,14 @@ class TargetLoop:
         admissions = self.batch.apply(outcome)
         self._worker.enter(self.batch, admissions)
         mark(LeadPhase.COMMIT)
+        is_alone = self._plans.num_followers == 0
+        if admissions and is_alone and self._prefill():  # while the draft does the same
+            mark(LeadPhase.PREFILL)
         speculation = self._speculator.answer(self.round, len(self.batch))
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
-        if admissions and self._prefill():
+        if admissions and not is_alone and self._prefill():  # the followers do, too
             mark(LeadPhase.PREFILL)
         self._worker.upload(self.batch, speculation)
         mark(LeadPhase.UPLOAD)
@@ -115,7 +120,7 @@ class TargetLoop:
         return RoundResult(speculation, self._pending, self._worker.elapsed_s())
 
     def _prefill(self) -> bool:
-        """Stores the prompts of admitted sequences in the cache, after the followers know them."""
+        """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""
         start = perf_counter()
         done = self._worker.fill(self.batch, range(len(self.batch)), self._waiter)
         self.prefill_s += (perf_counter() - start) * done
