@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from struct import Struct
 from struct import error as StructError
@@ -45,7 +46,19 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns a file's metadata; raises ConfigError if it is unreadable, cut off or no GGUF."""
+    """Returns a file's metadata; raises ConfigError if it is unreadable, cut off or no GGUF.
+
+    A file that has not changed since the last call is not read again.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r}: {error.strerror}") from error
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, *state: int) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).read()
