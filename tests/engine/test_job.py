@@ -179,3 +179,9 @@ def test_rows_of_proposals_have_to_fit_a_message() -> None:
         resolve(config, 1, backend="emulated", memory_bytes=None)
     greedy = replace(config, temperature=0.0)  # certain tokens have no rows
     assert resolve(greedy, 1, backend="emulated", memory_bytes=None).config.temperature == 0
+
+
+def test_text_resolves_where_the_device_is_not_known_yet() -> None:
+    text = {"workload": "text", "pair": "toy", "prompt_ids": "1,2", "mode": "ar"}
+    known = [job(backend=backend, **text).prefill_rows for backend in ("auto", "numpy", "cupy")]
+    assert known == [128, 32, 128]

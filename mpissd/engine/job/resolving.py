@@ -167,7 +167,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         backup_lookahead=backup_lookahead,
         target_where=where,
         draft_where=draft_where or "",
-        prefill_rows=_PREFILL_ROWS[backend] if config.is_text else 0,
+        prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
     workload_of(job).check()
     return job
