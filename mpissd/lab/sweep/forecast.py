@@ -45,7 +45,7 @@ def predicted_s(plan: Plan, tp: int, backend: str) -> float:
 
 
 def _rounds(config: RunConfig, tokens: float) -> float:
-    enough = config.num_tokens / tokens if config.num_tokens else float("inf")
+    enough = config.token_limit / tokens if config.token_limit else float("inf")
     return min(enough, config.max_rounds or float("inf"))
 
 

@@ -1,0 +1,28 @@
+"""A sweep over a real pair: its plan, where the backend is not known yet."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from mpissd.common.config import parse_flags
+from mpissd.engine.job import resolve
+from mpissd.lab.sweep.commands import planned
+from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.forecast import predicted_s
+from tests.tiny_pair import tiny_pair
+
+
+@pytest.mark.parametrize("backend", ["auto", "numpy", "cupy"])
+def test_a_real_pair_is_planned_on_every_backend(tmp_path: Path, backend: str) -> None:
+    """A machine with CuPy resolves the job before it knows whether there is a GPU."""
+    pair = tiny_pair(tmp_path)
+    flags = {"target": str(pair.target), "draft": str(pair.draft), "prompt_ids": "1,2"}
+    job = resolve(parse_flags(flags), 1, backend=backend, memory_bytes=None)
+    assert max(job.target_buckets()) == (32 if backend == "numpy" else 128)
+    run = parse_flags(flags)
+    plan = planned(SweepConfig(run=run, grid="mode=ar,sd,ssd; lookahead=2,3"))
+    assert len(plan.points) == 5
+    assert 0 < predicted_s(plan, 1, backend) < math.inf
