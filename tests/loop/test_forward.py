@@ -143,3 +143,12 @@ def test_a_prompt_is_missing_until_it_is_filled() -> None:
     assert (kept.lanes.tolist(), kept.positions.tolist()) == ([1], [7])
     placement.roll_back(batch)
     assert placement.filled.tolist() == [2, 0]
+
+
+def test_a_cache_of_text_has_room_to_warm_up_and_to_verify() -> None:
+    told = {"workload": "text", "prompt_ids": "1", "context": 20, "rounds": None}
+    assert job_of("ar", **told).capacity == 20 + 1 > 8 + 10 + 1
+    assert job_of("sd", **told).longest == 20
+    assert job_of("sd", **told).capacity == 8 + 10 * 5 + 5
+    with pytest.raises(ConfigError, match="ledger_ab with workload=text"):
+        job_of("ar", ledger_ab=True, **told)

@@ -21,6 +21,7 @@ from mpissd.engine.workload.placement import Placement
 from mpissd.engine.workload.registry import workload_kind
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
+WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a text job up
 _TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, unless --context says it
 
 
@@ -146,8 +147,14 @@ class Job:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot of the KV cache may hold: a sequence, and those of a verification."""
-        return self.longest + self.lookahead + 1
+        """Tokens that a slot of the KV cache may hold: a sequence, and those of a verification.
+
+        The sequences that warm a text job up end after warmup_rounds alone.
+        """
+        each, warm = self.lookahead + 1, 0
+        if self.config.is_text:
+            warm = WARM_TOKENS + self.config.warmup_rounds * each
+        return max(self.longest, warm) + each
 
     def placement(self, *, drafts: bool) -> Placement | None:
         """Returns where the rows of a new worker of one model lie; None without a KV cache."""

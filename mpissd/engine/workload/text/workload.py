@@ -8,6 +8,7 @@ from functools import cached_property
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
+from mpissd.engine.job.job import WARM_TOKENS
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
@@ -20,8 +21,6 @@ from mpissd.engine.workload.text.sequences import TextEndings
 from mpissd.engine.workload.text.stops import Stops
 from mpissd.engine.workload.text.target import TextTargetWorker
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-
-_WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a job up
 
 
 class TextWorkload(Workload):
@@ -88,6 +87,8 @@ class TextWorkload(Workload):
         token, longest = self.job.config.stop_token, self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
+        if self.job.config.ledger_ab:  # its rounds go on behind the end of every answer
+            raise ConfigError("ledger_ab with workload=text: allowed: another workload")
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
@@ -135,7 +136,7 @@ class TextWorkload(Workload):
         every = self.prompts
         if request_id < len(every):
             return self.request(request_id, every[request_id].tokens)
-        return self.request(request_id, every[request_id % len(every)].tokens[:_WARM_TOKENS])
+        return self.request(request_id, every[request_id % len(every)].tokens[:WARM_TOKENS])
 
     def tabulated(self, count: int) -> list[Request]:
         return []
