@@ -57,8 +57,17 @@ class ForwardKey:
     fuse: bool
     lm_head: bool
     kv_tokens: int  # Tokens of context read, summed over all sequences.
+    # Of a transformer, the sequences of these tokens; 0: matrix products alone.
+    sequences: int = 0
+
+    @property
+    def context(self) -> int:
+        """Tokens of context of one of a transformer's sequences."""
+        return self.kv_tokens // self.sequences
 
     def __str__(self) -> str:
+        if self.sequences:
+            return f"transformer {self.model} T={self.tp} context={self.context} b={self.sequences}"
         parts = [self.model, f"T={self.tp}"]
         parts += [name for name in ("fuse", "lm_head") if getattr(self, name)]
         return " ".join(parts + [f"kv_tokens={self.kv_tokens}"] * (self.kv_tokens > 0))
@@ -79,6 +88,7 @@ class Cost:
     key: ForwardKey | None = None  # The forward's key in measured tables; None for a lone product.
     # The most rows of any forward in the job, which decides the kernel; None: `rows`.
     most_rows: int | None = None
+    params: int = 0  # Weights that the forward reads; 0 for a lone product.
 
 
 class Program(ABC):

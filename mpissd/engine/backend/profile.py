@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.engine.backend.base import Cost, ForwardKey
@@ -29,17 +29,6 @@ _NUMBERS = (
     "launch_s",
     "memory_bytes",
 )
-
-
-class Options(Protocol):
-    """The options of a forward that select its table (model.shard.ForwardOptions)."""
-
-    @property
-    def fuse(self) -> bool: ...
-    @property
-    def lm_head(self) -> bool: ...
-    @property
-    def context(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -115,15 +104,20 @@ class Profile:
         nearest = next((n for n in known if n >= ranks), known[-1])
         return latencies[nearest] + num_bytes / rates[nearest]
 
-    def require(self, model: str, tp: int, options: Options, sequences: int = 1) -> None:
-        """Raises ConfigError, which lists the measured forwards, unless this one is among them."""
-        context = options.context * sequences
-        key = ForwardKey(model, tp, options.fuse, options.lm_head, context)
-        if key not in self.tables.forwards:
-            covered = "; ".join(str(known) for known in self.tables.forwards) or "none"
-            raise ConfigError(
-                f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
-            )
+    def require(self, key: ForwardKey, params: int) -> None:
+        """Raises ConfigError, which lists the measured forwards, unless this one is among them.
+
+        params: its number of weights.
+        """
+        if self.tables.kernels(key, params):
+            return
+        if key in self.tables.forwards:
+            gap = f"profile {self.name!r} doesn't cover this {key.model}"
+            raise ConfigError(f"{gap}: it was probed with another number of weights")
+        covered = "; ".join(map(str, self.tables.forwards)) or "none"
+        raise ConfigError(
+            f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
+        )
 
 
 def known_profiles() -> dict[str, Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpissd.engine.backend.base import Cost, ForwardKey
@@ -160,18 +160,57 @@ class Tables:
         """Returns the measured curve of a cost's forward with the kernel that its job would run, or
         None."""
         most = cost.most_rows or cost.rows
-        for kernel in () if cost.key is None else self.forwards.get(cost.key, ()):
-            # Two config.json files may share a model name, so the number of weights must match too.
-            is_of_model = cost.flops == 2 * cost.rows * kernel.params
-            if is_of_model and (kernel.most_rows is None or most <= kernel.most_rows):
+        for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
+            if kernel.most_rows is None or most <= kernel.most_rows:
                 return kernel.seconds
         return None
+
+    def kernels(self, key: ForwardKey, params: int) -> tuple[Forward, ...]:
+        """Returns a forward with each kernel that it was measured with, those of few rows first.
+
+        params: its number of weights, which tells models of one name apart. A transformer's forward
+        is interpolated over context and sequences (between).
+        """
+        every = self.forwards
+        if key.sequences and key not in every:
+            alike = [k for k in every if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
+            measured = {k: one for k in alike for one in every[k] if one.params == params}
+            return (between(measured, key),) if measured else ()
+        return tuple(kernel for kernel in every.get(key, ()) if kernel.params == params)
 
     @property
     def few_rows(self) -> int:
         """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
         every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
         return max((most for most in every if most is not None), default=0)
+
+
+def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
+    """Returns a transformer's forward at a context and a number of sequences b, interpolated.
+
+    measured: the same model's at other contexts and b. At each number of rows, seconds go along
+    straight lines over the context, and then over min(rows, b), the sequences whose keys and values
+    the rows read; both as in Curve. Beyond what was measured, the source begins with "derived".
+    """
+    batches = sorted({known.sequences for known in measured})
+    rows = sorted({n for forward in measured.values() for n in forward.seconds.points})
+
+    def over_context(batch: int, number: int) -> float:
+        curves = {k.context: f.seconds for k, f in measured.items() if k.sequences == batch}
+        contexts = sorted(curves)
+        seconds = tuple(curves[context](number) for context in contexts)
+        return Curve(tuple(context + 1 for context in contexts), seconds)(key.context + 1)
+
+    def over_sequences(number: int) -> float:
+        seconds = {min(number, batch): over_context(batch, number) for batch in batches}
+        return Curve(tuple(seconds), tuple(seconds.values()))(min(number, key.sequences))
+
+    one = next(iter(measured.values()))
+    most = max(known.context for known in measured), batches[-1]
+    source = one.seconds.source
+    if key.context > most[0] or key.sequences > most[1]:
+        source = f"derived: {key}, measured up to context={most[0]} b={most[1]}"
+    return replace(one, seconds=Curve(tuple(rows), tuple(map(over_sequences, rows)), source))
 
 
 def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
@@ -189,7 +228,8 @@ def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:
     fuse, lm_head = entry["fuse"], entry["lm_head"]
     if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
         raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
-    key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens)
+    sequences = _whole(entry.get("sequences", 0))
+    key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens, sequences)
     most = entry.get("most_rows")
     limit = None if most is None else _positive(most)
     kernel = str(entry.get("kernel", ""))

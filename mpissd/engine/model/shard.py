@@ -171,6 +171,7 @@ class Shard:
             tp=self.tp,
             key=self.key(sequences, options),
             most_rows=most_rows,
+            params=params,
         )
 
 

@@ -24,6 +24,7 @@ from mpissd.engine.job import Job
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.workload.registry import workload_of
 
 StepperKey = tuple[ForwardOptions, int]
@@ -57,7 +58,7 @@ class Need:
 
     def weights(self, few_rows: int) -> WeightsKey:
         options, shard = self.options, self.shard
-        few = self.buckets[-1] <= few_rows
+        few = self.buckets[-1] <= few_rows and not isinstance(shard, TransformerShard)
         return WeightsKey(
             self.which, self.stacks, shard.shape, shard.tp, options.fuse, options.lm_head, few
         )

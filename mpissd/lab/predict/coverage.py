@@ -10,7 +10,7 @@ from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts
+from mpissd.lab.predict.costs import DeviceCosts
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
@@ -30,18 +30,14 @@ def _check_forward(
 ) -> None:
     if not profile.tables.forwards or profile.models_others:
         return
-    profile.require(shard.shape.name, shard.tp, options, sequences)
-    cost = shard.cost(1, sequences, EMULATED_ITEMSIZE, options)
-    if profile.tables.forward(cost) is None:
-        gap = f"profile {profile.name!r} doesn't cover this {shard.shape.name}"
-        raise ConfigError(f"{gap}: it was probed with another number of weights")
+    profile.require(shard.key(sequences, options), shard.num_params(options))
 
 
 def covered(profile: Profile) -> dict[str, Any]:
-    """Returns the flags that a probed profile implies if the user sets none: pair, fuse, lm_head.
+    """Returns the flags that a probed profile implies if the user sets none.
 
-    Each is included if all measured forwards agree on it; pair only if the profile does not model
-    every pair.
+    These are pair, and fuse and lm_head, or forward. Each is included if all measured forwards
+    agree on it; pair only if the profile does not model every pair.
     """
     measured = [
         key
@@ -51,6 +47,9 @@ def covered(profile: Profile) -> dict[str, Any]:
     models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
     said: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
+    if any(key.sequences for key in measured):
+        whole = all(key.sequences for key in measured)
+        return {**said, "forward": "transformer"} if whole else said
     for name in ("fuse", "lm_head"):
         values = {getattr(key, name) for key in measured}
         if len(values) == 1:

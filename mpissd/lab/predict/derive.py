@@ -35,7 +35,8 @@ def with_derived(
     model at no T. Raises ConfigError if no all-reduce over T ranks is known.
     """
     forwards, key = profile.tables.forwards, shard.key(sequences, options)
-    near = None if key in forwards else _nearest(profile, shard, sequences, options)
+    is_known = key in forwards or profile.tables.kernels(key, shard.num_params(options))
+    near = None if is_known else _nearest(profile, shard, sequences, options)
     if near is None:
         return profile
     derived = derive(profile, near, shard, sequences, options)
@@ -51,13 +52,8 @@ def derive(
     sources begin with "derived" and name what they are derived from. Raises ConfigError as
     with_derived does.
     """
-    params = near.num_params(options)
-    measured = profile.tables.forwards[near.key(sequences, options)]
-    return tuple(
-        _derived(profile, known, near, shard, sequences, options)
-        for known in measured
-        if known.params == params
-    )
+    measured = profile.tables.kernels(near.key(sequences, options), near.num_params(options))
+    return tuple(_derived(profile, known, near, shard, sequences, options) for known in measured)
 
 
 def _derived(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -29,12 +30,13 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.seats import seat
 from mpissd.engine.comm.topology import Refused
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard, Stacks
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.device import DeviceProbe, product_shapes
-from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe, open_groups
-from mpissd.lab.probe.host import host_costs
+from mpissd.lab.probe.group import FORWARD_ROWS, TRANSFORMER_ROWS, GroupProbe, open_groups
+from mpissd.lab.probe.host import MORE_SEQUENCES, host_costs
 from mpissd.lab.probe.link import LinkProbe
 from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
 from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
@@ -181,28 +183,33 @@ class Prober:
         job, group = self._job, self._session.group
         if not self._topology.is_draft:
             here = self._group(self._topology.group)
-            self._forwards(here, group, self._target, job.options, job.target_buckets())
+            rows, stacks = job.target_buckets(), self._stacks("target_stacks")
+            self._forwards(here, group, self._target, job.options, rows, stacks)
         if self._draft is not None:
-            draft, rows = self._draft, job.draft_buckets()
+            draft, rows, stacks = self._draft, job.draft_buckets(), self._stacks("draft_stacks")
             alone, options = self._group(MPI.COMM_SELF), job.draft_options
             self._turn(
                 self._draft_rank,
-                lambda: self._forwards(alone, SoloGroup(), draft, options, rows),
+                lambda: self._forwards(alone, SoloGroup(), draft, options, rows, stacks),
             )
 
     def _forwards(
         self,
         ranks: GroupProbe,
         group: Group,
-        shard: Shard,
+        shard: AnyShard,
         options: ForwardOptions,
         buckets: Sequence[int],
+        stacks: Stacks | None,
     ) -> None:
         """Measures one model's forwards, with the kernel of small jobs if it differs, and the
         common one.
 
         The weights are made anew for each kernel, because their order differs.
         """
+        if stacks is not None:
+            self._transformer(ranks, group, shard, options, buckets, stacks)
+            return
         every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
         for most in kinds(self._session.backend):
             rows = [n for n in every if most is None or n <= most]
@@ -210,6 +217,25 @@ class Prober:
             if self._topology.group.rank == 0:
                 self.tables["forwards"].append(tables[0])
                 self.tables["launches"].append(tables[1])
+
+    def _transformer(
+        self,
+        ranks: GroupProbe,
+        group: Group,
+        shard: AnyShard,
+        options: ForwardOptions,
+        buckets: Sequence[int],
+        stacks: Stacks,
+    ) -> None:
+        """Measures a transformer at the probe's batch size and at that of its second host costs."""
+        config = self._job.config
+        options = replace(options, context=config.context)
+        batches = [config.batch_size, MORE_SEQUENCES * config.batch_size]
+        rows = sorted({*TRANSFORMER_ROWS, *buckets})
+        forwards, launch = ranks.transformer(group, shard, options, rows, batches, stacks)
+        if self._topology.group.rank == 0:
+            self.tables["forwards"] += forwards
+            self.tables["launches"].append(launch)
 
     def all_reduces(self) -> None:
         """Measures every all-reduce that can be opened over the target ranks; none with one
@@ -254,13 +280,20 @@ class Prober:
         self.notes += notes if self._topology.is_lead else []
 
     @property
-    def _target(self) -> Shard:
+    def _target(self) -> AnyShard:
         rank = 0 if self._topology.is_draft else self._topology.world.rank
-        return Shard(self._job.target, self._job.tp, rank)
+        return replace(self._job.target_shard, rank=rank)
 
     @property
-    def _draft(self) -> Shard | None:
-        return None if self._job.draft is None else Shard(self._job.draft)
+    def _draft(self) -> AnyShard | None:
+        return self._job.draft_shard
+
+    def _stacks(self, which: str) -> Stacks | None:
+        """Returns the factory of a transformer; None for matrix products."""
+        if not self._job.config.is_transformer:
+            return None
+        stacks: Stacks = getattr(self._session.workload, which)
+        return stacks
 
     def _group(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session

@@ -18,7 +18,9 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, Program, WeightPart
 from mpissd.engine.comm.device_group import Device
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -39,9 +41,11 @@ _SQUARE = {"gpu": 8192, "emulated": 8192, "cpu": 1024}
 _KEY = 0x5EED
 
 
-def product_shapes(shard: Shard, options: ForwardOptions) -> list[tuple[int, int]]:
+def product_shapes(shard: AnyShard, options: ForwardOptions) -> list[tuple[int, int]]:
     """Returns every distinct (in, out) of a rank's products, fused or not, with the LM head's if
-    any."""
+    any; none of a transformer's, which have kernels of their own."""
+    if isinstance(shard, TransformerShard):
+        return []
     both = [ForwardOptions(fuse, options.lm_head) for fuse in (options.fuse, not options.fuse)]
     return list(dict.fromkeys(shape for one in both for shape in shard.products(one)))
 

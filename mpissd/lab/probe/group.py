@@ -6,7 +6,8 @@ Before every launch the buffers are filled anew, because repeated sums would exc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,30 @@ from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.comm.group import Group
 from mpissd.engine.comm.mpi_group import open_group
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.gemm_stack import GemmStacks
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.probe.device import ROWS, launched
 from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
 
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
+TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, as each is measured behind several contexts
 LARGE_BYTES = 1 << 20
+_NEAR = 64  # the shortest context that a transformer is measured behind
+_FAR = 1024  # the longest one, unless --context says more
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
 _AMPLITUDE = 2.0**-4
+
+
+Made = tuple[Stacks, Weights]  # weights, and the factory that made them
+
+
+def contexts(longest: int) -> list[int]:
+    """Returns the contexts behind which transformers are measured: near, far and between."""
+    far = max(longest, _FAR)
+    return [_NEAR, far // 4, far]
 
 
 class GroupProbe:
@@ -45,22 +61,33 @@ class GroupProbe:
     def forwards(
         self,
         group: Group,
-        shard: Shard,
+        shard: AnyShard,
         options: ForwardOptions,
         rows: Sequence[int],
         sequences: int,
         most_rows: int | None = None,
+        model: Made | None = None,
     ) -> tuple[Entry, Entry]:
         """Measures one model; returns ("forwards" entry by rows, "launches" entry of the fewest
         rows).
 
-        most_rows: row limit of the jobs that run this kernel (None: no limit).
+        most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
+        use (None: those of matrix products, made here).
         """
+        stacks, weights = model or (GemmStacks(), None)
         stepper = Stepper(
-            self._backend, group, shard, options, buckets=rows, num_sequences=sequences, seed=1
+            self._backend,
+            group,
+            shard,
+            options,
+            buckets=rows,
+            num_sequences=sequences,
+            seed=1,
+            stacks=stacks,
+            weights=weights,
         )
         try:
-            onces = {rows: self._forward(stepper, rows) for rows in stepper.buckets}
+            onces = {rows: self._forward(stepper, rows, sequences) for rows in stepper.buckets}
             taken = samples(onces, self._pace, together=self._together)
             launch = self._launch(stepper)
             self._check_forward(stepper)
@@ -93,19 +120,59 @@ class GroupProbe:
             return (True,)
         return (True, False) if group.capturable and self._backend.capture else (False,)
 
-    def _forward(self, stepper: Stepper, rows: int) -> Callable[[], float]:
+    def transformer(
+        self,
+        group: Group,
+        shard: AnyShard,
+        options: ForwardOptions,
+        rows: Sequence[int],
+        batches: Iterable[int],
+        stacks: Stacks,
+    ) -> tuple[list[Entry], Entry]:
+        """Measures a transformer for each number of sequences behind each of `contexts`.
+
+        Returns the "forwards" entries and the "launches" entry of the first. What does not fit
+        beside the weights is left out.
+        """
+        weights = stacks.weights(self._backend, shard, options, max_rows=rows[-1], seed=1)
+        forwards, launches = [], []
+        for batch in batches:
+            for context in contexts(options.context):
+                behind = replace(options, context=context, capacity=context + rows[-1])
+                if not self._has_room(shard, behind, rows[-1], batch):
+                    continue
+                forward, launch = self.forwards(
+                    group, shard, behind, rows, batch, None, (stacks, weights)
+                )
+                forwards.append(forward)
+                launches.append(launch)
+        return forwards, launches[0]
+
+    def _has_room(
+        self, shard: AnyShard, options: ForwardOptions, rows: int, sequences: int
+    ) -> bool:
+        """Returns whether weights and KV cache fit on every rank; True where memory is unknown."""
+        size = self._backend.itemsize
+        needed = shard.weight_bytes(options, size)
+        needed += shard.cache_bytes(rows, sequences, options, size)
+        room = self._backend.info.memory_bytes
+        return bool(self._comm.allreduce(room is None or needed <= room, op=MPI.LAND))
+
+    def _forward(self, stepper: Stepper, rows: int, sequences: int) -> Callable[[], float]:
         tokens = np.arange(rows, dtype=np.int32)
+        places = timed_places(rows, sequences, stepper.options)
 
         # The tokens are uploaded each time, because forwards of other row counts run in between.
         def launch() -> None:
-            stepper.upload(rows, tokens)
+            stepper.upload(rows, tokens, places)
             stepper.launch()
 
         return launched(launch, stepper, self._waiter)
 
     def _launch(self, stepper: Stepper) -> Entry:
         host: list[float] = []
-        stepper.upload(stepper.buckets[0], np.zeros(1, np.int32))
+        places = timed_places(1, 1, stepper.options)
+        stepper.upload(stepper.buckets[0], np.zeros(1, np.int32), places)
         once = launched(stepper.launch, stepper, self._waiter, host)
         device = sample(once, self._pace, together=self._together)
         return {
@@ -119,7 +186,8 @@ class GroupProbe:
         if not self._real:
             return
         rows = stepper.buckets[-1]
-        stepper.upload(rows, np.arange(rows, dtype=np.int32))
+        places = timed_places(rows, 1, replace(stepper.options, context=0))
+        stepper.upload(rows, np.arange(rows, dtype=np.int32), places)
         stepper.launch()
         stepper.wait(self._waiter)
         hidden = self._backend.to_host(stepper.stack.buffers.hidden)[:rows]

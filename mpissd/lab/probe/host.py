@@ -21,7 +21,7 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.probe.sample import Entry
 
-_MORE_SEQUENCES = (
+MORE_SEQUENCES = (
     8  # Factor from the first batch size to the second; host work grows with the batch.
 )
 
@@ -54,7 +54,7 @@ def ways(config: RunConfig) -> Iterator[RunConfig]:
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):
         drafts = config.drafts if mode != "ar" else None
-        for batch in (config.batch_size, _MORE_SEQUENCES * config.batch_size):
+        for batch in (config.batch_size, MORE_SEQUENCES * config.batch_size):
             yield replace(config, mode=mode, num_drafts=drafts, batch_size=batch)
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.profile import SCHEMA, load_profile
 from mpissd.engine.job import Job
-from mpissd.engine.model.shard import Shard
 from mpissd.lab.probe.sample import Entry
 
 TABLES = ("bandwidths", "products", "forwards", "all_reduces", "links", "copies", "launches")
@@ -37,6 +37,7 @@ def profile_name(job: Job, info: DeviceInfo) -> str:
     config = job.config
     parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
     parts.append(f"T{job.tp}D{config.drafts}")
+    parts += ["transformer"] * config.is_transformer
     parts += ["fuse"] * config.fuse + ["head"] * config.lm_head
     if config.context:
         parts.append(f"ctx{config.context}x{config.batch_size}")
@@ -112,7 +113,8 @@ def _overhead(
     """Returns the overhead of a product beyond memory traffic, fitted to the measured target
     forward."""
     rows = min(int(n) for n in forward["seconds"])
-    cost = Shard(job.target, job.tp).cost(rows, job.config.batch_size, itemsize, job.options)
+    options = replace(job.options, context=forward["kv_tokens"] // job.config.batch_size)
+    cost = job.target_shard.cost(rows, job.config.batch_size, itemsize, options)
     floor = 0.0
     if read and flops:
         floor = max((cost.weight_bytes + cost.kv_bytes) / read, cost.flops / flops)

@@ -50,6 +50,7 @@ class Layer:
 class Ops(Protocol):
     """A transformer's operations on one rank's device, for one model and its share of heads."""
 
+    kernel: str  # name of the kernels, for profiles
     page: int  # positions of a page; attention is computed page by page
     itemsize: int  # bytes of a stored weight
     computes_padding: bool  # whether a forward computes its whole bucket, as a captured graph does

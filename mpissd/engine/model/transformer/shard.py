@@ -119,7 +119,7 @@ class TransformerShard:
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
         """Returns the key of this kind of forward in tables of measured times."""
         read = options.context * sequences
-        return ForwardKey(f"transformer:{self.shape.name}", self.tp, True, True, read)
+        return ForwardKey(self.shape.name, self.tp, True, True, read, sequences)
 
     def kv_bytes(self, context: int, sequences: int, itemsize: int = 2) -> int:
         """Returns the bytes of the keys and values of `sequences` contexts on this rank."""
@@ -176,6 +176,7 @@ class TransformerShard:
             tp=self.tp,
             key=self.key(sequences, options),
             most_rows=most_rows,
+            params=params,
         )
 
 

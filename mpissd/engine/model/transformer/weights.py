@@ -30,6 +30,11 @@ class TransformerWeights:
     head: Array = None
     head_ids: Ints | None = None
 
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that read these weights."""
+        return "modelled" if self.ops is None else self.ops.kernel
+
 
 def load_weights(
     backend: Backend,

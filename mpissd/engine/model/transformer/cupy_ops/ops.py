@@ -33,6 +33,7 @@ class CupyOps:
     ConfigError for a GPU or a model that the kernels do not support.
     """
 
+    kernel = "cuda"
     itemsize = 2
     computes_padding = True
     early = False  # whether kernels may start before the one before them ends

@@ -54,6 +54,7 @@ class Logits:
 class NumbaOps:
     """The operations on NumPy arrays; activations are padded to whole blocks of columns."""
 
+    kernel = "numba"
     itemsize = 2
     computes_padding = False
 
