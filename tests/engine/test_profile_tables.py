@@ -176,17 +176,19 @@ def test_what_an_all_reduce_costs_is_said_to_be_unknown(box: Any) -> None:
 
 
 def test_require_names_what_is_covered(box: Any) -> None:
-    profile = box()
-    profile.require("llama-3.1-8b", 2, OPTIONS)
-    profile.require("llama-3.1-8b", 2, OPTIONS, sequences=9)
-    for wrong in (("llama-3.1-8b", 1, OPTIONS), ("llama-3.1-8b", 2, ForwardOptions()),
-                  ("llama-3.2-1b", 2, OPTIONS)):  # fmt: skip
+    profile, params = box(), SHARD.num_params(OPTIONS)
+    profile.require(SHARD.key(1, OPTIONS), params)
+    profile.require(SHARD.key(9, OPTIONS), params)
+    for wrong, options in ((Shard(SHARD.shape), OPTIONS), (SHARD, ForwardOptions()),
+                           (Shard(resolve_model("1b"), 2), OPTIONS)):  # fmt: skip
         with pytest.raises(ConfigError, match=r"measured forwards of: llama-3.1-8b T=2 fuse$"):
-            profile.require(*wrong)
+            profile.require(wrong.key(1, options), params)
     with pytest.raises(ConfigError, match=r"cover llama-3.1-8b T=2 fuse kv_tokens=24: "):
-        profile.require("llama-3.1-8b", 2, replace(OPTIONS, context=8), sequences=3)
+        profile.require(SHARD.key(3, replace(OPTIONS, context=8)), params)
     with pytest.raises(ConfigError, match=r"'h100' doesn't cover .*: none$"):
-        load_profile("h100").require("llama-3.1-8b", 2, OPTIONS)
+        load_profile("h100").require(SHARD.key(1, OPTIONS), params)
+    with pytest.raises(ConfigError, match=r"cover this llama-3.1-8b: it was probed with another"):
+        profile.require(SHARD.key(1, OPTIONS), params + 1)
 
 
 @pytest.mark.parametrize("fuse", [True, False])  # covered, and not
@@ -224,7 +226,7 @@ def test_the_largest_forward_of_a_job_chooses_the_kernel(
     profile = box("tables/forwards", KERNELS)
     assert profile.forward_s(SHARD.cost(rows, 1, 2, OPTIONS, most)) == seconds
     assert profile.few_rows == EmulatedBackend(profile).few_rows == 32
-    profile.require("llama-3.1-8b", 2, OPTIONS)
+    profile.require(SHARD.key(1, OPTIONS), SHARD.num_params(OPTIONS))
 
 
 def test_a_kernel_of_few_rows_says_nothing_of_more(box: Any) -> None:

@@ -126,7 +126,7 @@ def test_a_saved_profile_replays_what_was_measured(tmp_path: Path) -> None:
     assert path == tmp_path / "profiles" / "box.json"
     profile, truth = load_profile(str(path)), load_profile("h100")
     shard = Shard(job().target)
-    profile.require("llama-3.1-8b", 1, job().options)
+    profile.require(shard.key(1, job().options), shard.num_params(job().options))
     for rows in FORWARD_ROWS:
         cost = shard.cost(rows, 1, 2, job().options)
         assert profile.forward_s(cost) == truth.forward_s(cost)

@@ -114,7 +114,8 @@ class Profile:
         if key in self.tables.forwards:
             gap = f"profile {self.name!r} doesn't cover this {key.model}"
             raise ConfigError(f"{gap}: it was probed with another number of weights")
-        covered = "; ".join(map(str, self.tables.forwards)) or "none"
+        known = (str(key).partition(" context=")[0] for key in self.tables.forwards)
+        covered = "; ".join(dict.fromkeys(known)) or "none"
         raise ConfigError(
             f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
         )

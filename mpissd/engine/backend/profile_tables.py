@@ -193,7 +193,8 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     the rows read; both as in Curve. Beyond what was measured, the source begins with "derived".
     """
     batches = sorted({known.sequences for known in measured})
-    rows = sorted({n for forward in measured.values() for n in forward.seconds.points})
+    points = {n for forward in measured.values() for n in forward.seconds.points}
+    rows = sorted(points | {min(key.sequences, max(points))})  # from b rows on, no more KV is read
 
     def over_context(batch: int, number: int) -> float:
         curves = {k.context: f.seconds for k, f in measured.items() if k.sequences == batch}

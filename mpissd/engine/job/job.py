@@ -118,9 +118,13 @@ class Job:
     def _read_context(self) -> int:
         """Tokens of KV cache that a sequence's rows read on average, without its prompt.
 
-        Of a run that is limited by rounds alone, one token a round is counted.
+        Of a run that is limited by rounds, as many tokens a round are counted as imposed laws
+        give, to the nearest whole one so that similar laws share programs; else one.
         """
         limits = [n for n in (self.config.token_limit, self.config.max_rounds) if n is not None]
+        if self.lookahead and self.config.max_rounds is not None and self.workload.is_imposed:
+            accepted = round(self.acceptance[Source.CACHE].mean_accepted)
+            limits[-1] *= 1 + accepted
         given = 0 if self.config.is_text else self.config.context
         return given + min([*limits, self.longest - given]) // 2
 

@@ -132,7 +132,7 @@ def job_of_row(row: Row) -> Job:
 
 
 def config_of_row(row: Row) -> RunConfig:
-    """Returns the configuration of a gemm row with choices fixed, and lists and laws resolved."""
+    """Returns the configuration of a row of imposed laws, with choices, lists and laws resolved."""
     flags = {name: row.get(name) for name in _SAID}
     if row.mode == "ar":
         flags["draft"] = None
@@ -141,6 +141,8 @@ def config_of_row(row: Row) -> RunConfig:
     for name in ("fan_out", "fan_out_miss"):
         if row.get(name):
             flags[name] = "list:" + ",".join(map(str, row[name]))
+    if row.forward == "transformer":  # whose mean context the run's length decides
+        flags |= {"forward": row.forward, "num_tokens": row.token_limit}
     said = {name: value for name, value in flags.items() if value is not None}
     return RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **said)
 

@@ -121,7 +121,7 @@ def _conclude(
         "provenance": provenance(infos, session.topology.hosts, _mpi_library()),
     }
     path = save_profile(job.config.out, name, data)
-    covers = [f"{e['model']} T={e['tp']}" for e in tables["forwards"]]
+    covers = list(dict.fromkeys(f"{e['model']} T={e['tp']}" for e in tables["forwards"]))
     values = {key: number["value"] for key, number in fitted["numbers"].items()}
     summary = {"profile": str(path), "name": name, "covers": covers, **values}
     summary["seconds"] = sum(seconds.values())

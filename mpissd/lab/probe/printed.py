@@ -89,6 +89,8 @@ def _forwards(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
         seconds = entry["seconds"]
         rows = [str(n) for n in _SHOWN_ROWS if str(n) in seconds]
         limit = "" if entry["most_rows"] is None else f", jobs of at most {entry['most_rows']} rows"
+        if batch := entry["sequences"]:
+            limit = f", context={entry['kv_tokens'] // batch} b={batch}"
         yield "forward", f"{entry['model']} T={entry['tp']} by {entry['kernel']}{limit}"
         yield "M", "".join(f"{n:>9}" for n in rows)
         yield "µs", _times(entry, rows)

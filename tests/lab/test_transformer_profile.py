@@ -1,0 +1,207 @@
+"""A transformer's measured forwards: between contexts and sequences, labelled, and as probed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
+from mpissd.engine.backend.profile_tables import Tables
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.coverage import check_device, covered
+from mpissd.lab.predict.derive import with_derived
+from mpissd.lab.predict.label import derived_from
+from mpissd.lab.predict.row import predict_row
+from mpissd.lab.probe.device import product_shapes
+from mpissd.lab.probe.group import TRANSFORMER_ROWS, GroupProbe, contexts
+from mpissd.lab.probe.sample import Checks
+
+TINY = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
+BATCHES, CONTEXTS = (1, 8), (64, 500, 2000)
+
+
+def job(tp: int = 1, backend: str = "emulated", **flags: Any) -> Job:
+    given_flags = {"mode": "sd", "forward": "transformer", "target": TINY, "draft": TINY, **flags}
+    config = RunConfig(backend=backend, **given_flags)
+    return resolve(config, tp, backend=backend, memory_bytes=None)
+
+
+SHARD, OPTIONS = job().target_shard, job().options
+
+
+def truth(rows: int, context: int, batch: int) -> float:
+    """Weights, a row's products, its scores, and the keys and values of the sequences it reads."""
+    products = 1e-3 + 1e-5 * rows
+    return products + 1e-8 * rows * context + 3e-7 * min(rows, batch) * context
+
+
+def at(context: int) -> ForwardOptions:
+    return replace(OPTIONS, context=context)
+
+
+def entries(shard: AnyShard = SHARD) -> list[dict[str, Any]]:
+    return [
+        vars(shard.key(batch, at(context)))
+        | {
+            "params": shard.num_params(OPTIONS),
+            "kernel": "k",
+            "most_rows": None,
+            "from": "measured",
+        }
+        | {"seconds": {str(n): truth(n, context, batch) for n in TRANSFORMER_ROWS}}
+        for batch in BATCHES
+        for context in CONTEXTS
+    ]
+
+
+def measured(forwards: list[dict[str, Any]]) -> Profile:
+    tables = Tables.parse({"forwards": forwards})
+    return replace(load_profile("h100"), tables=tables)
+
+
+PROBED = measured(entries())
+
+
+@given(st.sampled_from(TRANSFORMER_ROWS), st.integers(64, 2000), st.integers(1, 8))
+def test_a_time_that_grows_with_context_and_sequences_is_found_between(
+    rows: int, context: int, batch: int
+) -> None:
+    seconds = PROBED.forward_s(SHARD.cost(rows, batch, 4, at(context)))
+    assert seconds == pytest.approx(truth(rows, context, batch), rel=1e-9)
+
+
+def test_at_a_measured_point_the_time_is_what_was_measured() -> None:
+    for entry in entries():
+        batch = entry["sequences"]
+        for rows, seconds in entry["seconds"].items():
+            cost = SHARD.cost(int(rows), batch, 2, at(entry["kv_tokens"] // batch))
+            assert PROBED.forward_s(cost) == seconds
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "is_derived"),
+    [(64, 1, False), (1999, 7, False), (10, 2, False), (2001, 1, True), (500, 9, True)],
+)
+def test_beyond_what_was_measured_it_is_derived(
+    context: int, batch: int, *, is_derived: bool
+) -> None:
+    """The job's mean context is its --context and half of its one round."""
+    found = job(mode="ar", draft=None, context=context, batch_size=batch, rounds=1)
+    label = derived_from(PROBED, PROBED, found)
+    assert label == (
+        f"derived: transformer {SHARD.shape.name} T=1 context={context} b={batch}, measured up to "
+        "context=2000 b=8"
+        if is_derived
+        else None
+    )
+
+
+def test_another_number_of_ranks_is_derived_at_the_same_context() -> None:
+    two = job(2).target_shard
+    profile = with_derived(PROBED, two, 2, at(300))
+    one_s = PROBED.forward_s(SHARD.cost(8, 2, 2, at(300)))
+    curve = profile.tables.forward(two.cost(8, 2, 2, at(300)))
+    assert curve is not None and curve.source.startswith("derived from T=1")
+    assert curve(8) < one_s + 100 * PROBED.all_reduce_s(2, 8 * 64 * 2)
+    assert with_derived(profile, two, 2, at(300)) is profile
+
+
+def test_a_probe_of_products_says_nothing_of_transformers_nor_of_another_model() -> None:
+    gemm = job(mode="ar", draft=None, forward=None, fuse=True).target_shard
+    cost = gemm.cost(1, 1, 2, ForwardOptions(fuse=True))
+    assert PROBED.tables.forward(cost) is None
+    with pytest.raises(ConfigError, match=r"doesn't cover transformer gen:.* context=\d+ b=1: it"):
+        check_device(PROBED, job(target=TINY.replace("96", "128"), rounds=1))
+    check_device(PROBED, job(rounds=1))
+    assert covered(PROBED) == {"forward": "transformer"}
+
+
+def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_so() -> None:
+    """Llama-3.1-70B behind 8k tokens on four H200s: derived there, as what no probe measured."""
+    flags: dict[str, Any] = {"target": "70b", "draft": "1b", "context": 8192, "rounds": 1}
+    found = job(4, mode="ssd", **flags)
+    h200, h100 = load_profile("h200"), load_profile("h100")
+    cost = found.target_shard.cost(5, 1, 2, found.options, 5)
+    reduces = cost.num_all_reduces * h200.all_reduce_s(4, cost.all_reduce_bytes)
+    products = cost.num_products * h200.product_overhead_s
+    modelled = (h200.floor_s(cost) or 0) + products + reduces + h200.launch_s
+    assert float(DeviceCosts.from_profile(h200, found).verify_s(5)) == modelled
+    label = derived_from(h200, h200, found)
+    assert label is not None and "derived: transformer llama-3.1-70b T=4 context=8193 b=1" in label
+    assert derived_from(h100, h100, found) is None  # its every number is a datasheet's
+    near = DeviceCosts.from_profile(h200, job(4, mode="ssd", **{**flags, "context": 0}))
+    grown = modelled - float(near.verify_s(5))
+    kv = 8192 * 80 * 2 * 2 * 128 * 2 / (h200.read_bytes_per_s or 0)
+    assert grown == pytest.approx(kv, rel=0.01)
+
+
+def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], dict[str, Any], Checks]:
+    checks = Checks()
+    group = GroupProbe(backend, MPI.COMM_SELF, Waiter(30.0, spin=False), checks, "measured: here")
+    rows, stacks = [1, 2, 5, 24], found.workload.target_stacks
+    parts = found.target_shard, replace(found.options, context=2000), rows, [1, 8], stacks
+    return *group.transformer(SoloGroup(found.tp), *parts), checks
+
+
+def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it() -> None:
+    h200 = load_profile("h200")
+    found = job(mode="ar", draft=None, target="8b", context=1500, batch_size=4, rounds=20)
+    forwards, launch, _ = probed(EmulatedBackend(h200), found)
+    assert [(e["kv_tokens"] // e["sequences"], e["sequences"]) for e in forwards] == [
+        (context, batch) for batch in (1, 8) for context in contexts(2000)
+    ]
+    assert launch["what"] == "forward of transformer llama-3.1-8b T=1 context=64 b=1, modelled"
+    profile = replace(h200, tables=Tables.parse({"forwards": json.loads(json.dumps(forwards))}))
+    for rows in (1, 2, 5, 12):
+        cost = found.target_shard.cost(rows, 4, 2, found.options)
+        assert profile.forward_s(cost) == pytest.approx(h200.forward_s(cost), rel=0.003)
+        assert profile.tables.forward(cost) is not None
+    rates = [
+        predict_row(found, DeviceCosts.from_profile(known, found), HostCosts())["tok_per_s"]
+        for known in (profile, h200)
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=0.003)
+
+
+def test_a_probe_on_a_processor_names_the_kernel_and_finds_no_wrong_data() -> None:
+    found = job(backend="numpy", mode="ar", draft=None, rounds=1)
+    forwards, launch, checks = probed(NumpyBackend(), found)
+    assert checks.error() is None
+    assert {e["kernel"] for e in forwards} == {"numba"} and launch["host_s"] > 0
+    assert all(s > 0 for e in forwards for s in e["seconds"].values())
+    long, short = forwards[2]["seconds"]["24"], forwards[0]["seconds"]["24"]
+    assert long > short  # 24 rows that attend 2,000 tokens, and 64
+    assert product_shapes(found.target_shard, found.options) == []
+
+
+def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
+    found = job(mode="ar", draft=None, target="8b", rounds=1)
+    backend = EmulatedBackend(replace(load_profile("h200"), memory_bytes=18 * 10**9))
+    forwards, _, _ = probed(backend, found)
+    contexts_of = {(e["sequences"], e["kv_tokens"] // e["sequences"]) for e in forwards}
+    assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500)}
+
+
+def test_a_saved_profile_keeps_the_sequences(tmp_path: Path) -> None:
+    data = json.loads(known_profiles()["h100"].read_text())
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps({**data, "tables": {"forwards": entries()}}))
+    cost = SHARD.cost(3, 2, 2, at(700))
+    assert load_profile(str(path)).forward_s(cost) == PROBED.forward_s(cost)
