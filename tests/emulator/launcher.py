@@ -31,8 +31,10 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
 class EmulatedLauncher:
     """Compiles kernels with g++ into `folder` and runs their threads one by one (device.hpp)."""
 
+    shared_bytes = 227 << 10
+
     def __init__(self, folder: Path) -> None:
-        self._folder, self._built = folder, dict[Any, Any]()
+        self._folder, self.built = folder, dict[Any, Any]()
         self.launches: list[str] = []
 
     def function(
@@ -43,9 +45,9 @@ class EmulatedLauncher:
         shared_mem: int = 0,
     ) -> Any:
         key = name, files, macros
-        if key not in self._built:
-            self._built[key] = (name, self._compiled(name, files, macros))
-        return self._built[key]
+        if key not in self.built:
+            self.built[key] = (name, self._compiled(name, files, macros))
+        return self.built[key]
 
     def launch(
         self,

@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.model.transformer.cupy_ops import packing
+from mpissd.engine.model.transformer.cupy_ops import packing, products
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.emulator.launcher import EmulatedGpu
@@ -69,7 +69,29 @@ def test_a_row_is_the_same_in_any_forward(gpu: Any) -> None:
     check_rows_alone(Rig(gpu, tiny("llama", layers=1), max_rows=40), 40, [17, 40])
 
 
-@pytest.mark.parametrize("trunk", [3, 126])
+@pytest.mark.parametrize("kind", products._LARGE)
+def test_a_row_is_the_same_in_large_blocks(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, kind: tuple[int, int, int]
+) -> None:
+    """70 rows are 64 and 6; the head's 7 tiles of columns do not divide into these blocks."""
+    monkeypatch.setattr(products, "_MIN_BLOCKS", 1)
+    monkeypatch.setattr(products, "_LARGE", (kind,))
+    rig = Rig(gpu, tiny("llama", layers=1), max_rows=70)
+    tokens = prompt(rig, 70)
+    assert np.array_equal(rig.fill(tokens, 70), rig.fill(tokens, 32))
+    built = [tuple(size for _, size in macros) for _, _, macros in gpu.launcher(early=False).built]
+    assert (kind[1], kind[0], kind[2]) in built
+
+
+def test_weights_serve_a_stack_of_more_rows(gpu: Any) -> None:
+    config = tiny("llama", layers=1)
+    rig = Rig(gpu, config, max_rows=2)
+    more = Rig(gpu, config, max_rows=9, weights=rig.stack.weights)
+    tokens = prompt(rig, 9)
+    assert np.array_equal(more.fill(tokens, 9), rig.fill(tokens, 2))
+
+
+@pytest.mark.parametrize("trunk", [0, 3, 126])
 def test_a_lane_is_a_trunk(gpu: Any, trunk: int) -> None:
     """From 126 on the lanes grow into the next split, and page."""
     check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), trunk, 4)

@@ -66,24 +66,29 @@ class Rig:
         steps: int = 8,
         page: int | None = PAGE,
         checkpoint: Any = None,
+        weights: Any = None,
+        group: Any = None,
     ) -> None:
         self.backend, self.checkpoint = backend, checkpoint or RandomCheckpoint(config, seed=3)
-        shard = TransformerShard(config)
+        group = group or SoloGroup()
+        shard = TransformerShard(config, group.size, group.rank)
         options = ForwardOptions(
             lm_head=True, top_k=3, values=True, capacity=capacity, lanes=num_lanes, steps=steps
         )
-        weights = load_weights(backend, self.checkpoint, shard, max_rows=max_rows, page=page)
+        if weights is None:
+            weights = load_weights(backend, self.checkpoint, shard, max_rows=max_rows, page=page)
         self.stack = TransformerStack(
-            backend, SoloGroup(), shard, options, weights, max_rows=max_rows, max_sequences=slots
+            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=slots
         )
         self._cost = shard.cost(1, 1, 2, options)
         self._programs: dict[int, Any] = {}
 
     def forward(self, tokens: Sequence[int], places: Places, bucket: int | None = None) -> Any:
-        """Returns the rows' logits."""
+        """Returns the rows' logits, of this rank's part of the vocabulary."""
         rows = bucket or len(tokens)
         if rows not in self._programs:
-            self._programs[rows] = self.backend.program(self.stack.body(rows), self._cost)
+            body, capturable = self.stack.body(rows), self.stack.group.capturable
+            self._programs[rows] = self.backend.program(body, self._cost, capturable=capturable)
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
         self._programs[rows].launch()
@@ -97,7 +102,7 @@ class Rig:
 
     def fill(self, tokens: Sequence[int], chunk: int, slot: int = 0, start: int = 0) -> Any:
         """Runs the tokens as trunk rows in chunks; returns all their logits."""
-        every = []
+        every = [np.empty((0, self.stack.shard.vocab), np.float32)]
         for first in range(0, len(tokens), chunk):
             part = tokens[first : first + chunk]
             at = start + first

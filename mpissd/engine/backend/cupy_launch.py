@@ -28,6 +28,8 @@ class Launcher:
         self._modules: dict[tuple[str, ...], Any] = {}
         self._functions: dict[tuple[Any, ...], Any] = {}
         self._driver: Any = _driver(device_id) if early else None
+        attributes = cupy.cuda.Device(device_id).attributes
+        self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
 
     def function(
         self,

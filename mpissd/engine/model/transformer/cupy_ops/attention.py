@@ -28,8 +28,8 @@ class Cache:
 
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
     same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
-    [position, pair, 2]. words: the seats on the device. partial, tops: each split's sums, and its
-    largest score with the sum of weights.
+    [position, pair, 2]. words: the seats on the device. qkv: a forward's q, k and v, float32.
+    partial, tops: each split's sums, and its largest score with the sum of weights.
     """
 
     sizes: CacheSizes
@@ -40,6 +40,7 @@ class Cache:
     lane_values: Any
     turns: Any
     words: Any
+    qkv: Any
     count: Any
     tasks: Any
     partial: Any
@@ -54,7 +55,7 @@ class Attention:
         self, launcher: Launcher, config: TransformerConfig, heads: int, kv_heads: int, page: int
     ) -> None:
         self._launcher, self._config = launcher, config
-        self._heads, self._kv_heads = heads, kv_heads
+        self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
         self._head = config.shape.head_dim
         self._macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", _QUERY_TILES))
 
@@ -78,6 +79,7 @@ class Attention:
             lane_values=lane_values,
             turns=self._launcher.uploaded(turns(self._config, sizes.num_positions), np.float32),
             words=self._launcher.empty((len(seats.ints),), np.int32),
+            qkv=self._launcher.empty((rows, self._every * width), np.float32),
             count=self._launcher.zeros((1,), np.int32),
             tasks=self._launcher.empty((rows * per_row * (splits + 1), _TASK_WORDS), np.int32),
             partial=self._launcher.empty((queries, width), np.float32),
@@ -101,11 +103,11 @@ class Attention:
         grid = (1 + ceil_div(table, _BEGIN_THREADS),)
         self._launch("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
 
-    def rotate(self, qkv: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        """Takes q, k and v of a product to the queries and the cache."""
-        every, scale = self._heads + 2 * self._kv_heads, self._head**-0.5 * _LOG2_E
+    def rotate(self, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
+        """Takes cache.qkv to the queries and the cache."""
+        scale = self._head**-0.5 * _LOG2_E
         args = (
-            qkv,
+            cache.qkv,
             layer.qkv_bias,
             layer.q_norm,
             layer.k_norm,
@@ -117,7 +119,7 @@ class Attention:
             np.float32(scale),
             q,
         )
-        self._launch("rotate", (rows, ceil_div(every, 4)), (32, 4), args)
+        self._launch("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
 
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
         """Attends all splits, then adds them up."""

@@ -9,6 +9,10 @@ from typing import Any, Protocol
 class Launcher(Protocol):
     """Implemented by backend.cupy_launch."""
 
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory of a block."""
+
     def function(
         self,
         name: str,

@@ -36,7 +36,7 @@ class CupyOps:
     kernel = "cuda"
     itemsize = 2
     computes_padding = True
-    early = False  # whether kernels may start before the one before them ends
+    early = True  # whether kernels may start before the one before them ends
 
     def __init__(
         self,
@@ -55,8 +55,6 @@ class CupyOps:
         self._launcher: Launcher = backend.launcher(early=self.early)
         self._packer, self._products = Packer(self._launcher), Products(self._launcher)
         self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
-        every = (heads + 2 * kv_heads) * config.shape.head_dim
-        self._qkv = self._launcher.empty((max_rows, every), np.float32)
         self._sizes = dict(tensors(config))
         self._gathered: dict[int, Any] = {}
 
@@ -106,8 +104,8 @@ class CupyOps:
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
     def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        self._products.multiply(x, layer.qkv, self._qkv, rows)
-        self._attention.rotate(self._qkv, layer, cache, number, q, rows)
+        self._products.multiply(x, layer.qkv, cache.qkv, rows)
+        self._attention.rotate(layer, cache, number, q, rows)
 
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
         self._attention.attend(cache, number, q, out, rows)

@@ -9,13 +9,18 @@ import numpy as np
 
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 
-TILE, PAIR, ROW_TILE, MAX_ROW_TILES = 16, 32, 8, 4
+TILE, PAIR, ROW_TILE = 16, 32, 8
+_FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
 _THREADS = 256
 _FILES = ("types", "ampere", "skinny")
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
 _WIDE_TILES = 1024  # From so many tiles on a block has two, which halves its reads of x.
+# Blocks for more than 32 rows: (tiles of columns, tiles of rows, stages). Then the cache's rate is
+# the limit: a block reads as many bytes as columns and rows together, for columns times rows.
+_LARGE = ((4, 8, 3), (2, 8, 4))
+_MIN_BLOCKS = 96  # Of a large kind: with fewer, much of a GPU has none.
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,9 @@ class Products:
 
     def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
         """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
-        row_tiles = min(MAX_ROW_TILES, ceil_div(rows, ROW_TILE))
-        tiles = 2 if weight.tiles >= _WIDE_TILES and weight.tiles % 2 == 0 else 1
-        stages = _STAGES[tiles, row_tiles]
+        tiles, row_tiles, stages = self._kind(weight.tiles, rows)
         macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
-        shared = stages * _THREADS * 32 * tiles + stages * _THREADS * 16 * row_tiles
+        shared = _shared_bytes(tiles, row_tiles, stages)
         kind = "gated" if weight.gated else str(out.dtype)
         kernel = self._launcher.function(f"skinny_{kind}", _FILES, macros, shared)
         blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
@@ -56,3 +59,18 @@ class Products:
         to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns))
         assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
         self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
+
+    def _kind(self, every: int, rows: int) -> tuple[int, int, int]:
+        """Returns a block's tiles of columns, its tiles of rows, and the copies under way."""
+        for tiles, row_tiles, stages in _LARGE if rows > ROW_TILE * _FEW_ROW_TILES else ():
+            blocks = every // tiles * ceil_div(rows, ROW_TILE * row_tiles)
+            fits = _shared_bytes(tiles, row_tiles, stages) <= self._launcher.shared_bytes
+            if every % tiles == 0 and blocks >= _MIN_BLOCKS and fits:
+                return tiles, row_tiles, stages
+        row_tiles = min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
+        tiles = 2 if every >= _WIDE_TILES and every % 2 == 0 else 1
+        return tiles, row_tiles, _STAGES[tiles, row_tiles]
+
+
+def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
+    return stages * _THREADS * (32 * tiles + 16 * row_tiles)
