@@ -1,4 +1,4 @@
-"""The all-reduces of device arrays between two real ranks, on a device made of host memory."""
+"""Models over two real ranks, on the CPU and on a device made of host memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,28 @@ import pytest
 from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "tests/gpu/mpi_shard_check.py"
+PRODUCTS, TRANSFORMER = "tests/gpu/mpi_shard_check.py", "tests/gpu/mpi_transformer_check.py"
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend, choices", [("host", "staged,device,auto"), ("numpy", "auto")])
 def test_two_ranks_give_what_one_gives(backend: str, choices: str) -> None:
+    passes(PRODUCTS, f"--backend={backend}", f"--all_reduce={choices}", "--models=toy-draft")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "backend", ["numpy", pytest.param("emulated", marks=[pytest.mark.slow, pytest.mark.long])]
+)
+def test_two_ranks_give_a_transformers_logits(backend: str) -> None:
+    passes(TRANSFORMER, f"--backend={backend}", "--tokens=12")
+
+
+def passes(script: str, *options: str) -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
     if launcher is None:
         lack("an mpirun")
-    options = [f"--backend={backend}", f"--all_reduce={choices}", "--models=toy-draft"]
     settings = {
         "PYTHONPATH": str(ROOT),
         "OPENBLAS_NUM_THREADS": "1",
@@ -33,13 +44,13 @@ def test_two_ranks_give_what_one_gives(backend: str, choices: str) -> None:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
     done = subprocess.run(
-        [launcher, "-np", "2", sys.executable, "-m", "mpi4py", SCRIPT, *options],
+        [launcher, "-np", "2", sys.executable, "-m", "mpi4py", script, *options],
         env={**os.environ, **settings},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("passed") and "pass  " in done.stdout

@@ -17,6 +17,7 @@ from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
+from tests.gpu.greedy_margins import ROUNDING, Kept, margins
 from tests.gpu.transformer_rig import (
     FAMILIES,
     Rig,
@@ -30,7 +31,6 @@ from tests.needs import lack
 
 pytestmark = pytest.mark.gpu
 FIRST_CAPABILITY = 8.0
-ROUNDING = 4e-3  # relative: what float16 activations may move a logit by, against the largest
 PROMPTS = [
     "What is the capital of France, and why is it famous?",
     "Write a haiku about the sea.",
@@ -130,24 +130,6 @@ def smollm2() -> str:
         lack(str(error))
 
 
-class Kept:
-    """A checkpoint that keeps its matrices, rounded to a type."""
-
-    def __init__(self, inner: Any, dtype: Any) -> None:
-        self.inner, self.config = inner, inner.config
-        self._dtype, self._kept = dtype, dict[Any, Any]()
-
-    def matrix(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Any:
-        key = name, str(rows)
-        if key not in self._kept:
-            values = self.inner.matrix(name, rows, columns)
-            self._kept[key] = values.astype(self._dtype).astype(np.float32)
-        return self._kept[key]
-
-    def vector(self, name: str, part: slice = slice(None)) -> Any:
-        return self.inner.vector(name, part)
-
-
 def test_the_real_models_greedy_tokens(backend: Any, capsys: Any) -> None:
     """Each token is the reference's, or the reference's margin between both is below rounding."""
     from mpissd.engine.workload.text.tokenizer import load_tokenizer
@@ -166,12 +148,11 @@ def test_the_real_models_greedy_tokens(backend: Any, capsys: Any) -> None:
         while len(tokens) < start + length:
             tokens.append(int(np.argmax(logits[-1])))
             logits = rig.forward(tokens[-1:], trunk_rows(0, len(tokens) - 1, len(tokens)))
-        rows = transformer_reference.logits(checkpoint, tokens)[start - 1 : -1]
-        chosen = np.array(tokens[start:])
-        margins = (rows.max(-1) - rows[np.arange(len(rows)), chosen]) / np.abs(rows).max(-1)
-        other = np.flatnonzero(margins > 0)
-        worst = max(worst, float(margins.max()))
-        shown = f"first at {other[0]}, margin {margins[other[0]]:.1e}" if len(other) else "none"
+        chosen = tokens[start:]
+        found = margins(checkpoint, tokens[:start], chosen)
+        other = np.flatnonzero(found > 0)
+        worst = max(worst, float(found.max()))
+        shown = f"first at {other[0]}, margin {found[other[0]]:.1e}" if len(other) else "none"
         lines.append(
             f"{len(other)} of {length} differ ({shown}): {tokenizer.decode(chosen)[:60]!r}"
         )

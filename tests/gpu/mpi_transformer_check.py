@@ -1,0 +1,111 @@
+"""Does a transformer on T ranks give what it gives on one, and each row the same in any forward?
+
+    mpirun -np 2 python -m mpi4py tests/gpu/mpi_transformer_check.py --backend=cupy
+    mpirun -np 2 python -m mpi4py tests/gpu/mpi_transformer_check.py --backend=emulated    no GPU
+
+The tiny models have five and three KV heads, which T = 2 splits unevenly. With more ranks than GPUs
+the ranks share one, over the staged all-reduce. All logits are compared with the float32 reference
+of the whole model, and bit for bit between forwards of one row and of many. `numpy` checks the
+CPU's operations, `emulated` the GPU's kernels on a processor. Exit code 1 where a line says FAIL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.common.presets import ModelShape
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.device_group import open_device_group
+from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.model.transformer.config import TransformerConfig
+from tests.gpu.agreement import relative_error
+from tests.gpu.transformer_rig import Rig, check_lanes, check_rows_alone, prompt, tiny
+
+COMM = MPI.COMM_WORLD
+WAITER = Waiter(60.0, spin=False)
+BOUND = {"numpy": 2e-2, "cupy": 8e-3, "emulated": 8e-3}  # bfloat16 or float16 weights
+UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
+    "five": ("llama", 10, 5, 32, 192),
+    "three": ("qwen2", 6, 3, 64, 192),
+}
+
+
+def main() -> int:
+    """Runs every model; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=tuple(BOUND), default="cupy")
+    parser.add_argument("--tokens", type=int, default=140)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        backend = open_backend(args.backend, Path(folder))
+        group = opened(backend)
+        lines = [check(backend, group, name, args) for name in UNEVEN]
+        backend.synchronize()
+        group.close()
+        backend.close()
+    if COMM.rank == 0:
+        print(f"{COMM.size} ranks, {args.backend} on {backend.info.name}, {group.name}")
+        print("\n".join(line for _, line in lines))
+        print("passed" if all(good for good, _ in lines) else "FAILED", flush=True)
+    return int(not all(good for good, _ in lines))
+
+
+def open_backend(name: str, folder: Path) -> Any:
+    """This rank's backend; ranks beyond the number of GPUs share them."""
+    if name == "numpy":
+        return NumpyBackend()
+    if name == "emulated":
+        from tests.emulator.launcher import EmulatedGpu
+
+        return EmulatedGpu(folder)
+    import cupy
+
+    from mpissd.engine.backend.cupy_backend import CupyBackend
+
+    return CupyBackend(COMM.rank % cupy.cuda.runtime.getDeviceCount())
+
+
+def opened(backend: Any) -> Any:
+    """The group that `auto` opens; host memory has no trial of device-aware MPI."""
+    if type(backend).__name__ == "EmulatedGpu":
+        return open_device_group(backend, COMM, "staged", WAITER)
+    return open_group(backend, COMM, "auto", WAITER)
+
+
+def uneven(name: str) -> TransformerConfig:
+    """A model of two layers whose heads two ranks cannot split evenly."""
+    family, heads, kv_heads, head_dim, ffn = UNEVEN[name]
+    shape = ModelShape(f"uneven-{name}", 2, 64, heads, kv_heads, head_dim, ffn, True, 101)
+    return replace(tiny(family), shape=shape)
+
+
+def check(backend: Any, group: Any, name: str, args: argparse.Namespace) -> tuple[bool, str]:
+    """Compares logits with the reference and between forwards; (passed, a line), on all ranks."""
+    rig = Rig(backend, uneven(name), max_rows=40, capacity=256, group=group)
+    tokens = prompt(rig, args.tokens)
+    parts = COMM.allgather(rig.fill(tokens, 32))
+    error = relative_error(np.concatenate(parts, axis=1), rig.reference(tokens))
+    same = "rows and lanes have the same bits"
+    try:
+        check_rows_alone(rig, min(args.tokens, 40), [2, 5, 9, 17, 32, 40])
+        check_lanes(rig, min(args.tokens, 126), 3)
+    except AssertionError as wrong:
+        same = f"rank {COMM.rank}: {wrong}"
+    told = [said for said in COMM.allgather(same) if said.startswith("rank")]
+    good = error <= BOUND[args.backend] and not told
+    widths = [part.shape[1] for part in parts]
+    line = f"{name:6s} vocabulary {widths}, error {error:.1e}, {told[0] if told else same}"
+    return good, f"{'pass' if good else 'FAIL'}  {line}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
