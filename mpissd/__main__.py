@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before NumPy is imported: threads of one rank would fight with the other ranks.
+# NumPy reads these when it is imported. One thread a rank: more would compete with other ranks.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 

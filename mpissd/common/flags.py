@@ -174,9 +174,10 @@ class Checked:
 
     @classmethod
     def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
-        """Returns whether a failed check of the contained configuration is deferred.
+        """Returns whether a check that the contained configuration failed is left for later.
 
-        own: the values given for the holder's own flags; flags: those that the check read.
+        own: the given values of the flags that this class adds to the contained ones. flags: the
+        names of the flags that the check read.
         """
         return False
 

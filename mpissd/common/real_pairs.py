@@ -36,8 +36,8 @@ class PairHits:
     hit_r: tuple[float, float]
 
 
-# With F = 3 this law hits .75, between the .68 (k < K) and .80 (k = K) of a table-model pair at T =
-# 1. With the paper's A = 1, a fan-out of 1 would be worthless.
+# With F = 3 this law hits .75: a table-model pair at temperature 1 hits .68 after a rejection and
+# .80 after all were accepted. The paper's A = 1 would make a fan-out of 1 worthless.
 ASSUMED = PairHits("assumed", (0.75, 0.75), (1.0, 1.0))
 REAL_PAIRS = {
     "smollm2-own": PairHits("its own greedy answers", (0.644, 0.232), (0.37, 0.54)),

@@ -30,7 +30,7 @@ def distill(config: DistillConfig) -> int:
 
 
 def _evaluated(job: Distillation) -> int:
-    """Evaluates the written draft; an error of the device then costs only the figures."""
+    """Evaluates the saved draft; returns 1 if the device fails, which leaves the draft saved."""
     try:
         job.evaluate()
     except RuntimeError as error:

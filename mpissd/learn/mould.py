@@ -70,11 +70,11 @@ class Chat(Protocol):
 
 @dataclass(frozen=True)
 class Mould:
-    """Token ids of a chat template around messages that a model writes.
+    """The token ids that a chat template puts around messages, when a model writes the messages.
 
-    before: up to the first user's message. between: behind the token that ends it, up to the
-    answer. again: behind the token that ends the answer, up to the next user's message. end: the
-    token that ends a message.
+    before: ids in front of the first user's message. between: ids after `end` of a user's message,
+    in front of the answer. again: ids after `end` of an answer, in front of the next user's
+    message. end: the token that ends every message.
     """
 
     before: tuple[int, ...]

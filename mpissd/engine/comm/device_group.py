@@ -78,8 +78,9 @@ def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
 def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: bool = True) -> str:
     """Returns oneshot, nccl, staged or device, the same on every rank.
 
-    choice: --all_reduce. seats: of all ranks. oneshot: whether `auto` may choose it. Raises
-    ConfigError for an unknown choice, and for one that these ranks or this MPI cannot do.
+    choice: the value of --all_reduce. seats: the hosts and devices of all ranks. oneshot: whether
+    `auto` may choose oneshot. Raises ConfigError for an unknown choice, and for one that these
+    ranks or this MPI cannot do.
     """
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)

@@ -23,10 +23,10 @@ class ForwardOptions:
     top_k: int = 1
     own_tokens: int = 1  # KV-cache tokens that each row reads alone, its own included
     values: bool = False  # read out the candidates' logits beside their ids
-    # Of a model with a KV cache: the tokens that a sequence may have, and the scratch of lanes.
-    capacity: int = 0
-    lanes: int = 0
-    steps: int = 0  # tokens of a lane
+    # These size a KV cache, and stay 0 for a model that has none.
+    capacity: int = 0  # the most tokens that a sequence may have
+    lanes: int = 0  # how many lanes have room for tokens of their own
+    steps: int = 0  # tokens that each lane has room for
 
 
 @dataclass(frozen=True)

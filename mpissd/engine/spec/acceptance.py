@@ -237,9 +237,10 @@ def named_hit_law(text: str) -> HitLaw:
 
 
 def _power_law(numbers: Sequence[float | None]) -> HitLaw:
-    """Returns the power law of (A, A at the end, r, r at the end).
+    """Returns the power law of four numbers: A after a rejection, A after an acceptance of all
+    served tokens, and the two values of r likewise.
 
-    None in the two end values means the same law as after a rejection.
+    If the second and the fourth are None, one law holds in both cases.
     """
     a, end_a, r, end_r = numbers
     ends = ("", "") if end_a is None else (f"/{end_a}", f"/{end_r}")

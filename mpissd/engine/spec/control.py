@@ -140,9 +140,10 @@ class BackupController:
     def _count(
         self, accepted: Whole, source: Whole, in_cache: NDArray[np.bool_]
     ) -> list[list[int]]:
-        """Tallies a round by source and remembers it.
+        """Counts a round's outcomes by Source and adds the counts to `_outcomes`.
 
-        Returns [rows, tokens, tokens among the first K_b, keys found] for each Source.
+        Returns for each Source [rows, accepted tokens, accepted tokens counted up to K_b in a row,
+        outcomes that the cache held]. K_b is the number of tokens that a backup drafts.
         """
         tallies = [[0, 0, 0, 0] for _ in Source]
         for k, kind, key in zip(accepted.tolist(), source.tolist(), in_cache.tolist(), strict=True):

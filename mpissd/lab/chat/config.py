@@ -35,7 +35,7 @@ class ChatConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the pair that has weights, where no model is named."""
+        """Adds pair=smollm2, the default pair with weights, if the flags name no model."""
         return with_text({"workload": "text", **super().completed(flags)})
 
     def check_drafts(self) -> None:

@@ -15,7 +15,8 @@ _NOISE = {"numpy": 0.1}  # relative noise of the read rate, by backend
 _PEAK_NOISE = {"numpy": 0.5}  # a process on the same core (SMT) may halve the measured peak
 _CLOSES = 0.99  # least share of a round's wall that phases explain, at the first percentile
 _AT_MOST = 1.01
-_REALISTIC_US = 1000.0  # µs; in shorter rounds the time between two stamps exceeds 1%
+# In rounds shorter than this (µs), the gaps between stamps may exceed 1% of the round.
+_REALISTIC_US = 1000.0
 _FEWEST = 100  # fewest rounds for which a first percentile means anything
 _EVENTS_S = 2e-6  # error of a device's events against the host's clock
 _CLOCKS_S = 20e-6  # round_s and the ledger read their clocks at different instants

@@ -132,7 +132,10 @@ def job_of_row(row: Row) -> Job:
 
 
 def config_of_row(row: Row) -> RunConfig:
-    """Returns the configuration of a row of imposed laws, with choices, lists and laws resolved."""
+    """Returns a configuration that repeats a row of imposed laws.
+
+    Flags that the run chose by itself (fan-out lists, laws) have the values that the row reports.
+    """
     flags = {name: row.get(name) for name in _SAID}
     if row.mode == "ar":
         flags["draft"] = None

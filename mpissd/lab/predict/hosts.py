@@ -74,9 +74,10 @@ def host_of(profile: Profile, job: Job) -> HostCosts:
 
 
 def costs_at(profile: Profile, entry: HostEntry | None, batch_size: int) -> HostCosts:
-    """Returns the host costs of b sequences, from an entry and those that differ from it only in b.
+    """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
 
-    Without an entry all costs are zero. Raises ConfigError for a missing or unknown field.
+    The interpolation is over `entry` and all entries that differ from it only in their b. Without
+    an entry all costs are zero. Raises ConfigError for a missing or unknown field.
     """
     if entry is None:
         return HostCosts()

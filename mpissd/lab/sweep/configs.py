@@ -48,7 +48,7 @@ class SweepConfig(Checked):
 
     @classmethod
     def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
-        """Returns whether each block of the grid gives one of these flags.
+        """Returns whether each block of the grid gives one of these flags its values.
 
         Rules about such flags are then checked for each combination instead of here.
         """

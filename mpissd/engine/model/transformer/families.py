@@ -48,8 +48,10 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def of_preset(shape: ModelShape) -> TransformerConfig:
-    """Returns the configuration of a preset's or gen:'s architecture; raises ConfigError if the
-    transformer lacks it."""
+    """Returns the transformer's configuration for a named preset or a generated shape (`gen:…`).
+
+    Raises ConfigError for an architecture that the transformer does not support.
+    """
     if shape.head is not None or not shape.gated:
         kind = "a head-sized draft" if shape.head is not None else "no gated FFN (OPT)"
         raise ConfigError(

@@ -32,7 +32,11 @@ def _is_missing(name: str) -> bool:
 
 
 def _sides(pair: str) -> Iterator[str]:
-    """Yields the missing names of the hub in a pair, if it has no reading without them."""
+    """Yields the two model names of a pair TARGET/DRAFT if some of them must be fetched.
+
+    Names of the hub contain a slash, so the pair is split at each slash in turn. Nothing is yielded
+    if one split gives two models that are on this machine.
+    """
     splits = [(pair[: slash.start()], pair[slash.end() :]) for slash in re.finditer("/", pair)]
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return

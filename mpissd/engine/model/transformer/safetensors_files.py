@@ -54,7 +54,7 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Returns the folder's files of weights, those that its index names if it has one."""
+    """Returns the folder's files of weights; if the folder has an index, those that it names."""
     index = folder / INDEX
     if index.exists():
         paths = [folder / name for name in sorted(set(_index(index).values()))]
@@ -79,7 +79,11 @@ def _index(path: Path) -> Mapping[str, str]:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Returns the tensors of one file, which the library has judged; the offsets are ours."""
+    """Returns the tensors of one file.
+
+    The safetensors library only checks the file. The header is read here, because the library does
+    not give the offsets that a memory map needs.
+    """
     safetensors = library("safetensors", str(path.parent))
     try:
         with safetensors.safe_open(path, framework="numpy"):

@@ -72,8 +72,8 @@ class RecordedStream:
 class RecordedDraft(RecordedStream):
     """The draft's recorded continuations and likeliest tokens behind every true prefix.
 
-    A key can only come true behind served tokens that the target accepted; behind others there is
-    nothing recorded, and what stands there is never looked up.
+    The tables follow the target's own tokens. Behind a served token that the target will reject,
+    the keys are therefore wrong, but no outcome is one of those keys, so they are never looked up.
     """
 
     def __init__(self, recording: Recording, capacity: int, lookahead: int, widest: int) -> None:

@@ -12,12 +12,13 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.ops import Layer
 
-SPLIT = 128  # Positions of a part of the attention.
-_QUERY_TILES = 1  # Of 16 query rows in a task.
+SPLIT = 128  # A split of the attention covers this many positions.
+_QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
 _THREADS = 128
 _BEGIN_THREADS = 256
 _TASK_WORDS = 4
-_BLOCKS = 264  # That share a KV head's tasks: more would wait for a place.
+# The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
+_BLOCKS = 264
 _FILES = ("types", "ampere", "attention")
 _LOG2_E = 1.4426950408889634
 
