@@ -82,6 +82,10 @@ class GgufFiles:
         data = self._bytes(name)[picked, first * size : last * size]
         return _values(data, info.kind)[:, start - first * block : stop - first * block]
 
+    def int8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
+        """None, because a .gguf's weights enter products as bfloat16."""
+        return None
+
     def integers(self, name: str) -> None:
         """None, because a .gguf has no reduced head."""
         return None
@@ -131,4 +135,4 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
         part = slice(first, first + _PIECE // block)
         found = gguf.quants.dequantize(pieces[part].reshape(1, -1), told)
         values[part] = found.reshape(-1, block)
-    return values.reshape(len(data), -1)
+    return values.reshape(len(data), data.shape[1] // size * block)
