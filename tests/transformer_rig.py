@@ -16,6 +16,7 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.checkpoint import ALL
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -33,6 +34,7 @@ FAMILIES = {
     "qwen3": TransformerConfig(replace(TINY, head_dim=32), "qwen3", qk_norm=True),
     "mistral": TransformerConfig(replace(TINY, num_heads=8, num_kv_heads=1), "mistral"),
     "odd": TransformerConfig(ModelShape("odd", 1, 37, 7, 7, 6, 33, True, 101), "llama"),
+    "int8": TransformerConfig(ModelShape("int8", 2, 64, 4, 2, 16, 96, True, 150), "llama"),
     "wide": TransformerConfig(ModelShape("wide", 1, 130, 8, 1, 128, 66, True, 65), "llama"),
 }
 
@@ -50,6 +52,24 @@ class Rounded:
         bits = np.ascontiguousarray(self._source.matrix(*what)).view(np.uint32)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
         return np.asarray(even.astype(np.uint32).view(np.float32))
+
+
+class Int8(Rounded):
+    """A checkpoint whose matrices but the embedding are those of another one, stored as int8."""
+
+    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Any:
+        whole = self._source.matrix(name)
+        groups = whole.reshape(len(whole), -1, 32)
+        scales = (np.abs(groups).max(-1) / 127).astype(np.float16).astype(np.float32)
+        values = np.round(groups / scales[..., None]).astype(np.int8).reshape(whole.shape)
+        start, stop, _ = columns.indices(whole.shape[1])
+        return values[rows, columns], scales[rows, start // 32 : stop // 32]
+
+    def matrix(self, *what: Any) -> Floats:
+        if "embed" in what[0]:
+            return super().matrix(*what)
+        values, scales = self.int8_part(*what)
+        return np.asarray(values * np.repeat(scales, 32, axis=1), np.float32)
 
 
 class Rig:
@@ -74,7 +94,8 @@ class Rig:
         options = ForwardOptions(
             lm_head=True, top_k=top_k, values=True, capacity=capacity, lanes=lanes, steps=steps
         )
-        self.checkpoint = Rounded(RandomCheckpoint(config, 5))
+        kind = Int8 if config.shape.name == "int8" else Rounded
+        self.checkpoint = kind(RandomCheckpoint(config, 5))
         weights = weights or load_weights(
             backend, self.checkpoint, shard, max_rows=max_rows, page=page
         )

@@ -140,6 +140,21 @@ def test_a_part_of_a_file_is_cut_from_the_whole(
     assert np.array_equal(read(name, *cuts), read(name)[tuple(cuts)])
 
 
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_int8_alone_comes_as_it_is_stored(
+    sources: dict[str, tuple[Checkpoint, Values]], kind: str
+) -> None:
+    checkpoint, name = sources[kind][0], "model.layers.0.mlp.up_proj.weight"
+    rows, columns = slice(3, 40), slice(32, 64)
+    part = checkpoint.int8_part(name, rows, columns)
+    assert (part is not None) == (kind == "int8-32")
+    if part is not None:
+        values, scales = part
+        assert (values.dtype, scales.dtype, scales.shape) == (np.int8, np.float32, (37, 1))
+        assert np.array_equal(values * scales, checkpoint.matrix(name, rows, columns))
+        assert checkpoint.int8_part(name, rows, slice(8, 40)) is None  # no whole group
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

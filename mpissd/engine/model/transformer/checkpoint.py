@@ -12,6 +12,7 @@ from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.model.transformer.config import TransformerConfig
 
 Floats = NDArray[np.float32]
+Int8 = tuple[NDArray[np.int8], Floats]  # weights, and the scale of each 32 inputs of an output
 ALL = slice(None)
 
 
@@ -32,6 +33,12 @@ class Checkpoint(Protocol):
 
     def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix; raises ConfigError if the file cannot give it."""
+
+    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        """Returns a part of a matrix as it is stored: int8 and the scale of each 32 inputs.
+
+        None if it is stored otherwise, or if the part has no whole groups of 32 inputs.
+        """
 
     def vector(self, name: str, part: slice = ALL) -> Floats:
         """Returns a part of a vector (a norm's weight or a bias)."""

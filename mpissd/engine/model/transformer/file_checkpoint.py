@@ -13,7 +13,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
@@ -31,6 +31,9 @@ class Tensors(Protocol):
 
     def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a tensor of one or two dimensions, float32."""
+
+    def int8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        """Returns a part of a matrix as Checkpoint.int8_part does."""
 
     def integers(self, name: str) -> Ints | None:
         """Returns a tensor of whole numbers, int32; None if it is not there."""
@@ -71,6 +74,13 @@ class FileCheckpoint:
         if name == EMBEDDING and self._embedding is not None:
             return self._embedding.matrix(name, rows, columns)
         return self._files.read(name, rows, columns)
+
+    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        """Returns a part of a matrix as it is stored, if that is int8."""
+        name = EMBEDDING if name == HEAD and self.config.tied else name
+        if name == EMBEDDING and self._embedding is not None:
+            return self._embedding.int8_part(name, rows, columns)
+        return self._files.int8(name, rows, columns)
 
     def vector(self, name: str, part: slice = ALL) -> Floats:
         """Returns a part of a norm's weight or of a bias, float32."""

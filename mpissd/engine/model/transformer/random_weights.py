@@ -44,6 +44,10 @@ class RandomCheckpoint:
             self._key(name), in_start, in_stop, out_start, out_stop, self._scale(name, inputs)
         )
 
+    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
+        """None, because random weights are no int8."""
+        return None
+
     def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix, float32 [outputs, inputs]."""
         return np.asarray(weights.part(self.random_part(name, rows, columns)).T)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.checkpoint import ALL, Floats
+from mpissd.engine.model.transformer.checkpoint import ALL, Floats, Int8
 from mpissd.engine.model.transformer.libraries import library
 
 INDEX = "model.safetensors.index.json"
@@ -139,6 +139,15 @@ class SafetensorsFiles:
             return (part.astype(np.uint32) << 16).view(np.float32)
         values = np.ascontiguousarray(part, np.float32)
         return values * self._scales(name, rows, columns) if found.dtype == "I8" else values
+
+    def int8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        """Returns a part of a matrix as Checkpoint.int8_part does."""
+        found = self._stored[name]
+        start, stop, _ = columns.indices(found.shape[1])
+        if found.dtype != "I8" or start % BLOCK or stop % BLOCK:
+            return None
+        scales = self._stored[_scale(name)].array()[rows, start // BLOCK : stop // BLOCK]
+        return found.array()[rows, columns], scales.astype(np.float32)
 
     def _scales(self, name: str, rows: slice, columns: slice) -> Floats:
         """Returns the scale of each element of a part, float32 [rows, columns]."""

@@ -9,7 +9,7 @@ import numpy as np
 from mpissd.common.presets import files_of
 from mpissd.common.rounds import Ints
 from mpissd.common.token_lists import check_same_tokens
-from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
 
@@ -61,6 +61,12 @@ class MappedCheckpoint:
         found = self._draft.matrix(name, slice(min(start, known), min(stop, known)), columns)
         lacking = np.zeros((stop - start - len(found), found.shape[1]), np.float32)
         return np.concatenate([found, lacking])
+
+    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        """Returns a part of a matrix as it is stored, if that is int8; none of the embedding."""
+        if name == HEAD:
+            rows = slice(*rows.indices(self.config.head_vocab))
+        return None if name == EMBEDDING else self._draft.int8_part(name, rows, columns)
 
     def vector(self, name: str, part: slice = ALL) -> Floats:
         """Returns a part of a norm's weight or of a bias."""

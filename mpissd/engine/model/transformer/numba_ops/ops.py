@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,9 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
-from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.numba_ops import attention, products, rows
+from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
 from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Part
 
@@ -23,10 +24,12 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight of products.pack: uint32 [blocks, ⌈inputs / 2⌉, 64]."""
+    """A weight of products.pack, uint32 [blocks, ⌈inputs / 2⌉, 64], or one of int8.pack, int8
+    [blocks, inputs / 32, 32, 64] with its scales."""
 
-    words: NDArray[np.uint32]
+    words: NDArray[Any]
     outputs: int
+    scales: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class NumbaOps:
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
         """Returns the packed weight of one product: the parts' outputs side by side."""
+        if (stored := _int8_of(checkpoint, parts)) is not None:
+            packed, scales = int8.pack(*stored)
+            return Packed(packed, len(stored[0]), scales)
         values = [checkpoint.matrix(part.name, part.rows, part.columns) for part in parts]
         outputs, inputs = sum(map(len, values)), values[0].shape[1]
         words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
@@ -181,7 +187,10 @@ class NumbaOps:
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
         """Sets out = x·weightᵀ."""
         to = out.scores if isinstance(out, Logits) else out
-        products.product(x, weight.words, to, count)
+        if weight.scales is None:
+            products.product(x, weight.words, to, count)
+        else:
+            int8.product(x, weight.words, weight.scales, to, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
@@ -209,6 +218,15 @@ class NumbaOps:
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         """Returns these rows of the logits."""
         return logits.scores[list(chosen), : logits.width]
+
+
+def _int8_of(checkpoint: Checkpoint, parts: Sequence[Part]) -> Int8 | None:
+    """Returns the parts side by side as they are stored, if all of them are int8."""
+    found = [checkpoint.int8_part(part.name, part.rows, part.columns) for part in parts]
+    known = [part for part in found if part is not None]
+    if len(known) < len(found):
+        return None
+    return np.concatenate([w for w, _ in known]), np.concatenate([s for _, s in known])
 
 
 def _to_16(count: int) -> int:

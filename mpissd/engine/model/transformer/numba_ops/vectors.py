@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 WIDTH = 64  # columns of a packed weight's block
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 def _host() -> tuple[int, int]:
@@ -34,7 +34,7 @@ def _host() -> tuple[int, int]:
 LANES, REGISTERS = _host()
 MOST_ROWS = 6 if REGISTERS == 32 else 5  # of one tile
 _MOST_SUMS = 24 if REGISTERS == 32 else 10  # more partial sums than this do not fit the registers
-_VECTOR = ir.VectorType(_F32, LANES)
+VECTOR = ir.VectorType(F32, LANES)
 
 
 def columns(rows: int, width: int) -> int:
@@ -45,28 +45,28 @@ def columns(rows: int, width: int) -> int:
     return count
 
 
-def _at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
+def at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
     return builder.gep(pointer, [index], inbounds=True)
 
 
 def _splat(builder: ir.IRBuilder, pointer: Any) -> Any:
     """Returns a vector whose lanes all hold the float at `pointer`."""
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), builder.load(pointer), _I32(0))
-    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), builder.load(pointer), I32(0))
+    zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), zeros)
 
 
-def _load(builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
+def load(builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
     return builder.load(builder.bitcast(pointer, ir.PointerType(kind)), align=4)
 
 
-def _store(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
-    builder.store(value, builder.bitcast(pointer, ir.PointerType(_VECTOR)), align=4)
+def store(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
+    builder.store(value, builder.bitcast(pointer, ir.PointerType(VECTOR)), align=4)
 
 
 def _floats(builder: ir.IRBuilder, pointer: Any, ahead: Any, count: int) -> list[list[Any]]:
     """Returns `count` vectors of float32 weights of one depth, as a list of one depth."""
-    return [[_load(builder, _at(builder, pointer, _I64(LANES * c)), _VECTOR) for c in range(count)]]
+    return [[load(builder, at(builder, pointer, I64(LANES * c)), VECTOR) for c in range(count)]]
 
 
 def _halves(builder: ir.IRBuilder, pointer: Any, ahead: Any, count: int) -> list[list[Any]]:
@@ -74,26 +74,26 @@ def _halves(builder: ir.IRBuilder, pointer: Any, ahead: Any, count: int) -> list
 
     Asks the memory for the words that lie `ahead`.
     """
-    words = ir.VectorType(_I32, LANES)
-    _prefetch(builder, _at(builder, pointer, ahead), count)
+    words = ir.VectorType(I32, LANES)
+    prefetch(builder, at(builder, pointer, ahead), count)
     low, high = [], []
     for c in range(count):
-        word = _load(builder, _at(builder, pointer, _I64(LANES * c)), words)
+        word = load(builder, at(builder, pointer, I64(LANES * c)), words)
         first = builder.shl(word, ir.Constant(words, [16] * LANES))
         second = builder.and_(word, ir.Constant(words, [0xFFFF0000] * LANES))
-        low.append(builder.bitcast(first, _VECTOR))
-        high.append(builder.bitcast(second, _VECTOR))
+        low.append(builder.bitcast(first, VECTOR))
+        high.append(builder.bitcast(second, VECTOR))
     return [low, high]
 
 
-def _prefetch(builder: ir.IRBuilder, pointer: Any, count: int) -> None:
+def prefetch(builder: ir.IRBuilder, pointer: Any, count: int) -> None:
     """Asks for the cache lines of `count` vectors at an address."""
     byte = ir.PointerType(ir.IntType(8))
-    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for c in range(0, count * LANES, 16):
-        place = builder.bitcast(_at(builder, pointer, _I64(c)), byte)
-        builder.call(prefetch, [place, _I32(0), _I32(2), _I32(1)])
+        place = builder.bitcast(at(builder, pointer, I64(c)), byte)
+        builder.call(function, [place, I32(0), I32(2), I32(1)])
 
 
 Loader = Callable[[ir.IRBuilder, Any, Any, int], list[list[Any]]]
@@ -108,82 +108,91 @@ def _kernel(module: ir.Module, rows: int, count: int, loader: Loader) -> Any:
     name = f"tile{loader.__name__}_{rows}_{count}"
     if name in module.globals:
         return module.globals[name]
-    floats = ir.PointerType(_F32)
-    weight_type = floats if loader is _floats else ir.PointerType(_I32)
-    kind = ir.FunctionType(ir.VoidType(), [weight_type, floats, floats, *[_I64] * 5])
+    floats = ir.PointerType(F32)
+    weight_type = floats if loader is _floats else ir.PointerType(I32)
+    kind = ir.FunctionType(ir.VoidType(), [weight_type, floats, floats, *[I64] * 5])
     function = ir.Function(module, kind, name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     weights, x, y, steps, stride, x_stride, y_stride, ahead = function.args
     entry, loop, end = (function.append_basic_block(part) for part in ("entry", "loop", "end"))
     builder = ir.IRBuilder(entry)
-    inputs = [_at(builder, x, builder.mul(_I64(m), x_stride)) for m in range(rows)]
-    outputs = [_at(builder, y, builder.mul(_I64(m), y_stride)) for m in range(rows)]
-    places = [_at(builder, row, _I64(c * LANES)) for row in outputs for c in range(count)]
-    starts = [_load(builder, place, _VECTOR) for place in places]
+    inputs = [at(builder, x, builder.mul(I64(m), x_stride)) for m in range(rows)]
+    outputs = [at(builder, y, builder.mul(I64(m), y_stride)) for m in range(rows)]
+    places = [at(builder, row, I64(c * LANES)) for row in outputs for c in range(count)]
+    starts = [load(builder, place, VECTOR) for place in places]
     builder.branch(loop)
     builder = ir.IRBuilder(loop)
-    step, sums = builder.phi(_I64), [builder.phi(_VECTOR) for _ in starts]
-    here = _at(builder, weights, builder.mul(step, stride))
-    found = _step(builder, loader(builder, here, ahead, count), inputs, step, sums)
-    after = builder.add(step, _I64(1))
-    for phi, first, next_ in zip([step, *sums], [_I64(0), *starts], [after, *found], strict=True):
+    step, sums = builder.phi(I64), [builder.phi(VECTOR) for _ in starts]
+    here = at(builder, weights, builder.mul(step, stride))
+    found = add_products(builder, loader(builder, here, ahead, count), inputs, step, sums)
+    after = builder.add(step, I64(1))
+    for phi, first, next_ in zip([step, *sums], [I64(0), *starts], [after, *found], strict=True):
         phi.add_incoming(first, entry)
         phi.add_incoming(next_, loop)
     builder.cbranch(builder.icmp_signed("<", after, steps), loop, end)
     builder = ir.IRBuilder(end)
     for value, place in zip(found, places, strict=True):
-        _store(builder, value, place)
+        store(builder, value, place)
     builder.ret_void()
     return function
 
 
-def _step(
+def add_products(
     builder: ir.IRBuilder, depths: list[list[Any]], inputs: list[Any], step: Any, sums: list[Any]
 ) -> list[Any]:
     """Adds one step's products to the sums, depth by depth; returns the new sums."""
     count, found = len(depths[0]), list(sums)
-    first = builder.mul(step, _I64(len(depths)))
-    fma = _multiply_add(builder.module, _VECTOR, f"v{LANES}f32")
+    first = builder.mul(step, I64(len(depths)))
+    fma = multiply_add(builder.module, VECTOR, f"v{LANES}f32")
     for depth, vectors in enumerate(depths):
-        at = builder.add(first, _I64(depth))
+        column = builder.add(first, I64(depth))
         for m, row in enumerate(inputs):
-            value = _splat(builder, _at(builder, row, at))
+            value = _splat(builder, at(builder, row, column))
             for c in range(count):
                 place = m * count + c
                 found[place] = builder.call(fma, [vectors[c], value, found[place]])
     return found
 
 
-def _multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
+def multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
     """Returns LLVM's function a · b + c, which is fused where the processor can do so."""
     signature = ir.FunctionType(kind, [kind] * 3)
     return cgutils.get_or_insert_function(module, signature, f"llvm.fmuladd.{suffix}")
 
 
 def _emit(context: Any, builder: ir.IRBuilder, args: Any, loader: Loader, width: int) -> Any:
-    """Emits the branch over the number of rows; args: rows, and those of a kernel."""
+    """Emits the calls of a kernel; args: rows, and those of the kernel."""
     rows, weights, x, y, *counts = args
-    word = _F32 if loader is _floats else _I32
+    word = F32 if loader is _floats else I32
     weights = builder.inttoptr(weights, ir.PointerType(word))
-    x, y = (builder.inttoptr(part, ir.PointerType(_F32)) for part in (x, y))
+    x, y = (builder.inttoptr(part, ir.PointerType(F32)) for part in (x, y))
+
+    def call(m: int) -> None:
+        count = columns(m, width)
+        kernel = _kernel(builder.module, m, count, loader)
+        for first in range(0, width, count * LANES):
+            part = at(builder, weights, I64(first)), x, at(builder, y, I64(first))
+            builder.call(kernel, [*part, *counts])
+
+    return by_rows(context, builder, rows, call)
+
+
+def by_rows(context: Any, builder: ir.IRBuilder, rows: Any, emit: Callable[[int], None]) -> Any:
+    """Emits the branch over the number of rows, with the code of emit(rows) for each."""
     done = builder.append_basic_block("done")
     switch = builder.switch(rows, done)
     for m in range(1, MOST_ROWS + 1):
         block = builder.append_basic_block(f"rows{m}")
-        switch.add_case(_I64(m), block)
+        switch.add_case(I64(m), block)
         with builder.goto_block(block):
-            count = columns(m, width)
-            kernel = _kernel(builder.module, m, count, loader)
-            for first in range(0, width, count * LANES):
-                part = _at(builder, weights, _I64(first)), x, _at(builder, y, _I64(first))
-                builder.call(kernel, [*part, *counts])
+            emit(m)
             builder.branch(done)
     builder.position_at_end(done)
     return context.get_dummy_value()
 
 
-_INTEGERS = types.void(*[types.intp] * 9)
+INTEGERS = types.void(*[types.intp] * 9)
 
 
 @intrinsic
@@ -198,7 +207,7 @@ def weight_tile(typing, rows, weights, x, y, steps, stride, x_stride, y_stride, 
     def code(context, builder, signature, args):
         return _emit(context, builder, args, _halves, WIDTH)
 
-    return _INTEGERS, code
+    return INTEGERS, code
 
 
 @intrinsic
@@ -208,7 +217,7 @@ def float_tile_64(typing, rows, weights, x, y, steps, stride, x_stride, y_stride
     def code(context, builder, signature, args):
         return _emit(context, builder, args, _floats, 64)
 
-    return _INTEGERS, code
+    return INTEGERS, code
 
 
 @intrinsic
@@ -218,7 +227,7 @@ def float_tile_16(typing, rows, weights, x, y, steps, stride, x_stride, y_stride
     def code(context, builder, signature, args):
         return _emit(context, builder, args, _floats, 16)
 
-    return _INTEGERS, code
+    return INTEGERS, code
 
 
 @intrinsic
@@ -226,7 +235,7 @@ def fma(typing, a, b, c):
     """Returns a · b + c (float32), with one rounding where the processor can do so."""
 
     def code(context, builder, signature, args):
-        return builder.call(_multiply_add(builder.module, _F32, "f32"), args)
+        return builder.call(multiply_add(builder.module, F32, "f32"), args)
 
     return types.float32(types.float32, types.float32, types.float32), code
 
@@ -236,7 +245,7 @@ def as_float(typing, bits):
     """Returns the float32 of these 32 bits."""
 
     def code(context, builder, signature, args):
-        return builder.bitcast(args[0], _F32)
+        return builder.bitcast(args[0], F32)
 
     return types.float32(types.uint32), code
 
@@ -246,7 +255,7 @@ def as_bits(typing, value):
     """Returns the 32 bits of a float32."""
 
     def code(context, builder, signature, args):
-        return builder.bitcast(args[0], _I32)
+        return builder.bitcast(args[0], I32)
 
     return types.uint32(types.float32), code
 
@@ -256,17 +265,17 @@ def block_max(typing, address, count):
     """Returns the largest of `count` (a multiple of 16) float32 at an address."""
 
     def code(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(_F32))
-        best = builder.alloca(_VECTOR)
-        _store(builder, _load(builder, pointer, _VECTOR), best)
-        with cgutils.for_range_slice(builder, _I64(0), args[1], _I64(LANES)) as (index, _):
-            here = _load(builder, _at(builder, pointer, index), _VECTOR)
+        pointer = builder.inttoptr(args[0], ir.PointerType(F32))
+        best = builder.alloca(VECTOR)
+        store(builder, load(builder, pointer, VECTOR), best)
+        with cgutils.for_range_slice(builder, I64(0), args[1], I64(LANES)) as (index, _):
+            here = load(builder, at(builder, pointer, index), VECTOR)
             old = builder.load(best)
             builder.store(builder.select(builder.fcmp_ordered(">", here, old), here, old), best)
         found = builder.load(best)
-        top = builder.extract_element(found, _I32(0))
+        top = builder.extract_element(found, I32(0))
         for lane in range(1, LANES):
-            here = builder.extract_element(found, _I32(lane))
+            here = builder.extract_element(found, I32(lane))
             top = builder.select(builder.fcmp_ordered(">", here, top), here, top)
         return top
 
