@@ -15,7 +15,8 @@ fi
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 gguf=$("$python" -c 'from mpissd.common.presets import files_of; print(files_of("smollm2"))')
-export HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1
+# One thread: on a busy machine those of PyTorch wait busily for each other.
+export HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$library" tests/parity/library.py "$out"
 "$library" tests/parity/library.py "$out" --gguf="$gguf"
 PYTHONPATH=. "$python" tests/parity/greedy.py "$out"/*.json
