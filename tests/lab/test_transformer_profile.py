@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.model.transformer.cache import Seats
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered
 from mpissd.lab.predict.derive import with_derived
@@ -32,6 +35,7 @@ from mpissd.lab.predict.row import predict_row
 from mpissd.lab.probe.device import product_shapes
 from mpissd.lab.probe.group import TRANSFORMER_ROWS, GroupProbe, contexts
 from mpissd.lab.probe.sample import Checks
+from tests.transformer_rig import FAMILIES, Rig
 
 TINY = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
 BATCHES, CONTEXTS = (1, 8), (64, 500, 2000)
@@ -205,3 +209,18 @@ def test_a_saved_profile_keeps_the_sequences(tmp_path: Path) -> None:
     path.write_text(json.dumps({**data, "tables": {"forwards": entries()}}))
     cost = SHARD.cost(3, 2, 2, at(700))
     assert load_profile(str(path)).forward_s(cost) == PROBED.forward_s(cost)
+
+
+def test_an_empty_cache_is_memory_that_attention_reads() -> None:
+    """Pages that were never written are one page of zeros, whatever a context's size."""
+    rig = Rig(FAMILIES["llama"])
+    sizes = replace(rig.stack.pages.sizes, slots=1, capacity=1 << 17)
+    seats = Seats(np.zeros(Seats.size(1, sizes), np.int32), 1, sizes)
+    before = resident_bytes()
+    cache = rig.stack.weights.ops.cache(sizes, seats)
+    size = sum(array.nbytes for array in cache.arrays)
+    assert size > 5e7 and resident_bytes() - before > 0.9 * size
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -122,14 +122,18 @@ class NumbaOps:
         return Logits(self.buffer(rows, width), width)
 
     def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
-        """Returns an empty cache; its memory is taken when it is written."""
+        """Returns an empty cache, all of it written.
+
+        A context of imposed laws is never computed. Memory that was never written is one page of
+        zeros, which attention would read from the processor's cache.
+        """
         width, padded = sizes.head_dim, _to_16(sizes.head_dim)
         lanes, steps = max(1, sizes.lanes), _to_16(max(1, sizes.steps))
         pages, lane = (sizes.layers, sizes.num_pages), (sizes.layers, lanes)
         heads, page = sizes.kv_heads, sizes.page
         shapes = [(*pages, heads, width, page), (*pages, heads, page, padded)]
         shapes += [(*lane, heads, width, steps), (*lane, heads, steps, padded)]
-        keys, values, lane_keys, lane_values = (np.zeros(shape, np.float32) for shape in shapes)
+        keys, values, lane_keys, lane_values = (np.full(shape, 0, np.float32) for shape in shapes)
         turns = self._turns(sizes.num_positions)
         return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
