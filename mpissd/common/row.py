@@ -196,7 +196,9 @@ class Row(Origin, Mapping[str, Any]):
         "a depth-scaled target's t_target_s for all of its layers; else null", "s"
     )
     predicted_tok_per_s: float | None = key(
-        "rate that the replay predicts from this run's draws and this job's own calibration",
+        "rate that the replay predicts from this run's draws and this job's own calibration; of "
+        "text, from its own acceptance, hits and `t_prefill_s`, where a model drafts, nothing "
+        "adapts and nothing is served late (else null)",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")

@@ -17,7 +17,7 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import Job
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.recurrence import expect_by_law, replay
+from mpissd.lab.predict.recurrence import expect_by_law, follow, replay
 from tests.lab.test_predict_loops import check, make_job
 
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, draft_read=4e-5, step=4e-5, keys=6e-5, wake=6e-5)
@@ -153,3 +153,15 @@ def test_draws_need_only_the_laws() -> None:
 
 def _with(job: Job, **flags: Any) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **flags))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "served" not in name])
+def test_given_its_outcomes_a_run_takes_as_long(name: str) -> None:
+    """Whatever decided them: the outcomes of a replay, as a run's records."""
+    job = make_job(**{"num_tokens": 60, "seed": 3, **CASES[name]})
+    device = DeviceCosts.from_profile(load_profile("h100"), job)
+    drawn = replay(job, device, HOST)
+    followed = follow(job, device, HOST, drawn.sequences())
+    assert np.array_equal(followed.round_s, drawn.round_s)
+    decided = [0, 3, 4, 6]  # round, k, t*, hit; a sequence's place is not its id once others ended
+    assert np.array_equal(followed.sequences()[:, decided], drawn.sequences()[:, decided])

@@ -104,7 +104,7 @@ def test_a_row_says_what_answered(runs: Together, pair: TinyPair) -> None:
     assert len(row["weights"]["target"]["sha256"]) == 64
     assert 0 < row["t_prefill_s"] < row["wall_s"]
     assert row["t_prefill_s"] < 10 and 0 < row["time_to_first_token_s"] < row["wall_s"]
-    assert row["acceptance"] is row["hit_law"] is row["predicted_tok_per_s"] is None
+    assert row["acceptance"] is row["hit_law"] is row["expected_tok_per_s"] is None
     assert row["num_tokens"] == TOKENS * len(LENGTHS) and row["token_limit"] == TOKENS
     for line, length in zip(lines, LENGTHS, strict=True):
         assert len(line["prompt_tokens"]) == length and line["ended"] == "length"
@@ -114,6 +114,20 @@ def test_a_row_says_what_answered(runs: Together, pair: TinyPair) -> None:
     assert {"bonus", "cache", "jit"} == set(named)
     arrays = runs["T=1 ssd"].arrays["sequences"]
     assert np.bincount(arrays[:, 5], minlength=3)[1] > 0
+
+
+@pytest.mark.parametrize("name", [*WAYS, *DRAWS])
+def test_a_row_predicts_its_rate_from_its_own_outcomes(name: str, runs: Together) -> None:
+    """Where a model drafts, nothing adapts and nothing is served late; prompts are as measured."""
+    row, flags = runs[name].row, " ".join({**WAYS, **DRAWS}[name][2])
+    if any(word in flags for word in ("auto", "serve", "adaptive", "fast")):
+        assert row["predicted_tok_per_s"] is row["prediction_error"] is None
+        return
+    assert row["predicted_round_us"]["n"] == row["num_rounds"]
+    wall_s = row["num_rounds"] * row["predicted_round_us"]["mean"] * 1e-6 + row["t_prefill_s"]
+    assert row["predicted_tok_per_s"] == pytest.approx(row["num_tokens"] / wall_s, rel=1e-6)
+    error = row["tok_per_s"] / row["predicted_tok_per_s"] - 1
+    assert row["prediction_error"] == pytest.approx(error, abs=1e-4)
 
 
 def test_more_ranks_than_kv_heads_are_refused_in_one_line(pair: TinyPair, tmp_path: Path) -> None:

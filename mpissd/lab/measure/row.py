@@ -33,7 +33,8 @@ from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.row import is_predictable, predict_row
+from mpissd.lab.predict.recurrence import follow
+from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
@@ -166,6 +167,8 @@ def _speculation(
 def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
     """Returns the prediction for these draws from the job's own profile; empty if there is none."""
     job, profile, lead = session.job, measured.profile, measured.lead
+    if lead.draft_lost_round is None and is_followable(job):
+        return _followed(session, measured)
     if not is_predictable(job) or lead.draft_lost_round is not None:
         return {}
     count = len(lead.records)
@@ -174,14 +177,36 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
         session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
     )
     rate = predicted["tok_per_s"]
-    measured_rate = _num_tokens(lead.records, job.config.token_limit) / lead.wall_s
     same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
     return {
         "predicted_tok_per_s": rate,
         "predicted_round_us": predicted["round_us"],
-        "prediction_error": None if not rate else round(measured_rate / rate - 1, 5),
+        "prediction_error": _prediction_error(measured, rate, job.config.token_limit),
         **{name: predicted[name] for name in same},
     }
+
+
+def _followed(session: Session, measured: Measured) -> dict[str, Any]:
+    """Returns the prediction of a text job from its own acceptance and hits.
+
+    The time of its prompts is added as measured. There is no mean: no law says what text decides.
+    """
+    job, profile, lead = session.job, measured.profile, measured.lead
+    rounds = follow(job, profile.device, profile.host, lead.records.sequences())
+    wall_s = float(rounds.round_s.sum()) + lead.prefill_s
+    rate = _num_tokens(lead.records, job.config.token_limit) / wall_s
+    return {
+        "predicted_tok_per_s": rate,
+        "predicted_round_us": rounds.round_us(),
+        "prediction_error": _prediction_error(measured, rate, job.config.token_limit),
+    }
+
+
+def _prediction_error(measured: Measured, rate: float | None, limit: int | None) -> float | None:
+    if not rate:
+        return None
+    measured_rate = _num_tokens(measured.lead.records, limit) / measured.lead.wall_s
+    return round(measured_rate / rate - 1, 5)
 
 
 def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64]) -> dict[str, Any]:

@@ -42,6 +42,48 @@ class Draws(ABC):
     def bonus(self, length: Ints, accepted: Ints) -> Ints:
         """Returns the bonus tokens t*, [chains, b]."""
 
+    def live(self, number: int, live: Mask) -> Mask:
+        """Returns which sequences round `number` decodes, of those that have not ended."""
+        return live
+
+
+class RecordedDraws(Draws):
+    """The outcomes that a run had, round by round, whatever decided them.
+
+    A round's sequences are told apart by their place in it alone; no time depends on more.
+    """
+
+    chains = 1
+
+    def __init__(self, job: Job, sequences: NDArray[np.int64]) -> None:
+        """Takes the rows of RoundRecords.sequences, [n, 8]."""
+        rounds, batch = sequences[:, 0], job.config.batch_size
+        starts = np.searchsorted(rounds, rounds)
+        shape = int(rounds[-1]) + 2, 1, batch  # and a round behind the last one, without rows
+        at = rounds, 0, np.arange(len(rounds)) - starts
+        self._live: Mask = np.zeros(shape, np.bool_)
+        self._hit: Mask = np.zeros(shape, np.bool_)
+        self._accepted, self._bonus = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._live[at] = True
+        self._accepted[at], self._bonus[at] = sequences[:, 3], sequences[:, 4]
+        self._hit[at] = sequences[:, 6] > 0
+        self._number, self._ahead = 0, np.arange(job.lookahead)
+
+    def coins(self, length: Ints) -> Floats:
+        rejected = self._ahead >= self._accepted[self._number][..., None]
+        return np.where(rejected, np.inf, -np.inf)
+
+    def hits(self, length: Ints, accepted: Ints, limit: Ints, end: Mask) -> Mask:
+        """Returns whether the next round's lookups hit; a new sequence's first one never does."""
+        return np.asarray(self._hit[self._number + 1])
+
+    def bonus(self, length: Ints, accepted: Ints) -> Ints:
+        return np.asarray(self._bonus[self._number])
+
+    def live(self, number: int, live: Mask) -> Mask:
+        self._number = number
+        return np.asarray(self._live[number])
+
 
 class ReplayDraws(Draws):
     """The draws of one run (one chain): the same seed, sequences and positions."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.lab.predict.draws import Draws, LawDraws, ReplayDraws
+from mpissd.lab.predict.draws import Draws, LawDraws, RecordedDraws, ReplayDraws
 from mpissd.lab.predict.prediction import Prediction, Trail
 from mpissd.lab.predict.timing import Ints, Timing, answer_s, found_after_s, steps_seen
 
@@ -33,6 +33,14 @@ def replay(
     assert limit is not None, "neither rounds nor tokens end this run"
     draws = ReplayDraws(job, limit, seed)
     return simulate(job, device, host, draws, limit, num_tokens=job.config.num_tokens)
+
+
+def follow(
+    job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]
+) -> Prediction:
+    """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences)."""
+    draws = RecordedDraws(job, sequences)
+    return simulate(job, device, host, draws, int(sequences[-1, 0]) + 1)
 
 
 def expect_by_law(
@@ -70,6 +78,7 @@ def simulate(
     for number in range(burn_in + num_rounds):
         if number == burn_in:
             trail = Trail()
+        state.live = draws.live(number, state.live)
         state.round(trail)
         if not state.live.any():
             break

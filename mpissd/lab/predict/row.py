@@ -24,9 +24,24 @@ def is_predictable(job: Job) -> bool:
     The job must have imposed laws, nothing that adapts, and a draft that takes K steps over fan-out
     lists that are the same in every round.
     """
+    return workload_of(job).is_imposed and _is_fixed(job)
+
+
+def is_followable(job: Job) -> bool:
+    """Returns whether the recurrence can time this job's rounds from their own outcomes.
+
+    Of text: acceptance and hits are the models'. Nothing may adapt, and what is served may not
+    depend on how late it is.
+    """
+    on_time = not job.fan_out or job.config.on_late == "finish"
+    has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
+    return job.config.is_text and on_time and has_steps and _is_fixed(job)
+
+
+def _is_fixed(job: Job) -> bool:
     fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
     stepwise = job.draft is None or job.draft.num_tokens == 1
-    return workload_of(job).is_imposed and fixed and stepwise and not job.is_tail
+    return fixed and stepwise and not job.is_tail
 
 
 def predict_row(
