@@ -181,7 +181,7 @@ class VirtualRun:
     def __call__(self) -> tuple[RoundRecords, list[float]]:
         job, batch = self.job, self.job.config.batch_size
         speculator, thread = self._speculator()
-        nobody = SimpleNamespace(publish=nothing)
+        nobody = SimpleNamespace(publish=nothing, num_followers=0)
         loop = TargetLoop(self._target(), speculator, nobody, batch, self.lead)
         if thread is not None:
             thread.start()
