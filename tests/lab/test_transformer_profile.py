@@ -190,7 +190,7 @@ def test_a_probe_on_a_processor_names_the_kernel_and_finds_no_wrong_data() -> No
     assert checks.error() is None
     assert {e["kernel"] for e in forwards} == {"numba"} and launch["host_s"] > 0
     assert all(s > 0 for e in forwards for s in e["seconds"].values())
-    long, short = forwards[2]["seconds"]["24"], forwards[0]["seconds"]["24"]
+    long, short = forwards[3]["seconds"]["24"], forwards[0]["seconds"]["24"]
     assert long > short  # 24 rows that attend 2,000 tokens, and 64
     assert product_shapes(found.target_shard, found.options) == []
 
@@ -200,7 +200,7 @@ def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
     backend = EmulatedBackend(replace(load_profile("h200"), memory_bytes=18 * 10**9))
     forwards, _, _ = probed(backend, found)
     contexts_of = {(e["sequences"], e["kv_tokens"] // e["sequences"]) for e in forwards}
-    assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500)}
+    assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500), (1, 1000), (8, 1000)}
 
 
 def test_a_saved_profile_keeps_the_sequences(tmp_path: Path) -> None:
