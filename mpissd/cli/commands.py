@@ -81,7 +81,7 @@ def _costs(
     file = jobfile.load(name)
     if file is None:
         profile, drafts = role_profiles(name, config.run.draft_device)
-        run = _run_config(config, covered(profile), given)
+        run = _run_config(config, covered(profile, config.run.forward), given)
         job = resolve(
             run,
             config.tp or 1,
@@ -150,7 +150,8 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
 
 def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
     """Returns the run's configuration; flags not given take the values of the profile's probe."""
-    probed = {k: v for k, v in covered(profile).items() if k not in given}
+    known = covered(profile, config.run.forward)
+    probed = {k: v for k, v in known.items() if k not in given}
     return dataclasses.replace(config.run, **{"pair": config.run.pair or "8b/1b", **probed})
 
 
@@ -168,7 +169,7 @@ def _command(run: RunConfig, choice: Choice) -> str:
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
 
 
-_FORWARD = ("batch_size", "fuse", "lm_head", "context")
+_FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
 
 
 def why(config: WhyConfig) -> int:

@@ -64,6 +64,7 @@ _PLANNED = (
     "hit_r",
     "hit_law",
     "batch_size",
+    "forward",
     "fuse",
     "lm_head",
     "context",

@@ -27,6 +27,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.cache import Seats
+from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered
 from mpissd.lab.predict.derive import with_derived
@@ -224,3 +225,23 @@ def test_an_empty_cache_is_memory_that_attention_reads() -> None:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(6, 2), (7, 3), (2, 8), (1, 1), (5, 1)])
+def test_timed_rows_lie_one_sequence_behind_the_other(rows: int, batch: int) -> None:
+    places = timed_places(rows, batch, replace(OPTIONS, context=100, capacity=200))
+    assert places is not None
+    slots, positions = places.slots.tolist(), places.positions.tolist()
+    assert slots == sorted(slots) and set(slots) == set(range(min(rows, batch)))
+    counts = [slots.count(slot) for slot in set(slots)]
+    assert max(counts) - min(counts) <= 1
+    assert positions == [100 + n for count in counts for n in range(count)]
+
+
+def test_a_profile_of_both_kinds_implies_what_the_asked_kind_says() -> None:
+    """The built-in h200 has measured products alone, all of them fused."""
+    h200 = load_profile("h200")
+    assert covered(h200)["fuse"] is True and covered(h200, "transformer") == {}
+    both = replace(PROBED, tables=Tables({**PROBED.tables.forwards, **h200.tables.forwards}))
+    assert covered(both, "transformer") == {"forward": "transformer"}
+    assert covered(both, "gemm")["fuse"] is True and "forward" not in covered(both)

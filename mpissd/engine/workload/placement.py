@@ -147,13 +147,15 @@ class Placement:
 def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
     """Returns places of `rows` rows behind the mean context, for timing; None without a cache.
 
-    The sequences share the rows; nobody reads their numbers.
+    The sequences share the rows, which lie one sequence behind the other as in a verification:
+    neighbours read the same keys and values. Nobody reads their numbers.
     """
     if not options.capacity:
         return None
     number = np.arange(rows)
-    positions = np.minimum(options.context + number // sequences, options.capacity - 1)
-    return _trunk(number % sequences, positions)
+    slots = number * min(sequences, rows) // rows
+    behind = number - np.searchsorted(slots, slots)
+    return _trunk(slots, np.minimum(options.context + behind, options.capacity - 1))
 
 
 def joined(parts: Sequence[Places]) -> Places:

@@ -33,16 +33,18 @@ def _check_forward(
     profile.require(shard.key(sequences, options), shard.num_params(options))
 
 
-def covered(profile: Profile) -> dict[str, Any]:
+def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
     """Returns the flags that a probed profile implies if the user sets none.
 
     These are pair, and fuse and lm_head, or forward. Each is included if all measured forwards
-    agree on it; pair only if the profile does not model every pair.
+    agree on it; pair only if the profile does not model every pair. forward: if the user set it,
+    only forwards of that kind count.
     """
     measured = [
         key
         for key, kinds in profile.tables.forwards.items()
-        if not any(forward.seconds.source.startswith("derived") for forward in kinds)
+        if not any(known.seconds.source.startswith("derived") for known in kinds)
+        and forward in (None, "transformer" if key.sequences else "gemm")
     ]
     models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]

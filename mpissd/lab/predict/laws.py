@@ -30,7 +30,8 @@ class Laws:
         most = min(_length(text) for text in texts)
         hazards, fast = (resolve_acceptance(cut_law(t, most), most).hazards for t in texts)
         hit = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
-        return cls(hazards, fast, hit, 63 if config.lm_head else MAX_BRANCHES)
+        has_head = config.lm_head or config.is_transformer
+        return cls(hazards, fast, hit, 63 if has_head else MAX_BRANCHES)
 
 
 def _length(text: str) -> int:
