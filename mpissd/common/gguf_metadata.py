@@ -22,6 +22,16 @@ _HEADER = Struct("<4sIQQ")  # magic, version, number of tensors, number of metad
 _LENGTH, _KIND, _ARRAY_HEAD = Struct("<Q"), Struct("<I"), Struct("<IQ")
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
+# What sizes and types that cannot be raise where they are read.
+_DAMAGED = (
+    StructError,
+    LookupError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def _read(path: Path, *state: int) -> GgufFile:
             return _Reader(path, data).read()
     except OSError as error:
         raise ConfigError(f"{str(path)!r}: {error.strerror}") from error
-    except (StructError, KeyError, ValueError, OverflowError, MemoryError) as error:
+    except _DAMAGED as error:
         raise ConfigError(f"{str(path)!r}: a GGUF file that is cut off or damaged") from error
 
 

@@ -121,6 +121,11 @@ def test_stop_tokens_are_those_of_every_file_that_names_some(tmp_path: Path) -> 
         ({"generation_config.json": "{"}, {}, "generation_config.json"),
         ({"tokenizer_config.json": "[]"}, {}, "is no JSON object"),
         ({"tokenizer.json": '{"model": '}, {}, "tokenizer.json"),
+        ({"tokenizer_config.json": "[" * 99_999}, {}, "its tokenizer is damaged"),
+        ({"generation_config.json": '{"eos_token_id": [["a"]]}'}, {}, "its tokenizer is damaged"),
+        ({"generation_config.json": '{"eos_token_id": "a"}'}, {}, "its tokenizer is damaged"),
+        ({}, {"eos_token": {"content": 3}}, "its tokenizer is damaged"),
+        ({}, {"chat_template": [{"name": "default"}]}, "its tokenizer is damaged"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_one_line(
@@ -150,6 +155,9 @@ def test_random_weights_have_no_tokenizer() -> None:
         ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
         ({"eos_token_id": 999}, "token 999 of 264 tokens"),
         ({"merges": ["no such"]}, "its merges"),
+        ({"merges": [1, 2]}, "its tokenizer is damaged"),
+        ({"bos_token_id": "first"}, "its tokenizer is damaged"),
+        ({"token_type": [3]}, "its tokenizer is damaged"),
     ],
 )
 def test_a_gguf_vocabulary_that_would_encode_wrongly_is_refused(
@@ -170,6 +178,22 @@ def test_a_gguf_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None
             read_gguf(path)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9999 + struct.pack("<IQ", 4, 0),  # nested
+        struct.pack("<II", 4, 0),  # of no bytes
+        struct.pack("<IIQ", 9, 4, 0),  # a list
+    ],
+)
+def test_an_alignment_that_cannot_be_is_refused_in_one_line(tmp_path: Path, entry: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + gguf_string("general.alignment")
+    path.write_bytes(head + entry)
+    with pytest.raises(ConfigError, match="a GGUF file that is cut off or damaged"):
+        read_gguf(path)
+
+
 def test_a_file_of_something_else_is_no_gguf(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"PK\x03\x04" * 20)
@@ -184,6 +208,10 @@ def test_a_file_of_something_else_is_no_gguf(tmp_path: Path) -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "chat template"),
         ("{{ messages[7].role }}", "chat template"),
+        ("{{ 1 / 0 }}", "chat template: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template"),
+        ("{% for n in range(10 ** 9) %}{% endfor %}", "chat template: Range too big"),
+        ("{{ '\ud800' }}", "chat template"),
     ],
 )
 def test_a_template_that_fails_or_breaks_out_is_refused(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 Message = Mapping[str, str]
+# What values of another type than the files promise raise where they are read.
+_DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,12 @@ def load_tokenizer(where: str) -> Tokenizer:
         raise ConfigError(f"{where}: random weights have no tokenizer: allowed: prompt_ids")
     if path.suffix == ".json":
         path = path.parent
-    found = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
-    return _checked(path, found)
+    try:
+        found = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
+        return _checked(path, found)
+    except _DAMAGED as error:
+        told = " ".join(str(error).split())
+        raise ConfigError(f"{str(path)!r}: its tokenizer is damaged ({told})") from error
 
 
 def _checked(path: Path, found: Vocabulary) -> Tokenizer:
