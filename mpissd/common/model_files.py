@@ -33,7 +33,7 @@ def find(text: str) -> Path | None:
         return _shipped(text.lower())
     path = Path(os.path.expanduser(text))
     is_path = text.endswith((".json", ".gguf")) or text.startswith((".", "/", "~"))
-    return path if is_path or (text and path.exists()) else find_in_cache(text)
+    return path if is_path or (text and os.path.exists(path)) else find_in_cache(text)
 
 
 def is_hub_name(text: str) -> bool:
@@ -86,13 +86,13 @@ def _shipped(name: str) -> Path:
 
 def has_files(path: Path) -> bool:
     """Returns whether a path that `find` gave holds weights, and not a config.json alone."""
-    return path.suffix == ".gguf" or path.is_dir()
+    return path.suffix == ".gguf" or os.path.isdir(path)
 
 
 def read_shape(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
     if path.suffix == ".gguf":
         return gguf_shape.read_fields(path)
-    fields = hf_config.read_fields(path / "config.json" if path.is_dir() else path)
+    fields = hf_config.read_fields(path / "config.json" if os.path.isdir(path) else path)
     shipped = {SHIPPED_IN / folder: name for name, folder in SHIPPED.items()}
     return {**fields, "name": shipped.get(path, fields["name"])}

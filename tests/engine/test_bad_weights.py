@@ -176,6 +176,8 @@ def test_a_damaged_header_is_refused_or_harmless(
             "lm_head.weight is [50, 63]: allowed: [50, 64]",
         ),
         ("lm_head.weight", np.ones((50, 64), "f8"), "lm_head.weight is F64: allowed: F32, F16"),
+        ("head_ids", np.arange(50), "head_ids is I64: allowed: I32"),
+        ("model.norm.weight", np.ones(64, "i1"), "model.norm.weight is I8: allowed: of a matrix"),
     ],
 )
 def test_tensors_fit_the_config(
@@ -183,7 +185,9 @@ def test_tensors_fit_the_config(
 ) -> None:
     changed = {key: each for key, each in {**values, name: value}.items() if each is not None}
     refused(write_folder(home / "unfit", CONFIG, changed), told)
-    if name != "lm_head.weight":  # without its own head, a .gguf is tied
+    if name not in ("lm_head.weight", "head_ids") and (
+        value is None or value.dtype != "i1"
+    ):  # without its own head, a .gguf is tied
         refused(write_gguf(home / "unfit.gguf", changed), name.partition(".")[0])
 
 
@@ -195,6 +199,17 @@ def test_a_missing_shard_and_a_broken_index(home: Path, good: Path) -> None:
     for index in ("{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "", "[" * 99_999):
         (folder / "model.safetensors.index.json").write_text(index)
         refused(folder, "is no index of safetensors")
+
+
+def test_links_that_lead_nowhere(home: Path, one: Path) -> None:
+    folder = home / "linked"
+    shutil.copytree(one, folder)
+    (folder / "README.md").symlink_to(home / "no-such-blob")
+    assert config_of(str(folder)).shape.num_layers == 2
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(home / "no-such-blob")
+    refused(folder, "model.safetensors' is damaged")
+    refused(home / ("x" * 999), "File name too long")
 
 
 def test_folders_without_weights(home: Path) -> None:

@@ -122,6 +122,8 @@ class SafetensorsFiles:
         return found.shape
 
     def _check_scale(self, name: str, found: Stored) -> None:
+        if len(found.shape) != 2:
+            raise ConfigError(f"{str(found.path)!r}: {name} is I8: allowed: of a matrix alone")
         scale = self._stored.get(_scale(name))
         blocks = (*found.shape[:-1], -(-found.shape[-1] // BLOCK))
         if scale is None or (scale.dtype, scale.shape) != ("F16", blocks):
@@ -157,9 +159,13 @@ class SafetensorsFiles:
         return np.repeat(blocks.astype(np.float32), BLOCK, axis=1)[:, cut]
 
     def integers(self, name: str) -> NDArray[np.int32] | None:
-        """Returns a tensor of whole numbers, int32; None if it is not there."""
-        found = self._stored.get(name)
-        return None if found is None else np.array(found.array(), np.int32)
+        """Returns a tensor of whole numbers, int32; None if it is not there. Raises ConfigError for
+        another type."""
+        if (found := self._stored.get(name)) is None:
+            return None
+        if found.dtype != "I32":
+            raise ConfigError(f"{str(found.path)!r}: {name} is {found.dtype}: allowed: I32")
+        return np.array(found.array(), np.int32)
 
 
 def _scale(name: str) -> str:

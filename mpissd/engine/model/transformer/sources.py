@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,9 +41,10 @@ def _config(where: str, target: str | None, *stamps: Stamp | None) -> Transforme
 def _stamp(where: str) -> Stamp:
     """Returns the names, times and sizes of a model's files, which change when they do."""
     path = files_of(where)
-    if path is None or not path.exists():
+    if path is None or not os.path.exists(path):
         return ()
-    told = [(file, file.stat()) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    told = [(file, file.stat()) for file in files if file.exists()]  # a link may lead nowhere
     return tuple((str(file), each.st_mtime_ns, each.st_size) for file, each in told)
 
 
@@ -78,7 +80,8 @@ def _open_folder(path: Path, shape: ModelShape, target: Checkpoint | None) -> Ch
     told = path / "config.json"
     config = hf_config.load(told)
     architecture, files = families.of_hugging_face(told, config, shape), SafetensorsFiles(path)
-    if (config.get("mpissd") or {}).get("embedding") != "target":
+    ours = config.get("mpissd")
+    if not isinstance(ours, dict) or ours.get("embedding") != "target":
         return FileCheckpoint(files, architecture)
     if target is None:
         raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
