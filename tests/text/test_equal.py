@@ -5,6 +5,7 @@ The draft is a disturbed target: it is accepted often, but not always, and the c
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +145,23 @@ def test_an_answer_ends_where_the_context_is_full(pair: TinyPair, context: int) 
     )
     assert {n: len(tokens) for n, tokens in ar.items()} == {0: context - 3, 1: context - 2}
     assert ar == sd == ssd
+
+
+@pytest.mark.parametrize("vocab", [V - 20, V, V + 20])
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_draft_of_another_vocabulary_is_sampled_from_as_well(
+    pair: TinyPair, alone: dict[int, list[int]], tmp_path: Path, vocab: int, mode: str
+) -> None:
+    """At a high temperature rejections read the draft's rows; hardly any leaves greedy tokens."""
+    told = json.loads((pair.target / "config.json").read_text())
+    draft = tmp_path / "config.json"
+    draft.write_text(json.dumps({**told, "vocab_size": vocab}))
+    flags = {"draft": str(draft), "num_drafts": 1, "num_tokens": 20}
+    found = decode(pair, mode, temperature=1e-6, **flags)
+    assert found.tokens == {n: tokens[:20] for n, tokens in alone.items()}
+    found = decode(pair, mode, temperature=2.0, **flags)
+    assert any(token >= V - 20 for tokens in found.tokens.values() for token in tokens)
+    assert found.accepted > 0
 
 
 def test_a_draft_of_fewer_layers_changes_nothing(

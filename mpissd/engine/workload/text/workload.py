@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
+
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
@@ -57,7 +59,9 @@ class TextWorkload(Workload):
         """The tokens that the draft knows, rising; None for all."""
         if not self.job.drafts_by_transformer:
             return None
-        return open_checkpoint(self.job.draft_where, target=self.job.target_where).head_ids()
+        draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
+        ids, known = draft.head_ids(), draft.config.head_vocab
+        return np.arange(known, dtype=np.int32) if ids is None and known < self.vocab else ids
 
     @property
     def proposal_width(self) -> int:
