@@ -130,6 +130,15 @@ def test_what_cannot_be_answered_is_refused_and_the_chat_goes_on(pair: TinyPair)
         assert ranks.ask([user("hello")], "ssd")["num_tokens"] == NUM_TOKENS
 
 
+def test_a_conversation_is_held_to_the_context_that_was_asked_for(pair: TinyPair) -> None:
+    """Also where the cache has more room, for the sequences that warm a run up."""
+    with serving(pair, "--context=32") as ranks:
+        long = ranks.ask([user("x" * 20)], "ssd")
+        assert re.fullmatch(r".* has 3\d tokens, and the model's context 32: .*", long["refused"])
+        short = ranks.ask([user("x")], "ssd")
+        assert short["prompt_tokens"] + short["num_tokens"] == 32
+
+
 def test_a_chat_in_a_terminal(pair: TinyPair) -> None:
     flags = [*models(pair)[:2], "--num_tokens=800"]
     with TerminalSession(["launch/chat.sh", *flags], str(ROOT), ALWAYS) as screen:

@@ -144,7 +144,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 
 def test_random_weights_have_no_tokenizer() -> None:
-    with pytest.raises(ConfigError, match="allowed: prompt_ids"):
+    with pytest.raises(ConfigError, match="allowed: run --prompt_ids=…"):
         load_tokenizer("llama-3.2-1b")
 
 

@@ -113,11 +113,11 @@ class Server:
         """Returns a conversation's tokens, and how many its answer may have; raises ConfigError."""
         workload = TextWorkload(job)
         tokens = _tokenizer_of(workload).chat(messages)
-        room = job.capacity - job.lookahead - 1 - len(tokens)
+        room = job.longest - len(tokens)
         if room < 1:
             raise ConfigError(
                 f"the conversation has {len(tokens)} tokens, and the model's context "
-                f"{job.capacity}: /reset begins another"
+                f"{job.longest}: /reset begins another"
             )
         return tokens, min(room, job.config.num_tokens or room)
 

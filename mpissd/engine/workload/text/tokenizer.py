@@ -73,7 +73,7 @@ def load_tokenizer(where: str) -> Tokenizer:
     """
     path = files_of(where)
     if path is None:
-        raise ConfigError(f"{where}: random weights have no tokenizer: allowed: prompt_ids")
+        raise ConfigError(f"{where}: random weights have no tokenizer: allowed: run --prompt_ids=…")
     if path.suffix == ".json":
         path = path.parent
     try:
