@@ -140,7 +140,7 @@ class WorkloadFlags(Checked):
             return () if self.stop is None else (self.stop,)
         try:
             found = json.loads(self.stop)
-        except ValueError:
+        except (ValueError, RecursionError):
             return (self.stop,)  # a string that begins with a bracket
         if not found or not all(isinstance(each, str) and each for each in found):
             raise ConfigError(f"stop={self.stop}: allowed: a list of strings that are not empty")
@@ -151,8 +151,7 @@ class WorkloadFlags(Checked):
         names = [n for n in ("prompt", "prompts", "prompt_ids") if getattr(self, n) is not None]
         if len(names) > 1:
             raise ConfigError(f"{' and '.join(names)} say the same thing: give one")
-        for name in ("prompt", "stop"):
-            text = getattr(self, name) or ""
+        for name, text in (("prompt", self.prompt or ""), ("stop", "".join(self.stop_strings))):
             if any("\ud800" <= c <= "\udfff" for c in text):  # arguments carry bad bytes so
                 raise ConfigError(f"{name}: is no UTF-8 text")
 

@@ -94,6 +94,7 @@ def test_bad_token_ids_are_named(ids: str, message: str) -> None:
         (b'{"prompt": " \\n"}', "line 2: is empty"),
         (b'{"prompt": null}', "line 2: null is no text"),
         (b'{"prompt": "\\ud800"}', "line 2: is no UTF-8 text"),
+        (b'{"prompt": "a", "id": "\\ud800"}', "line 2: is no UTF-8 text"),  # an answer repeats it
         (b'{"messages": []}', "line 2: messages: allowed"),
         (b'{"messages": [{"role": "user"}]}', "line 2: message 1: null is no text"),
         (b'{"messages": ["hello"]}', "line 2: message 1: allowed"),
@@ -131,6 +132,7 @@ def test_no_prompt_and_no_file_are_refused(tokenizer: Tokenizer, tmp_path: Path)
         ({"stop": "[]"}, "stop=.*: allowed: a list of strings"),
         ({"stop": '["a", 1]'}, "stop=.*: allowed: a list of strings"),
         ({"stop": '[""]'}, "stop=.*: allowed: a list of strings"),
+        ({"stop": '["\\ud800"]'}, "stop: is no UTF-8 text"),
         ({"top_p": "0", "temperature": "1"}, "top_p=0"),
         ({"top_p": "1.1", "temperature": "1"}, "top_p=1.1"),
         ({"top_p": "0.9"}, "top_p=0.9 with temperature=0"),

@@ -7,6 +7,7 @@ not forbid it; otherwise it is the text that the model continues.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.workload.text.tokenizer import Tokenizer
+
+_ID = re.compile(r"[0-9]{1,18}")
 
 Entry = Mapping[str, Any]  # {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}
 
@@ -74,7 +77,7 @@ def _prompts_of_ids(text: str) -> list[tuple[str, Prompt]]:
     found = []
     for number, part in enumerate(text.split(";"), 1):
         where, ids = f"prompt_ids: prompt {number}", part.split(",")
-        if not all(token.strip().isdecimal() for token in ids):
+        if not all(_ID.fullmatch(token.strip()) for token in ids):
             raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
         found.append((where, Prompt({}, tuple(int(token) for token in ids))))
     return found
@@ -112,6 +115,7 @@ def _entry(where: str, line: bytes) -> Entry:
         raise ConfigError(f"{where}: is no JSON: {error}") from error
     if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
         raise ConfigError(f'{where}: allowed: {{"prompt": "…"}} or {{"messages": […]}}')
+    _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # the answers repeat it all
     return entry
 
 
@@ -151,8 +155,12 @@ def check_text(where: str, text: Any) -> str:
         raise ConfigError(f"{where}: {json.dumps(text)} is no text")
     if not text.strip():
         raise ConfigError(f"{where}: is empty")
+    _check_unicode(where, text)
+    return text
+
+
+def _check_unicode(where: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # arguments carry invalid bytes as lone surrogates
         raise ConfigError(f"{where}: is no UTF-8 text (character {error.start + 1})") from error
-    return text
