@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -130,14 +130,17 @@ def _check_embedding(where: str, config: TransformerConfig, target: TransformerC
 
 def digest(paths: Sequence[Path]) -> str:
     """Returns the SHA-256 of one file, or of the lines "digest  name" of several."""
-    digests = [(_digest_of(path), path.name) for path in paths]
+    stats = [(path, path.stat()) for path in paths]
+    digests = [(_digest_of(path, at.st_mtime_ns, at.st_size), path.name) for path, at in stats]
     if len(digests) == 1:
         return digests[0][0]
     lines = "".join(f"{each}  {name}\n" for each, name in digests)
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _digest_of(path: Path) -> str:
+@lru_cache(maxsize=256)
+def _digest_of(path: Path, *state: int) -> str:
+    """Reads a file that has changed since the last call, as `state` says; a sweep asks often."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
