@@ -28,6 +28,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.placement import timed_places
+from mpissd.lab.measure.cold import with_cold_steps
 from mpissd.lab.measure.host_costs import (
     ForwardTimes,
     PassLedgers,
@@ -72,8 +73,7 @@ class JobProfile:
 def calibrate(rank: Rank) -> JobProfile | None:
     """Measures the job's profile; returns it on the lead and None on the other ranks.
 
-    Collective: every rank calls it. Values that this machine has measured before in the same
-    process are reused.
+    Collective: every rank calls it. What the same process has measured before is reused.
     """
     session, known = rank.session, rank.session.calibrations
     topology = session.topology
@@ -91,11 +91,11 @@ def calibrate(rank: Rank) -> JobProfile | None:
     draft = topology.world.bcast(draft, root=topology.tp if topology.num_drafts else 0)
     target = topology.world.bcast(target, root=0)
     key = "host", _key(session.job, ()), session.job.fan_outs
-    host = known.once(session.backend, key, lambda: _host_costs(rank, target, draft))
+    measured = partial(_host_costs, rank, target, draft)
+    host = known.once(session.backend, key, lambda: with_cold_steps(rank, draft, measured()))
     if host is None or target is None:
         return None
-    points = None if draft is None else draft.seconds
-    device = DeviceCosts.from_points(target.seconds, points)
+    device = DeviceCosts.from_points(target.seconds, None if draft is None else draft.seconds)
     return JobProfile(device, host, read, peak, reduces, known.since)
 
 
