@@ -10,6 +10,8 @@ from mpissd.common.heads import DraftHead
 
 SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # the depth behind a name, llama-3.1-70b@8L
 
+_MOST = 2**31 - 1  # of a width, a depth or a vocabulary
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -35,9 +37,10 @@ class ModelShape:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "num_layers" and self.head is not None else 1
-            if field.type == "int" and (type(value) is not int or value < least):
+            if field.type == "int" and (type(value) is not int or not least <= value <= _MOST):
                 raise ConfigError(
-                    f"{self.name}: {field.name}={value!r}: allowed: whole numbers from {least}"
+                    f"{self.name}: {field.name}={value!r}: allowed: whole numbers from {least} "
+                    f"to {_MOST}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mpissd.common import token_lists
@@ -96,6 +96,7 @@ ODD = st.sampled_from(
 
 
 @ANY
+@example(changes={"hidden_size": 10**30})
 @given(
     changes=st.dictionaries(
         st.sampled_from(
