@@ -35,7 +35,10 @@ def print_card(session: Session) -> None:
         role = "draft" if rank >= job.tp else "lead" if rank == 0 else "target"
         lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
     if session.backend.info.kind == "emulated" and (rate := session.backend.read_bandwidth(0)):
-        lines.append(("floor", f"{target_bytes / rate * 1e3:.3f} ms to read a target rank's bytes"))
+        batch, itemsize = config.batch_size, session.backend.itemsize
+        cost = job.target_shard.cost(job.verify_rows, batch, itemsize, job.options)
+        read_s = (cost.weight_bytes + cost.kv_bytes) / rate
+        lines.append(("floor", f"{read_s * 1e3:.3f} ms to read a target rank's bytes"))
     lines.append(("law", _law(session)))
     lines.append(("seed", f"{config.seed}, batch {config.batch_size}"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
