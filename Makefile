@@ -42,13 +42,20 @@ SHELL := bash
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
 given = $(if $(is_given),$(value $1))
-quote = '$(subst ','\'',$1)'
+define newline
+
+
+endef
+quote = '$(subst $(newline),'$$'\n'',$(subst ','\'',$1))'
 flag = $(if $(given),--$2=$(call quote,$(given)))
 
 flag_of := MODE:mode DRAFTS:num_drafts PAIR:pair BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
     OUT:out PROMPT:prompt PROMPTS:prompts
-flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+# An empty PROMPT is passed on to be refused: without one, a toy would run.
+empty_prompt = $(if $(filter command,$(origin PROMPT)),$(if $(value PROMPT),,--prompt=''))
+flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f)))) \
+    $(empty_prompt)
 
 # A mistyped name would silently measure something else.
 names := TP $(foreach f,$(flag_of),$(word 1,$(subst :, ,$f))) ARGS PYTHON MPIRUN

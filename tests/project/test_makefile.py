@@ -258,3 +258,13 @@ def test_chat_takes_its_own_variables_and_starts_no_rank_itself(box: Path) -> No
     assert argv == ["-m", "mpissd", "chat", "--mode=sd", "--tp=2", "--seed=1"]
     refused = call(box, "make", "chat", "PYTHON=fakes/bin/python", "ROUNDS=3")
     assert refused.returncode == 2 and "ROUNDS is no variable of chat" in refused.stderr
+
+
+def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:
+    text = "two\nlines, it's $HOME `id` #1 \\ \"x\"\n\n$(shell id) $$"
+    assert launched(box, "MODE=ar", f"PROMPT={text}") == (1, ["--mode=ar", f"--prompt={text}"])
+
+
+def test_an_empty_prompt_is_passed_on_to_be_refused(box: Path) -> None:
+    """Without it a toy would run, which nobody asked for."""
+    assert launched(box, "MODE=ar", "PROMPT=") == (1, ["--mode=ar", "--prompt="])
