@@ -261,7 +261,7 @@ def test_chat_takes_its_own_variables_and_starts_no_rank_itself(box: Path) -> No
 
 
 def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:
-    text = "two\nlines, it's $HOME `id` #1 \\ \"x\"\n\n$(shell id) $$"
+    text = 'two\nlines, it\'s $HOME `id` #1 \\ "x"\n\n$(shell id) $$'
     assert launched(box, "MODE=ar", f"PROMPT={text}") == (1, ["--mode=ar", f"--prompt={text}"])
 
 

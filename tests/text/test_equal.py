@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from mpissd.common.errors import FaultError
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.workload.text.target import TextTargetWorker
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -162,6 +164,19 @@ def test_a_draft_of_another_vocabulary_is_sampled_from_as_well(
     found = decode(pair, mode, temperature=2.0, **flags)
     assert any(token >= V - 20 for tokens in found.tokens.values() for token in tokens)
     assert found.accepted > 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"temperature": 1.0}])
+@pytest.mark.parametrize("mode", ["ar", "sd"])
+def test_logits_that_are_no_numbers_end_a_run(
+    tmp_path: Path, mode: str, flags: dict[str, Any]
+) -> None:
+    """The first of equal ones, token 0, would answer any prompt."""
+    damaged = tiny_pair(tmp_path, vocab=V)
+    path = damaged.target / "model.safetensors"
+    save_file({**load_file(path), "model.norm.weight": np.full(64, np.nan, "f4")}, path)
+    with pytest.raises(FaultError, match="a logit is not finite"):
+        decode(damaged, mode, **flags)
 
 
 def test_a_draft_of_fewer_layers_changes_nothing(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.errors import FaultError
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.engine.spec import sampling
@@ -145,6 +146,12 @@ class SamplingTargetWorker(TargetWorker):
 def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
     """Returns the distribution that drafted token i was drawn from; certain tokens have none."""
     return proposals(row, sum(one < 1 for one in q[:i]))
+
+
+def check_finite(logits: Logits, model: str) -> None:
+    """Raises FaultError if a logit is not finite, which would decide a token silently."""
+    if not np.isfinite(logits).all():
+        raise FaultError(f"{model}: a logit is not finite: its weights are damaged, or overflow")
 
 
 class OwnLogits:

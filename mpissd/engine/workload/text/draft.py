@@ -14,7 +14,12 @@ from mpissd.engine.workload.gemm.workers import GemmDraftWorker
 from mpissd.engine.workload.history import looked_up
 from mpissd.engine.workload.placement import Index
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.sampled import Lane, SampledRollout, SamplingDraftWorker
+from mpissd.engine.workload.sampled import (
+    Lane,
+    SampledRollout,
+    SamplingDraftWorker,
+    check_finite,
+)
 from mpissd.engine.workload.text.sequences import PromptHistories
 
 LONGEST_LOOKUP = 3  # tokens that a fast backup looks up
@@ -135,6 +140,7 @@ class TextDraftWorker(SamplingDraftWorker):
     def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
         assert lane.logits is not None, "a step without logits"
+        check_finite(lane.logits, "draft")
         top = lane.fan_out[place] if lane.fan_out else 0
         probs = sampling.probabilities(lane.logits, lane.temperature, top, self._saguaro_c)
         entry, q, row = sampling.propose(probs, u)

@@ -12,7 +12,7 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.base import LogitsGather, Proposals
 from mpissd.engine.workload.gemm.workers import GemmTargetWorker
-from mpissd.engine.workload.sampled import Logits, SamplingTargetWorker
+from mpissd.engine.workload.sampled import Logits, SamplingTargetWorker, check_finite
 from mpissd.engine.workload.text.sequences import PromptHistories
 
 
@@ -80,7 +80,10 @@ class TextTargetWorker(SamplingTargetWorker):
         return super().judge(batch, speculation, proposals)
 
     def _greedy(self, speculation: Speculation) -> tuple[Ints, Ints]:
-        best = self.stepper.results().ids[0, :, 0].tolist()
+        found = self.stepper.results()
+        if found.values is not None:
+            check_finite(found.values[0, :, 0], "target")
+        best = found.ids[0, :, 0].tolist()
         accepted, bonus = np.zeros((2, len(speculation.rows)), np.int32)
         start = 0
         served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
@@ -98,5 +101,6 @@ class TextTargetWorker(SamplingTargetWorker):
         else:
             parts = zip(self._parts[:, start + i], self._widths, strict=True)
             logits = np.concatenate([part[:width] for part, width in parts])
+        check_finite(logits, "target")
         probs = sampling.probabilities(logits, request.temperature)
         return sampling.nucleus(probs, request.top_p)
