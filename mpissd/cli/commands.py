@@ -15,6 +15,7 @@ from mpissd.cli.configs import CompareConfig, PlanConfig, PredictConfig, TablesC
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of, said
+from mpissd.common.presets import has_weights, split_pair
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict import advice as advice_text
@@ -165,6 +166,8 @@ def _command(run: RunConfig, choice: Choice) -> str:
             flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
         flags |= {name: flags_said[name] for name in _HITS if name in flags_said}
     flags |= {name: flags_said[name] for name in _FORWARD if name in flags_said}
+    if "forward" not in flags and has_weights(split_pair(flags["pair"])[0]):
+        flags["workload"] = "gemm"  # beside weights, laws have to be asked for
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
 

@@ -18,6 +18,7 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from tests.tiny_pair import tiny_pair
 
 COMMANDS = ("predict", "plan", "why", "compare", "tables", "probe")
 PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
@@ -449,3 +450,14 @@ def test_tables_without_rows_say_what_to_run(capfd: pytest.CaptureFixture[str]) 
     assert main(["tables"]) == 0
     out, err = capfd.readouterr()
     assert err == "" and "make run" in out
+
+
+def test_what_plan_says_to_run_for_a_pair_with_weights_can_be_run(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Beside weights, laws are refused unless the command says that laws are meant."""
+    pair = tiny_pair(tmp_path, kv_heads=6)
+    assert main(["plan", f"--pair={pair.target}/{pair.draft}", "--gpus=1", "--alpha=0.7"]) == 0
+    command = capfd.readouterr().out.split("run it: ")[1].splitlines()[0]
+    words = shlex.split(command)
+    assert main([*words[words.index("run") :], "--dry_run", f"--out={tmp_path / 'out'}"]) == 0
