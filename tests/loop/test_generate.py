@@ -79,6 +79,7 @@ def test_a_caller_that_stops_early_leaves_no_thread(pair: TinyPair) -> None:
         ([], {}, "prompt: is empty"),
         ("x" * 1100, {}, "tokens: allowed: at most"),
         ("hello", {"top_p": 0.5}, "top_p=0.5 with temperature=0"),
+        ("hello", {"prompt_ids": "1,2"}, "prompt_ids with generate: allowed: its first argument"),
         ("hello", {"colour": 1}, "unknown flag '--colour'"),
         ("hello", {"backend": "cupy"}, "backend=cupy in one process"),
     ],

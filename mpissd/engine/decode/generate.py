@@ -36,6 +36,8 @@ def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token
     temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError
     as `mpissd run` does.
     """
+    for name in {"prompts", "prompt_ids"} & flags.keys():
+        raise ConfigError(f"{name} with generate: allowed: its first argument, the prompt")
     config = parse_flags({"workload": "text", **{k: str(v) for k, v in flags.items()}})
     tokenizer = load_tokenizer(resolve_unopened(config, 1).target_where)
     tokens = _encoded(prompt, config, tokenizer)
