@@ -132,10 +132,10 @@ def check_before_mpi(config: RunConfig) -> None:
     tp = check_world(size, config.drafts) if size is not None else 1
     is_shared = config.dry_run and bool(os.environ.get("MPISSD_ONE_HOST"))  # launch/env.sh
     job = resolve_unopened(config, tp, size if is_shared else None)
-    if config.is_text and launcher_rank() == 0:  # the lead alone reads prompts
-        from mpissd.engine.workload.text.workload import TextWorkload
+    if config.is_text and launcher_rank() == 0:
+        from mpissd.engine.workload.text.workload import check_prompts
 
-        TextWorkload(job).prompts  # noqa: B018  (raises for one that cannot be answered)
+        check_prompts(job)
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)

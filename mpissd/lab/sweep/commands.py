@@ -9,9 +9,10 @@ from pathlib import Path
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import role_profiles
-from mpissd.engine.comm.topology import check_world, launcher_size
+from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.job.checks import check_draft_device
+from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.sweep import claims as claimed
 from mpissd.lab.sweep.best import compare_methods
 from mpissd.lab.sweep.best_text import render, to_dict
@@ -62,12 +63,14 @@ def _tp(config: SweepConfig, plan: Plan, num_ranks: int | None = None) -> int:
 def why_not(point: Point, tp: int) -> str | None:
     """Returns why a configuration cannot be measured on T = tp ranks; None if it can.
 
-    Only its flags are checked, not the machine.
+    Only its flags and prompts are checked, not the machine.
     """
     if point.config is None:
         return point.error
     try:
-        resolve_unopened(point.config, tp)
+        job = resolve_unopened(point.config, tp)
+        if launcher_rank() == 0:
+            check_prompts(job)
     except ConfigError as error:
         return str(error)
     return None

@@ -23,6 +23,7 @@ from mpissd.common.wait import sharpen_sleep, within
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Machine, open_machine
+from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.commands import planned
 from mpissd.lab.sweep.configs import SweepConfig
@@ -79,6 +80,9 @@ class Sweep:
         self._jobs = {
             point.digest: self._resolve(point.config, point.error) for point in plan.points
         }
+        refused = {n: self._prompts_refused(job) for n, job in self._jobs.items() if self._is_lead}
+        told = {digest: failure for digest, failure in refused.items() if failure is not None}
+        self._jobs.update(machine.topology.world.bcast(told))
         machine.divide(plan.drafts)
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
 
@@ -89,6 +93,16 @@ class Sweep:
             return self._machine.resolve(config)
         except ConfigError as refused:
             return Failure(str(refused), refused.exit_code)
+
+    @staticmethod
+    def _prompts_refused(job: Job | Failure) -> Failure | None:
+        """Returns why the prompts of a text job cannot be answered; for the lead, which reads."""
+        try:
+            if isinstance(job, Job):
+                check_prompts(job)
+        except ConfigError as refused:
+            return Failure(str(refused), refused.exit_code)
+        return None
 
     def run(self) -> int:
         """Measures the tasks without a row, in the plan's order; returns the exit code."""

@@ -10,7 +10,7 @@ import numpy as np
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
-from mpissd.engine.job.job import WARM_TOKENS
+from mpissd.engine.job.job import WARM_TOKENS, Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
@@ -162,3 +162,12 @@ class TextWorkload(Workload):
             vocab=self.vocab,
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
         )
+
+
+def check_prompts(job: Job) -> None:
+    """Raises ConfigError if a job of text has a prompt that cannot be answered.
+
+    For the lead, since no other rank has to reach the file of prompts.
+    """
+    if job.config.is_text:
+        TextWorkload(job).prompts  # noqa: B018  (raises)
