@@ -68,7 +68,14 @@ def test_each_method_is_compared_at_equal_and_at_its_own_best_lookahead() -> Non
 
 
 @pytest.mark.parametrize(
-    "other", [{"device_name": "A100"}, {"batch_size": 4}, {"tp": 2}, {"context": 4096}]
+    "other",
+    [
+        {"device_name": "A100"},
+        {"batch_size": 4},
+        {"tp": 2},
+        {"context": 4096},
+        {"forward": "transformer"},
+    ],
 )
 def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None:
     found = compare_methods([*ROWS[:4], row("ssd", 4, 999, **other)])
@@ -76,6 +83,21 @@ def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None
         ["AR", "SD"],
         ["SSD fan_out=uniform:3 p_hit:0.9"],
     ]
+
+
+def test_answers_to_other_prompts_are_not_compared() -> None:
+    """Nor with a row of the same prompts and another top_p; rows without `forward` are gemm's."""
+    asked = [{"prompts": "a"}, {"prompts": "a"}, {"prompts": "b"}, {"prompts": "a", "top_p": ".5"}]
+    modes = ("ar", "sd", "sd", "sd")
+    rows = [
+        row(mode, 4, 500, workload="text", provenance={"sweep": {"flags": flags}})
+        for mode, flags in zip(modes, asked, strict=True)
+    ]
+    found = compare_methods(rows)
+    assert [[m.name for m in comparison.methods] for comparison in found] == [
+        ["AR", "SD"], ["SD"], ["SD"]
+    ]  # fmt: skip
+    assert len(compare_methods([*ROWS[:4], row("sd", 4, 600, forward="gemm")])) == 1
 
 
 def of_two_gpus(*others: Row) -> list[Row]:

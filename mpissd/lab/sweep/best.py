@@ -22,7 +22,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
-_FORWARD = ("batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
+_FORWARD = ("forward", "batch_size", "fuse", "graph", "lm_head", "context", "all_reduce")
 _SAMPLED = (
     "temperature",
     "vocab",
@@ -31,7 +31,9 @@ _SAMPLED = (
     "stop_token",
     "recording",
     "token_limit",
+    "prompts",
 )
+_ASKED = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")  # flags of text
 DRAFTED = ("draft", "acceptance", "divergence")  # keys that AR rows leave empty
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
@@ -149,14 +151,26 @@ def is_row(row: Row) -> bool:
 def setting_of(row: Row) -> tuple[tuple[str, Any], ...]:
     """Returns what two rows must share to be compared: machine, kind of forward, laws."""
     names = (*_MACHINE, *_FORWARD, *_SAMPLED, *DRAFTED)
-    return tuple((name, row.get(name)) for name in names)
+    return tuple((name, value_of(row, name)) for name in names)
+
+
+def value_of(row: Row, name: str) -> Any:
+    """Returns the value of one name of a setting; "prompts" stands for all flags about them."""
+    if name == "forward":
+        return row.get(name) or "gemm"  # rows of before there was another
+    if name != "prompts":
+        return row.get(name)
+    if row.workload != "text":
+        return None
+    flags = flags_of(row)
+    return " ".join(f"{flag}={flags[flag]}" for flag in _ASKED if flag in flags)
 
 
 def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
     cells: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         names = [name for name in setting if row.mode != "ar" or name not in DRAFTED]
-        if all(row.get(name) == setting[name] for name in names):
+        if all(value_of(row, name) == setting[name] for name in names):
             cells.setdefault(method_of(row), {}).setdefault(row.lookahead, []).append(row)
     methods = [Method(name, _cells(of)) for name, of in cells.items()]
     return tuple(sorted(methods, key=lambda m: (_rank(m.name), m.name)))

@@ -9,7 +9,15 @@ from typing import Any
 from mpissd.common.compare import Comparison as Gain
 from mpissd.common.rivals import Family, Others, other_uses, tps_of, widest
 from mpissd.common.row import Row
-from mpissd.lab.sweep.best import DRAFTED, Cell, Comparison, best_cell, is_row, method_of
+from mpissd.lab.sweep.best import (
+    DRAFTED,
+    Cell,
+    Comparison,
+    best_cell,
+    is_row,
+    method_of,
+    value_of,
+)
 
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
 
@@ -127,7 +135,7 @@ def _alike(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Row]:
 def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
     """Returns whether a row belongs to a setting, ignoring its T and, for AR, the draft."""
     free = {*_OF_T, *(DRAFTED if row.mode == "ar" else ())}
-    same = all(row.get(name) == value for name, value in setting.items() if name not in free)
+    same = all(value_of(row, name) == value for name, value in setting.items() if name not in free)
     return same and row.other_draft_device is None
 
 
