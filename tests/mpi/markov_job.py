@@ -33,8 +33,8 @@ def residual_of_p(p: sampling.Floats, q: sampling.Floats) -> sampling.Floats:
 def lenient(judge: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
     """Coins count for seven tenths."""
 
-    def found(p, tokens, q, q_row, coins, u):  # type: ignore[no-untyped-def]
-        return judge(p, tokens, q, q_row, [0.7 * coin for coin in coins], u)
+    def found(p, tokens, q, q_row, coins, *others):  # type: ignore[no-untyped-def]
+        return judge(p, tokens, q, q_row, [0.7 * coin for coin in coins], *others)
 
     return found
 
