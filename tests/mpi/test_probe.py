@@ -132,8 +132,9 @@ def test_roles_of_an_emulated_machine(
     assert all("measured" in e["from"] for e in tables["links"])
     options = ForwardOptions("--fuse" in flags, "--lm_head" in flags, 64 if np_ == 3 else 0)
     again, truth = load_profile(str(path)), load_profile("h100")
-    again.require("llama-3.1-8b", tp, options)
-    cost = Shard(resolve_model("8b"), tp).cost(8, 1, 2, options)
+    shard = Shard(resolve_model("8b"), tp)
+    again.require(shard.key(1, options), shard.num_params(options))
+    cost = shard.cost(8, 1, 2, options)
     assert again.forward_s(cost) == truth.forward_s(cost)
 
 
