@@ -98,9 +98,11 @@ def test_a_draft_speaks_its_target_s_tokens(
     assert beside.config.shape.vocab_size == target_vocab
     assert beside.config.head_vocab == min(50, target_vocab)
     assert beside.matrix(EMBEDDING).shape == (target_vocab, 64)
-    assert beside.matrix(HEAD).shape == (min(50, target_vocab), 64)
+    assert np.array_equal(beside.matrix(HEAD), alone.matrix(HEAD)[:target_vocab])
+    whole, own = beside.matrix(EMBEDDING), alone.matrix(EMBEDDING)[:target_vocab]
+    assert np.array_equal(whole[: len(own)], own)
     known = logits(alone, TOKENS)[:, :target_vocab]
-    assert np.array_equal(logits(beside, TOKENS), known)
-    whole = beside.matrix(EMBEDDING)
+    # A BLAS may add in another order where the head has another number of rows.
+    assert np.allclose(logits(beside, TOKENS), known, rtol=0, atol=1e-5)
     assert np.array_equal(beside.matrix(EMBEDDING, slice(38, target_vocab)), whole[38:])
     assert np.isfinite(logits(beside, [target_vocab - 1])).all()
