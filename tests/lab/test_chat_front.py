@@ -59,7 +59,10 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
         screen.until("again ")
         screen.type(INTERRUPT)
         assert "stopped; " in screen.until("ssd> ")
-        screen.type("unfinished" + INTERRUPT)  # at the prompt it only drops the line
+        screen.type("unfinished")
+        screen.until("unfinished")
+        screen.asleep()
+        screen.type(INTERRUPT)  # at the prompt it only drops the line
         screen.until("ssd> ")
         screen.type("still here\n")
         assert "here" in screen.until("ssd> ")

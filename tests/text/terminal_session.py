@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from fcntl import ioctl
+from pathlib import Path
 from termios import TIOCSWINSZ
 
 END_OF_FILE, INTERRUPT = "\x04", "\x03"
@@ -56,6 +57,16 @@ class TerminalSession:
         self.seen += new.decode(errors="replace")
         return bool(new)
 
+    def asleep(self, deadline_s: float = 20.0) -> None:
+        """Waits until the program sleeps, as it does once it waits for a key.
+
+        A Ctrl-C between a prompt and Python's wait behind it would only count at the next key.
+        """
+        end = time.monotonic() + deadline_s
+        while _state(self._process.pid) not in "S?":
+            assert time.monotonic() < end, "the program does not wait for a key"
+            time.sleep(0.001)
+
     def type(self, text: str) -> None:
         os.write(self._lead, text.encode())
 
@@ -81,6 +92,15 @@ class TerminalSession:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
         os.close(self._lead)
+
+
+def _state(pid: int) -> str:
+    """Returns the letter of a process's state, S where it sleeps; ? without Linux's /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        time.sleep(0.2)
+        return "?"
 
 
 def _own_terminal() -> None:
