@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import files_of, resolve_model, split_pair
+from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model, split_pair
 
 _PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
@@ -40,12 +40,14 @@ def _target_of(flags: Mapping[str, str]) -> str | None:
         return flags.get("target")
     try:
         return split_pair(flags["pair"])[0]
-    except ConfigError:  # which resolving the job says
-        return None
+    except ConfigError:
+        return next(iter(missing_pair(flags["pair"])), None)  # None: resolving the job says why
 
 
 def _has_weights(target: str) -> bool:
-    """Returns whether a target's name stands for files that hold weights."""
+    """Returns whether a target's name stands for files that hold weights, fetched or not."""
+    if is_missing(target):
+        return True
     try:
         path = files_of(target)
     except ConfigError:

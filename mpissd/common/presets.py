@@ -191,6 +191,34 @@ def split_pair(text: str) -> tuple[str, str]:
     raise ConfigError(f"pair {text!r}: {reason}")
 
 
+def is_missing(name: str) -> bool:
+    """Returns whether a name can only be one of the hub, and is not in its cache."""
+    if not model_files.is_hub_name(name) or preset_of(name) is not None:
+        return False
+    return not _resolves(name) and model_files.find_in_cache(name) is None
+
+
+def missing_pair(text: str) -> tuple[str, ...]:
+    """Returns the names of (target, draft) of a pair if one of them is missing; else ().
+
+    Names of the hub contain a slash, so the pair is split at each slash in turn. One split that
+    gives two models of this machine is the pair.
+    """
+    splits = [(text[: slash.start()], text[slash.end() :]) for slash in re.finditer("/", text)]
+    if any(_resolves(target) and _resolves(draft) for target, draft in splits):
+        return ()
+    found = (sides for sides in splits if all(_resolves(s) or is_missing(s) for s in sides))
+    return next(found, ())
+
+
+def _resolves(name: str) -> bool:
+    try:
+        resolve_model(name)
+    except ConfigError:
+        return False
+    return True
+
+
 def _is_name(text: str) -> bool:
     return text.lower() in PRESETS or text.startswith("gen:")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from tests.text import tiny
 from tests.weight_files import CONFIG, values_of, write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,9 +75,10 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    (tmp_path / "alone.json").write_text(json.dumps(CONFIG), "utf-8")
+    config = {**CONFIG, "vocab_size": len(tiny.tokens())}
+    (tmp_path / "alone.json").write_text(json.dumps(config), "utf-8")
     values = values_of(open_checkpoint(str(tmp_path / "alone.json")))
-    server = Hub(write_folder(tmp_path / "model", CONFIG, values))
+    server = Hub(tiny.write(write_folder(tmp_path / "model", config, values)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -97,16 +99,32 @@ def dry_run(tmp_path: Path, endpoint: str, *flags: str) -> subprocess.CompletedP
     )
 
 
-def test_a_name_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
+MODELS = pytest.mark.parametrize(
+    "flags", [(f"--target={NAME}", "--mode=ar"), (f"--pair={NAME}/{NAME}", "--mode=sd")]
+)
+
+
+@MODELS
+def test_a_name_is_fetched_once(hub: Hub, tmp_path: Path, flags: tuple[str, ...]) -> None:
     endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
-    done = dry_run(tmp_path, endpoint, "--mode=ar", f"--target={NAME}")
-    assert done.returncode == 0, done.stderr
+    first = dry_run(tmp_path, endpoint, "--prompt=hello", *flags)
+    assert first.returncode == 0, first.stderr
     assert any(path.endswith("model.safetensors") for path in hub.asked)
     hub.asked.clear()
-    for flags in (["--mode=ar", f"--target={NAME}"], ["--mode=sd", f"--pair={NAME}/{NAME}"]):
-        done = dry_run(tmp_path, endpoint, *flags)
-        assert done.returncode == 0, done.stderr
-    assert hub.asked == []
+    again = dry_run(tmp_path, endpoint, "--prompt=hello", *flags)
+    assert again.returncode == 0, again.stderr
+    assert hub.asked == [] and again.stdout == first.stdout
+
+
+@MODELS
+def test_a_name_means_its_weights_in_the_run_that_fetches_them(
+    hub: Hub, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Otherwise laws would be imposed in that run, and prompts would be wanted in the next."""
+    for _ in range(2):
+        done = dry_run(tmp_path, f"http://127.0.0.1:{hub.server_address[1]}", *flags)
+        assert done.returncode == 2
+        assert "mpissd: prompt: needed with workload=text" in done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--target", "--pair=toy-target/"])

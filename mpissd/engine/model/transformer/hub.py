@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
 from mpissd.common.errors import ConfigError
-from mpissd.common.model_files import find_in_cache, is_hub_name
-from mpissd.common.presets import preset_of, resolve_model
+from mpissd.common.presets import is_missing, missing_pair
 from mpissd.engine.model.transformer.libraries import library
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -19,39 +15,9 @@ def fetch_missing(pair: str | None, *models: str | None) -> None:
 
     Raises ConfigError, one line that says how to go on without a network.
     """
-    for name in [*(_sides(pair) if pair else ()), *filter(None, models)]:
-        if _is_missing(name):
+    for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
+        if is_missing(name):
             _fetch(name)
-
-
-def _is_missing(name: str) -> bool:
-    """Returns whether a name can only be one of the hub, and is not in its cache."""
-    if not is_hub_name(name) or preset_of(name) is not None:
-        return False
-    return not _resolves(name) and find_in_cache(name) is None
-
-
-def _sides(pair: str) -> Iterator[str]:
-    """Yields the two model names of a pair TARGET/DRAFT if some of them must be fetched.
-
-    Names of the hub contain a slash, so the pair is split at each slash in turn. Nothing is yielded
-    if one split gives two models that are on this machine.
-    """
-    splits = [(pair[: slash.start()], pair[slash.end() :]) for slash in re.finditer("/", pair)]
-    if any(_resolves(target) and _resolves(draft) for target, draft in splits):
-        return
-    for sides in splits:
-        if all(_resolves(side) or _is_missing(side) for side in sides):
-            yield from sides
-            return
-
-
-def _resolves(name: str) -> bool:
-    try:
-        resolve_model(name)
-    except ConfigError:
-        return False
-    return True
 
 
 def _fetch(name: str) -> None:
