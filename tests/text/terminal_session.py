@@ -57,6 +57,16 @@ class TerminalSession:
         self.seen += new.decode(errors="replace")
         return bool(new)
 
+    def prints(self, text: str, within_s: float) -> bool:
+        """Returns whether the program prints `text` in this time, as `until` waits for it."""
+        end = time.monotonic() + within_s
+        while text not in self.seen[self._read :] and time.monotonic() < end:
+            self._more(0.05)
+        if text not in self.seen[self._read :]:
+            return False
+        self.until(text)
+        return True
+
     def asleep(self, deadline_s: float = 20.0) -> None:
         """Waits until the program sleeps, as it does once it waits for a key.
 
