@@ -117,4 +117,6 @@ def _own_terminal() -> None:
     """Makes stdin the terminal that Ctrl-C is for."""
     from termios import TIOCSCTTY
 
+    # A shell's background job ignores Ctrl-C, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ioctl(0, TIOCSCTTY, 0)
