@@ -69,7 +69,7 @@ def execute(arguments: list[str] | None) -> int:
 
             check_sweep(command.config, command.given)
         elif isinstance(command.config, ChatConfig):
-            command.config.fit_world(launcher_size() or 1)
+            command.config.fit_world(command.name, launcher_size() or 1)
         else:
             check_before_mpi(command.run)
     except ConfigError as error:

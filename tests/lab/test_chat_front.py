@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.ranks import ranks_command
 from mpissd.lab.chat.config import ChatConfig
-from mpissd.lab.chat.front import ranks_command
 from mpissd.lab.chat.lines import Inbox, packed
 from tests.needs import needs_linux
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession

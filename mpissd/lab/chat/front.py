@@ -7,19 +7,16 @@ pipes. Ctrl-C therefore reaches this process alone: it ends an answer, not the j
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from shutil import which
 from typing import IO, Any
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.ranks import end_with_parent, ranks_command
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.lab.chat.config import ChatConfig
@@ -35,7 +32,6 @@ HELP = """\
 /help             this
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
 MODES = ("ar", "sd", "ssd")
-_PR_SET_PDEATHSIG = 1
 _LEAVE_S = 15.0  # longest wait for the job to end by itself
 _NO_WRAP = 1 << 16  # columns that stand for "no terminal"
 
@@ -50,7 +46,7 @@ class Job:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # keeps the terminal's Ctrl-C from the ranks
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in: IO[bytes] = self._process.stdin
@@ -89,12 +85,6 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.terminate()  # the launcher ends its ranks
             self._process.wait(_LEAVE_S)
-
-
-def _end_with_parent() -> None:
-    """Has Linux end this process when the one that started it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Chat:
@@ -269,15 +259,3 @@ def _read_lines(chat: Chat) -> None:
 def _note(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
-
-
-def ranks_command(arguments: Sequence[str], num_ranks: int) -> list[str]:
-    """Returns the command that starts the ranks; raises ConfigError without an mpirun."""
-    launcher = shlex.split(os.environ.get("MPIRUN") or "mpirun")
-    beside = Path(sys.executable).parent / launcher[0]
-    if which(launcher[0]) is None and beside.exists():
-        launcher[0] = str(beside)
-    elif which(launcher[0]) is None:
-        raise ConfigError(f"no {launcher[0]}: load an MPI module, set MPIRUN, or use make chat")
-    ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
-    return [*launcher, *ranks, *arguments]

@@ -1,0 +1,84 @@
+"""A command that starts its own ranks: its flags T and D, and the launcher's command line."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, flag, flags_of, integer
+from mpissd.common.workloads import refused_flags
+
+_PR_SET_PDEATHSIG = 1
+_MEASURED = (
+    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace ledger_ab dry_run world_size "
+    "out progress on_draft_loss num_drafts chat_template workload"
+).split()
+_OF_OTHERS = [name for name, _ in refused_flags("text")]
+# The flags of a run that are about models, methods and sampling.
+ANSWERING = frozenset(flags_of(RunConfig)).difference(_MEASURED, _OF_OTHERS)
+
+
+@dataclass(frozen=True)
+class RanksFlags(Checked):
+    """Flags of the ranks that `chat` and `serve` start; these hold a run's configuration too."""
+
+    if TYPE_CHECKING:
+        run: RunConfig
+
+    tp: int = flag(1, integer(1), "target ranks")
+    drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with the draft on the lead")
+
+    def check_drafts(self) -> None:
+        """Refuses mode=ssd without a draft rank."""
+        if self.run.mode == "ssd" and not self.drafts:
+            raise ConfigError("drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")
+
+    @property
+    def num_ranks(self) -> int:
+        """Target and draft ranks of the job."""
+        return self.tp + self.drafts
+
+    def fit_world(self, command: str, num_ranks: int) -> None:
+        """Refuses a launcher that started another number of ranks."""
+        if num_ranks != self.num_ranks:
+            raise ConfigError(
+                f"{command} with tp={self.tp}, drafts={self.drafts} on {num_ranks} ranks: allowed: "
+                f"{self.num_ranks}"
+            )
+
+    def of_mode(self, mode: str) -> RunConfig:
+        """Returns the configuration that answers in this mode; raises ConfigError if none does."""
+        return replace(self.run, mode=mode, num_drafts=0 if mode == "ar" else self.drafts)
+
+
+def ranks_command(
+    arguments: Sequence[str], num_ranks: int, options: Sequence[str] = ()
+) -> list[str]:
+    """Returns the command that starts the ranks; raises ConfigError without an mpirun.
+
+    arguments: of mpissd. options: further ones of the launcher.
+    """
+    launcher = shlex.split(os.environ.get("MPIRUN") or "mpirun")
+    beside = Path(sys.executable).parent / launcher[0]
+    if which(launcher[0]) is None and beside.exists():
+        launcher[0] = str(beside)
+    elif which(launcher[0]) is None:
+        raise ConfigError(f"no {launcher[0]}: load an MPI module, set MPIRUN, or use make")
+    ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
+    return [*launcher, *options, *ranks, *arguments]
+
+
+def end_with_parent() -> None:
+    """Has Linux end this process when the one that started it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
