@@ -1,0 +1,76 @@
+"""The configuration of `serve`: a run's, without what only a measurement has, and the server's."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import choice, contained, flag, integer, number, switch, words
+from mpissd.common.implied import with_text
+from mpissd.common.ranks import ANSWERING, RanksFlags
+
+KEY_VARIABLE = "MPISSD_API_KEY"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ServeConfig(RanksFlags):
+    """Flags of `serve`: those of a run that are about models, methods and sampling, and its own."""
+
+    run: RunConfig = contained(
+        RunConfig,
+        only=ANSWERING.difference(("stop", "show", "top_p")) | {"workload", "num_tokens"},
+        mode=flag("ssd", choice(AUTO, "ar", "sd", "ssd"), "decoding mode; auto: by the round"),
+        workload=flag("text", choice("text"), "what serve decodes"),
+        num_tokens=flag(512, integer(1), "tokens of an answer whose request says no max_tokens"),
+        temperature=flag(0.0, number(0, 2), "temperature of a request that says none"),
+    )
+    auto: bool = flag(False, switch, "as mode=auto: choose the mode and K round by round")
+    host: str = flag("127.0.0.1", words, "address to listen on; others than this need an API key")
+    port: int = flag(8000, integer(0, 65535), "port to listen on; 0: a free one")
+    api_key: str | None = flag(None, words, f"key that clients send (or {KEY_VARIABLE}, unseen)")
+    max_running: int = flag(16, integer(1, 4096), "most sequences that decode together")
+    max_queue: int = flag(64, integer(0, 65536), "most requests that wait; further ones get 429")
+    max_wait_s: float = flag(
+        600.0, number(0.1), "longest time of a request, from its arrival to its last token"
+    )
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds pair=smollm2 if the flags name no model, and what mode=auto stands for."""
+        given = with_text({"workload": "text", **super().completed(flags)})
+        if given.get("mode") == AUTO:
+            given |= {"mode": "ssd", "auto": "true"}
+        return given
+
+    def check_auto(self) -> None:
+        """Refuses --auto in another mode than ssd, of which sd and ar are a part."""
+        if self.auto and self.run.mode != "ssd":
+            raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
+
+    def check_host(self) -> None:
+        """Refuses to listen where other machines reach it without an API key."""
+        if not is_local(self.host) and self.key is None:
+            raise ConfigError(
+                f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "
+                f"({KEY_VARIABLE}, or api_key)"
+            )
+
+    @property
+    def key(self) -> str | None:
+        """The API key that clients have to send, or None."""
+        return self.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def is_local(host: str) -> bool:
+    """Returns whether only this machine reaches an address or name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
