@@ -41,7 +41,8 @@ class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
 
     prompt: its tokens up to first_token, where the workers read them; empty elsewhere. temperature,
-    top_p: how such a sequence is sampled.
+    top_p: how such a sequence is sampled. seed: that of its draws, whatever its id (None: the
+    job's). logprobs: whether the target's log-probabilities of its tokens are wanted.
     """
 
     request_id: int
@@ -50,6 +51,8 @@ class Request:
     prompt: tuple[int, ...] = ()
     temperature: float = 0.0
     top_p: float = 1.0
+    seed: int | None = None
+    logprobs: bool = False
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

@@ -2,7 +2,7 @@
 
 It follows an OUTCOME or a PLAN with admissions where a job's sequences have prompts (LinkShape.
 prompt_tokens), so that one rank alone reads and encodes them. A sequence takes _HEAD int32 and its
-tokens: their number, then temperature and top_p as two float64.
+tokens: their number, temperature and top_p as two float64, the seed as two int32, and flags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints, Outcome, Request
 from mpissd.engine.comm.wire import HEADER, Buffer
 
-_HEAD = 5
+_HEAD = 8
+_SEED, _FLAGS = 5, 7
+_LOGPROBS, _SEEDED = 1, 2
 
 
 def capacity(batch: int, prompt_tokens: int) -> int:
@@ -41,10 +43,18 @@ def write_prompts(buffer: Buffer, outcome: Outcome) -> int:
         start, end = end, end + _HEAD + len(request.prompt)
         buffer.body[start] = len(request.prompt)
         sampled = np.array([request.temperature, request.top_p])
-        buffer.body[start + 1 : start + _HEAD] = sampled.view(np.int32)
+        buffer.body[start + 1 : start + _SEED] = sampled.view(np.int32)
+        buffer.body[start + _SEED : start + _FLAGS] = np.array(
+            [request.seed or 0], np.uint64
+        ).view(np.int32)
+        buffer.body[start + _FLAGS] = _flags(request)
         buffer.body[start + _HEAD : end] = request.prompt
     buffer.seal(end)
     return HEADER + end
+
+
+def _flags(request: Request) -> int:
+    return _LOGPROBS * request.logprobs + _SEEDED * (request.seed is not None)
 
 
 def read_prompts(buffer: Buffer, outcome: Outcome) -> Outcome:
@@ -86,11 +96,16 @@ def _request(buffer: Buffer, outcome: Outcome, row: list[int], part: Ints) -> Re
         )
     if tokens[-1] != row[4]:
         raise _refused(outcome, f"a prompt that ends in {tokens[-1]}", f"expected {row[4]}")
-    temperature, top_p = part[1:_HEAD].copy().view(np.float64).tolist()
+    temperature, top_p = part[1:_SEED].copy().view(np.float64).tolist()
     if not (0 <= temperature < math.inf and 0 < top_p <= 1):
         told = f"temperature {temperature:g}, top_p {top_p:g}"
         raise _refused(outcome, told, "allowed 0 or more, and above 0 to 1")
-    return Request(row[0], row[4], row[1], tuple(tokens.tolist()), temperature, top_p)
+    flags = int(part[_FLAGS])
+    if not 0 <= flags <= _LOGPROBS + _SEEDED:
+        raise _refused(outcome, f"flags {flags}", f"allowed 0..{_LOGPROBS + _SEEDED}")
+    seed = int(part[_SEED:_FLAGS].copy().view(np.uint64)[0]) if flags & _SEEDED else None
+    sampled = temperature, top_p, seed, bool(flags & _LOGPROBS)
+    return Request(row[0], row[4], row[1], tuple(tokens.tolist()), *sampled)
 
 
 def _refused(outcome: Outcome, found: str, allowed: str) -> ProtocolError:

@@ -222,6 +222,10 @@ class Drafter:
             if not self._has_glue:
                 self._observer.inform_controls()
 
+    def leave(self) -> None:
+        """Ends the pass, behind the last outcome."""
+        self._worker.leave()
+
     @property
     def _has_glue(self) -> bool:
         return self._controls.speculates_ahead and len(self._batch) > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from threading import Thread
+from typing import TypeVar
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError
@@ -32,12 +33,13 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.decode.target import RoundResult, TargetLoop
-from mpissd.engine.job import resolve
+from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.registry import workload_of
 
+L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")
 _JOIN_S = 10.0  # The longest wait, in seconds, for a draft's thread to end its last forward.
 
@@ -51,38 +53,28 @@ class NoPlans:
         """Does nothing."""
 
 
-class Decoder:
-    """Decodes a configuration round by round, with one target rank (T = 1) and D draft threads.
+class Loops:
+    """The loops of a job in one process: one target rank (T = 1) and D draft threads.
 
-    batch_size sequences are admitted at once, and the next ones where these end. `records` holds
-    every round so far. Use it in a `with` block, or call close.
+    `loop` is the lead's. Use it in a `with` block, or call close.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        """Opens the models; raises ConfigError for an impossible job, and for a GPU backend."""
-        self._backend = choose(config.backend)
-        if self._backend not in _BACKENDS:
-            allowed = ", ".join(_BACKENDS)
-            raise ConfigError(f"backend={self._backend} in one process: allowed: {allowed}")
-        self.job = job = resolve(config, 1, backend=self._backend, memory_bytes=None)
-        self._workload = workload_of(job)
+    def __init__(self, job: Job, backend: str) -> None:
+        """Opens the models on a backend of _BACKENDS."""
+        self.job, self._backend = job, backend
+        self.workload = workload_of(job)
         self._resources = ExitStack()
-        self._waiter = Waiter(config.deadline_s, spin=False)
+        self._waiter = Waiter(job.config.deadline_s, spin=False)
         self._waiter.alarm = self._check
         self._threads: list[Thread] = []
         self._faults: list[Exception] = []
-        batch = config.batch_size
-        target = self._stepper(job.target_shard, job.options, job.target_buckets(), drafts=False)
-        worker, speculator = self._workload.target_worker(target), self._speculator()
-        worker.placement = job.placement(drafts=False)
-        self._loop = TargetLoop(worker, speculator, NoPlans(), batch, self._waiter)
-        self.records = RoundRecords(job.lookahead)
-        self._sequences = Sequences(self._workload)
-        self.records.ends = self._sequences.ends
-        requests = self._sequences.first()
-        worker.prepare(requests)
-        self._loop.admit(requests)
-        self._loop.ledger.restart()
+        self.target_stepper = self._stepper(
+            job.target_shard, job.options, job.target_buckets(), drafts=False
+        )
+        self.worker = self.workload.target_worker(self.target_stepper)
+        self.worker.placement = job.placement(drafts=False)
+        speculator, batch = self._speculator(), job.config.batch_size
+        self.loop = TargetLoop(self.worker, speculator, NoPlans(), batch, self._waiter)
 
     def _stepper(
         self, shard: AnyShard, options: ForwardOptions, buckets: list[int], *, drafts: bool
@@ -99,7 +91,7 @@ class Decoder:
             options,
             buckets=buckets,
             num_sequences=config.batch_size,
-            stacks=self._workload.draft_stacks if drafts else self._workload.target_stacks,
+            stacks=self.workload.draft_stacks if drafts else self.workload.target_stacks,
             seed=2 * config.seed + drafts,
         )
         self._resources.callback(stepper.close)
@@ -112,7 +104,7 @@ class Decoder:
             job.draft_shard, job.draft_options, job.draft_buckets(), drafts=True
         )
         worker = draft_worker(job, stepper)
-        worker.prepare(self._workload.tabulated(job.config.batch_size))
+        worker.prepare(self.workload.tabulated(job.config.batch_size))
         return make_drafter(job, worker, waiter, index=index)
 
     def _speculator(self) -> Speculator:
@@ -141,12 +133,45 @@ class Decoder:
         if self._faults:
             raise FaultError(f"the draft's thread ended: {self._faults[0]}") from self._faults[0]
 
+    def close(self) -> None:
+        """Ends the drafts' threads, then frees the models."""
+        if not self._faults:
+            self.loop.stop()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        self._resources.close()
+
+    def __enter__(self: L) -> L:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+class Decoder(Loops):
+    """Decodes a configuration round by round, with one target rank (T = 1) and D draft threads.
+
+    batch_size sequences are admitted at once, and the next ones where these end. `records` holds
+    every round so far. Use it in a `with` block, or call close.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Opens the models; raises ConfigError for an impossible job, and for a GPU backend."""
+        super().__init__(*in_one_process(config))
+        self.records = RoundRecords(self.job.lookahead)
+        self._sequences = Sequences(self.workload)
+        self.records.ends = self._sequences.ends
+        requests = self._sequences.first()
+        self.worker.prepare(requests)
+        self.loop.admit(requests)
+        self.loop.ledger.restart()
+
     def step(self) -> RoundResult:
         """Decodes one round of every sequence; returns what was drafted and what was accepted."""
-        result = self._loop.step()
-        self._sequences.take(result, self._loop)
+        result = self.loop.step()
+        self._sequences.take(result, self.loop)
         self.records.add(result.t_target_s, result.speculation, result.outcome)
-        self._loop.ledger.close_round(self._loop.round - 1, LeadPhase.RECORD)
+        self.loop.ledger.close_round(self.loop.round - 1, LeadPhase.RECORD)
         return result
 
     @property
@@ -159,16 +184,14 @@ class Decoder:
         """The tokens that each sequence has emitted so far, by request id."""
         return self.records.tokens()
 
-    def close(self) -> None:
-        """Ends the drafts' threads, then frees the models."""
-        if not self._faults:
-            self._loop.stop()
-        for thread in self._threads:
-            thread.join(_JOIN_S)
-        self._resources.close()
 
-    def __enter__(self) -> Decoder:
-        return self
+def in_one_process(config: RunConfig, kv_tokens: int = 0) -> tuple[Job, str]:
+    """Returns (job, backend) of a configuration in one process; kv_tokens: see `resolve`.
 
-    def __exit__(self, *failure: object) -> None:
-        self.close()
+    Raises ConfigError for an impossible job, and for a GPU backend.
+    """
+    backend = choose(config.backend)
+    if backend not in _BACKENDS:
+        allowed = ", ".join(_BACKENDS)
+        raise ConfigError(f"backend={backend} in one process: allowed: {allowed}")
+    return resolve(config, 1, backend=backend, memory_bytes=None, kv_tokens=kv_tokens), backend

@@ -20,6 +20,7 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
         outcome, stop = link.outcome(round_)
         drafter.ledger.mark(DraftPhase.WAIT)
         if stop:
+            drafter.leave()
             return
         answer = drafter.answer(outcome)
         _reply(link, drafter, answer)

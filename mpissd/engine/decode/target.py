@@ -3,8 +3,8 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
@@ -40,11 +40,16 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One verified round: what was drafted, what was decided, and the forward's device time."""
+    """One verified round: what was drafted, what was decided, and the forward's device time.
+
+    logprobs: by batch row, the target's log-probability of each token that it emitted, of those
+    sequences that asked for it.
+    """
 
     speculation: Speculation
     outcome: Outcome
     t_target_s: float
+    logprobs: Mapping[int, list[float]] = field(default_factory=dict)
 
 
 class TargetLoop:
@@ -66,6 +71,8 @@ class TargetLoop:
         self.prefill_s = 0.0  # spent on prompts so far
         self._pending = Outcome.admission(-1, [])
         self.ledger = Ledger(LeadPhase)
+        # Called in every round while the target verifies: what may not make a round longer.
+        self.meanwhile: Callable[[], None] | None = None
         # This rank verifies, except while a speculator reports DRAFT_WAIT.
         OWN.bytes[DOING] = _VERIFY
 
@@ -111,13 +118,16 @@ class TargetLoop:
         mark(LeadPhase.UPLOAD)
         self._worker.launch()
         mark(LeadPhase.LAUNCH)
+        if self.meanwhile is not None:
+            self.meanwhile()
         self._worker.wait(self._waiter)
         mark(LeadPhase.DEVICE_WAIT)
         accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
         self._pending = self._outcome(accepted, bonus)
+        logprobs = self._worker.logprobs(self.batch, speculation, accepted, bonus)
         mark(LeadPhase.SAMPLE)
         self.round += 1
-        return RoundResult(speculation, self._pending, self._worker.elapsed_s())
+        return RoundResult(speculation, self._pending, self._worker.elapsed_s(), logprobs)
 
     def _prefill(self) -> bool:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""
@@ -138,6 +148,7 @@ class TargetLoop:
         nothing = Speculation.empty(self.round, 0, 0)
         self._speculator.stop(self._pending)
         self._plans.publish(self._pending, nothing, stop=True)
+        self._worker.leave()
 
     def _released(self, gone: NDArray[np.bool_]) -> Outcome:
         """Returns a copy of the pending outcome with these rows [n] turned into releases.
@@ -169,6 +180,7 @@ def follow(
         page[DOING] = _PLAN_WAIT
         outcome, speculation, stop = plans.plan(round_)
         if stop:
+            worker.leave()
             return batch.digest
         ledger.mark(FollowPhase.PLAN_WAIT)
         page[DOING] = _VERIFY

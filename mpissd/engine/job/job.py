@@ -44,6 +44,7 @@ class Job:
     target_where: str = ""  # the names that presets.files_of takes
     draft_where: str = ""
     prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
+    kv_tokens: int = 0  # of all sequences' caches together; 0: each may be as long as the context
 
     @property
     def world_size(self) -> int:
@@ -89,6 +90,7 @@ class Job:
                 context=self._read_context,
                 values=True,
                 capacity=self.capacity,
+                pool=self.kv_tokens,
             )
         return ForwardOptions(config.fuse, config.lm_head, config.context)
 
@@ -165,7 +167,7 @@ class Job:
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        return Placement(config.batch_size, config.context, self.window)
+        return Placement(config.batch_size, config.context, self.window, pooled=self.kv_tokens > 0)
 
     @property
     def inline(self) -> bool:

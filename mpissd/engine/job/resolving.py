@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -40,11 +41,13 @@ def resolve(
     backend: str,
     memory_bytes: int | None,
     draft_memory_bytes: int | None = None,
+    kv_tokens: int = 0,
 ) -> Job:
     """Returns the job of a configuration on T target ranks.
 
     memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
     draft_memory_bytes: likewise on the drafts' devices (None: the same as the targets').
+    kv_tokens: those of all sequences' caches together (0: each may be as long as the context).
     Raises ConfigError if T does not divide the target, a law or list does not fit K, memory does
     not suffice, or the draft device is not allowed.
     """
@@ -53,7 +56,7 @@ def resolve(
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     if config.pair is None and config.target is None:
         return _default_pair(config, tp, backend, itemsize, memory_bytes, draft_memory)
-    job = _job(config, tp, *_names(config), backend)
+    job = replace(_job(config, tp, *_names(config), backend), kv_tokens=kv_tokens)
     check_memory(job, itemsize, memory_bytes, draft_memory)
     return job
 

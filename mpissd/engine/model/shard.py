@@ -27,6 +27,7 @@ class ForwardOptions:
     capacity: int = 0  # the most tokens that a sequence may have
     lanes: int = 0  # how many lanes have room for tokens of their own
     steps: int = 0  # tokens that each lane has room for
+    pool: int = 0  # tokens of all sequences together; 0: each may have `capacity`
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,10 @@ class Machine:
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
-    def resolve(self, config: RunConfig) -> Job:
+    def resolve(self, config: RunConfig, kv_tokens: int = 0) -> Job:
         """Resolves a configuration to the same job on every rank.
 
-        It uses the smallest memory of each role. Raises ConfigError.
+        It uses the smallest memory of each role. kv_tokens: see `resolve`. Raises ConfigError.
         """
         target, draft = self.memory
         return resolve(
@@ -115,6 +115,7 @@ class Machine:
             backend=self.backend.name,
             memory_bytes=target,
             draft_memory_bytes=draft,
+            kv_tokens=kv_tokens,
         )
 
     @property

@@ -8,7 +8,7 @@ worker sees the same batch, because every rank applies the same outcomes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 W = TypeVar("W", bound="Worker")
 # (batch row, i) → float32 [V]: the distribution from which drafted token i was drawn.
+_NO_LOGPROBS: Mapping[int, list[float]] = {}
 Proposals = Callable[[int, int], NDArray[np.float32]]
 
 
@@ -105,6 +106,15 @@ class TargetWorker(Worker):
         Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only where the rule
         rejects a token that was drawn with q < 1.
         """
+
+    def logprobs(
+        self, batch: Batch, speculation: Speculation, accepted: Ints, bonus: Ints
+    ) -> Mapping[int, list[float]]:
+        """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
+
+        Of the sequences that asked for them (Request.logprobs); by default of none.
+        """
+        return _NO_LOGPROBS
 
 
 class DraftWorker(Worker):

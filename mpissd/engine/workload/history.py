@@ -38,6 +38,11 @@ class History:
         """
         return (self.request.epoch * _EPOCH + self.age + later) * _ROUND
 
+    def draws(self, seed: int) -> tuple[int, int]:
+        """Returns (seed, sequence), the key of its random draws; seed: the job's."""
+        own = self.request.seed
+        return (seed, self.request.request_id) if own is None else (own, 0)
+
 
 class Histories:
     """The histories of all live sequences, by slot."""

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
@@ -37,6 +38,7 @@ class PlacedWorker(ABC):
         """Begins a round: places new sequences in the KV cache, rolls the others back."""
         placement = self.placement
         if placement is not None:
+            self._vacate(placement, batch.slots)
             for slot, request in admissions:
                 shared = self.reusable(slot, request)
                 if not shared:
@@ -44,6 +46,15 @@ class PlacedWorker(ABC):
                 placement.admit(slot, request, shared)
             placement.roll_back(batch)
         self.begin_round(batch, admissions)
+
+    def leave(self) -> None:
+        """Ends a pass: gives back the pages of every sequence, where sequences share them."""
+        if self.placement is not None:
+            self._vacate(self.placement, np.zeros(0, np.int64))
+
+    def _vacate(self, placement: Placement, slots: NDArray[np.int64]) -> None:
+        if left := placement.vacate(slots):
+            self.stepper.release(left)
 
     def reusable(self, slot: int, request: Request) -> int:
         """Returns how many tokens of a new prompt need no forward, since the slot's cache holds

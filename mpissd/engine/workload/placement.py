@@ -55,13 +55,18 @@ class Gap(NamedTuple):
 class Placement:
     """The positions of all live sequences of one worker."""
 
-    def __init__(self, slots: int, context: int = 0, window: int | None = None) -> None:
+    def __init__(
+        self, slots: int, context: int = 0, window: int | None = None, *, pooled: bool = False
+    ) -> None:
         """Starts empty.
 
         slots: sequences at once. context: tokens before the first of a sequence without a prompt.
         window: the committed tokens after which such a sequence's positions begin again, so that a
-        run of any length stays within the cache (None: never).
+        run of any length stays within the cache (None: never). pooled: whether sequences share the
+        pages, so that those of one that has left are wanted by others.
         """
+        self.pooled = pooled
+        self._occupied = np.zeros(0, np.int64)  # slots of the batch that was seen last
         self._context, self._window = context, window
         self._base = np.zeros(slots, np.int64)  # position of the first counted token
         self.filled = np.zeros(slots, np.int64)
@@ -73,6 +78,16 @@ class Placement:
             self.filled[slot] = shared
         else:
             self._base[slot] = self.filled[slot] = self._context
+
+    def vacate(self, slots: Index) -> list[int]:
+        """Follows the slots of the batch; returns those that were left, whose cache is void."""
+        if slots is self._occupied or not self.pooled:
+            return []
+        left = np.setdiff1d(self._occupied, slots)
+        self._occupied = slots
+        self.filled[left] = 0
+        found: list[int] = left.tolist()
+        return found
 
     def roll_back(self, batch: Batch) -> None:
         """Forgets what was stored behind the last committed token of each sequence."""

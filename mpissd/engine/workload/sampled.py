@@ -32,9 +32,10 @@ Logits = NDArray[np.float32]
 class Lane:
     """The state from which a lane draws its next token.
 
-    first_draw: the index of the first random draw of the round that will verify its tokens. fan_out
-    is of that round: Saguaro sampling damps the tokens that it keeps. context, logits: what the
-    draft model read last and its logits, whichever of the two the worker uses.
+    seed, sequence: of its random draws. first_draw: the index of the first one of the round that
+    will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
+    keeps. context, logits: what the draft model read last and its logits, whichever of the two the
+    worker uses.
     """
 
     sequence: int
@@ -43,6 +44,7 @@ class Lane:
     fan_out: tuple[int, ...]
     logits: Logits | None = None
     temperature: float = 0.0
+    seed: int | None = None
 
 
 class SampledRollout(Rollout):
@@ -81,11 +83,13 @@ class SamplingDraftWorker(DraftWorker):
         for rollout in rollouts:
             assert isinstance(rollout, SampledRollout) and rollout.q is not None
             place = rollout.steps
-            drawn: dict[tuple[int, int], float] = {}  # lanes of a sequence share a draw
+            # Lanes of a sequence share a draw.
+            drawn: dict[tuple[int, int, int], float] = {}
             for n, lane in enumerate(rollout.lanes):
-                key = lane.sequence, lane.first_draw + place
+                seed = self._seed if lane.seed is None else lane.seed
+                key = seed, lane.sequence, lane.first_draw + place
                 if key not in drawn:
-                    drawn[key] = uniforms(self._seed, Purpose.DRAFT, *key, 1)[0]
+                    drawn[key] = uniforms(seed, Purpose.DRAFT, *key[1:], 1)[0]
                 token, q, row = self._propose(lane, place, drawn[key])
                 rollout.tokens[n, place], rollout.q[n, place] = token, q
                 rollout.recorded[n].append(row if q < 1 else None)
@@ -122,6 +126,10 @@ class SamplingTargetWorker(TargetWorker):
         start = 0
         for row, history in enumerate(self._histories.rows(batch)):
             count = len(history.served)
+            if (sure := self._certain(history, start)) is not None:
+                accepted[row], bonus[row] = sure
+                start += count + 1
+                continue
             q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
             coins = self._draws(Purpose.ACCEPT, history, count)
             u = self._draws(Purpose.BONUS, history, 1)
@@ -137,9 +145,14 @@ class SamplingTargetWorker(TargetWorker):
             start += count + 1
         return accepted, bonus
 
+    def _certain(self, history: History, start: int) -> tuple[int, int] | None:
+        """Returns (k, t*) where no draw decides them, from the rows behind row `start`; else
+        None."""
+        return None
+
     def _draws(self, purpose: Purpose, history: History, count: int) -> list[float]:
-        sequence, first = history.request.request_id, history.first_draw()
-        drawn: list[float] = uniforms(self._seed, purpose, sequence, first, count).tolist()
+        seed, sequence = history.draws(self._seed)
+        drawn: list[float] = uniforms(seed, purpose, sequence, history.first_draw(), count).tolist()
         return drawn
 
 

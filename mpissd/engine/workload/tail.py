@@ -61,6 +61,9 @@ class TailWorker(DraftWorker):
     def enter(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.enter(batch, admissions)
 
+    def leave(self) -> None:
+        self._worker.leave()
+
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.begin_round(batch, admissions)
 

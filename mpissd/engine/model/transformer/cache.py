@@ -25,7 +25,8 @@ class CacheSizes:
     """Sizes of one rank's KV cache.
 
     slots: sequences at once. capacity: tokens that a sequence may have. page: positions of a page.
-    lanes, steps: lanes of the scratch, and tokens that each may grow.
+    lanes, steps: lanes of the scratch, and tokens that each may grow. pool: tokens of all sequences
+    together (0: each may have `capacity`).
     """
 
     layers: int
@@ -36,6 +37,7 @@ class CacheSizes:
     page: int
     lanes: int = 0
     steps: int = 0
+    pool: int = 0
 
     @property
     def pages_per_slot(self) -> int:
@@ -44,8 +46,9 @@ class CacheSizes:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, enough for all slots at their capacity."""
-        return self.slots * self.pages_per_slot
+        """Pages of the pool: enough for all slots at their capacity, unless `pool` says less."""
+        most = self.slots * self.pages_per_slot
+        return min(most, max(self.pages_per_slot, self.pool // self.page)) if self.pool else most
 
     @property
     def num_positions(self) -> int:
@@ -57,9 +60,8 @@ def cache_sizes(
     layers: int, kv_heads: int, head_dim: int, options: ForwardOptions, *, slots: int, page: int
 ) -> CacheSizes:
     """Returns the sizes of a cache that `slots` sequences of a model with these options need."""
-    return CacheSizes(
-        layers, kv_heads, head_dim, slots, options.capacity, page, options.lanes, options.steps
-    )
+    sizes = options.lanes, options.steps, options.pool
+    return CacheSizes(layers, kv_heads, head_dim, slots, options.capacity, page, *sizes)
 
 
 class Seats:

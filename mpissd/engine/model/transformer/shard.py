@@ -147,7 +147,8 @@ class TransformerShard:
 
         itemsize: bytes of a key or value.
         """
-        tokens = sequences * options.capacity + options.lanes * options.steps
+        tokens = options.pool or sequences * options.capacity
+        tokens += options.lanes * options.steps
         return self.kv_bytes(tokens, 1, itemsize)
 
     def cost(

@@ -118,14 +118,15 @@ class TextDraftWorker(SamplingDraftWorker):
         for row in rows.tolist():
             history = histories[row]
             request, draw = history.request, history.first_draw(later)
-            lane = Lane(request.request_id, draw, (), fan_out, temperature=request.temperature)
-            lanes.append(lane)
+            seed, sequence = history.draws(self._seed)
+            told = {"temperature": request.temperature, "seed": seed}
+            lanes.append(Lane(sequence, draw, (), fan_out, **told))
         return SampledRollout(chosen, first, lanes, self.lookahead)
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         start = self.first_row
-        if self._samples:
-            lanes = [lane for rollout in rollouts for lane in rollout.lanes]  # type: ignore[attr-defined]
+        lanes = [lane for rollout in rollouts for lane in getattr(rollout, "lanes", ())]
+        if any(lane.temperature > 0 for lane in lanes):
             logits = self.stepper.logits(range(start, start + len(lanes)))
             for lane, row in zip(lanes, logits, strict=True):
                 lane.logits = row
@@ -134,6 +135,9 @@ class TextDraftWorker(SamplingDraftWorker):
         best = self.stepper.results().ids[0, :, 0]
         for rollout in rollouts:
             rollout.tokens[:, rollout.steps] = best[start : start + len(rollout)]
+            if isinstance(rollout, SampledRollout):
+                for row in rollout.recorded:
+                    row.append(None)  # a certain token has no distribution
             start += len(rollout)
             rollout.steps += 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.base import LogitsGather, Proposals
 from mpissd.engine.workload.gemm.workers import GemmTargetWorker
+from mpissd.engine.workload.history import History
 from mpissd.engine.workload.sampled import Logits, SamplingTargetWorker, check_finite
 from mpissd.engine.workload.text.sequences import PromptHistories
 
@@ -43,6 +44,8 @@ class TextTargetWorker(SamplingTargetWorker):
         self._widths, self._gather = widths, gather
         self._histories = PromptHistories()
         self._num_rows = 0
+        # Of the round under verification: whether a sequence is sampled, and logits are read.
+        self._draws_any = self._reads_logits = False
         self._parts: Logits
 
     def twin(self, stepper: Forwards) -> GemmTargetWorker:  # type: ignore[override]
@@ -58,11 +61,14 @@ class TextTargetWorker(SamplingTargetWorker):
     def upload(self, batch: Batch, speculation: Speculation) -> None:
         self._histories.serve(batch, speculation)
         self._num_rows = speculation.num_rows
+        requests = [history.request for history in self._histories.rows(batch)]
+        self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
+        self._reads_logits = self._draws_any or any(one.logprobs for one in requests)
         super().upload(batch, speculation)
 
     def wait(self, waiter: Waiter) -> None:
         super().wait(waiter)
-        if self._gather is not None and self._samples:
+        if self._gather is not None and self._reads_logits:
             local = self.stepper.logits(range(self._num_rows))
             padded = np.full((self._num_rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
@@ -73,34 +79,74 @@ class TextTargetWorker(SamplingTargetWorker):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         """Returns (num_accepted, bonus), both int32 [b]: greedily, or by rejection sampling."""
-        if not self._samples:
-            return self._greedy(speculation)
-        if self._gather is not None:
+        if self._gather is not None and self._reads_logits:
             self._parts = self._gather.result()
-        return super().judge(batch, speculation, proposals)
+        self._best = self._likeliest()
+        if self._draws_any:
+            return super().judge(batch, speculation, proposals)
+        return self._greedy(speculation)
 
-    def _greedy(self, speculation: Speculation) -> tuple[Ints, Ints]:
+    def _likeliest(self) -> list[int]:
+        """Returns the token with the largest logit of every row."""
         found = self.stepper.results()
         if found.values is not None:
             check_finite(found.values[0, :, 0], "target")
-        best = found.ids[0, :, 0].tolist()
+        best: list[int] = found.ids[0, :, 0].tolist()
+        return best
+
+    def _certain(self, history: History, start: int) -> tuple[int, int] | None:
+        if history.request.temperature > 0:
+            return None
+        return _agreed(history.served, self._best, start)
+
+    def _greedy(self, speculation: Speculation) -> tuple[Ints, Ints]:
+        best = self._best
         accepted, bonus = np.zeros((2, len(speculation.rows)), np.int32)
         start = 0
         served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
         for row, (tokens, count) in enumerate(served):
-            k = 0
-            while k < count and tokens[k] == best[start + k]:
-                k += 1
-            accepted[row], bonus[row] = k, best[start + k]
+            accepted[row], bonus[row] = _agreed(tokens[:count], best, start)
             start += count + 1
         return accepted, bonus
 
-    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+    def logprobs(
+        self, batch: Batch, speculation: Speculation, accepted: Ints, bonus: Ints
+    ) -> Mapping[int, list[float]]:
+        """Returns the logarithms of softmax over the target's logits, before temperature and
+        top_p."""
+        found = {}
+        start = 0
+        for row, history in enumerate(self._histories.rows(batch)):
+            if history.request.logprobs:
+                tokens = [*history.served[: accepted[row]], int(bonus[row])]
+                rows = (self._logits(start + i) for i in range(len(tokens)))
+                found[row] = [_logprob(*pair) for pair in zip(rows, tokens, strict=True)]
+            start += len(history.served) + 1
+        return found
+
+    def _logits(self, row: int) -> Logits:
+        """Returns the logits [V] of a row of the finished forward."""
         if self._gather is None:
-            logits = self.stepper.logits([start + i])[0]
-        else:
-            parts = zip(self._parts[:, start + i], self._widths, strict=True)
-            logits = np.concatenate([part[:width] for part, width in parts])
+            return self.stepper.logits([row])[0]
+        parts = zip(self._parts[:, row], self._widths, strict=True)
+        return np.concatenate([part[:width] for part, width in parts])
+
+    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+        logits = self._logits(start + i)
         check_finite(logits, "target")
         probs = sampling.probabilities(logits, request.temperature)
         return sampling.nucleus(probs, request.top_p)
+
+
+def _agreed(served: Sequence[int], best: Sequence[int], start: int) -> tuple[int, int]:
+    """Returns (k, t*): the served tokens that are the likeliest of their rows, and the next one."""
+    k = 0
+    while k < len(served) and served[k] == best[start + k]:
+        k += 1
+    return k, best[start + k]
+
+
+def _logprob(logits: Logits, token: int) -> float:
+    exact = logits.astype(np.float64)
+    most = exact.max()
+    return float(exact[token] - most - np.log(np.exp(exact - most).sum()))

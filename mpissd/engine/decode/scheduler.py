@@ -1,0 +1,302 @@
+"""Which requests are decoded: a queue, the pages of the KV cache, and who ends, waits or joins.
+
+The scheduler is a pure object: it reads no clock and knows no model. Its caller asks `turn` between
+two rounds which sequences leave and join, and shows it what a round emitted by `take`. The server
+and the simulation of arrivals use the same one.
+
+Order. Requests are admitted in the order in which they arrived. One behind the first may overtake
+it where the first does not fit, at most `patience` times; then the queue waits for it, so that no
+request waits for ever. Where pages run out, the sequence that arrived last is preempted: its pages
+go back, and it is computed again later from its prompt and the tokens that it emitted. As a row's
+numbers never depend on the rows beside it, its tokens stay the same (temperature 0).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Request, Source
+from mpissd.engine.decode.target import RoundResult
+
+_PATIENCE = 16
+_ORDER = attrgetter("arrived_s", "request_id")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the ranks have room for.
+
+    sequences: that run at once. context: tokens of a sequence, its prompt included. ahead:
+    positions that a round may write behind the last token. page: positions of a page. pages: of the
+    pool. patience: how many requests may overtake one.
+    """
+
+    sequences: int
+    context: int
+    ahead: int
+    page: int
+    pages: int
+    patience: int = _PATIENCE
+
+    def pages_of(self, tokens: int) -> int:
+        """Returns the pages that a sequence of so many tokens needs for its next round."""
+        return -(-(tokens + self.ahead) // self.page)
+
+
+@dataclass
+class Task:
+    """One request and what has become of it. Times are seconds of the caller's clock.
+
+    max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
+    stop_ids: tokens that end it.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrived_s: float = 0.0
+    deadline_s: float | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: bool = False
+    stop_ids: frozenset[int] = frozenset()
+    tokens: list[int] = field(default_factory=list)
+    epoch: int = 0
+    overtaken: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    rounds: int = 0
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, the prompt included."""
+        return len(self.prompt) + len(self.tokens)
+
+    def request(self) -> Request:
+        """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
+        known = (*self.prompt, *self.tokens)
+        return Request(
+            self.request_id,
+            known[-1],
+            self.epoch,
+            known,
+            self.temperature,
+            self.top_p,
+            self.seed,
+            self.logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that is over: by "stop", "length", "cancelled" or "deadline"."""
+
+    task: Task
+    reason: str
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one round gave a request. sources: of each token, NONE for the target's own."""
+
+    task: Task
+    tokens: list[int]
+    sources: list[Source]
+    logprobs: list[float] | None
+    ended: str | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What changes before the next round."""
+
+    ended: list[Ended]
+    leave: list[int]
+    join: list[Request]
+
+
+class Scheduler:
+    """The requests of a server: those that wait, in order, and those that run."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self._waiting: list[Task] = []  # in order of _ORDER
+        self._running: dict[int, Task] = {}
+        self._leaving: list[int] = []  # running in the last round, released before the next one
+        self._ended: list[Ended] = []
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id)
+        self.num_preempted = self.num_rounds = self.num_tokens = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to decode, to release or to report."""
+        return not (self._waiting or self._running or self._ended)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> list[Task]:
+        """The requests that hold pages, in the order in which they were admitted."""
+        return list(self._running.values())
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody has reserved."""
+        return self.room.pages - sum(self._held(task) for task in self._running.values())
+
+    def _held(self, task: Task) -> int:
+        return self.room.pages_of(task.length)
+
+    def submit(self, task: Task) -> None:
+        """Takes a request; raises ConfigError for one that can never be decoded."""
+        room, count = self.room, len(task.prompt)
+        if not 0 < count < room.context:
+            raise ConfigError(
+                f"prompt of {count} tokens: allowed: 1..{room.context - 1}, since the model's "
+                f"context has {room.context}"
+            )
+        if task.max_tokens < 1:
+            raise ConfigError(f"max_tokens={task.max_tokens}: allowed: 1 or more")
+        task.max_tokens = min(task.max_tokens, room.context - count)
+        if room.pages_of(count + task.max_tokens) > room.pages:
+            most = room.pages * room.page - room.ahead
+            raise ConfigError(
+                f"{count} tokens and max_tokens={task.max_tokens}: allowed: {most} together, which "
+                "is what the KV cache holds"
+            )
+        insort(self._waiting, task, key=_ORDER)
+        if task.deadline_s is not None:
+            heapq.heappush(self._deadlines, (task.deadline_s, task.request_id))
+
+    def cancel(self, request_id: int, reason: str = "cancelled") -> None:
+        """Ends a request; one that is over or unknown is ignored."""
+        task = self._running.pop(request_id, None)
+        if task is not None:
+            self._leaving.append(request_id)
+        else:
+            task = next((t for t in self._waiting if t.request_id == request_id), None)
+            if task is None:
+                return
+            self._waiting.remove(task)
+        self._ended.append(Ended(task, reason))
+
+    def cancel_all(self) -> None:
+        """Ends every request."""
+        for task in [*self._waiting, *self._running.values()]:
+            self.cancel(task.request_id)
+
+    def turn(self, now: float) -> Turn:
+        """Returns what changes before the next round, at time `now`."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
+        preempted = self._preempted()
+        join = [] if preempted else self._admitted()
+        for task in preempted:
+            self._put_back(task)
+        turn = Turn(self._ended, self._leaving, [task.request() for task in join])
+        self._ended, self._leaving = [], []
+        return turn
+
+    def _preempted(self) -> list[Task]:
+        """Removes the sequences that arrived last until the others have the pages that they need.
+
+        The first one always stays: the pool holds at least one whole sequence.
+        """
+        gone = []
+        while self.free_pages < 0:
+            last = max(self._running.values(), key=_ORDER)
+            del self._running[last.request_id]
+            self._leaving.append(last.request_id)
+            gone.append(last)
+        return gone
+
+    def _put_back(self, task: Task) -> None:
+        task.epoch += 1
+        self.num_preempted += 1
+        insort(self._waiting, task, key=_ORDER)
+
+    def _admitted(self) -> list[Task]:
+        """Moves waiting requests to the running ones, as many as there is room for."""
+        joined: list[Task] = []
+        while (task := self._next()) is not None:
+            self._waiting.remove(task)
+            self._running[task.request_id] = task
+            joined.append(task)
+        return joined
+
+    def _next(self) -> Task | None:
+        """Returns the request that joins now: the first one, or one that may overtake it."""
+        if len(self._running) >= self.room.sequences:
+            return None
+        # Each running sequence may need a page soon; taking it from a new one would be wasted work.
+        free = self.free_pages - len(self._running)
+        for task in self._candidates():
+            if self._held(task) <= free or not self._running:
+                return self._passed(task)
+        return None
+
+    def _candidates(self) -> Iterator[Task]:
+        """Yields the waiting requests up to one whose patience is at its end."""
+        for task in self._waiting:
+            yield task
+            if task.overtaken >= self.room.patience:
+                return
+
+    def _passed(self, task: Task) -> Task:
+        for other in self._waiting:
+            if other is task:
+                break
+            other.overtaken += 1
+        return task
+
+    def take(self, result: RoundResult) -> list[Emitted]:
+        """Counts a round; returns what it gave to each request that still runs."""
+        self.num_rounds += 1
+        drafted, outcome = result.speculation, result.outcome
+        rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=False)
+        given = []
+        for row, ((request_id, epoch, _, accepted, bonus), served) in enumerate(rows):
+            task = self._running.get(request_id)
+            if task is None or task.epoch != epoch:  # cancelled in this round
+                continue
+            source, hit, count = served[:3]
+            task.rounds += 1
+            task.drafted += count
+            task.accepted += accepted
+            task.hits += hit
+            tokens = [*served[3 : 3 + accepted], bonus]
+            sources = [*[Source(source)] * accepted, Source.NONE]
+            given.append(self._given(task, tokens, sources, result.logprobs.get(row)))
+        return given
+
+    def _given(
+        self, task: Task, tokens: Sequence[int], sources: list[Source], logprobs: list[float] | None
+    ) -> Emitted:
+        """Appends a round's tokens to a request, up to the one that ends it."""
+        kept, reason = _kept(task, tokens)
+        self.num_tokens += kept
+        task.tokens += tokens[:kept]
+        if reason is not None:
+            del self._running[task.request_id]
+            self._leaving.append(task.request_id)
+        told = None if logprobs is None else logprobs[:kept]
+        return Emitted(task, list(tokens[:kept]), sources[:kept], told, reason)
+
+
+def _kept(task: Task, tokens: Sequence[int]) -> tuple[int, str | None]:
+    """Returns how many of a round's tokens count, and what ends the request with them, if any."""
+    left = task.max_tokens - len(task.tokens)
+    for n, token in enumerate(tokens[:left], 1):
+        if token in task.stop_ids:
+            return n, "stop"
+    return (left, "length") if len(tokens) >= left else (len(tokens), None)

@@ -1,0 +1,172 @@
+"""Drives the target loop with requests that come and go, on the lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
+from mpissd.common.trace import LeadPhase, NullLedger
+from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.workload.text.answers import BONUS
+from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
+
+_STATS_S = 0.1
+_NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
+
+
+class Mail(Protocol):
+    """Where requests come from and answers go to."""
+
+    is_closed: bool
+
+    def take(self, wait_s: float = 0.0) -> Sequence[Message]:
+        """Returns the messages that have arrived; waits for one for at most wait_s seconds."""
+
+    def put(self, message: Message) -> None:
+        """Keeps a message until it is sent."""
+
+    def flush(self) -> None:
+        """Sends what was kept, without blocking."""
+
+
+class Driver:
+    """Takes requests from the mail, has the loop decode them, and sends what they are given.
+
+    It reads the mail between two rounds and sends while the target verifies. clock: the seconds of
+    arrivals and deadlines.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        mail: Mail,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        vocab: int | None = None,
+        samples: bool = True,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Makes a driver of one server.
+
+        vocab: token ids are below it. samples: whether requests may ask for a temperature.
+        """
+        self.scheduler, self._mail, self._clock = scheduler, mail, clock
+        self._stop_ids, self._vocab, self._samples = stop_ids, vocab, samples
+        self.is_over = False  # the front has left, or asked for the end
+        self.mode, self.lookahead, self.draft_lost = "", 0, False
+        self._told_s = -_STATS_S
+
+    def wait(self, wait_s: float) -> bool:
+        """Waits for a request; returns whether there is something to decode."""
+        self._read(wait_s)
+        if self.scheduler.is_idle:
+            self._tell_stats()
+            self._mail.flush()
+        return not self.scheduler.is_idle
+
+    def drive(self, loop: TargetLoop) -> None:
+        """Decodes until nothing is left, or the front has left."""
+        loop.ledger = NullLedger(LeadPhase)
+        loop.meanwhile = self._send
+        while not self.is_over:
+            self._read()
+            self._turn(loop)
+            if not self.scheduler.running:
+                break
+            result = loop.step()
+            for given in self.scheduler.take(result):
+                self._give(given)
+            self.draft_lost = loop.draft_lost_round is not None
+        loop.meanwhile = None
+        self._send()
+
+    def _turn(self, loop: TargetLoop) -> None:
+        turn = self.scheduler.turn(self._clock())
+        for ended in turn.ended:
+            self._end(ended)
+        if turn.leave:
+            loop.finish(turn.leave)
+        if turn.join:
+            loop.admit(turn.join)
+
+    def _read(self, wait_s: float = 0.0) -> None:
+        for message in self._mail.take(wait_s):
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Cancel):
+                self.scheduler.cancel(message.id)
+            elif isinstance(message, Stop):
+                self.is_over = True
+        self.is_over = self.is_over or self._mail.is_closed
+
+    def _submit(self, asked: Submit) -> None:
+        try:
+            self.scheduler.submit(self._task(asked))
+        except ConfigError as refused:
+            self._mail.put(RefusedRequest(asked.id, 400, str(refused)))
+
+    def _task(self, asked: Submit) -> Task:
+        """Returns the task of a request; raises ConfigError for numbers that cannot be."""
+        prompt, now = tuple(asked.prompt), self._clock()
+        if prompt and self._vocab is not None and not 0 <= min(prompt) <= max(prompt) < self._vocab:
+            raise ConfigError(f"prompt: tokens {min(prompt)}..{max(prompt)}: allowed: 0..{self._vocab - 1}")
+        if not 0 <= asked.temperature < float("inf") or not 0 < asked.top_p <= 1:
+            raise ConfigError(
+                f"temperature={asked.temperature}, top_p={asked.top_p}: allowed: 0 or more, and "
+                "above 0 to 1"
+            )
+        if asked.temperature and not self._samples:
+            raise ConfigError(f"temperature={asked.temperature}: allowed: 0 (this server is greedy)")
+        if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
+            raise ConfigError(f"seed={asked.seed}: allowed: 0..{2**64 - 1}")
+        return Task(
+            asked.id,
+            prompt,
+            asked.max_tokens,
+            arrived_s=now,
+            deadline_s=None if asked.deadline_s is None else now + asked.deadline_s,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            logprobs=asked.logprobs,
+            stop_ids=self._stop_ids,
+        )
+
+    def _give(self, given: Emitted) -> None:
+        sources = [_NAMES[source] for source in given.sources]
+        self._mail.put(Tokens(given.task.request_id, given.tokens, sources, given.logprobs))
+        if given.ended is not None:
+            self._end(Ended(given.task, given.ended))
+
+    def _end(self, ended: Ended) -> None:
+        task = ended.task
+        counts = task.drafted, task.accepted, task.hits, task.rounds
+        self._mail.put(End(task.request_id, ended.reason, *counts))
+
+    def _send(self) -> None:
+        self._tell_stats()
+        self._mail.flush()
+
+    def _tell_stats(self) -> None:
+        now = self._clock()
+        if now - self._told_s < _STATS_S:
+            return
+        self._told_s, scheduler = now, self.scheduler
+        self._mail.put(
+            Stats(
+                running=len(scheduler.running),
+                waiting=scheduler.num_waiting,
+                free_pages=scheduler.free_pages,
+                pages=scheduler.room.pages,
+                mode=self.mode,
+                lookahead=self.lookahead,
+                draft="lost" if self.draft_lost else "present",
+                preempted=scheduler.num_preempted,
+                rounds=scheduler.num_rounds,
+                tokens=scheduler.num_tokens,
+            )
+        )
