@@ -10,6 +10,7 @@ import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.job import Serving
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
@@ -108,7 +109,7 @@ def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
     asked = [(n, prompt, 8 + 7 * (n % 5)) for n, prompt in enumerate(prompts(12))]
     mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
     told = config(pair, mode=mode)
-    with Loops(*in_one_process(told, kv_tokens=4096)) as loops:
+    with Loops(*in_one_process(told, Serving(kv_tokens=4096))) as loops:
         driver = served(loops, mail)
         assert loops.loop.batch.capacity == SLOTS
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}

@@ -157,6 +157,11 @@ class LeadEnd:
             side.carrier.send(size)
             self._count(4 * size)
 
+    @property
+    def sampled(self) -> bool:
+        """Whether speculations carry q, the probability of each token."""
+        return self._vocab > 0
+
     def arrived(self) -> bool:
         """Returns whether a SPECULATION has arrived, without blocking."""
         return self._carrier.arrived()
@@ -164,9 +169,8 @@ class LeadEnd:
     def speculation(self, round_: int, count: int) -> Speculation:
         """Waits for the speculation of round `round_` for `count` sequences."""
         self.waiter.until(self._carrier.arrived, "draft: speculation")
-        sampled = self._vocab > 0
         speculation = wire.read_speculation(
-            self._in, round_, count, self.lookahead, sampled=sampled
+            self._in, round_, count, self.lookahead, sampled=self.sampled
         )
         self._carrier.release()
         self._count(self._in.array.nbytes)

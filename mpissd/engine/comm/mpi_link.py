@@ -151,6 +151,10 @@ class PlanReceiver:
         self._plans = _Inbox(comm, shape.plan_buffer())
         self._prompts = _Inbox(comm, shape.prompt_buffer()) if shape.prompt_tokens else None
 
+    def outcome_arrived(self) -> bool:
+        """Returns whether a plan has arrived, without blocking."""
+        return self._plans.arrived()
+
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
         """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
         buffer = self._plans.wait(self._waiter, "lead: plan")
@@ -178,14 +182,22 @@ class _Inbox:
         self._buffer = buffer
         self._receive = comm.Recv_init(buffer.array, source=0, tag=int(buffer.kind))
         self._receive.Start()
+        self._full = False
+
+    def arrived(self) -> bool:
+        """Returns whether a message is in the buffer, without blocking."""
+        if not self._full:
+            self._full = self._receive.Test()
+        return self._full
 
     def wait(self, waiter: Waiter, what: str) -> wire.Buffer:
         """Returns the buffer when a message is in it."""
-        waiter.until(self._receive.Test, what)
+        waiter.until(self.arrived, what)
         return self._buffer
 
     def release(self) -> None:
         """Gives the buffer back for the next message."""
+        self._full = False
         self._receive.Start()
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.decode.target import RoundResult, TargetLoop
-from mpissd.engine.job import Job, resolve
+from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
@@ -185,8 +185,8 @@ class Decoder(Loops):
         return self.records.tokens()
 
 
-def in_one_process(config: RunConfig, kv_tokens: int = 0) -> tuple[Job, str]:
-    """Returns (job, backend) of a configuration in one process; kv_tokens: see `resolve`.
+def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[Job, str]:
+    """Returns (job, backend) of a configuration in one process; serving: see `resolve`.
 
     Raises ConfigError for an impossible job, and for a GPU backend.
     """
@@ -194,4 +194,4 @@ def in_one_process(config: RunConfig, kv_tokens: int = 0) -> tuple[Job, str]:
     if backend not in _BACKENDS:
         allowed = ", ".join(_BACKENDS)
         raise ConfigError(f"backend={backend} in one process: allowed: {allowed}")
-    return resolve(config, 1, backend=backend, memory_bytes=None, kv_tokens=kv_tokens), backend
+    return resolve(config, 1, backend=backend, memory_bytes=None, serving=serving), backend

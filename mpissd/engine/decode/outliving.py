@@ -10,8 +10,11 @@ from mpissd.engine.decode.speculator import RemoteSpeculator
 
 
 class OutlivingSpeculator(RemoteSpeculator):
-    """The speculator of --on_draft_loss=ar: one draft rank with greedy tokens, which may be
-    lost."""
+    """The speculator of --on_draft_loss=ar: one draft rank, which may be lost.
+
+    The distributions of a sampled round are lost with it, if they had not arrived: a wait for them
+    then ends the job.
+    """
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
         """Takes is_lost, which returns whether the draft rank is known to be gone."""
@@ -19,7 +22,7 @@ class OutlivingSpeculator(RemoteSpeculator):
         self._link, self._is_lost = link, is_lost
 
     def ask(self, outcome: Outcome) -> None:
-        if self.lost_round is None:
+        if self.lost_round is None and not self._is_lost():
             super().ask(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:
@@ -29,7 +32,7 @@ class OutlivingSpeculator(RemoteSpeculator):
             if link.arrived():
                 return super().answer(round_, count)
             self.lost_round = round_
-        return Speculation.empty(round_, count, link.lookahead)
+        return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
 
     def stop(self, outcome: Outcome) -> None:
         if self.lost_round is None and not self._is_lost():

@@ -49,11 +49,15 @@ class Speculator(ABC):
 class NoSpeculator(Speculator):
     """The speculator of AR: every round has K = 0."""
 
+    def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
+        """Takes the form of a speculation where other ranks expect that of a job with drafts."""
+        self._lookahead, self._sampled = lookahead, sampled
+
     def ask(self, outcome: Outcome) -> None:
         return None
 
     def answer(self, round_: int, count: int) -> Speculation:
-        return Speculation.empty(round_, count, 0)
+        return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
 
     def stop(self, outcome: Outcome) -> None:
         return None

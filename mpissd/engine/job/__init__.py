@@ -1,6 +1,6 @@
 """Resolve a configuration for a given T to shapes, laws, fan-out and bytes, without MPI or GPU."""
 
-from mpissd.engine.job.job import Job, buckets
+from mpissd.engine.job.job import Job, Serving, buckets
 from mpissd.engine.job.resolving import PRIOR_ALPHA, resolve, resolve_unopened
 
-__all__ = ["PRIOR_ALPHA", "Job", "buckets", "resolve", "resolve_unopened"]
+__all__ = ["PRIOR_ALPHA", "Job", "Serving", "buckets", "resolve", "resolve_unopened"]

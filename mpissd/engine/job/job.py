@@ -26,6 +26,18 @@ _TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, unles
 
 
 @dataclass(frozen=True)
+class Serving:
+    """What a job of requests that come and go needs beside its configuration.
+
+    kv_tokens: those of all sequences' caches together (0: each may be as long as the context).
+    samples: whether requests may ask for a temperature above 0.
+    """
+
+    kv_tokens: int = 0
+    samples: bool = True
+
+
+@dataclass(frozen=True)
 class Job:
     """A configuration resolved for T target ranks: model shapes, laws and fan-out lists."""
 
@@ -44,7 +56,7 @@ class Job:
     target_where: str = ""  # the names that presets.files_of takes
     draft_where: str = ""
     prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
-    kv_tokens: int = 0  # of all sequences' caches together; 0: each may be as long as the context
+    serving: Serving | None = None  # of a job whose requests come and go; else None
 
     @property
     def world_size(self) -> int:
@@ -90,7 +102,7 @@ class Job:
                 context=self._read_context,
                 values=True,
                 capacity=self.capacity,
-                pool=self.kv_tokens,
+                pool=0 if self.serving is None else self.serving.kv_tokens,
             )
         return ForwardOptions(config.fuse, config.lm_head, config.context)
 
@@ -167,7 +179,7 @@ class Job:
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        return Placement(config.batch_size, config.context, self.window, pooled=self.kv_tokens > 0)
+        return Placement(config.batch_size, config.context, self.window, pooled=self.serving is not None)
 
     @property
     def inline(self) -> bool:

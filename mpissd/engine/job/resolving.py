@@ -22,7 +22,7 @@ from mpissd.engine.job.checks import (
     check_tokens,
     check_transformer,
 )
-from mpissd.engine.job.job import Job
+from mpissd.engine.job.job import Job, Serving
 from mpissd.engine.model.transformer.hub import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, resolve_acceptance, resolve_hit_law
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
@@ -41,13 +41,13 @@ def resolve(
     backend: str,
     memory_bytes: int | None,
     draft_memory_bytes: int | None = None,
-    kv_tokens: int = 0,
+    serving: Serving | None = None,
 ) -> Job:
     """Returns the job of a configuration on T target ranks.
 
     memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
     draft_memory_bytes: likewise on the drafts' devices (None: the same as the targets').
-    kv_tokens: those of all sequences' caches together (0: each may be as long as the context).
+    serving: of a job whose requests come and go.
     Raises ConfigError if T does not divide the target, a law or list does not fit K, memory does
     not suffice, or the draft device is not allowed.
     """
@@ -56,7 +56,7 @@ def resolve(
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     if config.pair is None and config.target is None:
         return _default_pair(config, tp, backend, itemsize, memory_bytes, draft_memory)
-    job = replace(_job(config, tp, *_names(config), backend), kv_tokens=kv_tokens)
+    job = replace(_job(config, tp, *_names(config), backend), serving=serving)
     check_memory(job, itemsize, memory_bytes, draft_memory)
     return job
 

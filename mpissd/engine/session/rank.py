@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import monotonic
+from time import monotonic, sleep
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -37,6 +37,7 @@ from mpissd.engine.workload.base import DraftWorker, TargetWorker
 Result = TypeVar("Result")
 _COLLECT_S = 5.0  # shortest time between two full garbage collections
 _collected_at = -_COLLECT_S
+_IDLE_S = 1e-3  # between two polls of an idle rank
 
 
 class Rank:
@@ -54,6 +55,7 @@ class Rank:
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
+        self.draft_lost = False  # in a pass so far; later ones have K = 0
         self._comms: list[MPI.Comm] = []
         target, draft = session.models.open(session.job, topology)
         if target is not None:
@@ -122,6 +124,7 @@ class Rank:
             result = drive(loop)
             loop.stop()
             if loop.draft_lost_round is not None:
+                self.draft_lost = True
                 self.lead_links = []  # the draft is gone, and closing a link needs both ends
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
@@ -131,7 +134,21 @@ class Rank:
             return OutlivingSpeculator(self.lead_links[0], lambda: bool(guard.lost()))
         if self.lead_links:
             return RemoteSpeculator(*self.lead_links)
+        if self.draft_lost:
+            shape = link_shape(self.session.job)
+            return NoSpeculator(shape.lookahead, sampled=shape.sampled)
         return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+
+    def idle(self) -> None:
+        """Waits, without a deadline and with rare polls, until the lead begins another pass.
+
+        For the other ranks: an idle one must not take a core from those that work. Where a rank is
+        lost, the warden ends this wait.
+        """
+        end = self.draft_link or self.receiver
+        assert end is not None, "a lead waits for its own work"
+        while not end.outcome_arrived():
+            sleep(_IDLE_S)
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them."""

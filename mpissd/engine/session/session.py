@@ -28,7 +28,7 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_gather import MpiLogitsGather
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
-from mpissd.engine.job import Job, resolve
+from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
@@ -103,10 +103,10 @@ class Machine:
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
-    def resolve(self, config: RunConfig, kv_tokens: int = 0) -> Job:
+    def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
         """Resolves a configuration to the same job on every rank.
 
-        It uses the smallest memory of each role. kv_tokens: see `resolve`. Raises ConfigError.
+        It uses the smallest memory of each role. Raises ConfigError.
         """
         target, draft = self.memory
         return resolve(
@@ -115,7 +115,7 @@ class Machine:
             backend=self.backend.name,
             memory_bytes=target,
             draft_memory_bytes=draft,
-            kv_tokens=kv_tokens,
+            serving=serving,
         )
 
     @property

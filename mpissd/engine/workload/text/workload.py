@@ -73,7 +73,8 @@ class TextWorkload(Workload):
 
     @property
     def samples(self) -> bool:
-        return self.job.config.temperature > 0
+        serving = self.job.serving
+        return self.job.config.temperature > 0 or (serving is not None and serving.samples)
 
     @property
     def law(self) -> str:

@@ -1,0 +1,162 @@
+"""The half of `serve` that runs on the ranks: passes of the decoding loops while requests are there.
+
+The lead waits for requests on its socket, the other ranks for the next pass of the lead; none of
+them spins. A pass without a round ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpissd.common import guard
+from mpissd.common.errors import ConfigError, FaultError, MpissdError
+from mpissd.common.rounds import Request
+from mpissd.common.stage import Stage
+from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
+from mpissd.common.wait import sharpen_sleep, within
+from mpissd.engine.comm.topology import agree
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.scheduler import Room, Scheduler
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.job import Job, Serving
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.session.rank import Rank
+from mpissd.engine.session.session import Machine, Session, open_machine
+from mpissd.engine.workload.text.workload import TextWorkload
+from mpissd.serve.config import ServeConfig
+from mpissd.serve.driver import Driver
+from mpissd.serve.line import Line
+from mpissd.serve.protocol import SOCKET_VARIABLE, Ready
+
+_POLL_S = 0.2  # between two looks at lost ranks, while nothing arrives
+_WARM_ID, _WARM_ROUNDS, _WARM_PROMPT = 1 << 30, 6, 3
+
+
+def execute_serve(config: ServeConfig) -> int:
+    """Serves on all ranks until the front leaves; returns the exit code."""
+    sharpen_sleep()
+    machine = open_machine(_run_of(config), config.drafts_used)
+    try:
+        _serve(machine, config)
+        return 0
+    except FaultError:
+        machine.group.abort()  # a collective that waits for a dead peer would block the device
+        raise
+    finally:
+        guard.stage(Stage.TEARDOWN)
+        with within(config.run.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
+            machine.close()
+
+
+def _run_of(config: ServeConfig):
+    return replace(config.of_mode(config.run.mode), batch_size=config.max_running)
+
+
+def _serve(machine: Machine, config: ServeConfig) -> None:
+    session = _session(machine, config)
+    rank = Rank(session)
+    try:
+        if machine.topology.is_lead:
+            _lead(rank, config)
+        else:
+            _follow(rank)
+    finally:
+        session.resources.close()
+    rank.close()
+
+
+def _session(machine: Machine, config: ServeConfig) -> Session:
+    """Opens the one session of the job; collective. Raises Refused on every rank."""
+    job, error = None, None
+    try:
+        job = machine.resolve(_run_of(config), Serving(config.kv_tokens, config.sampling))
+    except MpissdError as refused:
+        error = refused
+    agree(machine.topology.world, error)
+    assert job is not None
+    machine.models.expect([job])
+    session = machine.session(job)
+    assert session is not None, "a rank without a part in the job"
+    return session
+
+
+def _drafter(rank: Rank) -> Drafter | None:
+    """Returns the drafter of one pass, which keeps no record of its rounds."""
+    if rank.draft is None:
+        return None
+    drafter = rank.drafter(rank.draft)
+    drafter.ledger = NullLedger(DraftPhase)
+    return drafter
+
+
+def _follow(rank: Rank) -> None:
+    """Takes part in passes until one has no round."""
+    while True:
+        rank.idle()
+        rank.run_pass(rank.target, _drafter(rank), lambda loop: None)
+        guard.stage(Stage.ROUNDS)
+        if not rank.digest:  # of no outcome at all
+            return
+
+
+def _lead(rank: Rank, config: ServeConfig) -> None:
+    job, workload = rank.session.job, rank.session.workload
+    assert isinstance(workload, TextWorkload), "serving text"
+    rank.run_pass(rank.target, _drafter(rank), lambda loop: _warm(loop, job))
+    guard.stage(Stage.ROUNDS)
+    line = Line(_connected())
+    driver = Driver(
+        Scheduler(room_of(job, rank)),
+        line,
+        stop_ids=workload.stop_ids,
+        vocab=workload.vocab,
+        samples=workload.samples,
+    )
+    driver.mode, driver.lookahead = job.config.mode, job.lookahead
+    model = job.target.name
+    line.put(Ready(model, job.longest, sorted(workload.stop_ids), config.max_running, driver.mode))
+    while not driver.is_over:
+        driver.draft_lost = driver.draft_lost or bool(guard.lost())
+        if driver.wait(_POLL_S) and not driver.is_over:
+            rank.run_pass(rank.target, _drafter(rank), driver.drive)
+    driver.finish()
+    line.close()
+    rank.run_pass(rank.target, _drafter(rank), lambda loop: None)
+
+
+def room_of(job: Job, rank: Rank) -> Room:
+    """Returns the room of the target ranks; that of the drafts has as many pages."""
+    assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
+    sizes = rank.target.stepper.stack.pages.sizes
+    ahead = job.lookahead + 1
+    return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
+
+
+def _warm(loop: TargetLoop, job: Job) -> None:
+    """Decodes a few rounds of full batches, so that no request waits for compilers and caches."""
+    loop.ledger = NullLedger(LeadPhase)
+    samples = job.serving is not None and job.serving.samples
+    prompt, count = tuple(range(_WARM_PROMPT)), job.config.batch_size
+    ids = range(_WARM_ID, _WARM_ID + count)
+    for temperature in (0.0, 1.0)[: 1 + samples]:
+        loop.admit([Request(n, prompt[-1], 0, prompt, temperature) for n in ids])
+        for _ in range(_WARM_ROUNDS):
+            loop.step()
+        loop.finish(list(ids))
+        ids = range(ids.stop, ids.stop + count)
+
+
+def _connected() -> socket.socket:
+    """Returns a connection to the front; raises ConfigError where there is none."""
+    path = os.environ.get(SOCKET_VARIABLE)
+    if not path:
+        raise ConfigError(f"serve under a launcher: allowed: without one, which starts the ranks")
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.connect(path)
+    except OSError as error:
+        raise FaultError(f"serve: the front has left: {error.strerror}") from error
+    return connected
