@@ -29,6 +29,7 @@ except ModuleNotFoundError as missing:
 from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
+from mpissd.common.ranks import RanksFlags  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
 from mpissd.common.unread import unless_unread  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
@@ -41,6 +42,7 @@ from mpissd.engine.comm.topology import (  # noqa: E402
 )
 from mpissd.lab.chat.config import ChatConfig  # noqa: E402
 from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
+from mpissd.serve.config import ServeConfig  # noqa: E402
 
 HEAD_START_S = 5.0
 
@@ -57,18 +59,18 @@ def execute(arguments: list[str] | None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         command = cli.parse(arguments)
-        if command.name == "chat" and launcher_size() is None:
+        if isinstance(command.config, ChatConfig) and launcher_size() is None:
             from mpissd.lab.chat.front import chat
 
             return chat(command.config, arguments)
-        if command.name not in ("run", "chat", "probe", "sweep"):
+        if command.name not in ("run", "chat", "serve", "probe", "sweep"):
             return alone(command)
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
             from mpissd.lab.sweep.commands import check_sweep  # imports NumPy; --help need not
 
             check_sweep(command.config, command.given)
-        elif isinstance(command.config, ChatConfig):
+        elif isinstance(command.config, RanksFlags):
             command.config.fit_world(command.name, launcher_size() or 1)
         else:
             check_before_mpi(command.run)
@@ -199,6 +201,10 @@ def carry_out(command: cli.Command) -> int:
         from mpissd.lab.chat.serve import execute_chat
 
         return execute_chat(command.config)
+    if isinstance(command.config, ServeConfig):
+        from mpissd.serve.ranks import execute_serve
+
+        return execute_serve(command.config)
     if command.name == "probe":
         return execute_probe(command.run, command.config.name)
     if command.name == "sweep":

@@ -78,6 +78,7 @@ STARTS_MPI = (
     "mpissd.lab.probe",
     "mpissd.lab.chat.serve",
     "mpissd.serve.ranks",
+    "mpissd.serve.ranks",
     "mpissd.lab.limits",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",

@@ -33,6 +33,7 @@ from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor.config import DoctorConfig
+from mpissd.serve.config import ServeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Spec:
 SPECS = {
     "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
     "chat": Spec(ChatConfig, "Talks to a model in the terminal; starts its ranks by itself."),
+    "serve": Spec(ServeConfig, "Serves a model over HTTP; starts its ranks by itself."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
@@ -106,7 +108,7 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
     return command
 
 
-_ON_A_BACKEND = ("run", "chat", "probe", "doctor", "sweep")
+_ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
 COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
 
 

@@ -23,7 +23,8 @@ class ServeConfig(RanksFlags):
 
     run: RunConfig = contained(
         RunConfig,
-        only=ANSWERING.difference(("stop", "show", "top_p")) | {"workload", "num_tokens"},
+        only=ANSWERING.difference(("stop", "show", "top_p"))
+        | {"workload", "num_tokens", "on_draft_loss"},
         mode=flag("ssd", choice(AUTO, "ar", "sd", "ssd"), "decoding mode; auto: by the round"),
         workload=flag("text", choice("text"), "what serve decodes"),
         num_tokens=flag(512, integer(1), "tokens of an answer whose request says no max_tokens"),
@@ -34,6 +35,10 @@ class ServeConfig(RanksFlags):
     port: int = flag(8000, integer(0, 65535), "port to listen on; 0: a free one")
     api_key: str | None = flag(None, words, f"key that clients send (or {KEY_VARIABLE}, unseen)")
     max_running: int = flag(16, integer(1, 4096), "most sequences that decode together")
+    kv_tokens: int = flag(
+        0, integer(0), "tokens of KV cache for all sequences together; 0: each may fill the context"
+    )
+    sampling: bool = flag(True, switch, "let requests ask for a temperature above 0")
     max_queue: int = flag(64, integer(0, 65536), "most requests that wait; further ones get 429")
     max_wait_s: float = flag(
         600.0, number(0.1), "longest time of a request, from its arrival to its last token"

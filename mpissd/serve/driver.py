@@ -84,6 +84,13 @@ class Driver:
         loop.meanwhile = None
         self._send()
 
+    def finish(self) -> None:
+        """Ends every request, and sends what is left to say."""
+        self.scheduler.cancel_all()
+        for ended in self.scheduler.turn(self._clock()).ended:
+            self._end(ended)
+        self._mail.flush()
+
     def _turn(self, loop: TargetLoop) -> None:
         turn = self.scheduler.turn(self._clock())
         for ended in turn.ended:
@@ -113,14 +120,15 @@ class Driver:
         """Returns the task of a request; raises ConfigError for numbers that cannot be."""
         prompt, now = tuple(asked.prompt), self._clock()
         if prompt and self._vocab is not None and not 0 <= min(prompt) <= max(prompt) < self._vocab:
-            raise ConfigError(f"prompt: tokens {min(prompt)}..{max(prompt)}: allowed: 0..{self._vocab - 1}")
+            found = f"{min(prompt)}..{max(prompt)}"
+            raise ConfigError(f"prompt: tokens {found}: allowed: 0..{self._vocab - 1}")
         if not 0 <= asked.temperature < float("inf") or not 0 < asked.top_p <= 1:
             raise ConfigError(
                 f"temperature={asked.temperature}, top_p={asked.top_p}: allowed: 0 or more, and "
                 "above 0 to 1"
             )
         if asked.temperature and not self._samples:
-            raise ConfigError(f"temperature={asked.temperature}: allowed: 0 (this server is greedy)")
+            raise ConfigError(f"temperature={asked.temperature}: allowed: 0, without sampling")
         if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
             raise ConfigError(f"seed={asked.seed}: allowed: 0..{2**64 - 1}")
         return Task(

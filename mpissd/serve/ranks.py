@@ -1,4 +1,4 @@
-"""The half of `serve` that runs on the ranks: passes of the decoding loops while requests are there.
+"""The half of `serve` that runs on the ranks: passes of the decoding loops while requests run.
 
 The lead waits for requests on its socket, the other ranks for the next pass of the lead; none of
 them spins. A pass without a round ends the job.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mpissd.common import guard
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
 from mpissd.common.rounds import Request
 from mpissd.common.stage import Stage
@@ -38,7 +38,8 @@ _WARM_ID, _WARM_ROUNDS, _WARM_PROMPT = 1 << 30, 6, 3
 def execute_serve(config: ServeConfig) -> int:
     """Serves on all ranks until the front leaves; returns the exit code."""
     sharpen_sleep()
-    machine = open_machine(_run_of(config), config.drafts_used)
+    run = _run_of(config)
+    machine = open_machine(run, run.drafts)
     try:
         _serve(machine, config)
         return 0
@@ -51,8 +52,9 @@ def execute_serve(config: ServeConfig) -> int:
             machine.close()
 
 
-def _run_of(config: ServeConfig):
-    return replace(config.of_mode(config.run.mode), batch_size=config.max_running)
+def _run_of(config: ServeConfig) -> RunConfig:
+    """Returns the run's configuration; a request says itself how it is sampled."""
+    return replace(config.of_mode(config.run.mode), batch_size=config.max_running, temperature=0.0)
 
 
 def _serve(machine: Machine, config: ServeConfig) -> None:
@@ -130,7 +132,9 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
 def room_of(job: Job, rank: Rank) -> Room:
     """Returns the room of the target ranks; that of the drafts has as many pages."""
     assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
-    sizes = rank.target.stepper.stack.pages.sizes
+    pages = rank.target.stepper.pages
+    assert pages is not None, "text without a KV cache"
+    sizes = pages.sizes
     ahead = job.lookahead + 1
     return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 
@@ -153,7 +157,7 @@ def _connected() -> socket.socket:
     """Returns a connection to the front; raises ConfigError where there is none."""
     path = os.environ.get(SOCKET_VARIABLE)
     if not path:
-        raise ConfigError(f"serve under a launcher: allowed: without one, which starts the ranks")
+        raise ConfigError("serve under a launcher: allowed: without one, which starts the ranks")
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.connect(path)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpissd.common.config import RunConfig, parse_flags
+from mpissd.engine import Decoder
 from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.job import Serving
 from mpissd.engine.decode.scheduler import Room, Scheduler
+from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
+from mpissd.serve.protocol import End, Message, Submit, Tokens
+from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 K, SLOTS = 4, 4
@@ -22,14 +22,6 @@ K, SLOTS = 4, 4
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
-
-
-def config(pair: TinyPair, **flags: object) -> RunConfig:
-    told = {
-        "target": pair.target, "draft": pair.draft, "workload": "text", "backend": "numpy",
-        "lookahead": K, "prompt_ids": "1", "context": 256, "batch_size": SLOTS, **flags,
-    }  # fmt: skip
-    return parse_flags({name: str(value) for name, value in told.items()})
 
 
 class Script:
@@ -80,9 +72,10 @@ def served(loops: Loops, mail: Script, room: Room | None = None) -> Driver:
 
 
 def room_of(loops: Loops) -> Room:
-    job, pages = loops.job, loops.target_stepper.stack.pages.sizes
-    ahead = job.lookahead + 1
-    return Room(job.config.batch_size, job.longest, ahead, pages.page, pages.num_pages)
+    job, pages = loops.job, loops.target_stepper.pages
+    assert pages is not None
+    sizes, ahead = pages.sizes, job.lookahead + 1
+    return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 
 
 def prompts(count: int, seed: int = 0) -> Iterator[list[int]]:
@@ -92,11 +85,7 @@ def prompts(count: int, seed: int = 0) -> Iterator[list[int]]:
 
 
 def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
-    ids = ",".join(map(str, prompt))
-    told = config(pair, mode="ar", prompt_ids=ids, batch_size=1, num_tokens=count)
-    from mpissd.engine import Decoder
-
-    with Decoder(told) as decoder:
+    with Decoder(text_config(pair, mode="ar", prompt=prompt, num_tokens=count)) as decoder:
         while not decoder.is_over:
             decoder.step()
         return decoder.tokens[0][:count]
@@ -108,7 +97,7 @@ def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
 ) -> None:
     asked = [(n, prompt, 8 + 7 * (n % 5)) for n, prompt in enumerate(prompts(12))]
     mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    told = config(pair, mode=mode)
+    told = text_config(pair, mode=mode, lookahead=K, batch_size=SLOTS)
     with Loops(*in_one_process(told, Serving(kv_tokens=4096))) as loops:
         driver = served(loops, mail)
         assert loops.loop.batch.capacity == SLOTS

@@ -44,9 +44,9 @@ def write_prompts(buffer: Buffer, outcome: Outcome) -> int:
         buffer.body[start] = len(request.prompt)
         sampled = np.array([request.temperature, request.top_p])
         buffer.body[start + 1 : start + _SEED] = sampled.view(np.int32)
-        buffer.body[start + _SEED : start + _FLAGS] = np.array(
-            [request.seed or 0], np.uint64
-        ).view(np.int32)
+        buffer.body[start + _SEED : start + _FLAGS] = np.array([request.seed or 0], np.uint64).view(
+            np.int32
+        )
         buffer.body[start + _FLAGS] = _flags(request)
         buffer.body[start + _HEAD : end] = request.prompt
     buffer.seal(end)

@@ -179,7 +179,8 @@ class Job:
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        return Placement(config.batch_size, config.context, self.window, pooled=self.serving is not None)
+        pooled = self.serving is not None
+        return Placement(config.batch_size, config.context, self.window, pooled=pooled)
 
     @property
     def inline(self) -> bool:

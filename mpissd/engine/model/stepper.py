@@ -21,6 +21,7 @@ from mpissd.engine.model.forwards import Places, Results, merged
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
+from mpissd.engine.model.transformer.cache import PageTable
 
 _PRODUCTS = GemmStacks()
 
@@ -93,6 +94,11 @@ class Stepper:
     def most_rows(self) -> int:
         """The rows of the largest forward."""
         return self._buckets[-1]
+
+    @property
+    def pages(self) -> PageTable | None:
+        """The pages of the model's KV cache; None for a model that keeps none."""
+        return getattr(self.stack, "pages", None)
 
     def cost(self, rows: int) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank."""

@@ -127,7 +127,8 @@ class TextTargetWorker(SamplingTargetWorker):
     def _logits(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
         if self._gather is None:
-            return self.stepper.logits([row])[0]
+            own: Logits = self.stepper.logits([row])[0]
+            return own
         parts = zip(self._parts[:, row], self._widths, strict=True)
         return np.concatenate([part[:width] for part, width in parts])
 

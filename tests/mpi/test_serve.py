@@ -1,0 +1,66 @@
+"""The ranks of a server: requests that come and go, and ranks that rest in between."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpissd.engine import Decoder
+from mpissd.serve.protocol import Cancel, RefusedRequest, Submit
+from tests.mpi.harness import needs_mpi
+from tests.serve.front import serving
+from tests.text import tiny
+from tests.text_config import text_config
+from tests.tiny_pair import TinyPair, tiny_pair
+
+pytestmark = needs_mpi
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    found = tiny_pair(tmp_path_factory.mktemp("pair"), vocab=len(tiny.tokens()), noise=0.02)
+    tiny.write(found.target)
+    return found
+
+
+def alone(pair: TinyPair, prompt: list[int], count: int, stops: list[int]) -> list[int]:
+    """The tokens of a job of its own, up to a stop token."""
+    told = text_config(pair, mode="ar", prompt=prompt, num_tokens=count)
+    with Decoder(told) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        found = decoder.tokens[0][:count]
+    ends = [n for n, token in enumerate(found, 1) if token in stops]
+    return found[: ends[0]] if ends else found
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("ssd", 2), ("sd", 2), ("ar", 2), ("ssd", 3)])
+def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
+    pair: TinyPair, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    rng = np.random.default_rng(0)
+    vocab, drafts = len(tiny.tokens()), int(mode != "ar")
+    asked = [(n, rng.integers(0, vocab, 5 + n).tolist(), 10 + 9 * (n % 4)) for n in range(9)]
+    flags = [
+        f"--target={pair.target}", f"--draft={pair.draft}", f"--mode={mode}", "--max_running=3",
+        f"--tp={ranks - drafts}", f"--drafts={drafts}", "--context=256",
+    ]  # fmt: skip
+    with serving(tmp_path, ranks, *flags) as server:
+        assert (server.ready.context, server.ready.max_running) == (256, 3)
+        server.send(*(Submit(*one) for one in asked[:5]))
+        server.ends([0])
+        server.send(*(Submit(*one) for one in asked[5:]))
+        ends = server.ends(range(9))
+        time.sleep(0.5)  # idle: the next request begins another pass
+        server.send(Submit(20, [3, 4, 5], 200), Cancel(20), Submit(21, [vocab], 4))
+        assert server.wait_for(RefusedRequest).id == 21
+        assert server.ends([20])[20].reason == "cancelled"
+        stops = list(server.ready.stop_ids)
+    for n, prompt, count in asked:
+        assert server.tokens(n) == alone(pair, prompt, count, stops), n
+        assert ends[n].reason in ("length", "stop")
+    if mode == "ssd":
+        assert sum(end.hits for end in ends.values()) > 0

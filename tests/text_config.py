@@ -1,0 +1,16 @@
+"""The configuration of a tiny pair that decodes prompts of token ids on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpissd.common.config import RunConfig, parse_flags
+from tests.tiny_pair import TinyPair
+
+
+def text_config(pair: TinyPair, *, prompt: Sequence[int] = (1,), **flags: object) -> RunConfig:
+    told = {
+        "target": pair.target, "draft": pair.draft, "workload": "text", "backend": "numpy",
+        "prompt_ids": ",".join(map(str, prompt)), "context": 256, **flags,
+    }  # fmt: skip
+    return parse_flags({name: str(value) for name, value in told.items()})
