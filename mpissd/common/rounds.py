@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -34,6 +35,25 @@ class Event(IntEnum):
     COMMIT = 0  # the round accepted num_accepted tokens and found the bonus token
     ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and its first round is a miss
     RELEASE = 2  # the sequence is finished and takes no speculation
+    OPEN = 3  # a new sequence whose prompt is stored in parts, beside the rounds of the others
+    JOIN = 4  # an opened sequence whose prompt is stored: from here on as if it were admitted
+
+
+LIVE = (True, True, False, False, True)  # by Event: takes part in the next round
+_FRESH = np.array([False, True, False, True, False])  # by Event: its request is new
+
+
+class Control(NamedTuple):
+    """What the lead decides of the next round, for all ranks.
+
+    lookahead: most tokens that are drafted for a sequence (None: K). grows: whether the draft
+    speculates while the target verifies. fill: rows of opened prompts that are stored beside the
+    verification.
+    """
+
+    lookahead: int | None = None
+    grows: bool = True
+    fill: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,7 @@ class Request:
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)
 _NONE: Requests = {}
+_FREE = Control()
 
 
 class Outcome:
@@ -64,15 +85,19 @@ class Outcome:
 
     rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*). The
     speculation of round + 1 answers the rows that are not releases, in their order.
-    prompts: the requests of those admitted sequences that have a prompt.
+    prompts: the requests of those new sequences that have a prompt. control: what else is decided
+    of round + 1.
     """
 
     WIDTH = 5
 
-    def __init__(self, round_: int, rows: Ints, prompts: Requests = _NONE) -> None:
+    def __init__(
+        self, round_: int, rows: Ints, prompts: Requests = _NONE, control: Control = _FREE
+    ) -> None:
         self.round = round_
         self.rows = rows
         self.prompts = prompts
+        self.control = control
         self.ids: Ints = rows[:, 0]
         self.epochs: Ints = rows[:, 1]
         self.events: Ints = rows[:, 2]
@@ -80,22 +105,25 @@ class Outcome:
         self.bonus: Ints = rows[:, 4]
 
     @classmethod
-    def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
-        """Returns an outcome that admits these requests and nothing else."""
-        rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
+    def admission(
+        cls, round_: int, requests: Sequence[Request], event: Event = Event.ADMIT
+    ) -> Outcome:
+        """Returns an outcome that admits (or opens, or joins) these requests and nothing else."""
+        rows = [(r.request_id, r.epoch, event, 0, r.first_token) for r in requests]
         prompts = {(r.request_id, r.epoch): r for r in requests if r.prompt}
         return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH), prompts or _NONE)
 
     @property
-    def admitted(self) -> Ints:
-        """The rows of the admitted sequences, [n, 5]."""
-        found: Ints = self.rows[self.events == Event.ADMIT]
+    def fresh(self) -> Ints:
+        """The rows of the sequences that are new, admitted or opened, [n, 5]."""
+        found: Ints = self.rows[_FRESH[self.events]]
         return found
 
     @property
     def num_live(self) -> int:
-        """The number of rows that are not releases."""
-        return int(np.count_nonzero(self.events != Event.RELEASE))
+        """The number of sequences that take part in the next round."""
+        events = self.events  # of a damaged message, they may have any value
+        return int(np.count_nonzero((events <= Event.ADMIT) | (events == Event.JOIN)))
 
 
 class Speculation:
@@ -165,13 +193,16 @@ class Batch:
         self.last_tokens: Ints = np.zeros(0, np.int32)
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
         self.digest = 0  # CRC-32 of the applied outcomes, to compare between ranks
+        # By slot, the sequences whose prompts are being stored, in the order in which they came.
+        self.opened: dict[int, Request] = {}
+        self.occupied = self.slots  # the slots of all sequences, another array after each change
         self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
-        """Applies an outcome; returns (slot, request) of each sequence that it admits.
+        """Applies an outcome; returns (slot, request) of each sequence that it admits or joins.
 
         Raises ProtocolError where the outcome's sequences are not those of this batch.
         """
@@ -188,17 +219,43 @@ class Batch:
         old = outcome.rows[:known]
         if len(old) < known or (old[:, 0] != self.ids).any() or (old[:, 1] != self.epochs).any():
             raise self._mismatch(outcome)
-        stays = old[:, 2] == Event.COMMIT
-        new = outcome.rows[known:]
-        if (new[:, 2] != Event.ADMIT).any() or (old[:, 2] == Event.ADMIT).any():
+        if (old[:, 2] > Event.RELEASE).any() or (old[:, 2] == Event.ADMIT).any():
             raise self._mismatch(outcome)
-        free = sorted(set(range(self.capacity)) - set(self.slots[stays].tolist()))
-        if len(new) > len(free):
+        stays = old[:, 2] == Event.COMMIT
+        joined = self._close(outcome, known)
+        fresh = outcome.fresh
+        held = {*self.slots[stays].tolist(), *self.opened, *(slot for slot, _ in joined)}
+        free = sorted(set(range(self.capacity)) - held)
+        if len(fresh) > len(free):
             raise ProtocolError(
-                f"round {outcome.round}: {len(new)} admissions, room for {len(free)}"
+                f"round {outcome.round}: {len(fresh)} admissions, room for {len(free)}"
             )
-        slots = np.array(free[: len(new)], np.int64)
-        keep = old[stays]
+        admitted = dict(joined)
+        requests = self._requests(fresh, outcome.prompts)
+        for slot, request, row in zip(free, requests, fresh.tolist(), strict=False):
+            (self.opened if row[2] == Event.OPEN else admitted)[slot] = request
+        self._enter(old, stays, admitted)
+        return list(admitted.items())
+
+    def _close(self, outcome: Outcome, known: int) -> list[tuple[int, Request]]:
+        """Takes the opened sequences that join or are released; returns those that join."""
+        joined = []
+        for row in outcome.rows[known:].tolist():
+            if row[2] in (Event.ADMIT, Event.OPEN):
+                continue
+            name = row[0], row[1]
+            slot = next((s for s, r in self.opened.items() if (r.request_id, r.epoch) == name), -1)
+            if row[2] == Event.COMMIT or slot < 0:
+                raise self._mismatch(outcome)
+            request = self.opened.pop(slot)
+            if row[2] == Event.JOIN:
+                joined.append((slot, request))
+        return joined
+
+    def _enter(self, old: Ints, stays: NDArray[np.bool_], admitted: Mapping[int, Request]) -> None:
+        """Makes the batch of the rows `old` that stay, and of those sequences, by slot."""
+        keep, slots = old[stays], np.array([*admitted], np.int64)
+        new = Outcome.admission(0, [*admitted.values()]).rows
         rows = np.concatenate([keep, new])
         self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
         self.lengths = np.concatenate(
@@ -208,10 +265,10 @@ class Batch:
         self.identity = np.zeros_like(rows)
         self.identity[:, :2] = rows[:, :2]
         self._steady = self.identity[:, :3].tobytes()
-        return list(zip(slots.tolist(), self._requests(new, outcome.prompts), strict=True))
+        self.occupied = np.concatenate([self.slots, np.array([*self.opened], np.int64)])
 
     def _requests(self, new: Ints, prompts: Requests) -> list[Request]:
-        """Returns the requests of the admissions `new`; the digest covers their prompts."""
+        """Returns the requests of the new rows; the digest covers their prompts."""
         found = []
         for i, epoch, _, _, token in new.tolist():
             request = prompts.get((i, epoch)) or Request(i, token, epoch)

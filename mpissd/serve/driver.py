@@ -7,8 +7,9 @@ from time import monotonic
 from typing import Protocol
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Source
+from mpissd.common.rounds import Control, Source
 from mpissd.common.trace import LeadPhase, NullLedger
+from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.workload.text.answers import BONUS
@@ -56,6 +57,7 @@ class Driver:
         """
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self._stop_ids, self._vocab, self._samples = stop_ids, vocab, samples
+        self.times = RowTimes()
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._told_s = -_STATS_S
@@ -77,7 +79,10 @@ class Driver:
             self._turn(loop)
             if not self.scheduler.running:
                 break
+            loop.control = Control(fill=self._fill(loop))
             result = loop.step()
+            if len(result.outcome.rows):
+                self.times.add(result.num_rows, result.t_target_s)
             for given in self.scheduler.take(result):
                 self._give(given)
             self.draft_lost = loop.draft_lost_round is not None
@@ -98,7 +103,13 @@ class Driver:
         if turn.leave:
             loop.finish(turn.leave)
         if turn.join:
-            loop.admit(turn.join)
+            loop.open(turn.join)
+
+    def _fill(self, loop: TargetLoop) -> int:
+        """Returns the rows of prompts that the next forward stores."""
+        if not loop.is_storing:
+            return 0
+        return self.times.beside(loop.num_live * (self.lookahead + 1), loop.most_rows)
 
     def _read(self, wait_s: float = 0.0) -> None:
         for message in self._mail.take(wait_s):

@@ -19,6 +19,7 @@ from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep, within
 from mpissd.engine.comm.topology import agree
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, Serving
@@ -107,7 +108,8 @@ def _follow(rank: Rank) -> None:
 def _lead(rank: Rank, config: ServeConfig) -> None:
     job, workload = rank.session.job, rank.session.workload
     assert isinstance(workload, TextWorkload), "serving text"
-    rank.run_pass(rank.target, _drafter(rank), lambda loop: _warm(loop, job))
+    times = RowTimes()
+    rank.run_pass(rank.target, _drafter(rank), lambda loop: _warm(loop, job, times))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
     driver = Driver(
@@ -117,7 +119,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         vocab=workload.vocab,
         samples=workload.samples,
     )
-    driver.mode, driver.lookahead = job.config.mode, job.lookahead
+    driver.times, driver.mode, driver.lookahead = times, job.config.mode, job.lookahead
     model = job.target.name
     line.put(Ready(model, job.longest, sorted(workload.stop_ids), config.max_running, driver.mode))
     while not driver.is_over:
@@ -139,18 +141,29 @@ def room_of(job: Job, rank: Rank) -> Room:
     return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 
 
-def _warm(loop: TargetLoop, job: Job) -> None:
-    """Decodes a few rounds of full batches, so that no request waits for compilers and caches."""
+def _warm(loop: TargetLoop, job: Job, times: RowTimes) -> None:
+    """Decodes a few rounds of batches of several sizes, and measures their forwards.
+
+    No request waits for compilers and caches afterwards.
+    """
     loop.ledger = NullLedger(LeadPhase)
-    samples = job.serving is not None and job.serving.samples
-    prompt, count = tuple(range(_WARM_PROMPT)), job.config.batch_size
-    ids = range(_WARM_ID, _WARM_ID + count)
-    for temperature in (0.0, 1.0)[: 1 + samples]:
-        loop.admit([Request(n, prompt[-1], 0, prompt, temperature) for n in ids])
-        for _ in range(_WARM_ROUNDS):
-            loop.step()
+    prompt, first = tuple(range(_WARM_PROMPT)), _WARM_ID
+    sampled = [1.0] * (job.serving is not None and job.serving.samples)
+    for count in (*_sizes(job.config.batch_size), 1):
+        ids = range(first, first + count)
+        heat = 0.0 if count > 1 or first == _WARM_ID else sum(sampled)
+        loop.admit([Request(n, prompt[-1], 0, prompt, heat) for n in ids])
+        for number in range(_WARM_ROUNDS):
+            result = loop.step()
+            if number > 1:
+                times.add(result.num_rows, result.t_target_s)
         loop.finish(list(ids))
-        ids = range(ids.stop, ids.stop + count)
+        first += count
+
+
+def _sizes(most: int) -> list[int]:
+    """Returns the batch sizes 1, 2, 4, … and `most`."""
+    return sorted({most, *(1 << n for n in range(most.bit_length()))} - {0} - {most + 1})
 
 
 def _connected() -> socket.socket:

@@ -138,8 +138,8 @@ def test_more_or_less_drafted_than_can_be_is_refused(num_draft: int) -> None:
     [
         (0, -1, "id is -1, allowed 0..2147483647"),
         (1, -7, "epoch is -7, allowed 0..2147483647"),
-        (2, 3, "event is 3, allowed 0..2"),
-        (2, -1, "event is -1, allowed 0..2"),
+        (2, 5, "event is 5, allowed 0..4"),
+        (2, -1, "event is -1, allowed 0..4"),
         (3, -1, "num_accepted is -1, allowed 0..6"),
         (3, 7, "num_accepted is 7, allowed 0..6"),
         (4, 32, "bonus is 32, allowed 0..31"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
+from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
 from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import End, Message, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
+from tests.loop.text_rig import logits_behind
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -29,16 +32,19 @@ class Script:
 
     def __init__(self, *messages: tuple[int, Message]) -> None:
         self._left = sorted(messages, key=lambda pair: pair[0])
-        self._turn = -1
+        self.turn = -1
         self.sent: list[Message] = []
         self.is_closed = False
+        self.watch: Callable[[], int] = int  # what is noted at each turn
+        self.watched: list[int] = []
 
     def take(self, wait_s: float = 0.0) -> Sequence[Message]:
-        self._turn += 1
-        due = [message for turn, message in self._left if turn <= self._turn]
-        self._left = [pair for pair in self._left if pair[0] > self._turn]
+        self.turn += 1
+        self.watched.append(self.watch())
+        due = [message for turn, message in self._left if turn <= self.turn]
+        self._left = [pair for pair in self._left if pair[0] > self.turn]
         if not due and self._left and wait_s:  # nothing runs: the next one comes at once
-            self._turn = self._left[0][0] - 1
+            self.turn = self._left[0][0] - 1
             return self.take(wait_s)
         return due
 
@@ -63,8 +69,20 @@ class Script:
         return {message.id: message for message in self.sent if isinstance(message, End)}
 
 
-def served(loops: Loops, mail: Script, room: Room | None = None) -> Driver:
-    driver = Driver(Scheduler(room or room_of(loops)), mail, vocab=97, clock=lambda: 0.0)
+def config(pair: TinyPair, **flags: object) -> RunConfig:
+    return text_config(pair, lookahead=K, batch_size=SLOTS, **flags)
+
+
+def served(
+    loops: Loops,
+    mail: Script,
+    times: RowTimes | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Driver:
+    samples = loops.workload.samples
+    driver = Driver(Scheduler(room_of(loops)), mail, vocab=97, samples=samples, clock=clock)
+    driver.lookahead = loops.job.lookahead
+    driver.times = times or driver.times
     while not mail.is_over or not driver.scheduler.is_idle:
         driver.wait(1.0)
         driver.drive(loops.loop)
@@ -91,19 +109,142 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
         return decoder.tokens[0][:count]
 
 
+def all_returned(loops: Loops) -> bool:
+    """Whether the target's pages are all in the pool again, and those of no slot are held."""
+    pages = loops.target_stepper.pages
+    assert pages is not None
+    return len(pages.free) == pages.sizes.num_pages and not any(pages.held)
+
+
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
     pair: TinyPair, mode: str
 ) -> None:
     asked = [(n, prompt, 8 + 7 * (n % 5)) for n, prompt in enumerate(prompts(12))]
     mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    told = text_config(pair, mode=mode, lookahead=K, batch_size=SLOTS)
-    with Loops(*in_one_process(told, Serving(kv_tokens=4096))) as loops:
+    with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
         driver = served(loops, mail)
-        assert loops.loop.batch.capacity == SLOTS
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
     ends = mail.ends()
     assert all(end.reason == "length" for end in ends.values()) and len(ends) == 12
+    assert driver.scheduler.num_preempted == 0 and all_returned(loops)
     if mode == "ssd":
         assert sum(end.hits for end in ends.values()) > 20
-    assert driver.scheduler.num_preempted == 0
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, mode: str) -> None:
+    asked = [(n, prompt, 90 + 8 * n) for n, prompt in enumerate(prompts(9, seed=1))]
+    mail = Script(*((n, Submit(n, prompt, count)) for n, prompt, count in asked))
+    with Loops(*in_one_process(config(pair, mode=mode), Serving(kv_tokens=400))) as loops:
+        driver = served(loops, mail)
+    assert driver.scheduler.room.pages == 6  # of 64 tokens
+    assert driver.scheduler.num_preempted >= 2 and all_returned(loops)
+    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+
+
+def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:
+    long = list(range(90)) * 2
+    mail = Script((0, Submit(0, [1, 2], 120)), (0, Submit(1, long, 50)), (8, Cancel(1)))
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        pages = loops.target_stepper.pages
+        assert pages is not None
+        mail.watch = lambda: pages.sizes.num_pages - len(pages.free)
+        driver = served(loops, mail)
+    held = mail.watched
+    assert held[8] >= 4 and held[10] <= 1, held[:12]
+    assert mail.ends()[1].reason == "cancelled" and mail.ends()[0].reason == "length"
+    assert driver.scheduler.free_pages == driver.scheduler.room.pages and all_returned(loops)
+
+
+class ThreeRows(RowTimes):
+    """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.seen.append(rows)
+
+    def beside(self, rows: int, most: int) -> int:
+        return 3 if rows else most
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
+    long = [n % 97 for n in range(61)]
+    mail = Script((0, Submit(0, [5, 6, 7], 150)), (6, Submit(1, long, 12)))
+    times, verified = ThreeRows(), 1 if mode == "ar" else K + 1
+    with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
+        served(loops, mail, times=times)
+    assert times.seen.count(verified + 3) == 20  # 60 tokens, the last one is verified
+    assert max(times.seen) <= max(verified + 3, 2 * verified)
+    order = [message.id for message in mail.sent if isinstance(message, Tokens)]
+    assert order[: order.index(1)].count(0) >= 5 + 20, "the other one went on meanwhile"
+    assert mail.tokens() == {0: alone(pair, [5, 6, 7], 150), 1: alone(pair, long, 12)}
+
+
+def test_a_cancelled_prompt_is_not_stored_any_further(pair: TinyPair) -> None:
+    long, times = [n % 97 for n in range(200)], ThreeRows()
+    mail = Script(
+        (0, Submit(0, [5, 6, 7], 60)),
+        (3, Submit(1, long, 9)),
+        (9, Cancel(1)),
+        (10, Submit(2, long, 5)),
+    )
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, mail, times=times)
+    assert mail.ends()[1].reason == "cancelled" and 1 not in mail.tokens() and all_returned(loops)
+    assert mail.tokens()[2] == alone(pair, long, 5)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
+    told = {"temperature": 0.9, "top_p": 0.95}
+    mine = [Submit(n, [4, 5, 6], 40, seed=7, **told) for n in (0, 40)]
+    others = [Submit(n, prompt, 30, **told) for n, prompt in enumerate(prompts(6), 1)]
+    greedy = Submit(50, [8, 9], 40)
+    mail = Script(
+        (0, mine[0]), *((n, one) for n, one in enumerate(others)), (9, mine[1]), (9, greedy)
+    )
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, mail)
+    tokens = mail.tokens()
+    assert tokens[0] == tokens[40] and len(tokens[0]) == 40
+    assert tokens[50] == alone(pair, [8, 9], 40), "a greedy one among them"
+    assert len({tuple(tokens[n]) for n in (0, 1, 2)}) == 3
+
+
+def test_a_greedy_server_refuses_a_temperature(pair: TinyPair) -> None:
+    mail = Script((0, Submit(0, [1], 4, temperature=0.5)), (0, Submit(1, [1], 4, top_p=0.0)))
+    with Loops(*in_one_process(config(pair, mode="ar"), Serving(samples=False))) as loops:
+        served(loops, mail)
+    refused = [message.message for message in mail.sent if isinstance(message, RefusedRequest)]
+    assert refused[0].startswith("temperature=0.5") and "top_p=0.0" in refused[1]
+
+
+def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
+    found = {}
+    for mode in ("ar", "ssd"):
+        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=True)), (0, Submit(1, [9], 20)))
+        with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
+            served(loops, mail)
+        sent = [m for m in mail.sent if isinstance(m, Tokens)]
+        assert all(m.logprobs is None for m in sent if m.id == 1)
+        found[mode] = [one for m in sent if m.id == 0 for one in m.logprobs or ()]
+    assert found["ar"] == found["ssd"] and len(found["ar"]) == 20
+    context = (4, 5, 6)
+    for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
+        logits = logits_behind(str(pair.target), context).astype(np.float64)
+        own = logits[token] - np.log(np.exp(logits).sum())
+        assert told == pytest.approx(own, abs=1e-4)
+        context = (*context, token)
+
+
+def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:
+    mail = Script((0, Submit(0, [1, 2], 200, deadline_s=12.0)), (0, Submit(1, [1, 2], 30)))
+    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
+        served(loops, mail, clock=lambda: float(mail.turn))
+    ends = mail.ends()
+    assert (ends[0].reason, ends[1].reason) == ("deadline", "length")
+    assert 8 <= ends[0].rounds <= 12 and all_returned(loops)

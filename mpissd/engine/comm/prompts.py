@@ -1,8 +1,9 @@
-"""The PROMPT message: tokens and sampling parameters of the sequences that an outcome admits.
+"""The PROMPT message: tokens and sampling parameters of the new sequences of an outcome.
 
-It follows an OUTCOME or a PLAN with admissions where a job's sequences have prompts (LinkShape.
-prompt_tokens), so that one rank alone reads and encodes them. A sequence takes _HEAD int32 and its
-tokens: their number, temperature and top_p as two float64, the seed as two int32, and flags.
+It follows an OUTCOME or a PLAN that admits or opens sequences where a job's sequences have prompts
+(LinkShape.prompt_tokens), so that one rank alone reads and encodes them. A sequence takes _HEAD
+int32 and its tokens: their number, temperature and top_p as two float64, the seed as two int32, and
+flags.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ def capacity(batch: int, prompt_tokens: int) -> int:
 
 def follows(outcome: Outcome) -> bool:
     """Returns whether a PROMPT message follows this outcome, in a job with prompts."""
-    return len(outcome.admitted) > 0
+    return len(outcome.fresh) > 0
 
 
 def write_prompts(buffer: Buffer, outcome: Outcome) -> int:
-    """Writes the prompts of an outcome's admissions, in their order.
+    """Writes the prompts of an outcome's new sequences, in their order.
 
     Returns the size of the message in int32, its header included.
     """
-    admitted = outcome.admitted.tolist()
+    admitted = outcome.fresh.tolist()
     buffer.write_header(outcome.round, len(admitted))
     end = 0
     for row in admitted:
@@ -62,7 +63,7 @@ def read_prompts(buffer: Buffer, outcome: Outcome) -> Outcome:
 
     Raises ProtocolError for a message that is not as expected, as the functions of `wire` do.
     """
-    admitted = outcome.admitted.tolist()
+    admitted = outcome.fresh.tolist()
     _, count, _ = buffer.read_header(outcome.round)
     if count != len(admitted):
         raise _refused(outcome, f"{count} prompts", f"expected {len(admitted)}")
@@ -71,7 +72,7 @@ def read_prompts(buffer: Buffer, outcome: Outcome) -> Outcome:
         (row[0], row[1]): _request(buffer, outcome, row, part)
         for row, part in zip(admitted, parts, strict=True)
     }
-    return Outcome(outcome.round, outcome.rows, prompts)
+    return Outcome(outcome.round, outcome.rows, prompts, outcome.control)
 
 
 def _parts(buffer: Buffer, outcome: Outcome, count: int) -> list[Ints]:

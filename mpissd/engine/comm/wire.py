@@ -16,13 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Event, Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Control, Event, Ints, Outcome, Source, Speculation
 
 VERSION = 0x5D02
 HEADER = 7
 _FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
 _ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
 STOP = 1
+# The flags of an OUTCOME or a PLAN also hold its Control: from these bits on, the lookahead plus
+# one (0: None), whether nothing grows, and the rows of prompts.
+_LOOKAHEAD, _RESTS, _FILL, _END = 8, 17, 18, 31
+_CONTROL = (1 << _END) - (1 << _LOOKAHEAD)
+MOST_FILL = (1 << _END - _FILL) - 1
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
@@ -55,9 +60,11 @@ class Buffer:
         self.array[:3] = VERSION, kind, group
         self.body = self.array[HEADER:]
         # The largest value of each column of an outcome.
-        self.most = MOST, MOST, int(Event.RELEASE), lookahead, vocab - 1
+        self.most = MOST, MOST, int(max(Event)), lookahead, vocab - 1
         self._expected = VERSION, int(kind), group
-        self._flags = (0, STOP) if kind in (Kind.OUTCOME, Kind.PLAN) else (0,)
+        is_outcome = kind in (Kind.OUTCOME, Kind.PLAN)
+        self._flags = (0, STOP) if is_outcome else (0,)
+        self._control = _CONTROL if is_outcome else 0
         self._bytes = self.array.data.cast("B")
         self._ints, self._words = self._bytes.cast("i"), self._bytes.cast("I")
         self._limits = np.array(self.most, np.uint32)
@@ -81,7 +88,8 @@ class Buffer:
         version, kind, group, got_round, count, flags = self._ints[:_CHECKSUM].tolist()
         if (version, kind, group) != self._expected or round_ not in (None, got_round):
             raise self._refused(round_)
-        if not 0 <= count <= len(self.body) or flags not in self._flags:
+        plain = flags & ~self._control
+        if not 0 <= count <= len(self.body) or flags < 0 or plain not in self._flags:
             raise self._refused(round_)
         return got_round, count, flags
 
@@ -148,7 +156,7 @@ def write_outcome(buffer: Buffer, outcome: Outcome, stop: bool = False) -> None:
 
 def _lay_outcome(buffer: Buffer, outcome: Outcome, stop: bool) -> int:
     count, size = len(outcome.rows), outcome.rows.size
-    buffer.write_header(outcome.round, count, STOP if stop else 0)
+    buffer.write_header(outcome.round, count, STOP * stop | _control_bits(outcome.control))
     buffer.body[:size] = outcome.rows.reshape(-1)
     return size
 
@@ -166,7 +174,21 @@ def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bo
 
 def _take_outcome(buffer: Buffer, round_: int | None) -> tuple[Outcome, bool]:
     got, count, flags = buffer.read_header(round_)
-    return Outcome(got, _rows(buffer, 0, count, Outcome.WIDTH)), flags == STOP
+    outcome = Outcome(got, _rows(buffer, 0, count, Outcome.WIDTH), control=_control_of(flags))
+    return outcome, bool(flags & STOP)
+
+
+def _control_bits(control: Control) -> int:
+    if control.lookahead is None and control.grows and not control.fill:
+        return 0
+    limit = 0 if control.lookahead is None else control.lookahead + 1
+    assert limit < 1 << _RESTS - _LOOKAHEAD and control.fill <= MOST_FILL, control
+    return limit << _LOOKAHEAD | (not control.grows) << _RESTS | control.fill << _FILL
+
+
+def _control_of(flags: int) -> Control:
+    limit = (flags & ((1 << _RESTS) - 1)) >> _LOOKAHEAD
+    return Control(limit - 1 if limit else None, not flags >> _RESTS & 1, flags >> _FILL)
 
 
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:

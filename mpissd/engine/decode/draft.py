@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Event, Outcome, Source, Speculation
+from mpissd.common.rounds import LIVE, Batch, Control, Outcome, Source, Speculation
 from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
 from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
 from mpissd.common.wait import Waiter
@@ -76,6 +76,7 @@ class Drafter:
         self._rows = Tape("d")  # The values of COLUMNS, round after round.
         self._draft_s = self._growth_s = float("nan")
         self._num_jit = self._steps_ready = 0
+        self._control = Control()  # of the round that is answered now
 
     @property
     def digest(self) -> int:
@@ -109,6 +110,7 @@ class Drafter:
             self._observer.note_outcome()
         self._worker.enter(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
+        self._control = outcome.control
         lanes = self._lookup(outcome)
         mark(DraftPhase.LOOKUP)
         rollouts = self._winners(lanes) + self._backups(lanes)
@@ -121,6 +123,17 @@ class Drafter:
         mark(DraftPhase.SPECULATE)
         return speculation
 
+    @property
+    def _most(self) -> int:
+        """Most tokens that the next speculation may have."""
+        limit = self._control.lookahead
+        return self._policy.lookahead if limit is None else min(limit, self._policy.lookahead)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the lead waits for the answer: one without a token it knows."""
+        return self._control.lookahead != 0
+
     def _lookup(self, outcome: Outcome) -> list[int | None]:
         """Returns the lane that answers each live sequence, or None for a miss."""
         batch, cache = self._batch, self._cache
@@ -130,12 +143,12 @@ class Drafter:
         return [
             None if event else lookup((round_, seq, epoch, k, token))
             for seq, epoch, event, k, token in outcome.rows.tolist()
-            if event != Event.RELEASE
+            if LIVE[event]
         ]
 
     def _winners(self, lanes: Sequence[int | None]) -> list[Rollout]:
         rows = [row for row, lane in enumerate(lanes) if lane is not None]
-        if not rows or self._growth is None:
+        if not rows or self._growth is None or not self._most:
             return []
         won = [lane for lane in lanes if lane is not None]
         if self._own is not None:  # The other drafts answer the hits on their own lanes.
@@ -151,7 +164,7 @@ class Drafter:
         if self._policy.share.num_drafts > 1:
             rows = [row for row in rows if self._policy.share.drafts_miss(row)]
         self._num_jit = 0
-        if not rows:
+        if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
         if self._backup == Source.JIT and self._worker.fill(self._batch, rows, self._waiter, 1):
@@ -160,7 +173,8 @@ class Drafter:
         if self._backup == Source.JIT:
             self._num_jit = len(rows)
         else:
-            backup.steps = self._policy.backup_lookahead  # FAST tokens cost no draft step.
+            # FAST tokens cost no draft step.
+            backup.steps = min(self._policy.backup_lookahead, self._most)
         return [backup]
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
@@ -175,13 +189,16 @@ class Drafter:
             has_misses = bool(rollouts) and rollouts[-1] is not self._growth
             self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)
         only_jit = self._num_jit == len(self._batch) > 0
-        complete = only_jit and self._policy.backup_lookahead == self._policy.lookahead
+        drafted = min(self._policy.backup_lookahead, self._most)
+        complete = only_jit and drafted == self._policy.lookahead
         self._draft_s = drafting_s if complete else float("nan")
 
     def _wanted(self, rollout: Rollout) -> int:
         if rollout is not self._growth:
-            return self._policy.backup_lookahead
-        return self._controls.late_steps(rollout.steps, self._clocks)
+            return min(self._policy.backup_lookahead, self._most)
+        if rollout.steps >= self._most:
+            return self._most
+        return min(self._controls.late_steps(rollout.steps, self._clocks), self._most)
 
     def _step(self, rollouts: Sequence[Rollout]) -> None:
         self._worker.launch_step(rollouts)
@@ -194,7 +211,7 @@ class Drafter:
         if sampled:
             self._proposals = {}
         for rollout in rollouts:
-            won, steps = rollout is self._growth, rollout.steps
+            won, steps = rollout is self._growth, min(rollout.steps, self._most)
             # A slice if the rollout covers all rows in order.
             rows = slice(None) if len(rollout) == count else rollout.rows
             source = Source.CACHE if won else self._backup
@@ -203,7 +220,7 @@ class Drafter:
             if sampled:
                 speculation.q[rows, :steps] = 1.0 if rollout.q is None else rollout.q[:, :steps]
                 for lane, row in enumerate(rollout.rows.tolist()):
-                    self._proposals[row] = rollout.proposals(lane)
+                    self._proposals[row] = rollout.proposals(lane, steps)
         return speculation
 
     def proposals(self) -> list[NDArray[np.float32]]:
@@ -228,7 +245,8 @@ class Drafter:
 
     @property
     def _has_glue(self) -> bool:
-        return self._controls.speculates_ahead and len(self._batch) > 0
+        grows = self._controls.speculates_ahead and self._control.grows
+        return grows and self._most > 0 and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> bool:
         """Runs the glue over the served trunk and makes the cache's keys; False: nothing to grow.
@@ -237,6 +255,7 @@ class Drafter:
         them.
         """
         if not self._has_glue:
+            self._keep_up()
             return False
         if self._worker.fill(self._batch, range(len(self._batch)), self._waiter):
             self.ledger.mark(DraftPhase.PREFILL)
@@ -269,11 +288,29 @@ class Drafter:
         ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
         return zip(repeat(round_), ids, epochs, k, first)
 
+    def _keep_up(self) -> None:
+        """Stores what rounds without drafting committed, so that drafting can begin again."""
+        if self._most:
+            return
+        if self._worker.fill(self._batch, range(len(self._batch)), self._waiter):
+            self.ledger.mark(DraftPhase.PREFILL)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether this round stores parts of opened prompts."""
+        return self._control.fill > 0
+
+    def store_opened(self) -> None:
+        """Stores a part of the opened prompts: as many rows as the target's round does, so that
+        both are ready together."""
+        if self._worker.store_opened(self._batch, self._control.fill, self._waiter):
+            self.ledger.mark(DraftPhase.PREFILL)
+
     @property
     def growing(self) -> bool:
         """Whether a further growth step would add tokens to the cache."""
         growth = self._growth
-        return growth is not None and len(growth) > 0 and growth.steps < self._policy.lookahead
+        return growth is not None and len(growth) > 0 and growth.steps < self._most
 
     def grow_step(self) -> None:
         """Adds one token to every branch."""

@@ -27,6 +27,8 @@ class OutlivingSpeculator(RemoteSpeculator):
 
     def answer(self, round_: int, count: int) -> Speculation:
         link = self._link
+        if self.lost_round is None and not self._answers:
+            return self._nothing(round_, count)
         if self.lost_round is None:
             link.waiter.until(lambda: link.arrived() or self._is_lost(), "draft: speculation")
             if link.arrived():

@@ -30,12 +30,16 @@ def serve(link: DraftEnd, drafter: Drafter) -> None:
         if drafter.begin_growth(speculation):
             while drafter.growing and not link.outcome_arrived():
                 drafter.grow_step()
+        if drafter.is_storing and not link.outcome_arrived():
+            drafter.store_opened()
         drafter.close_round(speculation)
 
 
 def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
     """Sends this draft's answer if it has one, and its proposals if any."""
     policy = drafter.policy
+    if not drafter.is_asked:
+        return
     if policy.share.num_drafts == 1 or answer.source.any():
         link.send_speculation(answer)
     if policy.sampled and (rows := drafter.proposals()):
@@ -45,7 +49,7 @@ def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
 def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
     """Returns the speculation that is served, merged over all drafts."""
     policy = drafter.policy
-    if policy.share.num_drafts == 1 or answer.source.all():
+    if policy.share.num_drafts == 1 or answer.source.all() or not drafter.is_asked:
         return answer
     lookahead, sampled = policy.lookahead, policy.sampled
     served = link.trunk(answer.round, drafter.num_live, lookahead, sampled=sampled)

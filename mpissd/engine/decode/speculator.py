@@ -97,6 +97,7 @@ class RemoteSpeculator(Speculator):
 
     def __init__(self, *links: LeadEnd) -> None:
         self._links, self._page = links, OWN.bytes
+        self._answers = True  # whether drafts answer the round that was asked for
         self._served: Speculation | None = None
         # [b], the link that answered each row
         self._link_of: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -104,10 +105,13 @@ class RemoteSpeculator(Speculator):
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def ask(self, outcome: Outcome) -> None:
+        self._answers = outcome.control.lookahead != 0
         for link in self._links:
             link.send_outcome(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:
+        if not self._answers:
+            return self._nothing(round_, count)
         self._page[DOING] = _DRAFT_WAIT
         self._drop_proposals()
         if len(self._links) == 1:
@@ -123,6 +127,12 @@ class RemoteSpeculator(Speculator):
                     self._waiting[n] = num_rows
         self._page[DOING] = _VERIFY
         return served
+
+    def _nothing(self, round_: int, count: int) -> Speculation:
+        """Returns the answer of a round without drafting, which no draft sends."""
+        self._drop_proposals()
+        first = self._links[0]
+        return Speculation.empty(round_, count, first.lookahead, sampled=first.sampled)
 
     def _merge(self, round_: int, count: int) -> Speculation:
         """Waits until every row is answered, then sends TRUNK to each draft that did not answer all

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Event, Ints, Outcome, Request, Speculation
+from mpissd.common.rounds import Batch, Control, Event, Ints, Outcome, Request, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
@@ -43,13 +43,14 @@ class RoundResult:
     """One verified round: what was drafted, what was decided, and the forward's device time.
 
     logprobs: by batch row, the target's log-probability of each token that it emitted, of those
-    sequences that asked for it.
+    sequences that asked for it. num_rows: of the forward, those of prompts included.
     """
 
     speculation: Speculation
     outcome: Outcome
     t_target_s: float
     logprobs: Mapping[int, list[float]] = field(default_factory=dict)
+    num_rows: int = 0
 
 
 class TargetLoop:
@@ -69,6 +70,7 @@ class TargetLoop:
         self.batch = Batch(capacity)
         self.round = 0
         self.prefill_s = 0.0  # spent on prompts so far
+        self.control = Control()  # of the next round
         self._pending = Outcome.admission(-1, [])
         self.ledger = Ledger(LeadPhase)
         # Called in every round while the target verifies: what may not make a round longer.
@@ -81,9 +83,33 @@ class TargetLoop:
         """The first round without the draft, or None while the draft is present."""
         return self._speculator.lost_round
 
+    @property
+    def num_live(self) -> int:
+        """The number of sequences that the next round verifies."""
+        return self._pending.num_live
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether prompts of opened sequences are still being stored in the next round."""
+        events = self._pending.events
+        joining = np.count_nonzero(events == Event.JOIN)
+        return bool(len(self.batch.opened) > joining or (events == Event.OPEN).any())
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the target's largest forward."""
+        return self._worker.stepper.most_rows
+
     def admit(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join at the next round."""
-        new, pending = Outcome.admission(0, requests), self._pending
+        self._add(requests, Event.ADMIT)
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Lets these sequences join once their prompts are stored, `control.fill` rows a round."""
+        self._add(requests, Event.OPEN)
+
+    def _add(self, requests: Sequence[Request], event: Event) -> None:
+        new, pending = Outcome.admission(0, requests, event), self._pending
         rows = np.concatenate([pending.rows, new.rows])
         self._pending = Outcome(pending.round, rows, {**pending.prompts, **new.prompts})
 
@@ -92,14 +118,26 @@ class TargetLoop:
         remain."""
         gone = np.isin(self._pending.ids, request_ids)
         # No other rank knows a sequence admitted since the last round, so that one is dropped.
-        unborn = gone & (self._pending.events == Event.ADMIT)
+        unborn = gone & np.isin(self._pending.events, (Event.ADMIT, Event.OPEN))
         released = self._released(gone)
-        self._pending = Outcome(released.round, released.rows[~unborn], released.prompts)
+        rows = np.concatenate([released.rows[~unborn], self._unopened(request_ids)])
+        self._pending = Outcome(released.round, rows, released.prompts)
+
+    def _unopened(self, request_ids: Sequence[int]) -> Ints:
+        """Returns the releases of sequences whose prompts are still being stored."""
+        known = set(self._pending.ids.tolist())
+        gone = [
+            request
+            for request in self.batch.opened.values()
+            if request.request_id in request_ids and request.request_id not in known
+        ]
+        return Outcome.admission(0, gone, Event.RELEASE).rows
 
     def step(self) -> RoundResult:
         """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
         r."""
         mark, outcome = self.ledger.mark, self._pending
+        outcome.control = self.control
         self._speculator.ask(outcome)
         mark(LeadPhase.SEND)
         admissions = self.batch.apply(outcome)
@@ -114,7 +152,7 @@ class TargetLoop:
         mark(LeadPhase.BROADCAST)
         if admissions and not is_alone and self._prefill():  # the followers do, too
             mark(LeadPhase.PREFILL)
-        self._worker.upload(self.batch, speculation)
+        self._worker.upload(self.batch, speculation, outcome.control.fill)
         mark(LeadPhase.UPLOAD)
         self._worker.launch()
         mark(LeadPhase.LAUNCH)
@@ -127,7 +165,8 @@ class TargetLoop:
         logprobs = self._worker.logprobs(self.batch, speculation, accepted, bonus)
         mark(LeadPhase.SAMPLE)
         self.round += 1
-        return RoundResult(speculation, self._pending, self._worker.elapsed_s(), logprobs)
+        seconds, rows = self._worker.elapsed_s(), self._worker.num_rows
+        return RoundResult(speculation, self._pending, seconds, logprobs, rows)
 
     def _prefill(self) -> bool:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""
@@ -139,7 +178,13 @@ class TargetLoop:
     def _outcome(self, accepted: Ints, bonus: Ints) -> Outcome:
         rows = self.batch.identity.copy()
         rows[:, 3], rows[:, 4] = accepted, bonus
+        if self.batch.opened and (joined := self._stored()):
+            rows = np.concatenate([rows, Outcome.admission(0, joined, Event.JOIN).rows])
         return Outcome(self.round, rows)
+
+    def _stored(self) -> list[Request]:
+        """Returns the opened sequences whose whole prompts are stored."""
+        return [r for slot, r in self.batch.opened.items() if self._worker.is_stored(slot)]
 
     def stop(self) -> None:
         """Ends the loops of the followers and of the draft."""
@@ -189,7 +234,7 @@ def follow(
         ledger.mark(FollowPhase.COMMIT)
         if admissions and worker.fill(batch, range(len(batch)), waiter):
             ledger.mark(FollowPhase.PREFILL)
-        worker.upload(batch, speculation)
+        worker.upload(batch, speculation, outcome.control.fill)
         ledger.mark(FollowPhase.UPLOAD)
         worker.launch()
         ledger.mark(FollowPhase.LAUNCH)

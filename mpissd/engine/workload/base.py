@@ -85,13 +85,14 @@ class Worker(PlacedWorker):
 class TargetWorker(Worker):
     """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
-    def upload(self, batch: Batch, speculation: Speculation) -> None:
+    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         """Hands the tokens that the next launch verifies to the device.
 
-        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens.
+        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. Behind
+        them, up to `fill` tokens of opened prompts are stored.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
-        self._upload_trunk(len(tokens), tokens, batch, speculation)
+        self._upload_trunk(len(tokens), tokens, batch, speculation, fill)
 
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""

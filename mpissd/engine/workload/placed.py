@@ -6,14 +6,14 @@ Without a placement (a model of products alone) rows have no place, and nothing 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Forwards, Places
 from mpissd.engine.workload.placement import Gap, Placement, chunk, joined
 from mpissd.engine.workload.rollout import Rollout
 
@@ -25,6 +25,8 @@ class PlacedWorker(ABC):
 
     stepper: Forwards
     placement: Placement | None = None
+    num_rows = 0  # of the trunk forward that was uploaded last
+    _opened: Mapping[int, Request] = {}  # by slot, those whose prompts are being stored
 
     @abstractmethod
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
@@ -38,14 +40,20 @@ class PlacedWorker(ABC):
         """Begins a round: places new sequences in the KV cache, rolls the others back."""
         placement = self.placement
         if placement is not None:
-            self._vacate(placement, batch.slots)
-            for slot, request in admissions:
-                shared = self.reusable(slot, request)
-                if not shared:
-                    self.stepper.release([slot])
-                placement.admit(slot, request, shared)
+            self._vacate(placement, batch.occupied)
+            for slot, request in (*admissions, *batch.opened.items()):
+                if self._opened.get(slot) is not request:
+                    self._place(placement, slot, request)
             placement.roll_back(batch)
+        self._opened = dict(batch.opened)
         self.begin_round(batch, admissions)
+
+    def _place(self, placement: Placement, slot: int, request: Request) -> None:
+        """Gives a new sequence its slot."""
+        shared = self.reusable(slot, request)
+        if not shared:
+            self.stepper.release([slot])
+        placement.admit(slot, request, shared)
 
     def leave(self) -> None:
         """Ends a pass: gives back the pages of every sequence, where sequences share them."""
@@ -94,15 +102,52 @@ class PlacedWorker(ABC):
             self.stepper.wait(waiter)
         return True
 
+    def is_stored(self, slot: int) -> bool:
+        """Returns whether the whole prompt of an opened sequence is stored."""
+        placement, request = self.placement, self._opened[slot]
+        return placement is None or not placement.opened_gaps({slot: request}, 1)
+
+    def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> bool:
+        """Stores up to `rows` tokens of opened prompts in a forward of their own; returns whether
+        there was one to store."""
+        if self.placement is None or not rows:
+            return False
+        gaps = self.placement.opened_gaps(batch.opened, min(rows, self.stepper.most_rows))
+        if not gaps:
+            return False
+        tokens, places = self._take(self.placement, gaps)
+        self.stepper.upload(len(tokens), tokens, chunk(places, slice(None)))
+        self.stepper.launch()
+        self.stepper.wait(waiter)
+        return True
+
+    def _take(self, placement: Placement, gaps: Sequence[Gap]) -> tuple[Ints, Places]:
+        """Returns the tokens and places of parts of opened prompts, which are stored from then
+        on."""
+        parts = [np.array(self._opened[g.slot].prompt[g.start : g.stop], np.int32) for g in gaps]
+        return np.concatenate(parts), placement.fill(gaps)
+
     def _upload_trunk(
-        self, rows: int, tokens: Ints, batch: Batch, speculation: Speculation
+        self, rows: int, tokens: Ints, batch: Batch, speculation: Speculation, fill: int = 0
     ) -> None:
-        """Hands the last token of each sequence and its served tokens to the device."""
+        """Hands the last token of each sequence and its served tokens to the device.
+
+        Behind them come up to `fill` tokens of opened prompts.
+        """
+        self.num_rows = rows
         if self.placement is None:
             self.stepper.upload(rows, tokens)
-        else:
-            places = self.placement.trunk(batch, speculation.num_draft)
-            self.stepper.upload(rows, tokens, places)
+            return
+        places = self.placement.trunk(batch, speculation.num_draft)
+        fill = min(fill, self.stepper.most_rows - rows)
+        if gaps := self.placement.opened_gaps(batch.opened, fill) if fill > 0 else ():
+            more, behind = self._take(self.placement, gaps)
+            tokens, rows = np.concatenate([tokens, more]), rows + len(more)
+            places = joined([places, behind])
+            if not len(batch):
+                places = chunk(places, slice(None))
+        self.num_rows = rows
+        self.stepper.upload(rows, tokens, places)
 
     def _upload_lanes(
         self, placement: Placement, rollouts: Sequence[Rollout], inputs: Sequence[Ints]

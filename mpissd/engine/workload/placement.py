@@ -12,7 +12,7 @@ attention reads as many bytes as it would, and no token depends on their values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +78,18 @@ class Placement:
             self.filled[slot] = shared
         else:
             self._base[slot] = self.filled[slot] = self._context
+
+    def opened_gaps(self, opened: Mapping[int, Request], most: int) -> list[Gap]:
+        """Returns the next `most` tokens of opened prompts that the cache lacks, by slot; the last
+        token of a prompt is never one of them, since its first round reads it."""
+        found = []
+        for slot, request in opened.items():
+            start, end = int(self.filled[slot]), len(request.prompt) - 1
+            stop = min(end, start + most)
+            if stop > start:
+                found.append(Gap(slot, start, stop))
+                most -= stop - start
+        return found
 
     def vacate(self, slots: Index) -> list[int]:
         """Follows the slots of the batch; returns those that were left, whose cache is void."""

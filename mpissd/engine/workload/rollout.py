@@ -49,8 +49,9 @@ class Rollout:
         if self.places is not None:
             self.places = self.places.keep(chosen)
 
-    def proposals(self, lane: int) -> list[NDArray[np.float32]]:
-        """Returns the distributions [V] of the lane's tokens that were drawn with q < 1."""
+    def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
+        """Returns the distributions [V] of the lane's first `steps` tokens that were drawn with
+        q < 1."""
         return []
 
 

@@ -63,8 +63,8 @@ class SampledRollout(Rollout):
         self.lanes = [self.lanes[n] for n in lanes]
         self.recorded = [self.recorded[n] for n in lanes]
 
-    def proposals(self, lane: int) -> list[NDArray[np.float32]]:
-        return [row for row in self.recorded[lane] if row is not None]
+    def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
+        return [row for row in self.recorded[lane][:steps] if row is not None]
 
 
 class SamplingDraftWorker(DraftWorker):

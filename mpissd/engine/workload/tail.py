@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import DraftWorker
@@ -60,6 +61,9 @@ class TailWorker(DraftWorker):
 
     def enter(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.enter(batch, admissions)
+
+    def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> bool:
+        return self._worker.store_opened(batch, rows, waiter)
 
     def leave(self) -> None:
         self._worker.leave()

@@ -47,7 +47,7 @@ class MarkovTargetWorker(SamplingTargetWorker):
             stepper, self._laws, tp=self._tp, rank=self._rank, gather=self._gather
         )
 
-    def upload(self, batch: Batch, speculation: Speculation) -> None:
+    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         self._histories.serve(batch, speculation)
         self._contexts = [
             context

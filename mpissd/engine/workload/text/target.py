@@ -58,13 +58,13 @@ class TextTargetWorker(SamplingTargetWorker):
     def committed(self, slot: int, start: int, stop: int) -> Ints:
         return self._histories.committed(slot, start, stop)
 
-    def upload(self, batch: Batch, speculation: Speculation) -> None:
+    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         self._histories.serve(batch, speculation)
         self._num_rows = speculation.num_rows
         requests = [history.request for history in self._histories.rows(batch)]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
         self._reads_logits = self._draws_any or any(one.logprobs for one in requests)
-        super().upload(batch, speculation)
+        super().upload(batch, speculation, fill)
 
     def wait(self, waiter: Waiter) -> None:
         super().wait(waiter)
@@ -79,6 +79,8 @@ class TextTargetWorker(SamplingTargetWorker):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         """Returns (num_accepted, bonus), both int32 [b]: greedily, or by rejection sampling."""
+        if not len(batch):
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
         if self._gather is not None and self._reads_logits:
             self._parts = self._gather.result()
         self._best = self._likeliest()
