@@ -11,6 +11,7 @@ from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
 from mpissd.lab.measure import host_costs
+from mpissd.lab.measure.forward_times import ForwardTimes
 
 N = 9
 PATIENT = Waiter(60.0, spin=False, spin_s=200e-6)
@@ -68,5 +69,5 @@ def test_a_reading_is_the_wait_after_growth_that_was_cut_short() -> None:
 
 
 def test_a_pause_is_the_bucket_s_and_bounded() -> None:
-    pause_s = host_costs.pause_of(host_costs.ForwardTimes({4: 2e-3, 8: 3e-3, 64: 0.1}, 0.0))
+    pause_s = host_costs.pause_of(ForwardTimes({4: 2e-3, 8: 3e-3, 64: 0.1}, 0.0))
     assert [pause_s(rows) for rows in (1, 4, 5, 8, 9, 99)] == [2e-3, 2e-3, 3e-3, 3e-3, 8e-3, 8e-3]

@@ -11,7 +11,8 @@ from mpissd.common.config import RunConfig
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.lab.measure import calibrate
-from mpissd.lab.measure.host_costs import ForwardTimes, pause_of
+from mpissd.lab.measure.forward_times import ForwardTimes, Rehearsed
+from mpissd.lab.measure.host_costs import pause_of
 
 TARGET = ForwardTimes({1: 4e-3, 5: 4e-3, 11: 4e-3}, 0.0)
 QUICK = ForwardTimes({1: 533e-6, 11: 591e-6}, 0.0)  # at most 32 rows: products chained
@@ -32,11 +33,11 @@ def host_costs_of(jobs: list[tuple[Job, ForwardTimes]], monkeypatch: Any) -> lis
     calibrations, backend = Calibrations(), Backend()
 
     def paused_pass(rank: Any, target: Any, draft: Any, *, ahead: bool) -> Any:
-        return None if ahead else pause_of(draft)(1)
+        return SimpleNamespace(pause=None if ahead else pause_of(draft)(1), rehearsed=Rehearsed())
 
-    monkeypatch.setattr(calibrate, "_paused_pass", paused_pass)
-    monkeypatch.setattr(calibrate, "_nap", lambda *_: 0.0)
-    monkeypatch.setattr(calibrate, "host_costs", lambda session, leads, drafts, *_: drafts[0])
+    monkeypatch.setattr(calibrate, "paused_pass", paused_pass)
+    monkeypatch.setattr(calibrate, "nap_of", lambda *_: 0.0)
+    monkeypatch.setattr(calibrate, "host_costs", lambda session, leads, drafts, *_: drafts[0].pause)
     found = []
     for each, draft in jobs:
         world = SimpleNamespace(gather=lambda passes: [passes, passes])
@@ -45,7 +46,7 @@ def host_costs_of(jobs: list[tuple[Job, ForwardTimes]], monkeypatch: Any) -> lis
             job=each, calibrations=calibrations, topology=topology, backend=backend
         )
         rank: Any = SimpleNamespace(session=session)
-        found.append(calibrate._host_costs(rank, TARGET, draft))
+        found.append(calibrate._host_costs(rank, TARGET, draft)[0])
     return found
 
 

@@ -99,9 +99,9 @@ class HostEntry:
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    lanes: int = (
-        0  # branches of a sequence; seconds["keys"] includes their keys; 0: none or unknown
-    )
+    # Branches of a sequence, whose keys are in seconds["keys"]; 0: none or unknown.
+    lanes: int = 0
+    context: int = 0  # the mean context of a transformer's forwards, on a CPU; 0: of any
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
@@ -112,10 +112,8 @@ class HostEntry:
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
         counts = {name: _whole(entry[name]) for name in names}
-        lanes = int(entry.get("lanes", 0))
-        return cls(
-            str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]), lanes=lanes
-        )
+        counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
+        return cls(str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]))
 
 
 Series = Mapping[tuple[Any, ...], Curve]

@@ -17,32 +17,23 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.comm.group import Group
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.placement import timed_places
-from mpissd.lab.measure.cold import with_cold_steps
-from mpissd.lab.measure.host_costs import (
-    ForwardTimes,
-    PassLedgers,
-    Table,
-    host_costs,
-    pause_of,
-    paused_twin,
-)
-from mpissd.lab.measure.naps import measure_nap
+from mpissd.lab.measure.forward_times import ForwardTimes, in_sequence
+from mpissd.lab.measure.host_costs import LONGEST_PAUSE_S, host_costs
+from mpissd.lab.measure.passes import nap_of, paused_pass
+from mpissd.lab.measure.rehearsal import LONGEST_S
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
-WARM_ID = 1 << 30  # first request id of the sequences used for calibration alone
 _REPEATS = 5
-_PAUSED_ROUNDS = 18
+_MOST_REPEATS, _BUDGET_S = 50, 0.1  # of a transformer on a CPU
 _BUILDING_S = 3600.0
 _UNSEEN = (
     "alpha",
@@ -55,7 +46,6 @@ _UNSEEN = (
     "schedule",
 )
 _GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law", "on_late")
-_SKIP = 3  # first rounds of a pass, dropped as warm-up
 
 
 @dataclass(frozen=True)
@@ -91,11 +81,10 @@ def calibrate(rank: Rank) -> JobProfile | None:
     draft = topology.world.bcast(draft, root=topology.tp if topology.num_drafts else 0)
     target = topology.world.bcast(target, root=0)
     key = "host", _key(session.job, ()), session.job.fan_outs
-    measured = partial(_host_costs, rank, target, draft)
-    host = known.once(session.backend, key, lambda: with_cold_steps(rank, draft, measured()))
-    if host is None or target is None:
+    measured = known.once(session.backend, key, lambda: _host_costs(rank, target, draft))
+    if measured is None or target is None:
         return None
-    device = DeviceCosts.from_points(target.seconds, None if draft is None else draft.seconds)
+    host, device = measured
     return JobProfile(device, host, read, peak, reduces, known.since)
 
 
@@ -111,28 +100,29 @@ def _key(job: Job, unseen: Iterable[str]) -> Hashable:
 
 def _host_costs(
     rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None
-) -> HostCosts | None:
-    """Measures the host costs of the job's decoding loops over paused forwards.
+) -> tuple[HostCosts, DeviceCosts] | None:
+    """Measures the host costs of the job's decoding loops over paused forwards, or rehearsed ones.
 
-    Collective over the job's world; returns the costs on the lead and None elsewhere. The pass
-    without branches does not depend on the hit law or the fan-out, so configurations with equal
-    pauses share it.
+    Collective over the job's world; returns these and the forwards' costs on the lead, and None
+    elsewhere. The pass without branches does not depend on the hit law or the fan-out, so
+    configurations with equal pauses share it.
     """
     session, known = rank.session, rank.session.calibrations
     topology, plain = session.topology, _pass_key(session.job, target, draft)
     owner = session.backend
     passes = [
-        known.once(owner, ("pass", plain), lambda: _paused_pass(rank, target, draft, ahead=False))
+        known.once(owner, ("pass", plain), lambda: paused_pass(rank, target, draft, ahead=False))
     ]
     if session.job.fan_out:
-        passes.append(_paused_pass(rank, target, draft, ahead=True))
-    nap = known.once(owner, ("nap", plain), lambda: _nap(rank, target, draft))
+        passes.append(paused_pass(rank, target, draft, ahead=True))
+    nap = known.once(owner, ("nap", plain), lambda: nap_of(rank, target, draft))
     every = topology.world.gather(passes)
     if every is None or target is None:
         return None
     leads = every[0]
     drafts = every[topology.tp] if topology.num_drafts else every[0]
-    return host_costs(session, leads, drafts, target, draft, nap)
+    device = in_sequence(session.job, leads[-1].rehearsed, drafts[-1].rehearsed, target, draft)
+    return host_costs(session, leads, drafts, target, draft, nap), device
 
 
 def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None) -> Hashable:
@@ -142,8 +132,9 @@ def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None)
     kernel, and its forward then takes a different time.
     """
     rows = -(-job.config.batch_size // max(1, job.config.drafts))
-    drafting = None if draft is None else pause_of(draft)(rows)
-    return _key(job, _GROWN), pause_of(target)(job.verify_rows), drafting
+    assert target is not None, "a pass without a measured forward"
+    drafting = None if draft is None else min(draft(rows), LONGEST_PAUSE_S)
+    return _key(job, _GROWN), min(target(job.verify_rows), LONGEST_PAUSE_S), drafting
 
 
 def _forward_times(session: Session, worker: Any) -> ForwardTimes:
@@ -154,7 +145,9 @@ def _forward_times(session: Session, worker: Any) -> ForwardTimes:
         for rows in stepper.buckets
     }
     seconds = {rows: device for rows, (device, _) in timed.items()}
-    return ForwardTimes(seconds, max(0.0, float(np.median([host for _, host in timed.values()]))))
+    host_s = max(0.0, float(np.median([host for _, host in timed.values()])))
+    on_host = session.backend.info.kind == "cpu" and stepper.options.capacity > 0
+    return ForwardTimes(seconds, host_s, on_host and max(seconds.values()) <= LONGEST_S)
 
 
 def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
@@ -162,19 +155,35 @@ def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
 
     Returns two medians in seconds: time on the device, and time that the host adds to it.
     """
-    sequences, times = session.job.config.batch_size, []
+    sequences, times = session.job.config.batch_size, list[tuple[float, float]]()
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
     places = timed_places(rows, sequences, stepper.options)
-    for _ in range(_REPEATS + 1):  # the same count on every rank: a forward is collective
+
+    def once() -> float:
         stepper.upload(rows, tokens, places)
         start = perf_counter()
         stepper.launch()
         stepper.wait(session.waiter)
-        wall = perf_counter() - start
-        times.append((stepper.elapsed_s(), wall))
+        times.append((stepper.elapsed_s(), perf_counter() - start))
+        return times[-1][1]
+
+    for _ in range(_repeats(session, stepper, once())):
+        once()
     stepper.release(range(sequences))
     device, walls = np.array(times[1:]).T
     return float(np.median(device)), float(np.median(walls - device))
+
+
+def _repeats(session: Session, stepper: Stepper, first_s: float) -> int:
+    """Returns how often to time a forward: more often where other work may slow a host's cores.
+
+    It is the same number on every rank of the forward, which is collective.
+    """
+    if session.backend.info.kind != "cpu" or not stepper.options.capacity:
+        return _REPEATS
+    if stepper.stack.group.size > 1:
+        first_s = session.topology.group.bcast(first_s)
+    return int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
 
 
 def _rates(session: Session, worker: Any, times: ForwardTimes) -> tuple[float | None, float | None]:
@@ -255,46 +264,3 @@ def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Wait
         seconds.append(program.elapsed_s())
     program.close()
     return float(np.median(seconds[1:]))
-
-
-def _paused_pass(
-    rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None, *, ahead: bool
-) -> PassLedgers:
-    """Runs the loops with pauses for forwards; `ahead` grows branches. Returns their ledgers."""
-    session = rank.session
-    worker = drafter = None
-    if rank.target is not None:
-        worker = paused_twin(rank.target, target, session, drafts=False)
-    if rank.draft is not None:
-        twin = paused_twin(rank.draft, draft, session, drafts=True)
-        drafter = rank.drafter(twin, ahead=ahead)
-
-    def drive(loop: TargetLoop) -> Table:
-        loop.admit(session.requests(WARM_ID, session.job.config.batch_size))
-        loop.ledger.restart()
-        for _ in range(_PAUSED_ROUNDS):
-            loop.step()
-            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-        return loop.ledger.table(_SKIP, _PAUSED_ROUNDS)
-
-    lead = rank.run_pass(worker, drafter, drive)
-    if drafter is None:
-        return PassLedgers(lead)
-    measured = _SKIP, _PAUSED_ROUNDS
-    slices = drafter.ledger.slices(*measured)
-    steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
-    grow_s = float(np.median(steps)) if len(steps) else None
-    return PassLedgers(lead, drafter.ledger.table(*measured), drafter.table(*measured), grow_s)
-
-
-def _nap(rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None) -> float:
-    """Returns how many seconds late a napping rank notices a message.
-
-    The ranks wait for as long as they do in a round in which no branches are grown.
-    """
-    job, session = rank.session.job, rank.session
-    if draft is None:
-        return 0.0
-    drafting = job.num_forwards(job.backup_lookahead) * pause_of(draft)(job.config.batch_size)
-    verify = pause_of(target)(job.verify_rows)
-    return measure_nap(session.topology, session.waiter, drafting, verify)

@@ -8,7 +8,7 @@ in naps (naps), or in reading an OUTCOME that arrived during a growth step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -18,28 +18,18 @@ from numpy.typing import NDArray
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.paused import PausedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.base import W
+from mpissd.lab.measure.forward_times import ForwardTimes, Rehearsed, beyond, draft_rows
+from mpissd.lab.measure.rehearsal import RehearsedForwards, Table
 from mpissd.lab.predict.costs import HostCosts
 
-_LONGEST_PAUSE_S = 8e-3  # keeps a pass short
+LONGEST_PAUSE_S = 8e-3  # keeps a pass short
 _OVERSHOOTS = 5
 _GLUE = 2 + DraftPhase.GLUE
-
-Table = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class ForwardTimes:
-    """Median device seconds of a forward by row count, and the host time that it adds.
-
-    host_s: seconds that launching and waiting take beyond the forward itself.
-    """
-
-    seconds: dict[int, float]
-    host_s: float
 
 
 @dataclass(frozen=True)
@@ -53,6 +43,7 @@ class PassLedgers:
     draft: Table | None = None
     rounds: NDArray[Any] | None = None  # [n, Drafter.COLUMNS], a row for each draft row
     grow_s: float | None = None  # median growth step; None if no branches were grown
+    rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
     def column(self, name: str) -> NDArray[Any]:
         """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
@@ -62,21 +53,22 @@ class PassLedgers:
 
 
 def pause_of(times: ForwardTimes | None) -> Callable[[int], float]:
+    """Returns the length of a pause by its rows; 0 where none is in the passes' ledgers."""
     assert times is not None, "a pause without a measured forward"
-    known = sorted(times.seconds)
-
-    def pause_s(rows: int) -> float:
-        bucket = next((n for n in known if n >= rows), known[-1])
-        return min(times.seconds[bucket], _LONGEST_PAUSE_S)
-
-    return pause_s
+    if times.rehearsed:
+        return lambda rows: 0.0
+    return lambda rows: min(times(rows), LONGEST_PAUSE_S)
 
 
 def paused_twin(worker: W, times: ForwardTimes | None, session: Session, *, drafts: bool) -> W:
-    """Returns a worker like this one over pauses that last as its forwards do."""
+    """Returns a worker like this one over pauses that last as its forwards do, or over those."""
     assert isinstance(worker.stepper, Stepper), "pauses stand for real forwards"
-    tokens, sleep = worker.stepper.stack.buffers.tokens, session.backend.info.kind == "emulated"
-    twin = worker.twin(PausedForwards(pause_of(times), tokens, sleep=sleep))
+    if times is not None and times.rehearsed:
+        forwards: Forwards = RehearsedForwards(worker.stepper, session.job.config.batch_size)
+    else:
+        tokens, sleep = worker.stepper.stack.buffers.tokens, session.backend.info.kind == "emulated"
+        forwards = PausedForwards(pause_of(times), tokens, sleep=sleep)
+    twin = worker.twin(forwards)
     twin.placement = session.job.placement(drafts=drafts)
     return twin
 
@@ -100,11 +92,14 @@ def host_costs(
     costs = {f"lead_{phase.name.lower()}": lead[phase] for phase in _LEAD_COSTS}
     verify = pause_of(target)(job.verify_rows)
     costs["wake"] = lead[LeadPhase.DEVICE_WAIT] - verify + target.host_s - late
+    if target.rehearsed:
+        late_s = beyond(leads[-1].rehearsed.verify_s, target(job.verify_rows))
+        costs["wake"] = lead[LeadPhase.DEVICE_WAIT] + late_s
     if draft is not None:
         costs |= _draft_costs(session, drafts, draft, late)
     if session.topology.num_drafts:
         costs |= _link_costs(session.waiter, leads[0], drafts, nap)
-    if job.tp > 1 and session.backend.info.kind != "emulated":
+    if job.tp > 1 and session.backend.info.kind != "emulated" and not target.rehearsed:
         own = costs["lead_commit"] + costs["lead_upload"] + costs["lead_launch"]
         costs["follower"] = costs.get("link", 0.0) + costs.get("nap", 0.0) + own
     return HostCosts(**{name: max(0.0, float(value)) for name, value in costs.items()})
@@ -127,7 +122,9 @@ def _draft_costs(
     """Returns the costs of the draft's host by their field names in HostCosts."""
     job = session.job
     plain, pause_s = _phases(drafts[0].draft, DraftPhase), pause_of(draft)
-    again = draft.host_s - late  # host time that a real forward adds to a paused one
+    branches = job.config.batch_size * job.num_lanes
+    # host time that a real forward adds to a paused one
+    again = 0.0 if draft.rehearsed else draft.host_s - late
     backup = job.num_forwards(job.backup_lookahead) if job.config.backup != "fast" else 0
     costs = {
         "draft_commit": plain[DraftPhase.COMMIT],
@@ -137,19 +134,28 @@ def _draft_costs(
         "draft_assemble": 0.0,
     }
     if len(drafts) > 1:
-        costs |= _growth_costs(session, drafts[1], pause_s, again)
+        costs |= _growth_costs(session, drafts[1], pause_s, again, draft(job.config.batch_size))
     steps_s = plain[DraftPhase.SPECULATE] - costs["draft_assemble"]
     if backup:
-        rows = -(-job.config.batch_size // max(1, job.config.drafts))
+        rows = draft_rows(job)
         costs["step"] = steps_s / backup - pause_s(rows) + again
+        if len(drafts) == 1:
+            late_s = beyond(drafts[0].rehearsed.backup_s, backup * draft(rows))
+            costs["draft_assemble"] += late_s
     elif drafts[-1].grow_s is not None:
-        branches = job.config.batch_size * job.num_lanes
         costs["step"] = drafts[-1].grow_s - pause_s(branches) + again
+    if len(drafts) > 1:
+        costs["step"] = costs.get("step", 0.0)
+        costs["step"] += beyond(drafts[1].rehearsed.grow_s, draft(branches))
     return costs
 
 
 def _growth_costs(
-    session: Session, grown: PassLedgers, pause_s: Callable[[int], float], again: float
+    session: Session,
+    grown: PassLedgers,
+    pause_s: Callable[[int], float],
+    again: float,
+    step: float,
 ) -> dict[str, float]:
     job = session.job
     phases = _phases(grown.draft, DraftPhase)
@@ -163,7 +169,6 @@ def _growth_costs(
     hits = grown.draft[grown.column("num_jit") == 0]
     if len(hits):  # the fastest hit: all its branches were already grown
         costs["draft_assemble"] = float(hits[:, 2 + DraftPhase.SPECULATE].min()) * 1e-9
-        step = pause_s(job.config.batch_size)
         if job.config.on_late == "finish" and costs["draft_assemble"] > step:
             costs["draft_assemble"] = 0.0  # even the fastest hit had to wait for its branches
     return costs
@@ -179,6 +184,7 @@ def _link_costs(
     for longer than its patience.
     """
     patience, plain = 0.0 if waiter.spin else waiter.spin_s, drafts[0].draft
+    plain = plain if drafts[0].rehearsed.whole is None else drafts[0].rehearsed.whole
     assert lead.lead is not None and plain is not None, "a link needs both ends"
     own = (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SPECULATE, DraftPhase.SEND)
     waits = lead.lead[:, 2 + LeadPhase.DRAFT_WAIT] * 1e-9, plain[:, 2 + DraftPhase.WAIT] * 1e-9

@@ -30,8 +30,9 @@ from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.ab import Overhead, ledger_pass
 from mpissd.lab.measure.answers import write_answers_of
-from mpissd.lab.measure.calibrate import WARM_ID, JobProfile, calibrate
+from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.passes import WARM_ID
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, Tracing

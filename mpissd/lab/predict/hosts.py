@@ -9,7 +9,7 @@ the fan-out determines them, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpissd.engine.backend.profile import Profile
@@ -70,23 +70,42 @@ def entry_of(profile: Profile, job: Job) -> HostEntry | None:
 def host_of(profile: Profile, job: Job) -> HostCosts:
     """Returns a job's host costs from the profile (with_hosts); zero costs if none are known."""
     profile = with_hosts(profile)
-    return costs_at(profile, entry_of(profile, job), job.config.batch_size)
+    context = job.options.context if job.config.is_transformer else 0
+    return costs_at(profile, entry_of(profile, job), job.config.batch_size, context)
 
 
-def costs_at(profile: Profile, entry: HostEntry | None, batch_size: int) -> HostCosts:
+def costs_at(
+    profile: Profile, entry: HostEntry | None, batch_size: int, context: int = 0
+) -> HostCosts:
     """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
 
-    The interpolation is over `entry` and all entries that differ from it only in their b. Without
-    an entry all costs are zero. Raises ConfigError for a missing or unknown field.
+    The interpolation is over `entry` and all entries that differ from it only in their b, and
+    between two of a transformer's contexts. Without an entry all costs are zero. Raises ConfigError
+    for a missing or unknown field.
     """
     if entry is None:
         return HostCosts()
-    alike = {e.batch_size: e for e in profile.hosts if _way(e) == _way(entry)}
+    alike: dict[int, dict[int, HostEntry]] = {}
+    for each in profile.hosts:
+        if _way(each) == _way(entry):
+            alike.setdefault(each.context, {})[each.batch_size] = each
+    costs = {behind: _at_batch(alike[behind], batch_size).to_dict() for behind in sorted(alike)}
+    points = tuple(behind + 1 for behind in costs)
+    return HostCosts.from_dict(
+        {
+            name: Curve(points, tuple(each[name] for each in costs.values()))(context + 1)
+            for name in next(iter(costs.values()))
+        }
+    )
+
+
+def _at_batch(alike: Mapping[int, HostEntry], batch_size: int) -> HostCosts:
+    """Returns the costs at a batch size, of entries that differ in theirs alone."""
     every = [alike[batch] for batch in sorted(alike)]
     batches = tuple(e.batch_size for e in every)
     costs = {
         name: Curve(batches, tuple(e.seconds[name] for e in every))(batch_size)
-        for name in entry.seconds
+        for name in every[0].seconds
         if all(name in e.seconds for e in every)
     }
     return HostCosts.from_dict({**costs, **_keys(every)})

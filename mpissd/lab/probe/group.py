@@ -31,7 +31,7 @@ from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, 
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
 TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, as each is measured behind several contexts
 LARGE_BYTES = 1 << 20
-_NEAR = 64  # the shortest context that a transformer is measured behind
+NEAR = 64  # the shortest context that a transformer is measured behind
 _FAR = 1024  # the longest one, unless --context says more
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
 _AMPLITUDE = 2.0**-4
@@ -46,7 +46,7 @@ def contexts(longest: int) -> list[int]:
     Time grows in straight lines while the caches of all sequences fit where they are read from.
     """
     far = max(longest, _FAR)
-    return [_NEAR, far // 4, far // 2, far]
+    return [NEAR, far // 4, far // 2, far]
 
 
 class GroupProbe:

@@ -19,6 +19,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
+from mpissd.lab.probe.group import NEAR
 from mpissd.lab.probe.sample import Entry
 
 MORE_SEQUENCES = (
@@ -33,7 +34,8 @@ def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
     """
     entries: list[Entry] = []
     notes: list[str] = []
-    for config in ways(session.job.config):
+    on_host = session.backend.info.kind == "cpu"
+    for config in ways(session.job.config, on_host=on_host):
         try:
             job = _resolved(session, config)
             profile = _measured(replace(session, job=job, resources=ExitStack()))
@@ -45,17 +47,25 @@ def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
     return entries, notes
 
 
-def ways(config: RunConfig) -> Iterator[RunConfig]:
+def ways(config: RunConfig, *, on_host: bool = False) -> Iterator[RunConfig]:
     """Yields the configurations for the probe's draft ranks: AR and inline SD without one, else SD
     and SSD.
 
-    Each is measured at the probe's batch size and at eight times that.
+    Each is measured at the probe's batch size and at eight times that. on_host: forwards run on the
+    host's cores; a transformer's then disturb the caches more the longer their contexts are, so
+    that two are measured.
     """
+    contexts = [config.context]
+    if on_host and config.is_transformer and config.context > NEAR:
+        contexts = [NEAR, config.context]
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):
         drafts = config.drafts if mode != "ar" else None
         for batch in (config.batch_size, MORE_SEQUENCES * config.batch_size):
-            yield replace(config, mode=mode, num_drafts=drafts, batch_size=batch)
+            for context in contexts:
+                yield replace(
+                    config, mode=mode, num_drafts=drafts, batch_size=batch, context=context
+                )
 
 
 def _resolved(session: Session, config: RunConfig) -> Job:
@@ -89,6 +99,7 @@ def _entry(job: Job, profile: JobProfile, source: str) -> Entry:
         "batch_size": job.config.batch_size,
         "lookahead": job.lookahead,
         "lanes": job.fan_outs.branches,
+        "context": job.options.context if job.config.is_transformer else 0,
     }
     forwards = profile.device.to_dict()
     return {**about, "from": source, "seconds": profile.host.to_dict(), "job_forwards": forwards}

@@ -1,0 +1,121 @@
+"""Rehearsed passes: the decoding loops over the real forwards, for devices that run on host cores.
+
+On a CPU a forward reads tens of megabytes through the caches that the host's code lives in: code
+behind it takes two to four times as long as behind a pause. In turn a forward behind host code,
+behind another model's forwards, beside another rank's, or waiting for a rank that is late, takes
+longer than in a row of its like. A rehearsal measures both: phases without the forwards inside
+them, and the forwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.common.trace import Ledger
+from mpissd.common.wait import Waiter
+from mpissd.engine.model.forwards import Places, Results
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.placement import timed_places
+
+LONGEST_S = 50e-3  # of a forward; behind longer ones the host's work does not count
+Table = NDArray[np.int64]
+Taken = Sequence[tuple[int, int, int]]  # forwards: (begin in ns of perf_counter, ns, rows)
+
+
+class RehearsedForwards:
+    """The forwards of a stepper behind the mean context, as where they are timed in a row.
+
+    taken: a row for each forward so far, (its begin in ns of perf_counter, its ns, its rows).
+    """
+
+    def __init__(self, stepper: Stepper, sequences: int) -> None:
+        """Takes the stepper and the job's number of sequences."""
+        self._stepper, self._sequences = stepper, sequences
+        counts = range(1, stepper.most_rows + 1)
+        self._places = {n: timed_places(n, sequences, stepper.options) for n in counts}
+        self._rows = 0
+        self.taken: list[tuple[int, int, int]] = []
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward."""
+        return self._stepper.most_rows
+
+    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
+        """Hands the tokens to the stepper."""
+        self._rows = len(tokens)
+        self._stepper.upload(rows, tokens, self._places[self._rows])
+
+    def launch(self) -> None:
+        """Runs the forward, and notes what it took."""
+        begin = time.perf_counter_ns()
+        self._stepper.launch()
+        self.taken.append((begin, time.perf_counter_ns() - begin, self._rows))
+
+    def done(self) -> bool:
+        """Returns whether the forward is over; never blocks."""
+        return self._stepper.done()
+
+    def wait(self, waiter: Waiter) -> None:
+        """Waits until the forward is over."""
+        self._stepper.wait(waiter)
+
+    def elapsed_s(self) -> float:
+        """Returns the time of the last forward, in seconds."""
+        return self._stepper.elapsed_s()
+
+    def results(self) -> Results:
+        """Raises NotImplementedError: nobody reads what a rehearsal computes."""
+        raise NotImplementedError("a rehearsed forward is not read")
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Raises NotImplementedError, as `results` does."""
+        raise NotImplementedError("a rehearsed forward is not read")
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Gives the pages of these slots back."""
+        self._stepper.release(slots)
+
+    def close(self) -> None:
+        """Gives the pages of all slots back."""
+        self._stepper.release(range(self._sequences))
+
+
+def host_slices(ledger: Ledger, taken: Taken, first: int, last: int) -> Table:
+    """Returns the ledger's slices of rounds first … last-1, cut by the forwards inside them."""
+    slices = ledger.slices(first, last)
+    begins, lengths, _ = np.array(taken, np.int64).reshape(-1, 3).T
+    inside = np.searchsorted(slices[:, 3], begins, side="right")  # the first slice to end later
+    kept = inside < len(slices)
+    kept[kept] = begins[kept] >= slices[inside[kept], 2]
+    np.subtract.at(slices[:, 3], inside[kept], lengths[kept])
+    return slices
+
+
+def host_table(ledger: Ledger, taken: Taken, first: int, last: int) -> Table:
+    """Returns the ledger's table of rounds first … last-1 without the time of forwards."""
+    table, slices = ledger.table(first, last), host_slices(ledger, taken, first, last)
+    table[:, 2:] = 0
+    row = np.searchsorted(table[:, 0], slices[:, 0])
+    np.add.at(table, (row, 2 + slices[:, 1]), slices[:, 3] - slices[:, 2])
+    table[:, 1] = table[:, 2:].sum(axis=1)
+    return table
+
+
+def of_a_round(taken: Taken, per_round: int, skip: int, rows: int | None = None) -> float | None:
+    """Returns the median seconds that the forwards of a round take together; None without any.
+
+    per_round: forwards of a round. rows: count only forwards of so many rows (None: all). The first
+    `skip` rounds are left out.
+    """
+    lengths = [length for _, length, count in taken if rows is None or count == rows]
+    rounds = len(lengths) // per_round if per_round else 0
+    if rounds <= skip:
+        return None
+    each = np.array(lengths[: rounds * per_round]).reshape(rounds, per_round).sum(axis=1)
+    return float(np.median(each[skip:])) * 1e-9
