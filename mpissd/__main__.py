@@ -106,6 +106,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.lab.record.command import record
 
         return record(command.config)
+    if command.name == "laws":
+        from mpissd.lab.laws.command import laws
+
+        return laws(command.config)
     if command.name == "distill":
         from mpissd.learn.command import distill
 

@@ -37,6 +37,7 @@ LAYERS = {
     "mpissd.lab.tables": 7,
     "mpissd.lab.interchange": 7,
     "mpissd.lab.record": 7,
+    "mpissd.lab.laws": 7,
     "mpissd.lab.predict": 8,
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,

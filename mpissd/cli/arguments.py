@@ -29,6 +29,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import documented, parse_into
 from mpissd.lab.chat.config import ChatConfig
+from mpissd.lab.laws.config import LawsConfig
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
@@ -84,6 +85,11 @@ SPECS = {
     ),
     "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
     "record": Spec(RecordConfig, "Records a real pair at temperature 0, for --workload=replay."),
+    "laws": Spec(
+        LawsConfig,
+        "A pair's laws from recordings and rows of text; --laws imposes them.",
+        ("sources",),
+    ),
     "export": Spec(
         ExportConfig, "Rows as tidy CSV or Parquet, or as vLLM's K by batch size.", ("results",)
     ),

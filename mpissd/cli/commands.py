@@ -27,6 +27,7 @@ from mpissd.lab.predict.coverage import check_device, check_job, covered
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.laws import cut_law
 from mpissd.lab.predict.places import survey
+from mpissd.lab.predict.recorded import predict_replay
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Choice
 from mpissd.lab.predict.why import gaps
@@ -47,9 +48,13 @@ def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int
     if config.profile is None:
         raise ConfigError("profile: needed: a job's OUT/profiles/RUN_ID.json, or a device's")
     job, device, host, num_rounds = _costs(config, config.profile, given)
-    row = predict_row(job, device, host, num_rounds)
-    rate, rounds = row["tok_per_s"], row["round_us"]
-    print(f"   tok/s  {_number(rate)}   (the laws' mean: {_number(row['expected_tok_per_s'])})")
+    if job.config.workload == "replay":
+        row, mean = predict_replay(job, device, host), ""
+    else:
+        row = predict_row(job, device, host, num_rounds)
+        mean = f"   (the laws' mean: {_number(row['expected_tok_per_s'])})"
+    rounds = row["round_us"]
+    print(f"   tok/s  {_number(row['tok_per_s'])}{mean}")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
     print(json.dumps(row))
     return 0
@@ -121,6 +126,8 @@ def _run_config(
     for alternatives in _ALTERNATIVES:
         if set(alternatives) & set(flags):  # alternative flags for one quantity
             known |= dict.fromkeys(alternatives)
+    if "laws" in flags:  # instead of the job's own laws
+        known |= dict.fromkeys((*_HITS, "alpha", "acceptance"))
     if flags.get("mode", "ssd") != "ssd":  # leave out flags that only SSD has
         known |= {"backup": "jit", "backup_lookahead": None}
     if flags.get("mode") == "ar" or flags.get("num_drafts") == 0:
@@ -139,6 +146,8 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     heading = advice_text.heading(run, profile, config.gpus)
     print(advice_text.render(advice, heading, placed, config.gpus))
     ssd = next((choice for choice in advice.by_method if choice.mode == "ssd"), None)
+    if run.laws is not None:
+        print(f"   {advice_text.pays(advice)}")
     price = real_hits.price_line(run, ssd, placed.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
@@ -161,10 +170,11 @@ def _command(run: RunConfig, choice: Choice) -> str:
     flags = {"pair": run.pair or "", **choice.flags()}
     flags_said = said(run)
     if choice.mode != "ar":
-        flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
+        if run.laws is None or run.acceptance is not None or run.alpha is not None:
+            flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
         if "acceptance_fast" in flags_said:
             flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
-        flags |= {name: flags_said[name] for name in _HITS if name in flags_said}
+        flags |= {name: flags_said[name] for name in (*_HITS, "laws") if name in flags_said}
     flags |= {name: flags_said[name] for name in _FORWARD if name in flags_said}
     if "forward" not in flags and has_weights(split_pair(flags["pair"])[0]):
         flags["workload"] = "gemm"  # beside weights, laws have to be asked for

@@ -63,6 +63,8 @@ _PLANNED = (
     "hit_a",
     "hit_r",
     "hit_law",
+    "laws",
+    "lookup",
     "batch_size",
     "forward",
     "fuse",

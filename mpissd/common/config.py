@@ -50,6 +50,11 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return self.is_text or self.forward == "transformer"
 
     @property
+    def fast_lookup(self) -> str | None:
+        """How a fast backup finds what to copy; None if none may draft."""
+        return self.lookup if self.mode != "ar" and self.backup in ("fast", "auto") else None
+
+    @property
     def token_limit(self) -> int | None:
         """Most tokens of a sequence; an answer that nothing limits has 256."""
         unlimited = self.is_text and self.num_tokens is None and self.rounds is None

@@ -65,6 +65,9 @@ class Row(Origin, Mapping[str, Any]):
     hit_law: str | None = key(
         "the hit law that was imposed (`--hit_law` takes this text again); null unless SSD"
     )
+    laws: str | None = key(
+        "file and SHA-256 of the laws of a real pair that were imposed (`--laws`); else null"
+    )
     batch_size: int = key("b, sequences that decode together")
     draft_device_name: str | None = key(
         "the first draft rank's device, which may be of another kind than the lead's "
@@ -92,6 +95,10 @@ class Row(Origin, Mapping[str, Any]):
     backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
     acceptance_fast: str | None = key(
         "the acceptance law of a fast backup's tokens; null if no fast backup may draft"
+    )
+    lookup: str | None = key(
+        "how a fast backup finds what to copy: prompt or suffix; null if none may draft, or where "
+        "`acceptance_fast` decides"
     )
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")

@@ -7,6 +7,7 @@ pearl       PEARL [2408.11850], gamma = K + 1: the draft continues after x_K as 
 amusd       AMUSD [2410.17375]: the draft never stops; its tokens so far are served, and a rejection
             rolls it back to the bonus token
 lookup      prompt lookup: no draft model at all
+suffix      likewise, by a suffix automaton: whatever the longest repeated suffix was followed by
 
 A schedule sets flags that the user did not give, and refuses other values of them.
 """
@@ -36,6 +37,7 @@ SCHEDULES: dict[str, dict[str, str]] = {
         "on_late": "serve",
     },
     "lookup": {"mode": "sd", "num_drafts": "0", "backup": "fast"},
+    "suffix": {"mode": "sd", "num_drafts": "0", "backup": "fast", "lookup": "suffix"},
 }
 
 

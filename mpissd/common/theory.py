@@ -91,11 +91,14 @@ def stationary_hit_rate(after_hit: float, after_miss: float) -> float:
     return after_miss / (1 - after_hit + after_miss) if after_miss else 0.0
 
 
-def power_law_miss(fan_out: float, hit_a: float, hit_r: float) -> float:
-    """Returns miss(F) = min(1, A·F^{−r}), or 1 if F = 0 [S, def. 11, which has A = 1]."""
+def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:
+    """Returns miss(F) = min(1, floor + A·F^{−r}), or 1 if F = 0 [S, def. 11: A = 1, no floor].
+
+    floor: the probability of a token that the draft does not know, which no fan-out reaches.
+    """
     if fan_out <= 0:
         return 1.0
-    return min(1.0, hit_a * float(fan_out**-hit_r))  # A very steep law underflows to 0.
+    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # A very steep law underflows to 0.
 
 
 def miss_probability(

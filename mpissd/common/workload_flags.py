@@ -6,7 +6,17 @@ import json
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import DRAFTING, GROWING, Checked, flag, integer, number, switch, words
+from mpissd.common.flags import (
+    DRAFTING,
+    GROWING,
+    Checked,
+    choice,
+    flag,
+    integer,
+    number,
+    switch,
+    words,
+)
 from mpissd.common.workloads import parse_name
 
 DEFAULT_VOCAB = 64
@@ -55,6 +65,20 @@ class WorkloadFlags(Checked):
         words,
         "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
         modes=GROWING,
+        in_digest="said",
+    )
+    laws: str | None = flag(
+        None,
+        words,
+        "file of `mpissd laws`: a real pair's acceptance and hits (text, replay: of its fan-outs)",
+        modes=DRAFTING,
+        in_digest="said",
+    )
+    lookup: str = flag(
+        "prompt",
+        choice("prompt", "suffix"),
+        "how --backup=fast finds what to copy: prompt lookup, or a suffix automaton",
+        modes=DRAFTING,
         in_digest="said",
     )
     temperature: float = flag(
@@ -126,7 +150,16 @@ class WorkloadFlags(Checked):
         """The acceptance law as text, with its default."""
         if self.acceptance is not None:
             return self.acceptance
+        if self.laws is not None and self.alpha is None:
+            return f"laws:{self.laws}"
         return f"alpha:{0.8 if self.alpha is None else self.alpha}"
+
+    @property
+    def acceptance_fast_text(self) -> str:
+        """The acceptance law of a fast backup's tokens as text: a flag's, or the file of laws'."""
+        if self.laws is None or self.acceptance_fast != type(self).acceptance_fast:
+            return self.acceptance_fast
+        return f"{self.lookup}:{self.laws}"
 
     def check_acceptance(self) -> None:
         """Refuses flags that give two acceptance laws."""

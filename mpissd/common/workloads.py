@@ -60,7 +60,7 @@ def refused_flags(name: str) -> list[tuple[str, list[str]]]:
 register(
     "gemm",
     "mpissd.engine.workload.gemm.workload:GemmWorkload",
-    "alpha acceptance acceptance_fast p_hit hit_a hit_r hit_law",
+    "alpha acceptance acceptance_fast p_hit hit_a hit_r hit_law laws lookup",
 )
 register(
     "markov",
@@ -70,6 +70,7 @@ register(
 register(
     "text",
     "mpissd.engine.workload.text.workload:TextWorkload",
-    "temperature top_p saguaro_c stop_token prompt prompts prompt_ids chat_template stop show",
+    "temperature top_p saguaro_c stop_token prompt prompts prompt_ids chat_template stop show "
+    "lookup laws",
 )
-register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload", "recording")
+register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload", "recording lookup laws")

@@ -16,7 +16,15 @@ LINES = [
     for line in path.read_text().splitlines()
 ]
 NEWEST = max((line for line in LINES if "round_us" in line), key=lambda line: len(json.loads(line)))
-UNSEEN = {"recording", "forward", "weights", "t_prefill_s", "time_to_first_token_s"}
+UNSEEN = {
+    "laws",
+    "lookup",
+    "recording",
+    "forward",
+    "weights",
+    "t_prefill_s",
+    "time_to_first_token_s",
+}
 UNSEEN |= {"proposal_bytes_per_round", "proposal_wait_us"}  # keys that no committed row has yet
 RANKS = [{"device": "A"}, {"device": "A"}, {"device": "B"}]
 OWN = {"device_name": "A", "num_drafts": 1, "tp": 2}

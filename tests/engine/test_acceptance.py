@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import REAL_PAIRS
 from mpissd.engine.spec.acceptance import (
-    NEVER,
     AcceptanceLaw,
-    HitLaw,
     count_accepted,
     hazards_of_counts,
-    named_hit_law,
     resolve_acceptance,
-    resolve_hit_law,
 )
+from mpissd.engine.spec.hits import NEVER, HitLaw, named_hit_law, resolve_hit_law
 
 SEED = 20260302
 
@@ -120,7 +117,7 @@ def test_a_file_that_is_no_histogram_is_a_config_error(tmp_path: Path, content: 
         ("marginal:.9,.8", "2 values: allowed: lookahead = 3"),
         ("marginal:.8,.9,.1", "never rise"),
         ("rate:.9,.8,.7", "did you mean 'rates'"),
-        ("often", "allowed: alpha, histogram, marginal, rates"),
+        ("often", "allowed: alpha, histogram, laws, marginal, prompt, rates, suffix"),
         ("", "unknown acceptance ''"),
         ("histogram:/no/such/file", "cannot read '/no/such/file'"),
         ("histogram:", "cannot read"),
@@ -234,7 +231,7 @@ def test_a_law_is_named_by_its_label(text: str) -> None:
 def test_a_law_of_two_ends() -> None:
     law = named_hit_law("power:A=.8/.4,r=1")
     assert law.label == "power:A=0.8/0.4,r=1.0/1.0"
-    assert law.powers(3, 2) == ((0.8, 0.8, 0.4, 0.4), (1.0,) * 4)
+    assert law.powers(3, 2) == ((0.8, 0.8, 0.4, 0.4), (1.0,) * 4, (0.0,) * 4)
     assert (law.hit_probability(2), law.hit_probability(2, end=True)) == (0.6, 0.8)
     assert law.hit_probabilities(2).tolist() == [
         [0, pytest.approx(0.2), 0.6], [0, 0.6, 0.8]

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
 from mpissd.common.theory import accept_probabilities, miss_probability, stationary_hit_rate
-from mpissd.engine.spec.acceptance import HitLaw
 from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator, Seen
 from mpissd.engine.spec.fanout import optimal_fan_out
+from mpissd.engine.spec.hits import HitLaw
 
 SEED = 20260303
 BATCH = 4

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.theory import power_law_miss
-from mpissd.engine.spec.acceptance import HitLaw
 from mpissd.engine.spec.fit import LEAST_COUNT, fit_power_law, shrunk_power_laws
+from mpissd.engine.spec.hits import HitLaw
 
 SEED = 20260302
 Outcomes = st.lists(

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.rounds import Batch, Outcome, Request, Source
-from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law, resolve_hit_law
+from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import lanes_of
+from mpissd.engine.spec.hits import named_hit_law, resolve_hit_law
 from mpissd.engine.workload.gemm.law import DraftStream, TokenStream, leading
 from tests.oracle import Law
 

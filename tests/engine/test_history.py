@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Batch, Event, Outcome, Request, Source, Speculation
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.history import Histories, looked_up
+from mpissd.engine.workload.history import Histories
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel, trunk
@@ -91,21 +89,6 @@ def test_a_trunk_s_contexts_are_those_of_its_prefixes(order: int, known: int) ->
     found = trunk(model, tokens, served)
     assert found == [model.context([*tokens, *served[:n]]) for n in range(4)]
     assert trunk(model, tokens, []) == [model.context(tokens)]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2), max_size=14), st.integers(1, 4), st.integers(1, 5))
-def test_prompt_lookup_finds_the_latest_longest_match(
-    tokens: Sequence[int], longest: int, count: int
-) -> None:
-    def matches(n: int) -> list[int]:
-        """Where an earlier occurrence of the last n tokens ends."""
-        ends = range(n, len(tokens))
-        return [end for end in ends if tokens[end - n : end] == tokens[len(tokens) - n :]]
-
-    found = [n for n in range(1, longest + 1) if n < len(tokens) and matches(n)]
-    want = tokens[max(matches(max(found))) :][:count] if found else []
-    assert looked_up(tokens, longest, count) == want
 
 
 def first_draft(epoch: int, seed: int = 6) -> tuple[list[int], list[float]]:

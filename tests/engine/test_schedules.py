@@ -32,8 +32,9 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.speculator import InlineSpeculator, Speculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from mpissd.engine.workload.tail import TailWorker

@@ -20,9 +20,9 @@ from mpissd.engine.decode.controls import Controls
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.lookup import PromptLookup
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.history import looked_up
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel
@@ -204,9 +204,10 @@ def defined(
             served = greedy(laws.draft, tokens, K)[: policy.backup_lookahead]
             source = backup
         else:
-            copied = looked_up(tokens, laws.draft.order + 1, K)
-            rest = [laws.draft.likeliest] * (K - len(copied))
-            source, served = backup, [*copied, *rest][: policy.backup_lookahead]
+            lookup = PromptLookup(laws.draft.order + 1)
+            lookup.follow(tokens)
+            copied = lookup.padded(K, laws.draft.likeliest)
+            source, served = backup, copied[: policy.backup_lookahead]
         keys = {}
         fan_out = policy.fan_outs.behind(source)
         for k in range(len(served) + 1):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.rounds import Ints, Source
-from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator, Seen
+from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator, Seen, Whole
 from mpissd.engine.spec.control import BackupController, steps_to_serve
 from mpissd.engine.spec.fanout import FanOuts
 
@@ -123,6 +123,7 @@ class AdaptiveControls(Controls):
 
     def learned(self) -> dict[str, Any]:
         within, end = self.estimator.fits()
+        groups = self.estimator.groups()
         fast = self.fan_outs.after_fast
         return {
             "outcomes": self.estimator.count,
@@ -132,6 +133,8 @@ class AdaptiveControls(Controls):
             "hazards": [round(rate, 4) for rate in self.estimator.hazards()],
             "hit_law_rejected": None if within is None else asdict(within),
             "hit_law_all_accepted": None if end is None else asdict(end),
+            "ranks_rejected": counts_of(*groups[0]),
+            "ranks_all_accepted": counts_of(*groups[1]),
         }
 
     def observe(self, seen: Seen, clocks: Clocks) -> None:
@@ -157,6 +160,12 @@ class AdaptiveControls(Controls):
 def smoothed(value: float, sample: float) -> float:
     """Returns the exponential mean over about 16 samples; the first sample is taken as it is."""
     return sample if value <= 0 else value + (sample - value) / 16
+
+
+def counts_of(rank: Whole, limit: Whole) -> list[list[int]]:
+    """Returns (candidates kept, rank, how often) of each pair that occurs; rank 0: none of them."""
+    pairs, counts = np.unique(np.stack([limit, rank])[:, limit > 0], axis=1, return_counts=True)
+    return np.vstack([pairs, counts]).T.tolist()  # type: ignore[no-any-return]
 
 
 def ranks_of(

@@ -10,10 +10,10 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.share import Share
 from mpissd.engine.job import PRIOR_ALPHA, Job
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.spec.acceptance import DEFAULT_HIT_A, DEFAULT_HIT_R
 from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
 from mpissd.engine.spec.control import BackupController
 from mpissd.engine.spec.fanout import FanOuts, owners_of
+from mpissd.engine.spec.hits import DEFAULT_HIT_A, DEFAULT_HIT_R
 from mpissd.engine.workload.base import DraftWorker
 from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.tail import TailWorker
@@ -100,9 +100,9 @@ def _share(job: Job, index: int) -> Share:
     if job.config.drafts < 2:
         return Share()
     weights = job.acceptance[Source.CACHE].probabilities()
-    hit_a, hit_r = job.hit_law.powers(job.lookahead, job.lookahead)
+    powers = job.hit_law.powers(job.lookahead, job.lookahead)
 
     def owners(fan_out: tuple[int, ...]) -> Ints:
-        return owners_of(fan_out, job.config.drafts, weights, hit_a, hit_r)
+        return owners_of(fan_out, job.config.drafts, weights, *powers)
 
     return Share(index, job.config.drafts, owners)

@@ -14,8 +14,9 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
+from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.placement import Placement
 from mpissd.engine.workload.registry import workload_kind

@@ -24,8 +24,9 @@ from mpissd.engine.job.checks import (
 )
 from mpissd.engine.job.job import Job, Serving
 from mpissd.engine.model.transformer.hub import fetch_missing
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, resolve_acceptance, resolve_hit_law
+from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
+from mpissd.engine.spec.hits import HitLaw, hit_law_of
 from mpissd.engine.workload.registry import workload_of
 
 # Tried in this order: the largest pair whose shards fit is the default.
@@ -146,9 +147,9 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     acceptance = {
         Source.CACHE: primary,
         Source.JIT: primary,
-        Source.FAST: resolve_acceptance(config.acceptance_fast, lookahead),
+        Source.FAST: resolve_acceptance(config.acceptance_fast_text, lookahead),
     }
-    hit_law = resolve_hit_law(config.p_hit, config.hit_a, config.hit_r, config.hit_law)
+    hit_law = hit_law_of(config, lookahead)
     backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
     fan_outs = _fan_outs(config, acceptance, hit_law, backup_lookahead)
     if config.mode == "ssd":

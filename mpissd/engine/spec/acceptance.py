@@ -1,22 +1,17 @@
-"""The laws of a synthetic workload: how many drafted tokens are accepted, and which outcomes hit.
+"""The acceptance law of a synthetic workload: how many drafted tokens are accepted.
 
-acceptance  alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
-            rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
-            marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-            histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also in the
-                               formats of vLLM and SGLang (spec/histogram.py)
-hits        p_hit:.9             imposed: every outcome hits with probability .9 if F_k ≥ 1
-            power:A=.75,r=1      miss(F) = min(1, A·F^{−r})
-            power:A=.64/.23,r=.4/.5    one law after a rejection / another where every served token
-                                 was accepted
-            smollm2-own, …       measured on a real pair (mpissd/common/real_pairs.py)
+alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
+rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
+marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
+histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also in the formats of
+                   vLLM and SGLang (spec/histogram.py)
+laws:FILE          of a real pair's draft, measured (spec/lawfile.py)
+prompt:FILE, suffix:FILE    likewise of looked-up tokens
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -25,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.real_pairs import ASSUMED, REAL_PAIRS
-from mpissd.common.theory import accept_probabilities, power_law_miss
+from mpissd.common.theory import accept_probabilities
 from mpissd.engine.spec.histogram import read_histogram
+from mpissd.engine.spec.lawfile import load_laws
 
 Ints = NDArray[np.int32]
-
-NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
-DEFAULT_HIT_A, DEFAULT_HIT_R = ASSUMED.hit_a[0], ASSUMED.hit_r[0]
+DEFAULT_FAST = "alpha:0.3"  # assumed of looked-up tokens that were not measured
+_LAW_FILES = ("laws", "prompt", "suffix")
 
 
 @dataclass(frozen=True)
@@ -84,8 +78,23 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
     if kind == "histogram":
         counts = read_histogram(Path(values).expanduser())
         return AcceptanceLaw(hazards_of_counts(counts, lookahead), label)
-    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram"))
+    if kind in _LAW_FILES:
+        return _measured(kind, values, lookahead)
+    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram", *_LAW_FILES))
     raise ConfigError(f"{known}, as in 0.8, rates:.9,.8,.7 or histogram:FILE")
+
+
+def _measured(kind: str, path: str, lookahead: int) -> AcceptanceLaw:
+    """Returns the law of a file of laws; its label holds the numbers, to four digits.
+
+    Looked-up tokens that the file has no counts of follow DEFAULT_FAST.
+    """
+    measured = load_laws(path).behind(lookahead)
+    counts = measured.accepted if kind == "laws" else measured.fast.get(kind)
+    if counts is None:
+        return resolve_acceptance(DEFAULT_FAST, lookahead)
+    hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(counts), lookahead))
+    return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
@@ -112,140 +121,6 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
     run: Ints = ends.argmax(axis=1).astype(np.int32)
     return np.minimum(run, num_draft)
-
-
-@dataclass(frozen=True)
-class HitLaw:
-    """Draws the true bonus token's rank among the draft's candidates (1 is the first) from a
-    uniform u.
-
-    With p_hit set, the rank is 1 with that probability and NEVER otherwise. Else it follows a power
-    law, P(rank ≤ F) = 1 − min(1, A·F^{−r}). end_a and end_r apply where every served token was
-    accepted; None means the same law as after a rejection.
-    """
-
-    label: str
-    p_hit: float | None = None
-    hit_a: float = DEFAULT_HIT_A
-    hit_r: float = DEFAULT_HIT_R
-    end_a: float | None = None
-    end_r: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.p_hit is not None:
-            _probability("p_hit", self.p_hit)
-        for a, r in (self._power(end) for end in self.ends):
-            if not 0 <= a < math.inf:
-                raise ConfigError(f"hit_a={a}: allowed: at least 0 and finite")
-            if not 0 < r < math.inf:
-                raise ConfigError(f"hit_r={r}: allowed: above 0 and finite")
-
-    @property
-    def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (every served token accepted) for which this law differs."""
-        return (False,) if self.end_a is None else (False, True)
-
-    def _power(self, end: bool) -> tuple[float, float]:
-        """Returns (A, r) after a rejection (end=False), or where every served token was accepted
-        (True)."""
-        if not end or self.end_a is None or self.end_r is None:
-            return self.hit_a, self.hit_r
-        return self.end_a, self.end_r
-
-    def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Returns A_k and r_k for k = 0..K accepted of `served` tokens, in the form the fan-out
-        takes."""
-        each = [self._power(k >= served) for k in range(lookahead + 1)]
-        return tuple(a for a, _ in each), tuple(r for _, r in each)
-
-    def rank(self, u: float, end: bool = False) -> int:
-        """Returns the rank for one u in [0, 1)."""
-        return int(self.ranks(np.array([u]), end)[0])
-
-    def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Returns the ranks for an array u, in the same shape; each is from 1 to NEVER."""
-        if self.p_hit is not None:
-            return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
-        a, r = self._power(end)
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            ranks = np.ceil((a / u) ** (1 / r))
-        return np.where(u > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
-
-    def hit_probability(self, fan_out: float, end: bool = False) -> float:
-        """Returns P(the bonus token is among the first F candidates)."""
-        if self.p_hit is None:
-            return 1.0 - power_law_miss(fan_out, *self._power(end))
-        return self.p_hit if fan_out >= 1 else 0.0
-
-    def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
-        """Returns hit_probability for F = 0..widest [2, widest + 1]; row 1: all were accepted."""
-        counts = range(widest + 1)
-        return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
-
-    def check_fan_out(self, fan_out: tuple[int, ...]) -> None:
-        """Raises ConfigError if hits are imposed (p_hit) on an outcome that keeps no candidate."""
-        if self.p_hit and not all(fan_out):
-            raise ConfigError(
-                f"p_hit={self.p_hit} with fan_out {fan_out}: allowed: every F_k from 1"
-            )
-
-
-def resolve_hit_law(
-    p_hit: float | None, hit_a: float | None, hit_r: float | None, text: str | None = None
-) -> HitLaw:
-    """Returns the hit law of the flags: imposed hits, a power law, or the law that `text` names.
-
-    A or r of the power law takes its default where it is None. Raises ConfigError if the flags name
-    more than one law.
-    """
-    if text is not None:
-        if not p_hit is hit_a is hit_r is None:
-            flags = f"p_hit={p_hit}, hit_a={hit_a}, hit_r={hit_r}"
-            raise ConfigError(f"hit_law={text} with {flags}: allowed: one law")
-        return named_hit_law(text)
-    if p_hit is None:
-        a = DEFAULT_HIT_A if hit_a is None else hit_a
-        r = DEFAULT_HIT_R if hit_r is None else hit_r
-        return _power_law((a, None, r, None))
-    if hit_a is not None or hit_r is not None:
-        raise ConfigError(f"p_hit={p_hit} with hit_a={hit_a}, hit_r={hit_r}: allowed: one law")
-    return HitLaw(f"p_hit:{p_hit}", p_hit)
-
-
-_POWER = re.compile(r"A=([^/,]+)(?:/([^/,]+))?,r=([^/,]+)(?:/([^/,]+))?")
-
-
-def named_hit_law(text: str) -> HitLaw:
-    """Returns the hit law that `text` names; its label holds the numbers.
-
-    `text` may also be the hit_law of a result row.
-    """
-    kind, _, values = text.strip().partition(":")
-    if text.strip() in REAL_PAIRS:
-        pair = REAL_PAIRS[text.strip()]
-        return _power_law((*pair.hit_a, *pair.hit_r))
-    if kind == "p_hit":
-        return resolve_hit_law(_number(text, values), None, None)
-    match = _POWER.fullmatch(values)
-    if kind != "power" or match is None:
-        known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", *REAL_PAIRS))
-        raise ConfigError(f"{known}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
-    a, end_a, r, end_r = match.groups()
-    split = end_a is not None or end_r is not None
-    each = (a, end_a or a, r, end_r or r) if split else (a, None, r, None)
-    return _power_law(tuple(None if v is None else _number(text, v) for v in each))
-
-
-def _power_law(numbers: Sequence[float | None]) -> HitLaw:
-    """Returns the power law of four numbers: A after a rejection, A after an acceptance of all
-    served tokens, and the two values of r likewise.
-
-    If the second and the fourth are None, one law holds in both cases.
-    """
-    a, end_a, r, end_r = numbers
-    ends = ("", "") if end_a is None else (f"/{end_a}", f"/{end_r}")
-    assert a is not None and r is not None, numbers
-    return HitLaw(f"power:A={a}{ends[0]},r={r}{ends[1]}", None, a, r, end_a, end_r)
 
 
 def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:

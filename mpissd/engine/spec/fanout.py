@@ -36,14 +36,15 @@ def resolve_fan_out(
     alpha_rates: Sequence[float],
     hit_a: float | Sequence[float],
     hit_r: float | Sequence[float],
+    floor: float | Sequence[float] = 0.0,
     *,
     minimum: int = 0,
 ) -> tuple[int, ...]:
     """Returns F_0..F_K, K+1 whole numbers, for `uniform:F`, `geometric:B` or `list:a,b,…`.
 
-    alpha_rates: K hazards of acceptance. hit_a, hit_r: one value each, or K+1, of the law miss_k(F)
-    = min(1, A_k·F^{−r_k}). minimum: the least F_k that geometric gives (1 where F_k = 0 is not
-    allowed). Raises ConfigError, naming the value and what is allowed.
+    alpha_rates: K hazards of acceptance. hit_a, hit_r, floor: one value each, or K+1, of the law
+    miss_k(F) = min(1, floor_k + A_k·F^{−r_k}). minimum: the least F_k that geometric gives (1 where
+    F_k = 0 is not allowed). Raises ConfigError, naming the value and what is allowed.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
@@ -55,7 +56,8 @@ def resolve_fan_out(
     if kind in ("geometric", "adaptive"):  # adaptive starts with the fan-out of geometric.
         budget = _count(text, values, MAX_BRANCHES)
         weights = accept_probabilities(alpha_rates)
-        return _geometric(text, budget, weights, each_k(hit_a, width), hit_r, minimum)
+        laws = each_k(hit_a, width), hit_r, floor
+        return _geometric(text, budget, weights, *laws, minimum)
     known = unknown("fan_out", kind, ("uniform", "geometric", "list", "adaptive", "tail"))
     raise ConfigError(f"{known}, as in uniform:3, geometric:24, list:4,3,3 or adaptive:24")
 
@@ -72,6 +74,7 @@ def optimal_fan_out(
     hit_a: Sequence[float],
     hit_r: float | Sequence[float],
     minimum: int = 0,
+    floor: float | Sequence[float] = 0.0,
 ) -> tuple[int, ...]:
     """Minimises Σ_k w_k·miss_k(F_k) over whole F_k ≥ minimum with ΣF_k ≤ B; of ties, the least
     ΣF_k.
@@ -80,14 +83,14 @@ def optimal_fan_out(
     at k gains nothing, so it would never take the second (B = 24: [24, 0, …], hit rate .19 instead
     of .68).
     """
-    slopes = each_k(hit_r, len(weights))
+    slopes, floors = each_k(hit_r, len(weights)), each_k(floor, len(weights))
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
     assert spare >= 0, (budget, minimum, len(weights))
     best = np.zeros(spare + 1)  # [spare+1], the least sum over the k so far, by candidates spent
     choices: list[NDArray[np.intp]] = []
-    for weight, a, r in zip(weights, hit_a, slopes, strict=True):
-        misses = [power_law_miss(minimum + extra, a, r) for extra in range(spare + 1)]
+    for weight, *law in zip(weights, hit_a, slopes, floors, strict=True):
+        misses = [power_law_miss(minimum + extra, *law) for extra in range(spare + 1)]
         best, chosen = _add_position(best, weight * np.array(misses))
         choices.append(chosen)
     left = int(np.flatnonzero(best <= best.min() + _TIE)[0])
@@ -121,6 +124,7 @@ def _geometric(
     weights: Sequence[float],
     hit_a: Sequence[float],
     hit_r: float | Sequence[float],
+    floor: float | Sequence[float],
     minimum: int,
 ) -> tuple[int, ...]:
     """Returns the optimal fan-out for a budget.
@@ -130,7 +134,7 @@ def _geometric(
     if budget < minimum * len(weights):
         least = minimum * len(weights)
         raise ConfigError(f"fan_out {text!r}: allowed with these hits: a budget of {least} or more")
-    fan_out = optimal_fan_out(weights, budget, hit_a, hit_r, minimum)
+    fan_out = optimal_fan_out(weights, budget, hit_a, hit_r, minimum, floor)
     if not any(fan_out):
         raise ConfigError(f"fan_out {text!r}: no candidate hits under this power law: allow more")
     return fan_out
@@ -217,6 +221,7 @@ def owners_of(
     weights: Sequence[float],
     hit_a: Sequence[float],
     hit_r: float | Sequence[float],
+    floor: float | Sequence[float] = 0.0,
 ) -> Ints:
     """Returns which of D drafts grows each lane, [ΣF].
 
@@ -225,9 +230,10 @@ def owners_of(
     true, w_k·(miss_k(F − 1) − miss_k(F)).
     """
     k_of, place = lanes_of(fan_out)
-    miss, r = power_law_miss, each_k(hit_r, len(weights))
+    miss, width = power_law_miss, len(weights)
+    laws = list(zip(hit_a, each_k(hit_r, width), each_k(floor, width), strict=True))
     value = [
-        weights[k] * (miss(p, hit_a[k], r[k]) - miss(p + 1, hit_a[k], r[k]))
+        weights[k] * (miss(p, *laws[k]) - miss(p + 1, *laws[k]))
         for k, p in zip(k_of.tolist(), place.tolist(), strict=True)
     ]
     # Sort by place first, because candidates of one k must keep their order even if A = 1 gives the

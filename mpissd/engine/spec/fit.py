@@ -68,17 +68,22 @@ def fit_power_law(ranks: Ranks, limits: Ranks) -> PowerLawFit | None:
     Raises ConfigError for a rank above its limit or below 0.
     """
     likelihood = _Likelihood(ranks, limits)
-    if likelihood.count < LEAST_COUNT or not likelihood.identified:
+    if (best := likelihood.highest()) is None:
         return None
-    log_r = _highest(likelihood.profile_of_log_r, *_LOG_R)
+    log_a, log_r = best
     r = math.exp(log_r)
-    log_a = float(likelihood.best_log_a(np.array(r)))
     least = float(likelihood.value(np.array(log_a), np.array(r))) - _DROP
     r_low, r_high = _ends(likelihood.profile_of_log_r, log_r, least)
     # For every A inside its interval, the best r lies inside the interval of r.
     some_r = np.append(np.geomspace(r_low, r_high, 65), r)
     a_low, a_high = _ends(lambda x: likelihood.value(x, some_r).max(), log_a, least)
     return PowerLawFit(math.exp(log_a), r, a_low, a_high, r_low, r_high, likelihood.count)
+
+
+def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
+    """Returns (A, r) of `fit_power_law` without their intervals, in a tenth of its time."""
+    best = _Likelihood(ranks, limits).highest()
+    return None if best is None else (math.exp(best[0]), math.exp(best[1]))
 
 
 def shrunk_power_laws(
@@ -152,6 +157,13 @@ class _Likelihood:
         """Whether the likelihood has a maximum at a finite A > 0 and a finite r > 0."""
         further = (self._rank > self._first + 1).any() or (self._limit > self._first).any()
         return bool(further and (self._rank > self._first).any())
+
+    def highest(self) -> tuple[float, float] | None:
+        """Returns (log A, log r) of the maximum, or None if there is none."""
+        if self.count < LEAST_COUNT or not self.identified:
+            return None
+        log_r = _highest(self.profile_of_log_r, *_LOG_R)
+        return float(self.best_log_a(np.array(math.exp(log_r)))), log_r
 
     def value(self, log_a: Floats, r: Floats) -> Floats:
         """Returns the log-likelihood; log_a and r are broadcast against each other."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Request, Speculation
+from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
 from mpissd.engine.workload.placed import Admissions
 
 _ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
@@ -23,6 +24,7 @@ class History:
     """The state of one sequence: its tokens and the number of its rounds.
 
     tokens: committed tokens with the prompt. age: rounds so far. served: tokens under verification.
+    lookup: what a fast backup looks its tokens up in, once it has been asked.
     """
 
     request: Request
@@ -30,6 +32,7 @@ class History:
     committed: int  # Batch.lengths, which counts the prompt as one token
     age: int = 0
     served: list[int] = field(default_factory=list)
+    lookup: Lookup | None = None
 
     def first_draw(self, later: int = 0) -> int:
         """Returns the index of the round's first draw in the sequence's random streams.
@@ -42,6 +45,15 @@ class History:
         """Returns (seed, sequence), the key of its random draws; seed: the job's."""
         own = self.request.seed
         return (seed, self.request.request_id) if own is None else (own, 0)
+
+    def copied(
+        self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
+    ) -> list[int]:
+        """Returns the `count` tokens that a fast backup drafts, by this kind of lookup."""
+        if self.lookup is None:
+            self.lookup = make_lookup(kind, longest)
+        self.lookup.follow(self.tokens)
+        return self.lookup.padded(count, filler)
 
 
 class Histories:
@@ -93,23 +105,3 @@ class Histories:
     def rows(self, batch: Batch) -> list[History]:
         """Returns the histories of the batch's sequences, in the order of its rows."""
         return [self._by_slot[slot] for slot in batch.slots.tolist()]
-
-
-def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
-    """Drafts by prompt lookup: returns up to `count` tokens, or [] without a match.
-
-    Searches for the latest earlier occurrence of the sequence's last n tokens, with the largest
-    n ≤ longest that occurs, and returns the tokens that followed it.
-    """
-    best = start = 0
-    for end in range(len(tokens) - 1, 0, -1):
-        if tokens[end - 1] != tokens[-1]:
-            continue
-        n = 1
-        while n < min(longest, end) and tokens[end - 1 - n] == tokens[-1 - n]:
-            n += 1
-        if n > best:
-            best, start = n, end
-            if n == longest:
-                break
-    return list(tokens[start : start + count]) if best else []

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpissd.common.workload_flags import WorkloadFlags
+from mpissd.engine.spec.lawfile import load_laws
+
+
+def laws_label(flags: WorkloadFlags) -> str | None:
+    """Returns the name and digest of the file of laws; None without one."""
+    return None if flags.laws is None else load_laws(flags.laws).label
+
 
 @dataclass(frozen=True)
 class RowFields:
@@ -12,6 +20,7 @@ class RowFields:
     acceptance: str | None = None
     acceptance_fast: str | None = None
     hit_law: str | None = None
+    laws: str | None = None
     temperature: float | None = None
     vocab: int | None = None
     order: int | None = None
@@ -19,3 +28,4 @@ class RowFields:
     saguaro_c: float | None = None
     prompt_tokens: int | None = None
     recording: str | None = None
+    lookup: str | None = None

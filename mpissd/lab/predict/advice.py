@@ -15,7 +15,7 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.spec.acceptance import resolve_hit_law
+from mpissd.engine.spec.hits import hit_law_of
 from mpissd.lab.predict.places import Survey
 from mpissd.lab.predict.search import Choice
 
@@ -110,20 +110,25 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
     For a profile that comes from a datasheet, a second line says so.
     """
-    hits = resolve_hit_law(run.p_hit, run.hit_a, run.hit_r, run.hit_law).label
-    given = any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law))
     terms = [
         run.pair,
         run.acceptance_text,
         *(["fused"] if run.fuse else []),
         "LM head" if run.lm_head else "no LM head",
         f"context {run.context}",
-        f"hits {'given' if given else 'assumed'} {hits}",
+        f"hits {_hits(run)}",
     ]
     line = f"on {gpus} × {profile.device_name}, {', '.join(map(str, terms))}:"
     if profile.sources["read_bytes_per_s"].startswith("datasheet"):
         line += "\n   datasheet profile, never measured; no host or link cost"
     return line
+
+
+def _hits(run: RunConfig) -> str:
+    """Returns the hit law of a plan, and whether it was given, measured or assumed."""
+    if any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law)):
+        return f"given {hit_law_of(run, 1).label}"
+    return "of the same file" if run.laws else f"assumed {hit_law_of(run, 1).label}"
 
 
 def gain_text(gain: float) -> str:
@@ -174,6 +179,23 @@ def _line(choice: Choice) -> str:
         how += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead} {choice.on_late}"
     rate = f"{choice.tok_per_s:8.1f} tok/s {choice.tok_per_s_per_gpu:8.1f} a GPU"
     return f"{Family.of(choice)!s:15}{rate} {how}{_mark(bool(choice.derived))}".rstrip()
+
+
+def pays(advice: Advice) -> str:
+    """Returns a line on whether a draft pays: its fastest use over the fastest without one."""
+    drafting = next((choice for choice in advice.judged if choice.mode != "ar"), None)
+    alone = next((choice for choice in advice.judged if choice.mode == "ar"), None)
+    if drafting is None or alone is None or advice.missing:
+        return "does this draft pay here? Not judged: a use that fits is not known"
+    gain = drafting.tok_per_s / alone.tok_per_s
+    answer = "yes" if gain > 1 + ERROR else "no" if gain < 1 - ERROR else "it makes no difference"
+    line = f"does this draft pay here? {answer}: {Family.of(drafting)} {drafting.tok_per_s:.1f}"
+    line += f" tok/s over {Family.of(alone)} {alone.tok_per_s:.1f}, {gain_text(gain)}"
+    extra = advice.extra_gpu
+    if extra is not None and extra.gain_at_equal_gpus is not None:
+        line += f"; its speculation cache: {gain_text(extra.gain_at_equal_gpus)} of the best other"
+        line += f" use of {extra.ssd.gpus}"
+    return line
 
 
 def _verdict(advice: Advice, gpus: int) -> list[str]:

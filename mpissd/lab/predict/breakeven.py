@@ -37,7 +37,7 @@ def break_even_alpha(
     best = np.zeros(len(_GRID))
     for rates in _rival_rates(choice, rivals, laws, host, places):
         best = np.maximum(best, rates)
-    hazards = laws.hazards[: choice.lookahead]
+    hazards = laws.hazards[choice.lookahead - 1]
     tokens = expected_tokens_from_rates(hazards)
     lengths = [expected_tokens(alpha, len(hazards)) for alpha in _GRID]
     return _crossing(np.log(own / best), int(np.abs(np.array(lengths) - tokens).argmin()))

@@ -12,8 +12,8 @@ from typing import Any
 
 from mpissd.common.theory import fan_out_for
 from mpissd.engine.job import Job
-from mpissd.engine.spec.acceptance import resolve_hit_law
 from mpissd.engine.spec.fanout import MAX_BRANCHES
+from mpissd.engine.spec.hits import resolve_hit_law
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 

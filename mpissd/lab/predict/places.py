@@ -104,7 +104,7 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
         lookahead=choice.lookahead,
         alpha=None,
         acceptance=cut_law(config.acceptance_text, choice.lookahead),
-        acceptance_fast=cut_law(config.acceptance_fast, choice.lookahead),
+        acceptance_fast=cut_law(config.acceptance_fast_text, choice.lookahead),
     )
     if choice.fan_out is not None:
         config = replace(
@@ -168,7 +168,7 @@ def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profi
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
     wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
-    wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3")
+    wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
     memory = None if profile is None else profile.memory_bytes
     return resolve(wanted, tp, backend="emulated", memory_bytes=memory)
 

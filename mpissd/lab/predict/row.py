@@ -30,12 +30,12 @@ def is_predictable(job: Job) -> bool:
 def is_followable(job: Job) -> bool:
     """Returns whether the recurrence can time this job's rounds from their own outcomes.
 
-    Of text: acceptance and hits are the models'. Nothing may adapt, and what is served may not
-    depend on how late it is.
+    Of text and of replays: acceptance and hits are a pair's own. Nothing may adapt, and what is
+    served may not depend on how late it is.
     """
     on_time = not job.fan_out or job.config.on_late == "finish"
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
-    return job.config.is_text and on_time and has_steps and _is_fixed(job)
+    return workload_of(job).reports_outcomes and on_time and has_steps and _is_fixed(job)
 
 
 def _is_fixed(job: Job) -> bool:

@@ -15,8 +15,8 @@ from functools import lru_cache
 import numpy as np
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.spec.acceptance import HitLaw
 from mpissd.engine.spec.fanout import resolve_fan_out
+from mpissd.engine.spec.hits import HitLaw
 from mpissd.lab.predict.closed import Cells, Expected, expect, expect_ar
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
@@ -174,16 +174,16 @@ def sd_groups(
 ) -> Iterator[Group]:
     """Yields SD groups inline and on every D; every cell drafts all K tokens."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
-        if lookahead <= len(laws.hazards) and place.judges(("sd", drafts)):
+        if lookahead <= laws.longest and place.judges(("sd", drafts)):
             cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
             yield Group(("sd", drafts), place, cells, (None,))
 
 
 def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterator[Group]:
     """Yields SSD groups on T + 1 GPUs, one for each K; imposed hits need only one candidate."""
-    texts = space.fan_outs if laws.hit.p_hit is None else ("uniform:1",)
+    texts = space.fan_outs if laws.p_hit is None else ("uniform:1",)
     for lookahead in space.lookaheads:
-        if 1 not in place.num_drafts or lookahead > len(laws.hazards):
+        if 1 not in place.num_drafts or lookahead > laws.longest:
             continue
         if not place.judges(("ssd", 1)):
             continue
@@ -229,10 +229,11 @@ def _row(
     """Returns a cell's row; SD's without a fan-out, None if the laws do not allow the fan-out."""
     if text is None:
         return _not_grown(lookahead)
-    drafted = (laws.hazards_fast if fast else laws.hazards)[:backup]
-    fan_out = _fan_out(text, laws.hazards[:lookahead], lookahead, laws.hit)
+    hazards, hit = laws.hazards[lookahead - 1], laws.hits[lookahead - 1]
+    drafted = (laws.hazards_fast[lookahead - 1] if fast else hazards)[:backup]
+    fan_out = _fan_out(text, hazards, lookahead, hit)
     cut = (*drafted, *(0.0,) * (lookahead - backup))
-    fan_out_miss = _fan_out(text, cut, backup, laws.hit)
+    fan_out_miss = _fan_out(text, cut, backup, hit)
     if fan_out is None or fan_out_miss is None:
         return None
     if max(*fan_out, *fan_out_miss) > laws.most_candidates:
@@ -277,14 +278,14 @@ def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_
     fans, fans_miss = (
         np.array([getattr(row, name) for row in rows]) for name in ("fan_out", "fan_out_miss")
     )  # [G, K+1]
-    chance = laws.hit.hit_probabilities(int(max(fans.max(), fans_miss.max())))
+    chance = laws.hits[lookahead - 1].hit_probabilities(int(max(fans.max(), fans_miss.max())))
     return Cells(
         lookahead=lookahead,
         batch_size=batch,
         inline=drafts == 0,
         num_drafts=max(1, drafts),
-        hazards=_repeat(laws.hazards, lookahead, len(rows)),
-        hazards_fast=_repeat(laws.hazards_fast, lookahead, len(rows)),
+        hazards=_repeat(laws.hazards[lookahead - 1], len(rows)),
+        hazards_fast=_repeat(laws.hazards_fast[lookahead - 1], len(rows)),
         p_hits=chance[:, fans].swapaxes(0, 1),
         p_hits_miss=chance[:, fans_miss].swapaxes(0, 1),
         branches=fans.sum(axis=1),
@@ -295,5 +296,5 @@ def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_
     )
 
 
-def _repeat(hazards: Sequence[float], lookahead: int, count: int) -> Floats:
-    return np.tile(np.array(hazards[:lookahead], np.float64), (count, 1))
+def _repeat(hazards: Sequence[float], count: int) -> Floats:
+    return np.tile(np.array(hazards, np.float64), (count, 1))

@@ -21,6 +21,7 @@ from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
+from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.replay.recording import Recorded, Recording, save
 from mpissd.engine.workload.text.prompts import Prompt, read_prompts
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
@@ -65,7 +66,8 @@ def make(config: RecordConfig) -> Recording:
     prompts, stops = _prompts(config, tokenizer, target), _stops(config, tokenizer)
     answers = _answers(config, target, [prompt.tokens for prompt in prompts], stops)
     parts = list(_recorded(config, target, draft, prompts, answers, stops))
-    return Recording(vocab, parts, _about(config, target, draft))
+    known = known_ids(open_checkpoint(draft, target=target), vocab)
+    return Recording(vocab, parts, _about(config, target, draft), known=known)
 
 
 def _tokenizer(target: str) -> Tokenizer:

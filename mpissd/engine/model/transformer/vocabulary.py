@@ -79,3 +79,9 @@ class MappedCheckpoint:
     def head_ids(self) -> Ints | None:
         """Returns the token of each row of the LM head; None where row i is token i."""
         return self._ids
+
+
+def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
+    """Returns the tokens that a draft knows, rising; None if it knows all of the target's."""
+    ids, known = draft.head_ids(), draft.config.head_vocab
+    return np.arange(known, dtype=np.int32) if ids is None and known < vocab else ids

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import lanes_of
+from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.placed import Admissions
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond

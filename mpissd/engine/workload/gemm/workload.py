@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Request
+from mpissd.common.rounds import Request, Source
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.row_fields import RowFields
+from mpissd.engine.workload.row_fields import RowFields, laws_label
 
 
 class GemmWorkload(Workload):
@@ -25,9 +25,20 @@ class GemmWorkload(Workload):
     def law(self) -> str:
         job = self.job
         if job.config.is_lookup:
-            return f"acceptance {job.config.acceptance_fast} of looked-up tokens"
+            return f"acceptance {self._labels[1]} of looked-up tokens"
         hits = f", hits {job.hit_law.label}" if job.fan_out else ""
-        return f"acceptance {job.config.acceptance_text}{hits}"
+        return f"acceptance {self._labels[0]}{hits}"
+
+    @property
+    def _labels(self) -> tuple[str, str]:
+        """The acceptance laws as text: of the draft, and of looked-up tokens.
+
+        A file of laws is named by the numbers that it gives at this K.
+        """
+        job = self.job
+        if job.config.laws is None:
+            return job.config.acceptance_text, job.config.acceptance_fast
+        return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
 
     def check(self) -> None:
         """Raises ConfigError if a row needs more than V − 2 candidates.
@@ -63,7 +74,8 @@ class GemmWorkload(Workload):
         if job.draft is None:
             return RowFields()
         return RowFields(
-            acceptance=config.acceptance_text,
-            acceptance_fast=config.acceptance_fast if config.backup in ("fast", "auto") else None,
+            acceptance=self._labels[0],
+            acceptance_fast=self._labels[1] if config.backup in ("fast", "auto") else None,
             hit_law=job.hit_law.label if job.fan_out else None,
+            laws=laws_label(config),
         )

@@ -10,7 +10,7 @@ from mpissd.common.rounds import Batch, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.history import Histories, looked_up
+from mpissd.engine.workload.history import Histories
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import trunk
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
@@ -27,6 +27,7 @@ class MarkovDraftWorker(SamplingDraftWorker):
         self.stepper, self._laws, self.lookahead = stepper, laws, lookahead
         self._seed, self._fan_outs = laws.seed, fan_outs
         self._histories = Histories(lambda request: laws.prompt(request.request_id))
+        self._copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
     def twin(self, stepper: Forwards) -> MarkovDraftWorker:
         """Returns a worker with the same laws that runs its forwards on `stepper`."""
@@ -75,13 +76,8 @@ class MarkovDraftWorker(SamplingDraftWorker):
         rollout = SampledRollout(chosen, batch.last_tokens[chosen], lanes, self.lookahead)
         if source == Source.FAST:
             for lane, row in enumerate(rows):
-                rollout.tokens[lane] = self._fast(histories[row].tokens)
+                rollout.tokens[lane] = histories[row].copied(self.lookahead, *self._copies)
         return rollout
-
-    def _fast(self, tokens: Sequence[int]) -> list[int]:
-        found = looked_up(tokens, self._laws.draft.order + 1, self.lookahead)
-        unigram = self._laws.draft.likeliest
-        return found + [unigram] * (self.lookahead - len(found))
 
     def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""

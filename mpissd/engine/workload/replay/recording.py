@@ -64,6 +64,7 @@ class Recording:
 
     vocab: token ids are 0 … vocab − 1. longest, filler: how a fast backup drafts: it looks up the
     last `longest` tokens, and repeats `filler` (None: the last token) where that gives too few.
+    known: the tokens that the draft knows, rising (None: all, or not recorded).
     about: provenance: target, draft, prompts, sha256 of the weights, licence, date, tool.
     """
 
@@ -72,6 +73,7 @@ class Recording:
     about: Mapping[str, Any]
     longest: int = LONGEST
     filler: int | None = None
+    known: Ids | None = None
     name: str = ""
     sha256: str = ""
 
@@ -112,6 +114,8 @@ def save(path: Path, recording: Recording) -> None:
         "rollout": np.concatenate([part.rollout for part in parts]).astype(kind),
         "top": np.concatenate([part.top for part in parts]).astype(kind),
     }
+    if recording.known is not None:
+        arrays["known"] = recording.known.astype(kind)
     with whole_file(path) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
@@ -132,6 +136,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
         data = Path(path).read_bytes()
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             read = {name: _array(archive, name) for name in ("header", *_ARRAYS)}
+            known = _array(archive, "known") if "known.npy" in archive.namelist() else None
         header = json.loads(read["header"].tobytes())
     except _BROKEN as error:
         raise _refused(path, f"{type(error).__name__}: {error}") from error
@@ -139,7 +144,8 @@ def _load(path: str, changed: int, size: int) -> Recording:
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         found = header.get("schema") if isinstance(header, dict) else header
         raise _refused(path, f"schema {found}: allowed: {SCHEMA}")
-    if (fault := _fault(header, arrays)) is not None:
+    fault = _fault(header, arrays) or _unordered(known, header["vocab"])
+    if fault is not None:
         raise _refused(path, fault)
     return Recording(
         vocab=header["vocab"],
@@ -147,6 +153,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
         about=header["about"],
         longest=header["longest"],
         filler=header["filler"],
+        known=known,
         name=Path(path).name,
         sha256=hashlib.sha256(data).hexdigest(),
     )
@@ -191,6 +198,15 @@ def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str
     if filler is not None and not (isinstance(filler, int) and 0 <= filler < vocab):
         return f"filler {filler}: allowed: null, or a token"
     return None
+
+
+def _unordered(known: Ids | None, vocab: int) -> str | None:
+    """Returns what is wrong with the tokens that a draft knows, or None."""
+    if known is None:
+        return None
+    rises = known.ndim == 1 and len(known) > 0 and bool((np.diff(known.astype(np.int64)) > 0).all())
+    inside = rises and int(known[0]) >= 0 and int(known[-1]) < vocab
+    return None if inside else "known: allowed: tokens of the vocabulary, rising"
 
 
 def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:

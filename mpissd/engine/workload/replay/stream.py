@@ -7,14 +7,14 @@ warm-up and calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.spec.fanout import lanes_of
+from mpissd.engine.spec.lookup import make_lookup
 from mpissd.engine.workload.gemm.law import Index
-from mpissd.engine.workload.history import looked_up
 from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.replay.recording import Ids, Recording
 
@@ -37,7 +37,7 @@ class RecordedStream:
         )  # [slots], the table entry of the prompt's token 0, minus 1
         self._origin: Index = np.zeros(0, np.int64)  # [b], the entry of each sequence's next token
 
-    def _table(self, parts: list[Ids]) -> Ints:
+    def _table(self, parts: Sequence[Ids]) -> Ints:
         """Joins [end or end + K, …] of all prompts to int32 [entries, …]; zeros fill the rest.
 
         The first entries follow once more behind the last: a round reads 2·(K + 1) entries at most.
@@ -76,8 +76,18 @@ class RecordedDraft(RecordedStream):
     the keys are therefore wrong, but no outcome is one of those keys, so they are never looked up.
     """
 
-    def __init__(self, recording: Recording, capacity: int, lookahead: int, widest: int) -> None:
-        """Makes the tables; `widest` is the most candidates that a row keeps (max F_k)."""
+    def __init__(
+        self,
+        recording: Recording,
+        capacity: int,
+        lookahead: int,
+        widest: int,
+        lookup: str | None = "prompt",
+    ) -> None:
+        """Makes the tables; `widest` is the most candidates that a row keeps (max F_k).
+
+        lookup: how a fast backup finds what to copy; None if none drafts.
+        """
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._table([part.rollout[:, :lookahead] for part in parts])
@@ -85,7 +95,10 @@ class RecordedDraft(RecordedStream):
         self._width = widest + 1
         self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
         self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
-        self._fast: dict[int, list[int]] = {}  # by entry
+        self._fast: Ints | None = None
+        if lookup is not None:
+            each = [copied(recording, n, lookahead, lookup) for n in range(len(parts))]
+            self._fast = self._table(each)
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
@@ -126,17 +139,17 @@ class RecordedDraft(RecordedStream):
         origin = self._origin[rows]
         if source != Source.FAST:
             return self._rollout[origin]
-        found = [self._looked_up(entry) for entry in origin.tolist()]
-        return np.array(found, np.int32).reshape(len(found), self.lookahead)
+        assert self._fast is not None, "a fast backup without its table"
+        return self._fast[origin]
 
-    def _looked_up(self, entry: int) -> list[int]:
-        """Returns the K tokens of prompt lookup in the committed tokens before an entry."""
-        if entry not in self._fast:
-            n = int(np.searchsorted(self._starts, entry, side="right")) - 1
-            part = self.recording.sequences[n]
-            committed = [*part.prompt.tolist(), *part.tokens[: entry - self._starts[n]].tolist()]
-            found = looked_up(committed, self.recording.longest, self.lookahead)
-            filler = self.recording.filler
-            rest = committed[-1] if filler is None else filler
-            self._fast[entry] = found + [rest] * (self.lookahead - len(found))
-        return self._fast[entry]
+
+def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
+    """Returns the `count` tokens that a fast backup drafts behind each token of prompt n's answer,
+    int32 [end + K, count]: entry c is behind c tokens."""
+    part, lookup = recording.sequences[n], make_lookup(kind, recording.longest)
+    lookup.follow(part.prompt.tolist())
+    drafts = []
+    for token in part.tokens.tolist():
+        drafts.append(lookup.padded(count, recording.filler))
+        lookup.add(token)
+    return np.array(drafts, np.int32)

@@ -13,7 +13,7 @@ from mpissd.engine.workload.endings import Endings
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from mpissd.engine.workload.replay.recording import Recording, load
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
-from mpissd.engine.workload.row_fields import RowFields
+from mpissd.engine.workload.row_fields import RowFields, laws_label
 
 
 class RecordedEndings(Endings):
@@ -92,7 +92,10 @@ class ReplayWorkload(Workload):
     def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
         job, batch = self.job, self.job.config.batch_size
         widest = min(job.widest, self.recording.widest)  # without branches none is read
-        return GemmDraftWorker(stepper, RecordedDraft(self.recording, batch, job.lookahead, widest))
+        recorded = RecordedDraft(
+            self.recording, batch, job.lookahead, widest, lookup=job.config.fast_lookup
+        )
+        return GemmDraftWorker(stepper, recorded)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         parts = self.recording.sequences
@@ -100,4 +103,7 @@ class ReplayWorkload(Workload):
         return [Request(n, first_token=int(parts[n % len(parts)].prompt[-1])) for n in ids]
 
     def row_fields(self) -> RowFields:
-        return RowFields(recording=self.recording.label)
+        config = self.job.config
+        return RowFields(
+            recording=self.recording.label, lookup=config.fast_lookup, laws=laws_label(config)
+        )

@@ -11,7 +11,6 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker
-from mpissd.engine.workload.history import looked_up
 from mpissd.engine.workload.placement import Index
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.sampled import (
@@ -22,7 +21,6 @@ from mpissd.engine.workload.sampled import (
 )
 from mpissd.engine.workload.text.sequences import PromptHistories
 
-LONGEST_LOOKUP = 3  # tokens that a fast backup looks up
 _NOBODY = np.zeros(0, np.int64)
 
 
@@ -42,9 +40,11 @@ class TextDraftWorker(SamplingDraftWorker):
         samples: bool = False,
         saguaro_c: float = 1.0,
         ids: Ints | None = None,
+        lookup: str = "prompt",
     ) -> None:
         """Makes a worker.
 
+        lookup: how a fast backup finds what to copy.
         twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
         logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
         given others.
@@ -52,6 +52,7 @@ class TextDraftWorker(SamplingDraftWorker):
         self.stepper, self._seed, self._fan_outs, self._twin = stepper, seed, fan_outs, twin
         self.lookahead = twin.lookahead
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
+        self._lookup = lookup
         self._histories = PromptHistories()
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
@@ -84,17 +85,15 @@ class TextDraftWorker(SamplingDraftWorker):
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         """Returns new lanes that continue batch rows `rows` from their last committed token.
 
-        FAST lanes get all K tokens at once, by prompt lookup in the sequence; its last token
-        stands for what it does not find.
+        FAST lanes get all K tokens at once, copied from the sequence; its last token stands for
+        what the lookup does not find.
         """
         chosen = np.asarray(rows, np.int64)
         rollout = self._rollout(batch, chosen, batch.last_tokens[chosen], chosen)
         if source == Source.FAST:
             histories = self._histories.rows(batch)
             for lane, row in enumerate(rows):
-                tokens = histories[row].tokens
-                copied = looked_up(tokens, LONGEST_LOOKUP, self.lookahead)
-                rollout.tokens[lane] = copied + tokens[-1:] * (self.lookahead - len(copied))
+                rollout.tokens[lane] = histories[row].copied(self.lookahead, self._lookup)
         return rollout
 
     def _rollout(

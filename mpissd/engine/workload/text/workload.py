@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import numpy as np
-
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
@@ -14,9 +12,10 @@ from mpissd.engine.job.job import WARM_TOKENS, Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
-from mpissd.engine.workload.row_fields import RowFields
+from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.text.draft import TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, read_prompts
 from mpissd.engine.workload.text.sequences import TextEndings
@@ -60,8 +59,7 @@ class TextWorkload(Workload):
         if not self.job.drafts_by_transformer:
             return None
         draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
-        ids, known = draft.head_ids(), draft.config.head_vocab
-        return np.arange(known, dtype=np.int32) if ids is None and known < self.vocab else ids
+        return known_ids(draft, self.vocab)
 
     @property
     def proposal_width(self) -> int:
@@ -125,6 +123,7 @@ class TextWorkload(Workload):
             samples=self.samples,
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             ids=self.draft_ids,
+            lookup=config.lookup,
         )
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
@@ -162,6 +161,8 @@ class TextWorkload(Workload):
             temperature=config.temperature,
             vocab=self.vocab,
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            lookup=config.fast_lookup,
+            laws=laws_label(config),
         )
 
 

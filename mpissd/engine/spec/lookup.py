@@ -1,0 +1,134 @@
+"""Drafts without a model: what followed the last tokens of a sequence when they occurred before.
+
+PromptLookup    the last n ≤ `longest` tokens, at their latest occurrence [Saxena 2023, prompt
+                lookup decoding; the n-gram drafts of vLLM]
+SuffixLookup    the longest suffix that occurred before, of any length, by a suffix automaton
+                [Blumer et al. 1985; as a draft: Hu et al. 2024, SAM decoding]
+
+Both read a sequence token by token, in constant time a token (the automaton amortised), and draft
+in O(count), so that the cost of a round does not grow with the context.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+LOOKUPS = ("prompt", "suffix")
+LONGEST = 3  # tokens that prompt lookup compares, by default
+
+
+class Lookup(ABC):
+    """One sequence's tokens, indexed for looking up what may follow them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Reads the tokens that were appended to the sequence since the last call."""
+        for token in tokens[len(self.tokens) :]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Reads the sequence's next token."""
+        self.tokens.append(token)
+        self._add(token)
+
+    def drafted(self, count: int) -> list[int]:
+        """Returns up to `count` tokens that followed before, or [] without an occurrence."""
+        start = self._start()
+        return [] if start is None else self.tokens[start : start + count]
+
+    def padded(self, count: int, filler: int | None = None) -> list[int]:
+        """Returns `count` tokens: the drafted ones, then `filler` (None: the last token)."""
+        found = self.drafted(count)
+        rest = self.tokens[-1] if filler is None else filler
+        return found + [rest] * (count - len(found))
+
+    @abstractmethod
+    def _add(self, token: int) -> None:
+        """Indexes the newest token."""
+
+    @abstractmethod
+    def _start(self) -> int | None:
+        """Returns the index of the token behind the occurrence that was found."""
+
+
+class PromptLookup(Lookup):
+    """Finds the latest earlier occurrence of the last n tokens, with the largest n that occurs."""
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        super().__init__()
+        # For each n, the index behind each n-gram's latest occurrence; and behind the one before
+        # the newest n-gram.
+        self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
+        self._before: list[int | None] = [None] * longest
+
+    def _add(self, token: int) -> None:
+        end = len(self.tokens)
+        for n, latest in enumerate(self._latest, 1):
+            if n <= end:
+                gram = tuple(self.tokens[-n:])
+                self._before[n - 1] = latest.get(gram)
+                latest[gram] = end
+
+    def _start(self) -> int | None:
+        return next((start for start in reversed(self._before) if start is not None), None)
+
+
+class SuffixLookup(Lookup):
+    """Finds the latest earlier occurrence of the longest suffix that occurred before.
+
+    A state of the automaton stands for the substrings that end at the same places. The longest
+    suffix that also ends elsewhere is the one that the newest state's link stands for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: list[dict[int, int]] = [{}]
+        self._link, self._length = [-1], [0]
+        self._end = [0]  # by state: index behind its latest occurrence, once it has been updated
+        self._last, self._found = 0, 0
+
+    def _add(self, token: int) -> None:
+        new, state = self._state(self._length[self._last] + 1, {}), self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state >= 0:
+            self._link[new] = self._split(state, token)
+        self._last = new
+        above = self._link[new]
+        self._found = self._end[above] if above else 0
+        while above > 0:  # these substrings have just occurred again
+            self._end[above] = len(self.tokens)
+            above = self._link[above]
+
+    def _state(self, length: int, following: dict[int, int]) -> int:
+        self._next.append(following)
+        self._link.append(0)
+        self._length.append(length)
+        self._end.append(len(self.tokens))
+        return len(self._link) - 1
+
+    def _split(self, state: int, token: int) -> int:
+        """Returns the state of the longest suffix that ends in `token` and occurred before."""
+        old = self._next[state][token]
+        length = self._length[state] + 1
+        if self._length[old] == length:
+            return old
+        clone = self._state(length, dict(self._next[old]))
+        self._link[clone], self._end[clone] = self._link[old], self._end[old]
+        self._link[old] = clone
+        while state >= 0 and self._next[state].get(token) == old:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+    def _start(self) -> int | None:
+        return self._found or None
+
+
+def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:
+    """Returns an empty lookup of this kind; `longest` is of prompt lookup."""
+    return SuffixLookup() if kind == "suffix" else PromptLookup(longest)

@@ -1,0 +1,122 @@
+"""How far down the draft's candidates a bonus token was, and the law that is fitted to it.
+
+miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
+measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood law of
+the others, whose ranks are known up to the candidates kept (mpissd/engine/spec/fit.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.theory import power_law_miss
+from mpissd.engine.spec.fit import most_likely
+
+BEYOND, OUTSIDE, NO_LOOKUP = 0, -1, -2  # instead of a rank
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
+RESAMPLES = 200
+_FAILS = 0.1  # relative error of the fitted miss rate beyond which the law is said to fail
+Array = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """Counts of outcomes by sequence: [S, F + 2]; columns: rank 1 … F, beyond, outside.
+
+    Sequences are what is resampled, since outcomes of one text resemble each other.
+    """
+
+    counts: Array
+    knows_vocabulary: bool
+
+    @classmethod
+    def of(cls, sequence: Array, rank: Array, limit: int, knows_vocabulary: bool) -> RankTable:
+        """Counts ranks [n] of these sequences [n]; those without a lookup are left out."""
+        used = rank != NO_LOOKUP
+        column = np.where(rank > 0, rank - 1, limit - rank)  # BEYOND: limit, OUTSIDE: limit + 1
+        counts = np.zeros((int(sequence.max(initial=-1)) + 1, limit + 2), np.int64)
+        np.add.at(counts, (sequence[used], column[used]), 1)
+        return cls(counts, knows_vocabulary)
+
+    def joined(self, other: RankTable) -> RankTable:
+        """Returns the table of both; of the narrower one's width."""
+        width = min(self.counts.shape[1], other.counts.shape[1]) - 2
+        parts = [_narrowed(table.counts, width) for table in (self, other)]
+        return RankTable(np.concatenate(parts), self.knows_vocabulary and other.knows_vocabulary)
+
+    def to_dict(self, rng: np.random.Generator) -> dict[str, Any]:
+        """Returns the JSON form: counts, the miss rate by fan-out, and the fit; with intervals."""
+        total = self.counts.sum(axis=0)
+        found: dict[str, Any] = {
+            "outcomes": int(total.sum()),
+            "ranks": total[:-2].tolist(),
+            "beyond": int(total[-2]),
+            "outside": int(total[-1]) if self.knows_vocabulary else None,
+            "misses": {},
+            "fit": None,
+        }
+        if not total.any():
+            return found
+        fit, again = fitted(total), [total_of(self.counts, rng) for _ in range(RESAMPLES)]
+        found["misses"] = _misses(total, again, fit)
+        if fit is None:
+            return found
+        fits = [one for counts in again if (one := fitted(counts)) is not None]
+        columns = zip(("A_95", "r_95", "floor_95"), np.array(fits).T, strict=True)
+        intervals = {name: interval(column) for name, column in columns}
+        fails = [int(f) for f, miss in found["misses"].items() if miss["fails"]]
+        found["fit"] = {"A": fit[0], "r": fit[1], "floor": fit[2], **intervals, "fails_at": fails}
+        return found
+
+
+def _narrowed(counts: Array, width: int) -> Array:
+    more = counts[:, width:-1].sum(axis=1, keepdims=True)
+    return np.concatenate([counts[:, :width], more, counts[:, -1:]], axis=1)
+
+
+def total_of(counts: Array, rng: np.random.Generator) -> Array:
+    """Returns the column sums of as many rows, drawn with replacement."""
+    return np.asarray(counts[rng.integers(0, len(counts), len(counts))].sum(axis=0), np.int64)
+
+
+def fitted(total: Array) -> tuple[float, float, float] | None:
+    """Returns (A, r, floor) of counts [F + 2], or None where they do not determine a law."""
+    limit, outcomes = len(total) - 2, int(total.sum())
+    inside = total[:-1]
+    ranks = np.repeat([*range(1, limit + 1), 0], inside)
+    law = most_likely(ranks, np.full(len(ranks), limit))
+    if law is None:
+        return None
+    floor = float(total[-1]) / outcomes
+    return (1.0 - floor) * law[0], law[1], floor
+
+
+def _misses(
+    total: Array, again: Sequence[Array], fit: tuple[float, float, float] | None
+) -> dict[str, dict[str, Any]]:
+    """Returns {F: measured miss rate, its interval, the fitted one, whether the law fails}."""
+    rows = {}
+    for width in (f for f in WIDTHS if f <= len(total) - 2):
+        miss = _miss(total, width)
+        low, high = interval([_miss(counts, width) for counts in again if counts.any()])
+        law = None if fit is None else power_law_miss(width, *fit)
+        off = law is not None and abs(law - miss) > _FAILS * miss
+        fails = law is not None and off and not low <= law <= high
+        rows[str(width)] = {"miss": miss, "miss_95": [low, high], "law": law, "fails": fails}
+    return rows
+
+
+def _miss(total: Array, width: int) -> float:
+    return float(total[width:].sum() / total.sum())
+
+
+def interval(values: Sequence[float] | Floats) -> list[float]:
+    """Returns the 2.5% and 97.5% quantiles."""
+    low, high = np.percentile(np.asarray(values, np.float64), [2.5, 97.5])
+    return [float(low), float(high)]

@@ -1,0 +1,75 @@
+"""Predicts a replay: the outcomes of its recording, in the time that forwards and host take.
+
+What a recording decides depends on no time as long as hits are finished and the backup is fixed. So
+the job's own loops decide the outcomes in one process, over a device that takes no time, and the
+recurrence times each round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.records import is_first_round, outcome_digest
+from mpissd.engine.decode.in_process import Decoder
+from mpissd.engine.job import Job
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.recurrence import follow
+
+
+def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
+    """Predicts what a run of this replay would report, under the keys of a result row.
+
+    Raises ConfigError if its outcomes depend on time.
+    """
+    config = job.config
+    if job.adaptive_budget is not None or config.backup == "auto" or config.on_late != "finish":
+        raise ConfigError(
+            f"no prediction for a replay with fan_out={config.fan_out}, backup={config.backup}, "
+            f"on_late={config.on_late}: allowed: a fixed list, jit or fast, finish"
+        )
+    sequences, num_tokens = outcomes(job)
+    followed = follow(job, device, host, sequences)
+    wall = float(followed.round_s.sum())
+    rate = num_tokens / wall if wall else None
+    t_target, t_draft = followed.t_target_s, followed.t_draft_s
+    looked_up = sequences[~is_first_round(sequences)]
+    return {
+        "mode": config.mode,
+        "num_rounds": followed.num_rounds,
+        "num_tokens": num_tokens,
+        "wall_s": wall,
+        "tok_per_s": rate,
+        "tok_per_s_per_gpu": None if rate is None else rate / job.world_size,
+        "round_us": followed.round_us(),
+        "acceptance_length": float(sequences[:, 3].mean() + 1),
+        "hit_rate": float((looked_up[:, 6] > 0).mean()) if job.fan_out and len(looked_up) else None,
+        "t_target_s": t_target,
+        "t_draft_s": t_draft,
+        "t_growth_s": followed.t_growth_s,
+        "T_SD": t_draft / t_target if t_draft is not None and t_target else None,
+        "T_p": followed.T_p,
+        "exposed_us": followed.exposed_s * 1e6,
+        "outcome_digest": outcome_digest(sequences),
+    }
+
+
+def outcomes(job: Job) -> tuple[NDArray[np.int64], int]:
+    """Decodes a replay where nothing takes time; returns RoundRecords.sequences and the number of
+    tokens that count."""
+    drafts = min(1, job.config.drafts)  # outcomes are those of one draft
+    config = replace(
+        job.config, backend="emulated", device="null", draft_device=None, num_drafts=drafts
+    )
+    with Decoder(config) as decoder:
+        limit, done = config.max_rounds, 0
+        while not decoder.is_over and (limit is None or done < limit):
+            decoder.step()
+            done += 1
+        tokens = decoder.records.tokens()
+        limit = config.token_limit
+        return decoder.records.sequences(), sum(len(found[:limit]) for found in tokens.values())

@@ -1,0 +1,63 @@
+"""Lookups against their definitions, by exhaustive search in short sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.engine.spec.lookup import Lookup, PromptLookup, SuffixLookup, make_lookup
+
+
+def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
+    """The definition: behind the latest earlier end of the largest suffix n ≤ longest."""
+    for n in range(min(longest, len(tokens) - 1), 0, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if list(tokens[end - n : end]) == list(tokens[-n:]):
+                return list(tokens[end : end + count])
+    return []
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=24)
+
+
+@given(TOKENS, st.integers(1, 4), st.integers(1, 6))
+def test_prompt_lookup_is_its_definition(tokens: list[int], longest: int, count: int) -> None:
+    lookup = PromptLookup(longest)
+    lookup.follow(tokens)
+    assert lookup.drafted(count) == looked_up(tokens, longest, count)
+
+
+@given(TOKENS, st.integers(1, 6))
+def test_the_automaton_finds_the_longest_suffix_at_its_latest_place(
+    tokens: list[int], count: int
+) -> None:
+    lookup = SuffixLookup()
+    lookup.follow(tokens)
+    assert lookup.drafted(count) == looked_up(tokens, len(tokens), count)
+
+
+@given(TOKENS, st.data())
+@pytest.mark.parametrize("kind", ["prompt", "suffix"])
+def test_a_sequence_may_arrive_in_pieces(kind: str, tokens: list[int], data: st.DataObject) -> None:
+    at_once, piecewise = make_lookup(kind), make_lookup(kind)
+    at_once.follow(tokens)
+    for end in sorted(data.draw(st.lists(st.integers(0, len(tokens))))):
+        piecewise.follow(tokens[:end])
+        before: Lookup = make_lookup(kind)
+        before.follow(tokens[:end])
+        assert piecewise.drafted(3) == before.drafted(3)
+    piecewise.follow(tokens)
+    assert piecewise.drafted(5) == at_once.drafted(5)
+
+
+def test_a_short_occurrence_is_padded() -> None:
+    lookup = PromptLookup()
+    lookup.follow([7, 8, 9, 8])
+    assert lookup.drafted(3) == [9, 8]
+    assert lookup.padded(4) == [9, 8, 8, 8] and lookup.padded(3, filler=1) == [9, 8, 1]
+    empty = SuffixLookup()
+    empty.follow([1, 2])
+    assert empty.drafted(3) == [] and empty.padded(2) == [2, 2]
