@@ -53,7 +53,7 @@ class Stop:
 @dataclass(frozen=True)
 class Ready:
     """The lead decodes from now on. model: the target's name. context: tokens of prompt and answer
-    together, at most."""
+    together, at most. backend, device_name: the lead's."""
 
     op: ClassVar[str] = "ready"
     model: str
@@ -61,6 +61,8 @@ class Ready:
     stop_ids: Sequence[int]
     max_running: int
     mode: str
+    backend: str | None = None
+    device_name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The front's HTTP: requests are judged (`ask`), sent to the lead (`lead`) and answered (`app`)."""

@@ -1,0 +1,134 @@
+"""An answer from the lead's tokens: its text, its probabilities, its usage, in OpenAI's objects."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.serve.http.ask import Ask
+from mpissd.serve.protocol import End, Tokens
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of an answer. logprobs: (token, natural logarithm of its probability) pairs."""
+
+    text: str = ""
+    logprobs: Sequence[tuple[int, float]] = ()
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(self.text + other.text, [*self.logprobs, *other.logprobs])
+
+
+class Written:
+    """The text of one answer while its tokens arrive.
+
+    `finish` says why it ended ("stop", "length", …), or None so far. num_tokens counts up to the
+    end, also where the lead had decoded further.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ask: Ask, stop_ids: Collection[int]) -> None:
+        self._text = AnswerText(tokenizer, ask.stop, stop_ids)
+        self.num_tokens = 0
+        self.finish: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text has ended by itself, whatever the lead still decodes."""
+        return self._text.ended is not None
+
+    def take(self, message: Tokens) -> Piece:
+        """Takes new tokens; returns the text that can be shown now."""
+        text, logprobs = "", []
+        for place, token in enumerate(message.tokens):
+            if self._text.ended is not None:
+                break
+            text += self._text.push(token)
+            self.num_tokens += 1
+            if message.logprobs is not None:
+                logprobs.append((token, message.logprobs[place]))
+        return Piece(text, logprobs)
+
+    def close(self, end: End) -> Piece:
+        """Takes the end; returns the text that was held back."""
+        self.finish = "stop" if self._text.ended is not None else end.reason
+        return Piece(self._text.flush())
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the objects of one answer are written: of a chat, or of a completion."""
+
+    is_chat: bool
+    model: str
+    tokenizer: Tokenizer = field(repr=False)
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, piece: Piece, written: Written, usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns the object of a whole answer."""
+        said: dict[str, Any] = {"text": piece.text}
+        if self.is_chat:
+            said = {"message": {"role": "assistant", "content": piece.text}}
+        choice = {**said, **self._logprobs(piece), "finish_reason": written.finish}
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._head(kind), "choices": [{"index": 0, **choice}], "usage": usage}
+
+    def chunk(self, piece: Piece, finish: str | None, *, is_first: bool = False) -> dict[str, Any]:
+        """Returns the object of a part of an answer."""
+        said: dict[str, Any] = {"text": piece.text}
+        if self.is_chat:
+            role = {"role": "assistant"} if is_first else {}
+            said = {
+                "delta": {**role, **({"content": piece.text} if piece.text or is_first else {})}
+            }
+        choice = {**said, **self._logprobs(piece), "finish_reason": finish}
+        return {**self._head(self._chunk_kind), "choices": [{"index": 0, **choice}]}
+
+    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns the object that ends a stream with its usage."""
+        return {**self._head(self._chunk_kind), "choices": [], "usage": usage}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        name = f"{prefix}-{self.id}"
+        return {"id": name, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        if not piece.logprobs:
+            return {"logprobs": None}
+        named = [(self.tokenizer.decode([token], specials=True), p) for token, p in piece.logprobs]
+        if not self.is_chat:
+            parts = {"tokens": [name for name, _ in named], "token_logprobs": [p for _, p in named]}
+            return {"logprobs": {**parts, "top_logprobs": None, "text_offset": None}}
+        content = [
+            {"token": name, "logprob": p, "bytes": list(name.encode()), "top_logprobs": []}
+            for name, p in named
+        ]
+        return {"logprobs": {"content": content, "refusal": None}}
+
+
+def usage(prompt_tokens: int, written: Written, end: End) -> dict[str, Any]:
+    """Returns the usage; `speculation` is this server's own: what the whole request drafted."""
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": written.num_tokens}
+    counts["total_tokens"] = sum(counts.values())
+    names = ("drafted", "accepted", "hits", "rounds")
+    return {**counts, "speculation": {name: getattr(end, name) for name in names}}
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

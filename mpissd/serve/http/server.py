@@ -1,0 +1,82 @@
+"""uvicorn with the server's limits, which ends without a word on stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+
+from mpissd.engine.job import Job
+from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.serve.config import AUTO, ServeConfig
+from mpissd.serve.http.app import Defaults, Endpoints
+from mpissd.serve.http.lead import Lead
+from mpissd.serve.http.limits import CONNECTIONS, BoundedProtocol
+
+_GRACE_S = 2
+
+
+class Server(uvicorn.Server):
+    """A server whose requests end with it, each with an answer."""
+
+    def __init__(self, config: uvicorn.Config, lead: Lead) -> None:
+        super().__init__(config)
+        self._lead = lead
+
+    def end(self) -> None:
+        """Ends the server as a signal does."""
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Fails what still runs, and closes all connections."""
+        self._lead.lose("the server ends")
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await asyncio.sleep(0)  # the answers leave first
+        await super().shutdown(sockets)
+
+
+def make_server(config: ServeConfig, job: Job, lead: Lead) -> Server:
+    """Returns the server of a configuration; it serves the sockets that it is given."""
+    run = config.run
+    defaults = Defaults(
+        names=tuple(dict.fromkeys(name for name in (job.target.name, run.pair) if name)),
+        num_tokens=run.num_tokens or 512,
+        temperature=run.temperature,
+        max_wait_s=config.max_wait_s,
+        key=config.key,
+        about=_about(config),
+    )
+    app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
+    return Server(settings(app), lead)
+
+
+def _about(config: ServeConfig) -> dict[str, Any]:
+    """Returns what a load's row tells of the server."""
+    return {
+        "mode": AUTO if config.auto else config.run.mode,
+        "tp": config.tp,
+        "num_drafts": config.drafts,
+        "world_size": config.num_ranks,
+        "lookahead": 0 if config.run.mode == "ar" else config.run.lookahead,
+    }
+
+
+def settings(app: object) -> uvicorn.Config:
+    """Returns uvicorn's settings."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=BoundedProtocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=_GRACE_S,
+    )

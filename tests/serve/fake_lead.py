@@ -1,0 +1,108 @@
+"""A lead without ranks: it says a given answer to every request, at a given pace."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpissd.serve.protocol import (
+    Cancel,
+    End,
+    Message,
+    Ready,
+    RefusedRequest,
+    Stats,
+    Stop,
+    Submit,
+    Tokens,
+    pack,
+    unpack,
+)
+
+
+@dataclass
+class Script:
+    """What the lead says: `answer` (token ids) to every request, `burst` of them a round, a round
+    lasting pace_s. refuse: a status instead. dies_after: rounds behind which the lead is gone."""
+
+    answer: Sequence[int]
+    pace_s: float = 0.0
+    burst: int = 2
+    max_running: int = 4
+    context: int = 400
+    stop_ids: Sequence[int] = (1,)
+    refuse: int | None = None
+    dies_after: int | None = None
+    logprob: float = -0.25
+    draft: str = "present"
+    submitted: list[Submit] = field(default_factory=list)
+    ended: dict[int, str] = field(default_factory=dict)
+    rounds: int = 0
+    stopped: bool = False
+
+
+class FakeLead:
+    """Connects to a front's socket, in a thread of its own, until it is told to stop."""
+
+    def __init__(self, path: str, script: Script) -> None:
+        self._path, self.script = path, script
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self.thread.start()
+
+    async def _run(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(self._path, limit=1 << 24)
+        self._room = asyncio.Semaphore(self.script.max_running)
+        said = self.script
+        about = ("ssd", "numpy", "a device")
+        self._tell(Ready("tiny", said.context, said.stop_ids, said.max_running, *about))
+        self._tell(
+            Stats(running=1, pages=8, free_pages=7, mode="ssd", lookahead=4, draft=said.draft)
+        )
+        while line := await reader.readline():
+            message = unpack(line)
+            if isinstance(message, Stop):
+                self.script.stopped = True
+                break
+            self._take(message)
+        for task in self._tasks.values():
+            task.cancel()
+        self._writer.close()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Submit):
+            self.script.submitted.append(message)
+            if self.script.refuse is not None:
+                self._tell(RefusedRequest(message.id, self.script.refuse, "refused by the lead"))
+                return
+            self._tasks[message.id] = asyncio.create_task(self._decode(message))
+        elif isinstance(message, Cancel) and message.id not in self.script.ended:
+            self._tasks[message.id].cancel()
+            self._end(message.id, "cancelled")
+
+    async def _decode(self, asked: Submit) -> None:
+        tokens = list(self.script.answer)[: asked.max_tokens]
+        async with self._room:
+            for start in range(0, len(tokens), self.script.burst):
+                await asyncio.sleep(self.script.pace_s)
+                self._round(asked, tokens[start : start + self.script.burst])
+        is_stopped = tokens[-1] in self.script.stop_ids
+        self._end(asked.id, "stop" if is_stopped else "length")
+
+    def _round(self, asked: Submit, tokens: list[int]) -> None:
+        self.script.rounds += 1
+        if self.script.rounds == self.script.dies_after:
+            self._writer.transport.abort()
+            return
+        logprobs = [self.script.logprob] * len(tokens) if asked.logprobs else None
+        self._tell(Tokens(asked.id, tokens, ["cache"] * len(tokens), logprobs))
+
+    def _end(self, number: int, reason: str) -> None:
+        self.script.ended[number] = reason
+        self._tell(End(number, reason, drafted=8, accepted=5, hits=3, rounds=4))
+
+    def _tell(self, message: Message) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(pack(message))

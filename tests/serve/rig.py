@@ -1,0 +1,116 @@
+"""A server over a fake lead, on a free port, in threads of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.serve.http.app import Defaults, Endpoints
+from mpissd.serve.http.lead import Lead
+from mpissd.serve.http.listen import bound
+from mpissd.serve.http.server import Server, settings
+from tests.serve.fake_lead import FakeLead, Script
+from tests.text import tiny
+
+WAIT_S = 20.0
+
+
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(str(tiny.write(folder / "tiny")))
+
+
+@dataclass
+class Rig:
+    """A server that runs: its port, its side of the lead, and what the lead was told."""
+
+    port: int
+    lead: Lead
+    server: Server
+    script: Script
+    fake: FakeLead
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), WAIT_S)
+
+    def send(self, body: bytes, *headers: str, path: str = "/v1/completions") -> socket.socket:
+        """Sends a POST; returns the connection, on which nothing has been read."""
+        found = self.connect()
+        told = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+        told += headers or ["content-type: application/json"]
+        with contextlib.suppress(ConnectionError):
+            found.sendall("\r\n".join([*told, "", ""]).encode() + body)
+        return found
+
+    def post(self, body: bytes, *headers: str, path: str = "/v1/completions") -> tuple[int, Any]:
+        """Sends a POST; returns the status, and the body as JSON."""
+        with self.send(body, *headers, path=path) as connection:
+            return answered(connection)[:2]
+
+
+def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
+    """Reads a response with a length: its status, its JSON and its headers."""
+    with connection.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        headers = {}
+        while (line := file.readline().strip()) != b"":
+            name, _, value = line.decode().partition(":")
+            headers[name.lower()] = value.strip()
+        text = file.read(int(headers["content-length"]))
+    return status, json.loads(text) if text else None, headers
+
+
+def until(true: Callable[[], object], wait_s: float = WAIT_S) -> None:
+    """Waits until something is so; AssertionError if it is not in time."""
+    end = time.monotonic() + wait_s
+    while not true():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.01)
+
+
+@contextmanager
+def serving(
+    words: Tokenizer, script: Script, *, max_queue: int = 8, **defaults: Any
+) -> Iterator[Rig]:
+    """Serves the answers of a script."""
+    with tempfile.TemporaryDirectory() as folder, bound("127.0.0.1", 0) as listener:
+        port, path = listener.getsockname()[1], str(Path(folder, "lead"))
+        found: list[tuple[Lead, Server]] = []
+
+        async def run() -> None:
+            lead = Lead(max_queue)
+            app = Endpoints(lead, words, Defaults(("tiny", "nick"), **defaults)).app()
+            server = Server(settings(app), lead)
+            async with await lead.accept(path):
+                found.append((lead, server))
+                await server.serve(sockets=[listener])
+                lead.stop()
+                await asyncio.sleep(0.05)
+
+        thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+        thread.start()
+        until(lambda: found)
+        lead, server = found[0]
+        fake = FakeLead(path, script)
+        until(lambda: lead.ready is not None and server.started)
+        try:
+            yield Rig(port, lead, server, script, fake)
+        finally:
+            server.end()
+            thread.join(WAIT_S)
+            fake.thread.join(WAIT_S)
+            assert not thread.is_alive() and not fake.thread.is_alive()

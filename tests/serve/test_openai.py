@@ -1,0 +1,161 @@
+"""The server over a fake lead, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.engine.workload.text.tokenizer import Tokenizer
+from tests.needs import module
+from tests.serve.fake_lead import Script
+from tests.serve.rig import Rig, serving, tokenizer, until
+from tests.text import tiny
+
+openai = module("openai", "the openai client")
+STOP = 1
+QUESTION = [{"role": "user", "content": "hello?"}]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Tokenizer:
+    return tokenizer(tmp_path)
+
+
+@pytest.fixture
+def rig(words: Tokenizer) -> Iterator[Rig]:
+    answer = [*words.encode("hello wörld\nand more"), STOP]
+    with serving(words, Script(answer, pace_s=0.005)) as found:
+        yield found
+
+
+def client(rig: Rig, **given: Any) -> Any:
+    return openai.OpenAI(base_url=f"{rig.url}/v1", max_retries=0, **{"api_key": "none", **given})
+
+
+def test_a_chat(rig: Rig, words: Tokenizer) -> None:
+    answer = client(rig).chat.completions.create(model="tiny", messages=QUESTION)
+    assert answer.choices[0].message.content == "hello wörld\nand more"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop" and answer.object == "chat.completion"
+    prompt, said = len(words.chat(QUESTION)), len(rig.script.answer)
+    used = answer.usage
+    assert (used.prompt_tokens, used.completion_tokens) == (prompt, said)
+    assert used.total_tokens == prompt + said
+    assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4}
+    asked = rig.script.submitted[0]
+    assert list(asked.prompt) == words.chat(QUESTION)
+    assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, False)
+    assert asked.max_tokens == rig.script.context - prompt and asked.deadline_s == 600
+
+
+def test_a_stream_adds_up_and_characters_arrive_whole(rig: Rig) -> None:
+    stream = client(rig).chat.completions.create(
+        model="tiny", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(pieces) == "hello wörld\nand more" and len(pieces) > 3
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] == "stop" and set(reasons[:-1]) == {None}
+    assert not chunks[-1].choices and chunks[-1].usage.speculation["accepted"] == 5
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None:
+    for prompt in ("hello", ["hello"], words.encode("hello"), [words.encode("hello")]):
+        answer = client(rig).completions.create(
+            model="nick", prompt=prompt, max_tokens=3, temperature=0.5, top_p=0.9, seed=7
+        )
+        assert answer.choices[0].text == "hello w\ufffd"  # half of ö is no character
+        assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
+        asked = rig.script.submitted[-1]
+        assert list(asked.prompt) == words.encode("hello")
+        assert (asked.temperature, asked.top_p, asked.seed, asked.max_tokens) == (0.5, 0.9, 7, 3)
+    streamed = client(rig).completions.create(model="tiny", prompt="hello", stream=True)
+    assert "".join(c.choices[0].text for c in streamed) == "hello wörld\nand more"
+
+
+def test_a_stop_string_ends_the_answer_and_the_leads_work(words: Tokenizer) -> None:
+    script = Script([*words.encode("one two three " * 20), STOP], pace_s=0.01)
+    with serving(words, script) as rig:
+        answer = client(rig).completions.create(model="tiny", prompt="x", stop=["o th", "zzz"])
+        assert answer.choices[0].text == "one tw" and answer.choices[0].finish_reason == "stop"
+        until(lambda: script.ended)
+        assert script.ended == {1: "cancelled"} and script.rounds < 20
+        assert answer.usage.completion_tokens == len(words.encode("one two th"))
+        assert rig.lead.outstanding == 0
+
+
+def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> None:
+    ids = list(rig.script.answer)
+    chat = client(rig).chat.completions.create(model="tiny", messages=QUESTION, logprobs=True)
+    found = chat.choices[0].logprobs.content
+    assert [each.logprob for each in found] == [-0.25] * len(ids)
+    assert [each.token for each in found] == [words.decode([i], specials=True) for i in ids]
+    assert found[0].token == "hello" and found[0].bytes == list(b"hello")
+    told = client(rig).completions.create(model="tiny", prompt="x", logprobs=0)
+    assert told.choices[0].logprobs.token_logprobs == [-0.25] * len(ids)
+    assert client(rig).completions.create(model="tiny", prompt="x").choices[0].logprobs is None
+    chunks = list(
+        client(rig).chat.completions.create(
+            model="tiny", messages=QUESTION, logprobs=True, stream=True
+        )
+    )
+    streamed = [c.choices[0].logprobs for c in chunks if c.choices]
+    assert sum(len(each.content) for each in streamed if each is not None) == len(ids)
+
+
+def test_the_models(rig: Rig) -> None:
+    assert [model.id for model in client(rig).models.list()] == ["tiny", "nick"]
+    with pytest.raises(openai.NotFoundError, match="model='gpt': allowed: tiny, nick"):
+        client(rig).completions.create(model="gpt", prompt="x")
+
+
+def test_a_key(words: Tokenizer) -> None:
+    with serving(words, Script([STOP]), key="sesame") as rig:
+        assert client(rig, api_key="sesame").models.list().data
+        for wrong in ("sesam", "sesame2", "x"):
+            with pytest.raises(openai.AuthenticationError):
+                client(rig, api_key=wrong).models.list()
+        assert rig.post(b"{}")[0] == 401
+
+
+def test_the_leads_refusal_has_its_status(words: Tokenizer) -> None:
+    with serving(words, Script([STOP], refuse=400)) as rig:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="refused by the lead"):
+                client(rig).completions.create(model="tiny", prompt="x", stream=stream)
+        rig.script.refuse = 503
+        with pytest.raises(openai.InternalServerError) as refused:
+            client(rig).completions.create(model="tiny", prompt="x")
+        assert refused.value.status_code == 503
+
+
+def test_an_answer_that_is_left_is_cancelled(words: Tokenizer) -> None:
+    script = Script([tiny.of_byte(65)] * 390, pace_s=0.02)
+    with serving(words, script) as rig:
+        stream = client(rig).completions.create(model="tiny", prompt="x", stream=True)
+        next(iter(stream))
+        stream.close()
+        until(lambda: script.ended == {1: "cancelled"})
+        assert script.rounds < 100
+        with pytest.raises(openai.APITimeoutError):
+            client(rig, timeout=0.3).completions.create(model="tiny", prompt="x")
+        until(lambda: script.ended == {1: "cancelled", 2: "cancelled"})
+        until(lambda: rig.lead.outstanding == 0)
+
+
+def test_the_job_dies_under_its_answers(words: Tokenizer) -> None:
+    script = Script([tiny.of_byte(65)] * 390, pace_s=0.02, dies_after=3)
+    with serving(words, script) as rig:
+        stream = client(rig).completions.create(model="tiny", prompt="x", stream=True)
+        with pytest.raises(openai.APIError, match="the job is gone"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError) as refused:
+            client(rig).completions.create(model="tiny", prompt="x")
+        assert refused.value.status_code == 503 and rig.lead.outstanding == 0
