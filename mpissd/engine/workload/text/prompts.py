@@ -86,14 +86,16 @@ def _prompts_of_ids(text: str) -> list[tuple[str, Prompt]]:
 def _entries(config: RunConfig) -> list[tuple[str, Entry]]:
     """Returns each prompt as it was given, with its name for error messages."""
     if config.prompts is not None:
-        return _lines(Path(config.prompts).expanduser())
+        return read_entries(config.prompts)
     if config.prompt is None:
         raise ConfigError("prompt: needed with workload=text (or prompts=FILE.jsonl, prompt_ids)")
     return [("prompt", {"prompt": config.prompt})]
 
 
-def _lines(path: Path) -> list[tuple[str, Entry]]:
-    """Returns the entries of a JSONL file; blank lines are skipped."""
+def read_entries(file: str) -> list[tuple[str, Entry]]:
+    """Returns the entries of a JSONL file, each with its name for error messages; blank lines are
+    skipped. Raises ConfigError."""
+    path = Path(file).expanduser()
     name = f"prompts={str(path)!r}"
     try:
         lines = path.read_bytes().split(b"\n")

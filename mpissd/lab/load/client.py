@@ -1,0 +1,136 @@
+"""Sends requests to an OpenAI-compatible server when they arrive, and takes their times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.lab.load.arrivals import Arrival, Load
+from mpissd.lab.load.config import LoadConfig
+from mpissd.lab.load.served import ANSWERED, Served
+
+if TYPE_CHECKING:
+    import httpx
+
+_FAILED = 599  # a connection that broke, or an answer that did
+_KEY_VARIABLE = "MPISSD_API_KEY"
+
+
+class Client:
+    """Asks one server. Use it in an `async with` block."""
+
+    def __init__(self, config: LoadConfig) -> None:
+        """Raises ConfigError without httpx."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError("load needs httpx: pip install 'mpissd[serve]'") from error
+        key = config.api_key or os.environ.get(_KEY_VARIABLE)
+        self._broken = httpx.HTTPError
+        self._config = config
+        self._http = httpx.AsyncClient(
+            base_url=config.url.rstrip("/") + "/",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=config.deadline_s,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy would be measured as well
+        )
+        self.model = config.model or ""
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self._http.aclose()
+
+    async def about(self) -> Mapping[str, Any]:
+        """Asks which model the server has; returns what it says of itself, if it is one of ours.
+
+        Raises FaultError where no server answers.
+        """
+        try:
+            answer = await self._http.get("models")
+            found = answer.raise_for_status().json()["data"]
+            self.model = self.model or found[0]["id"]
+        except (self._broken, ValueError, LookupError, TypeError) as error:
+            raise FaultError(f"url={self._config.url}: no models there: {error}") from error
+        about: Mapping[str, Any] = {}
+        for each in found:
+            if each["id"] == self.model:
+                about = each.get("mpissd") or {}
+        return about
+
+    async def send_all(self, load: Load) -> list[Served]:
+        """Sends each request of a load at its time; returns what became of them."""
+        start = time.monotonic()
+        return await asyncio.gather(*(self._send(start, each) for each in load.arrivals))
+
+    async def _send(self, start: float, arrival: Arrival) -> Served:
+        due = start + arrival.at_s
+        await asyncio.sleep(due - time.monotonic())
+        late = time.monotonic() - due
+        try:
+            return await self._asked(due, arrival, late)
+        except (self._broken, ValueError, LookupError, TypeError):
+            return Served(arrival.at_s, _FAILED, late_s=late)
+
+    async def _asked(self, due: float, arrival: Arrival, late: float) -> Served:
+        body = self._body(arrival)
+        path = "chat/completions" if "messages" in body else "completions"
+        async with self._http.stream("POST", path, json=body) as response:
+            if response.status_code != ANSWERED:
+                return Served(arrival.at_s, response.status_code, late_s=late)
+            return await self._read(due, arrival, late, response)
+
+    def _body(self, arrival: Arrival) -> dict[str, Any]:
+        subject = {"messages": arrival.entry.get("messages"), "prompt": arrival.entry.get("prompt")}
+        if self._config.chat_template and subject["messages"] is None:
+            subject = {"messages": [{"role": "user", "content": subject["prompt"]}]}
+        subject = {name: found for name, found in subject.items() if found is not None}
+        body = {**subject, "model": self.model, "max_tokens": arrival.max_tokens, "stream": True}
+        if self._config.stream_usage:
+            body["stream_options"] = {"include_usage": True}
+        return {**body, "temperature": self._config.temperature, "seed": self._config.seed}
+
+    async def _read(
+        self, due: float, arrival: Arrival, late: float, response: httpx.Response
+    ) -> Served:
+        """Reads a stream to its end; a stream that breaks off has failed."""
+        first, last, chunks = 0.0, 0.0, 0
+        usage: dict[str, Any] = {}
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            found = json.loads(line.removeprefix("data: "))
+            if "error" in found:
+                return Served(arrival.at_s, _FAILED, late_s=late)
+            usage = found.get("usage") or usage
+            if _has_text(found):
+                last = time.monotonic() - due
+                first, chunks = first or last, chunks + 1
+        tokens = usage.get("completion_tokens", chunks)
+        return Served(
+            at_s=arrival.at_s,
+            status=ANSWERED if chunks else _FAILED,
+            ttft_s=first,
+            latency_s=last,
+            num_tokens=tokens,
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            late_s=late,
+            speculation=usage.get("speculation"),
+        )
+
+
+def _has_text(chunk: Mapping[str, Any]) -> bool:
+    """Whether a chunk has text, or ends an answer; the one that only names the role has none."""
+    for choice in chunk.get("choices", ()):
+        if choice.get("text") or choice.get("finish_reason"):
+            return True
+        if (choice.get("delta") or {}).get("content"):
+            return True
+    return False

@@ -1,0 +1,52 @@
+"""The flags of `load`: what arrives, where it is sent, and what counts as good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, flag, integer, number, switch, words
+
+
+def rates(name: str, text: str) -> tuple[float, ...]:
+    """Parses rates, separated by commas: numbers above 0."""
+    found = tuple(number(0)(name, part) for part in text.strip("()").split(",") if part.strip())
+    if not found or 0 in found:
+        raise ConfigError(f"{name}={text}: allowed: numbers above 0, a comma between")
+    return found
+
+
+@dataclass(frozen=True)
+class LoadConfig(Checked):
+    """Flags of `load`."""
+
+    rate: tuple[float, ...] = flag((1.0,), rates, "requests a second, in the mean: 2,4,8")
+    duration: float = flag(60.0, number(0.01), "seconds in which requests arrive, at each rate")
+    requests: int | None = flag(
+        None, integer(1), "number of requests at each rate, instead of a duration"
+    )
+    arrivals: str | None = flag(
+        None, words, "file of arrivals, a time in seconds a line, instead of rates"
+    )
+    prompts: str | None = flag(
+        None, words, 'file of lines {"prompt": …} or {"messages": …}; with "max_tokens" if it has'
+    )
+    num_tokens: int = flag(128, integer(1), "tokens of an answer where its line has no max_tokens")
+    chat_template: bool = flag(True, switch, "send a prompt as a user's message of a chat")
+    temperature: float = flag(0.0, number(0, 2), "sampling temperature")
+    seed: int = flag(0, integer(0, 2**63 - 1), "of arrivals, and of the order of prompts")
+    url: str = flag("http://127.0.0.1:8000/v1", words, "an OpenAI-compatible server")
+    model: str | None = flag(None, words, "model to ask for (default: the server's first)")
+    api_key: str | None = flag(None, words, "key to send (or MPISSD_API_KEY)")
+    ttft: float = flag(1.0, number(0), "objective: seconds to the first token, at most")
+    tpot: float = flag(0.1, number(0), "objective: seconds per further token, at most")
+    deadline_s: float = flag(600.0, number(0.1), "longest wait for an answer, in seconds")
+    out: str = flag("out", words, "folder of loads.jsonl and loads/")
+    stream_usage: bool = flag(True, switch, "ask for usage in streams; some servers refuse it")
+
+    def check_prompts(self) -> None:
+        """Refuses a load without prompts, or with two sources of arrivals."""
+        if self.prompts is None:
+            raise ConfigError("prompts: needed: a file, such as tests/data/prompts/chat.jsonl")
+        if self.arrivals is not None and self.requests is not None:
+            raise ConfigError("arrivals and requests say the same thing: give one")

@@ -1,0 +1,198 @@
+"""Open-loop load: what arrives when, what became of it, and the row that says it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import parse_into
+from mpissd.common.load_row import LoadRow
+from mpissd.lab.load.arrivals import Load, loads, poisson
+from mpissd.lab.load.config import LoadConfig
+from mpissd.lab.load.served import REFUSED, Served, arrays, row_of
+from tests.needs import module
+from tests.serve.fake_lead import Script
+from tests.text import tiny
+
+
+def prompts(folder: Path, *lines: dict[str, Any]) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def config(folder: Path, **flags: str) -> LoadConfig:
+    lines = [{"prompt": f"number {n}", "max_tokens": n + 1} for n in range(5)]
+    return parse_into(LoadConfig, {"prompts": prompts(folder, *lines), **flags})
+
+
+def test_poisson_arrivals_are_the_seeds_and_stretch_with_the_rate() -> None:
+    times = poisson(5.0, 400.0, None, seed=3)
+    assert times == poisson(5.0, 400.0, None, seed=3) != poisson(5.0, 400.0, None, seed=4)
+    assert np.allclose(poisson(10.0, 200.0, None, seed=3), np.array(times) / 2)
+    gaps = np.diff(times)
+    mean = 1 / 5.0
+    assert abs(gaps.mean() - mean) < 4 * mean / math.sqrt(len(gaps))
+    assert abs(gaps.std() / mean - 1) < 0.15  # a Poisson process: as much spread as mean
+    assert len(poisson(3.0, 60.0, 17, seed=0)) == 17
+    assert len(poisson(0.001, 0.1, None, seed=0)) == 1
+
+
+def test_every_prompt_comes_once_before_one_comes_again(tmp_path: Path) -> None:
+    planned = list(loads(config(tmp_path, rate="4,8", requests="12")))
+    assert [load.rate for load in planned] == [4, 8]
+    for load in planned:
+        said = [arrival.entry["prompt"] for arrival in load.arrivals]
+        assert len(said) == 12 and len(set(said[:5])) == len(set(said[5:10])) == 5
+        assert all(a.max_tokens == int(a.entry["prompt"].split()[1]) + 1 for a in load.arrivals)
+    first, second = ([a.entry for a in load.arrivals] for load in planned)
+    assert first == second
+
+
+def test_a_file_of_arrivals(tmp_path: Path) -> None:
+    times = tmp_path / "times"
+    times.write_text("0.5\n0.5\n2\n")
+    (load,) = loads(config(tmp_path, arrivals=str(times)))
+    assert [a.at_s for a in load.arrivals] == [0.5, 0.5, 2.0]
+    assert load.rate == 1.5 and load.source == str(times)
+    for text, says in (("", "in order"), ("2 1", "in order"), ("-1", "in order"), ("x", "a line")):
+        times.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            list(loads(config(tmp_path, arrivals=str(times))))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"rate": "0"}, "rate=0"),
+        ({"rate": ""}, "rate="),
+        ({"rate": "2,x"}, "rate=x"),
+        ({"rate": "-1"}, "rate=-1"),
+        ({"duration": "nan"}, "duration"),
+        ({"requests": "0"}, "requests=0"),
+        ({"requests": "3", "arrivals": "f"}, "say the same thing"),
+    ],
+)
+def test_what_cannot_be_a_load(tmp_path: Path, flags: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(tmp_path, **flags)
+
+
+def test_a_load_needs_prompts_that_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prompts: needed"):
+        LoadConfig()
+    bad = prompts(tmp_path, {"prompt": "x", "max_tokens": 0})
+    with pytest.raises(ConfigError, match="line 1: max_tokens"):
+        list(loads(LoadConfig(prompts=bad)))
+
+
+def row(served: list[Served], objective: tuple[float, float] = (1.0, 0.1)) -> LoadRow:
+    load = Load(2.0, 5.0, "poisson", ())
+    named = dict.fromkeys(("load_id", "server", "model", "prompts"), "x")
+    about = {"mode": "ssd", "tp": 1, "unknown": 3}
+    return row_of(load, served, objective, about, {**named, "seed": 0, "provenance": {}})
+
+
+def test_goodput_counts_what_kept_the_objective() -> None:
+    told = {"drafted": 8, "accepted": 5, "hits": 2, "rounds": 3}
+    found = row(
+        [
+            Served(0.0, 200, 0.5, 1.4, 10, 7, speculation=told),  # good: .1 s a token
+            Served(1.0, 200, 1.5, 1.6, 10, 7, speculation=told),  # its first token is late
+            Served(2.0, 200, 0.5, 1.5, 10, 7),  # .111 s a token
+            Served(3.0, 200, 0.7, 0.7, 1, 7),  # one token has no further ones
+            Served(4.0, REFUSED, late_s=0.25),
+            Served(4.5, 599),
+        ]
+    )
+    assert (found.num_requests, found.num_answered, found.num_refused, found.num_failed) == (
+        6,
+        4,
+        1,
+        1,
+    )
+    assert found.wall_s == 3.7 and found.num_tokens == 31
+    assert found.tok_per_s == pytest.approx(31 / 3.7)
+    assert found.goodput_per_s == pytest.approx(2 / 3.7) and found.good_share == pytest.approx(
+        1 / 3
+    )
+    assert found.most_together == 2 and found.client_late_s == 0.25
+    assert (found.drafted, found.rounds) == (16, 6) and (found.mode, found.tp) == ("ssd", 1)
+    assert found.tpot_s is not None and found.tpot_s["p50"] == pytest.approx(0.1)
+    assert found.ttft_s is not None and found.ttft_s["mean"] == pytest.approx(0.8)
+    again = LoadRow.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert again == found
+
+
+def test_nothing_was_answered() -> None:
+    found = row([Served(0.0, REFUSED)])
+    assert found.ttft_s is found.tpot_s is found.drafted is None
+    assert found.tok_per_s == found.goodput_per_s == found.most_together == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 9), st.floats(0, 9)), min_size=1))
+def test_the_numbers_of_a_row_agree(times: list[tuple[float, float, float]]) -> None:
+    served = [Served(at, 200, first, first + rest, 2) for at, first, rest in sorted(times)]
+    found = row(served, (2.0, 1.0))
+    assert 1 <= found.most_together <= len(times)
+    assert found.good_share == sum(f <= 2 and r <= 1 for _, f, r in times) / len(times)
+    assert found.latency_s is not None and found.ttft_s is not None
+    assert found.ttft_s["p50"] <= found.latency_s["p50"] <= found.latency_s["p99"]
+    assert len(arrays(served)["ttft_s"]) == len(times)
+
+
+def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over HTTP: a row a rate, the counts of the server, and times that its pace allows."""
+    module("uvicorn", "the extra serve")
+    from mpissd.lab.load.command import load
+    from tests.serve.rig import serving, tokenizer
+
+    pace = 0.02
+    script = Script([tiny.of_byte(65)] * 50, pace_s=pace, burst=1)
+    about = {"mode": "ssd", "tp": 1, "num_drafts": 1, "world_size": 2}
+    with serving(tokenizer(tmp_path), script, about=about) as rig:
+        flags = {"url": f"{rig.url}/v1", "rate": "20,40", "requests": "10", "out": str(tmp_path)}
+        assert load(config(tmp_path, **flags)) == 0
+    rows = [
+        LoadRow.from_dict(json.loads(x))
+        for x in (tmp_path / "loads.jsonl").read_text().splitlines()
+    ]
+    assert [each.rate for each in rows] == [20, 40]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["load_id"] == rows[-1].load_id
+    for each in rows:
+        assert each.num_answered == 10 and (each.mode, each.world_size) == ("ssd", 2)
+        assert (each.backend, each.device_name) == ("numpy", "a device")
+        assert each.num_tokens == 2 * (1 + 2 + 3 + 4 + 5)
+        assert (each.drafted, each.accepted, each.rounds) == (80, 50, 40)
+        assert each.ttft_s is not None and each.ttft_s["p50"] >= pace
+        numbers = np.load(tmp_path / "loads" / f"{each.load_id}.npz")
+        assert (numbers["status"] == 200).all() and len(numbers["ttft_s"]) == 10
+        assert (numbers["latency_s"] >= 0.99 * pace * numbers["num_tokens"]).all()
+
+
+def test_refusals_and_deaths_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module("uvicorn", "the extra serve")
+    from mpissd.lab.load.command import load
+    from tests.serve.rig import serving, tokenizer
+
+    script = Script([tiny.of_byte(65)] * 50, pace_s=0.05, burst=1, max_running=1)
+    with serving(tokenizer(tmp_path), script, max_queue=1) as rig:
+        flags = {"url": f"{rig.url}/v1", "out": str(tmp_path)}
+        assert load(config(tmp_path, **flags, rate="1000", requests="20")) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["num_answered"] + found["num_refused"] == 20 > 2 * found["num_answered"] > 3
+        script.dies_after = script.rounds + 1
+        assert load(config(tmp_path, **flags, rate="1000", requests="3")) == 5
+        assert "none of 3 was answered" in capsys.readouterr().err
+    assert load(config(tmp_path, **flags)) == 5
+    assert "no models there" in capsys.readouterr().err
