@@ -1,5 +1,6 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
 ## make chat                   talk to a model in the terminal (docs/text.md)
+## make serve PORT=8000        serve a model over HTTP, as OpenAI's API (docs/serving.md)
 ## make doctor TP=2            what is wrong here for such a run, how to fix it, what it would choose
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
@@ -37,7 +38,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat sweep submit doctor probe figures report bench-gpu test test-mpi parity check venv clean help
+.PHONY: run chat serve sweep submit doctor probe figures report bench-gpu test test-mpi parity check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -88,6 +89,14 @@ setup_chat = $(setup) $(or $(call flag,PAIR,pair),--pair=smollm2)
 chat:
 	$(call check_only,chat,$(chat_names))$(setup_chat)
 	@PYTHON=$(python) launch/chat.sh $(chat_flags) $(call given,ARGS)
+
+serve_of := $(chat_of) HOST:host PORT:port
+serve_names := $(foreach f,$(serve_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
+serve_flags = $(foreach f,$(serve_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+
+serve:
+	$(call check_only,serve,$(serve_names))$(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
+	@PYTHON=$(python) launch/serve.sh $(serve_flags) $(call given,ARGS)
 
 sweep_of := GRID:grid REPEATS:repeats SHARD:shard
 sweep_names := $(foreach f,$(sweep_of),$(word 1,$(subst :, ,$f)))

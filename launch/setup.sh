@@ -2,6 +2,7 @@
 # Makes .venv ready for this machine; make calls it before each command.
 #   launch/setup.sh [test]    mpissd and what this machine needs for it; "test" adds the test tools
 #   launch/setup.sh FLAGS     and what a command with these flags needs: models with weights, text
+#   launch/setup.sh serve FLAGS     likewise, and what a server needs
 #   launch/setup.sh --extras  only prints the extras of setup.cfg that this machine needs
 #
 # MPISSD_CUDA=cuda12 or cuda13 names the CUDA extra where nvidia-smi can't: on a login node.
@@ -169,7 +170,8 @@ case $wanted in
     --extras) echo $(mpi_extra) $(cuda_extra); exit ;;
     '' | test) ;;
     --*) wanted=$(text_extra "$@") ;;
-    *) stop "unknown argument '$1'; usage: launch/setup.sh [test | --extras | FLAGS]" ;;
+    serve) wanted="serve $(text_extra "${@:2}")" ;;
+    *) stop "unknown argument '$1'; usage: launch/setup.sh [test | --extras | [serve] FLAGS]" ;;
 esac
 
 read_stamp

@@ -59,10 +59,8 @@ def execute(arguments: list[str] | None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         command = cli.parse(arguments)
-        if isinstance(command.config, ChatConfig) and launcher_size() is None:
-            from mpissd.lab.chat.front import chat
-
-            return chat(command.config, arguments)
+        if isinstance(command.config, RanksFlags) and launcher_size() is None:
+            return front(command, arguments)
         if command.name not in ("run", "chat", "serve", "probe", "sweep"):
             return alone(command)
         watch(command.run, isinstance(command.config, SweepConfig))
@@ -91,6 +89,17 @@ def execute(arguments: list[str] | None) -> int:
     return 0
 
 
+def front(command: cli.Command, arguments: list[str]) -> int:
+    """Runs the half of a command that talks to people; it starts the ranks by itself."""
+    if isinstance(command.config, ChatConfig):
+        from mpissd.lab.chat.front import chat
+
+        return chat(command.config, arguments)
+    from mpissd.serve.front import serve
+
+    return serve(command.config, arguments)
+
+
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
     if command.name == "doctor":
@@ -110,6 +119,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.lab.laws.command import laws
 
         return laws(command.config)
+    if command.name == "load":
+        from mpissd.lab.load.command import load
+
+        return load(command.config)
     if command.name == "distill":
         from mpissd.learn.command import distill
 

@@ -43,6 +43,7 @@ LAYERS = {
     "mpissd.lab.measure": 9,
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
+    "mpissd.lab.load": 10,
     "mpissd.lab.limits": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
@@ -50,6 +51,7 @@ LAYERS = {
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
     "mpissd.serve": 10,
+    "mpissd.serve.config": 7,
     "mpissd.serve.http": 7,
     "mpissd.serve.protocol": 7,
     "mpissd.ops.doctor": 11,
@@ -79,7 +81,6 @@ STARTS_MPI = (
     "mpissd.lab.probe",
     "mpissd.lab.chat.serve",
     "mpissd.serve.ranks",
-    "mpissd.serve.ranks",
     "mpissd.lab.limits",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",
@@ -96,12 +97,17 @@ MAY_NAME_CUPY = (
 )
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
-SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba")  # imported where they are used alone
+SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported where they are used alone
 # PyTorch is an extra: `distill` and one measurement of the limits use it.
 MAY_NAME_TORCH = ("mpissd.learn", "mpissd.lab.limits.torch_graph")
 STARTS_TORCH = (
     "mpissd.lab.limits.torch_graph",
     *(f"mpissd.learn.{name}" for name in "evaluate exam job llama sample shape train".split()),
+)
+# The libraries of an HTTP server are an extra: `serve` alone uses them.
+MAY_NAME_HTTP = ("mpissd.serve.http",)
+STARTS_HTTP = tuple(
+    f"mpissd.serve.http.{name}" for name in "app body guard limits metrics server".split()
 )
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
@@ -219,6 +225,10 @@ def test_nothing_imports_itself_around_a_corner() -> None:
         ("nvmath", MAY_NAME_CUPY, STARTS_CUDA),
         ("cuda", MAY_NAME_CUPY, STARTS_CUDA),
         ("torch", MAY_NAME_TORCH, STARTS_TORCH),
+        *(
+            (name, MAY_NAME_HTTP, STARTS_HTTP)
+            for name in "starlette uvicorn prometheus_client".split()
+        ),
     ],
 )
 def test_few_rooms_know_mpi_or_cuda(
@@ -234,7 +244,7 @@ def test_few_rooms_know_mpi_or_cuda(
 
 
 def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
-    loud = (*STARTS_MPI, *STARTS_CUDA, *STARTS_NUMBA, *STARTS_TORCH)
+    loud = (*STARTS_MPI, *STARTS_CUDA, *STARTS_NUMBA, *STARTS_TORCH, *STARTS_HTTP)
     quiet = [m for m in all_imports() if not is_in(m, loud)]
     assert {"mpissd", "mpissd.cli.arguments", "mpissd.engine.job", "mpissd.__main__"} <= set(quiet)
     program = (

@@ -30,6 +30,7 @@ from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import documented, parse_into
 from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.laws.config import LawsConfig
+from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
@@ -66,6 +67,7 @@ SPECS = {
     "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
     "chat": Spec(ChatConfig, "Talks to a model in the terminal; starts its ranks by itself."),
     "serve": Spec(ServeConfig, "Serves a model over HTTP; starts its ranks by itself."),
+    "load": Spec(LoadConfig, "Sends requests to a server as they arrive; takes their times."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),

@@ -61,6 +61,17 @@ class RanksFlags(Checked):
         return replace(self.run, mode=mode, num_drafts=0 if mode == "ar" else self.drafts)
 
 
+def launcher() -> list[str]:
+    """Returns the launcher's program and options; raises ConfigError without an mpirun."""
+    found = shlex.split(os.environ.get("MPIRUN") or "mpirun")
+    beside = Path(sys.executable).parent / found[0]
+    if which(found[0]) is None and beside.exists():
+        found[0] = str(beside)
+    elif which(found[0]) is None:
+        raise ConfigError(f"no {found[0]}: load an MPI module, set MPIRUN, or use make")
+    return found
+
+
 def ranks_command(
     arguments: Sequence[str], num_ranks: int, options: Sequence[str] = ()
 ) -> list[str]:
@@ -68,14 +79,8 @@ def ranks_command(
 
     arguments: of mpissd. options: further ones of the launcher.
     """
-    launcher = shlex.split(os.environ.get("MPIRUN") or "mpirun")
-    beside = Path(sys.executable).parent / launcher[0]
-    if which(launcher[0]) is None and beside.exists():
-        launcher[0] = str(beside)
-    elif which(launcher[0]) is None:
-        raise ConfigError(f"no {launcher[0]}: load an MPI module, set MPIRUN, or use make")
     ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
-    return [*launcher, *options, *ranks, *arguments]
+    return [*launcher(), *options, *ranks, *arguments]
 
 
 def end_with_parent() -> None:

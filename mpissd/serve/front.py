@@ -1,0 +1,154 @@
+"""The process of `serve` that clients talk to: it listens, starts the ranks, and ends with them.
+
+It starts the ranks as a job of its own (`mpirun … mpissd serve`), whose lead connects to a local
+socket in a private folder. Ctrl-C reaches this process alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.ranks import end_with_parent, launcher, ranks_command
+from mpissd.engine.job import Job, resolve_unopened
+from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.serve.config import KEY_VARIABLE, ServeConfig
+from mpissd.serve.http.lead import Lead
+from mpissd.serve.http.listen import bound
+from mpissd.serve.protocol import SOCKET_VARIABLE
+
+LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
+_LEAVE_S = 10.0  # longest wait for the job to end by itself
+_LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
+
+
+def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
+    """Runs the command `serve`, whose arguments its ranks get as well; returns the exit code.
+
+    Raises ConfigError where the models cannot be had, a library is missing, or the port is taken.
+    """
+    for name in LIBRARIES:
+        if find_spec(name) is None:
+            raise ConfigError(f"serve needs {name}: pip install 'mpissd[serve]'")
+    job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
+    load_tokenizer(job.target_where)
+    command = ranks_command(*_for_ranks(config, arguments))
+    with bound(config.host, config.port) as listener:
+        return asyncio.run(Front(config, job, listener).run(command))
+
+
+def _for_ranks(
+    config: ServeConfig, arguments: Sequence[str]
+) -> tuple[list[str], int, Sequence[str]]:
+    """Returns the ranks' arguments, their number, and options of the launcher.
+
+    The key stays here: a command line can be read by every user. Where the launcher can let the
+    target live when its draft dies, it does.
+    """
+    words = [word for word in arguments if not word.lstrip("-").startswith("api_key=")]
+    said = any(word.lstrip("-").startswith("on_draft_loss") for word in arguments)
+    if config.drafts and not said and _can_recover():
+        return [*words, "--on_draft_loss=ar"], config.num_ranks, ["--enable-recovery"]
+    return words, config.num_ranks, []
+
+
+def _can_recover() -> bool:
+    """Returns whether the launcher is Open MPI 5 and all ranks are on this host."""
+    if not os.environ.get("MPISSD_ONE_HOST"):  # launch/env.sh says it
+        return False
+    asked = [*launcher(), "--version"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return "(Open MPI) 5." in told.stdout
+
+
+class Front:
+    """The server of one command."""
+
+    def __init__(self, config: ServeConfig, job: Job, listener: socket.socket) -> None:
+        self._config, self._job, self._listener = config, job, listener
+        self._lead = Lead(config.max_queue)
+        self._lead.on_ready = self._announce
+
+    async def run(self, command: Sequence[str]) -> int:
+        """Serves until a signal or the end of the job; returns the exit code."""
+        from mpissd.serve.http.server import make_server
+
+        server = make_server(self._config, self._job, self._lead)
+        with tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder, _quiet_signals():
+            path = str(Path(folder, "lead"))
+            async with await self._lead.accept(path):
+                ranks = await _started(command, path)
+                watch = asyncio.create_task(self._watch(ranks, server.end))
+                await server.serve(sockets=[self._listener])
+                watch.cancel()
+                return await self._leave(ranks, is_asked=not self._lead.ended.is_set())
+
+    async def _watch(self, ranks: asyncio.subprocess.Process, end: Callable[[], None]) -> None:
+        """Ends the server when the job is gone, behind the last answers."""
+        over = [asyncio.create_task(wait) for wait in (ranks.wait(), self._lead.ended.wait())]
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        self._lead.lose("the job is gone")
+        self._lead.ended.set()
+        await asyncio.sleep(_LAST_WORDS_S)
+        end()
+
+    async def _leave(self, ranks: asyncio.subprocess.Process, *, is_asked: bool) -> int:
+        """Ends the job; returns 0 if a signal asked for it, else what the job ended with."""
+        self._lead.stop()
+        try:
+            code = await asyncio.wait_for(ranks.wait(), _LEAVE_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                ranks.terminate()  # the launcher ends its ranks
+            code = await ranks.wait()
+        if is_asked:
+            return 0
+        sys.stderr.write(f"mpissd: serve: the ranks have ended (exit code {code})\n")
+        return code if code > 0 else FaultError.exit_code
+
+    def _announce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        ready = self._lead.check()
+        place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        draft = "" if self._job.draft is None else f" with {self._job.draft.name}"
+        mode = "auto" if self._config.auto else ready.mode
+        sys.stdout.write(f"{place} serves {ready.model}{draft} ({mode}); Ctrl-C ends it\n")
+        sys.stdout.flush()
+
+
+async def _started(command: Sequence[str], path: str) -> asyncio.subprocess.Process:
+    """Starts the ranks; their stdout joins this process's stderr."""
+    environment = {name: text for name, text in os.environ.items() if name != KEY_VARIABLE}
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        env={**environment, SOCKET_VARIABLE: path},
+        start_new_session=True,  # keeps the terminal's Ctrl-C from the ranks
+        preexec_fn=end_with_parent,
+    )
+
+
+@contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """Makes SIGINT and SIGTERM end the server alone; uvicorn raises them again when it is done."""
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda number, frame: None) for each in both]
+    try:
+        yield
+    finally:
+        for each, handler in zip(both, before, strict=True):
+            signal.signal(each, handler)
+        logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)

@@ -1,0 +1,37 @@
+"""Stands in for mpirun in tests of `serve`: one process that plays the lead, and no ranks.
+
+It answers "hello there" to everything, slowly. Says its arguments on stdout, and its process in
+the file that FAKE_PID names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.serve.protocol import SOCKET_VARIABLE
+from tests.serve.fake_lead import FakeLead, Script
+
+VERSION = "mpirun (Open MPI) 5.0.3"
+
+
+def main() -> int:
+    if "--version" in sys.argv:
+        print(VERSION)
+        return 0
+    if "die" in os.environ.get("FAKE_WAY", ""):
+        print("mpissd: the weights are damaged", file=sys.stderr)
+        return 4
+    print("started", *sys.argv[1:], flush=True)
+    Path(os.environ["FAKE_PID"]).write_text(str(os.getpid()))
+    target = next(word for word in sys.argv if word.startswith("--target=")).partition("=")[2]
+    answer = [*load_tokenizer(target).encode("hello there"), 1]
+    fake = FakeLead(os.environ[SOCKET_VARIABLE], Script(answer, pace_s=0.05, max_running=1))
+    fake.thread.join()
+    return 0 if fake.script.stopped else 5
+
+
+if __name__ == "__main__":
+    sys.exit(main())

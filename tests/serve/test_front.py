@@ -1,0 +1,175 @@
+"""The command `serve` with a stand-in for mpirun: what it starts, says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.needs import module
+from tests.serve.rig import answered, until
+from tests.text import tiny
+from tests.tiny_pair import TinyPair, tiny_pair
+
+module("uvicorn", "the extra serve")
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = f"{sys.executable} -m tests.serve.fake_mpirun"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    found = tiny_pair(tmp_path_factory.mktemp("pair"), vocab=len(tiny.tokens()))
+    tiny.write(found.target)
+    return found
+
+
+class Serving:
+    """The process of `mpissd serve`, and the port it said that it listens on."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process, self.folder = process, folder
+        assert process.stdout is not None
+        self.line = process.stdout.readline()
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/v1 serves ", self.line)
+        self.port = int(found[1]) if found else 0
+
+    @property
+    def ranks(self) -> int:
+        return int((self.folder / "pid").read_text())
+
+    def ask(self, path: str = "/v1/completions", key: str = "") -> tuple[int, Any]:
+        with self.asked(path, key) as connection:
+            return answered(connection)[:2]
+
+    def asked(self, path: str = "/v1/completions", key: str = "") -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), 10)
+        body = json.dumps({"prompt": "x"})
+        method = "POST" if "completions" in path else "GET"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        head += f"content-type: application/json\r\nauthorization: Bearer {key}\r\n\r\n"
+        connection.sendall(f"{head}{body}".encode())
+        return connection
+
+
+@contextmanager
+def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[Serving]:
+    """Starts the command; kills what is left of it."""
+    process = subprocess.Popen(
+        command(pair, *flags),
+        cwd=ROOT,
+        env={**os.environ, "MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), **env},
+        stdout=subprocess.PIPE,
+        stderr=(folder / "log").open("w"),
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Serving(process, folder)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def command(pair: TinyPair, *flags: str) -> Sequence[str]:
+    models = [f"--target={pair.target}", f"--draft={pair.draft}"]
+    return [sys.executable, "-m", "mpissd", "serve", *models, "--port=0", *flags]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path, sent: int) -> None:
+    with started(pair, tmp_path) as serving:
+        assert serving.line.endswith("serves tiny with draft (ssd); Ctrl-C ends it\n") or (
+            "(ssd); Ctrl-C ends it" in serving.line
+        )
+        assert serving.ask()[1]["choices"][0]["text"] == "hello there"
+        assert serving.ask("/ready")[1]["ready"]
+        ranks = serving.ranks
+        with serving.asked() as unfinished:
+            time.sleep(0.1)
+            serving.process.send_signal(sent)
+            assert serving.process.wait(15) == 0
+            assert answered(unfinished)[0] == 503
+        until(lambda: not Path(f"/proc/{ranks}").exists())
+    log = (tmp_path / "log").read_text()
+    assert "-np 2" in log and "Traceback" not in log and "ERROR" not in log
+
+
+def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Path) -> None:
+    with started(pair, tmp_path, "--api_key=sesame", MPISSD_ONE_HOST="1") as serving:
+        assert serving.ask()[0] == 401 and serving.ask(key="sesame")[0] == 200
+        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode()
+        assert "sesame" not in line
+        assert "--enable-recovery" in line and "--on_draft_loss=ar" in line
+    with started(pair, tmp_path, MPISSD_API_KEY="unseen") as serving:
+        assert serving.ask()[0] == 401 and serving.ask(key="unseen")[0] == 200
+        assert b"unseen" not in Path(f"/proc/{serving.ranks}/environ").read_bytes()
+
+
+def test_the_ranks_are_killed(pair: TinyPair, tmp_path: Path) -> None:
+    """Who waits gets 503 at once, and the server ends within ten seconds."""
+    with started(pair, tmp_path) as serving, serving.asked() as waiting, serving.asked() as other:
+        time.sleep(0.1)
+        began = time.monotonic()
+        os.kill(serving.ranks, signal.SIGKILL)
+        assert answered(waiting)[0] == answered(other)[0] == 503
+        assert time.monotonic() - began < 1
+        assert serving.ask("/health")[0] == 503
+        assert serving.process.wait(10) == 5
+        assert time.monotonic() - began < 10
+    assert "the ranks have ended" in (tmp_path / "log").read_text()
+
+
+def test_ranks_that_never_begin_end_it_with_their_code(pair: TinyPair, tmp_path: Path) -> None:
+    with started(pair, tmp_path, FAKE_WAY="die") as serving:
+        assert serving.line == "" and serving.process.wait(15) == 4
+    assert "the weights are damaged" in (tmp_path / "log").read_text()
+
+
+def test_the_front_is_killed_and_the_ranks_end(pair: TinyPair, tmp_path: Path) -> None:
+    with started(pair, tmp_path) as serving:
+        ranks = serving.ranks
+        serving.process.kill()
+        until(lambda: not Path(f"/proc/{ranks}").exists())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--host=0.0.0.0"], "host=0.0.0.0 without api_key"),
+        (["--host=no.such.host.invalid", "--api_key=k"], "host=no.such.host.invalid"),
+        (["--port=70000"], "port=70000"),
+        (["--port=TAKEN"], "in use"),
+        (["--prompt=x"], "--prompt"),
+        (["--max_queue=-1"], "max_queue=-1"),
+    ],
+)
+def test_what_cannot_be_is_one_line(pair: TinyPair, flags: list[str], says: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        flags = [flag.replace("TAKEN", str(taken.getsockname()[1])) for flag in flags]
+        done = subprocess.run(
+            command(pair, *flags),
+            cwd=ROOT,
+            env={**os.environ, "MPIRUN": FAKE},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2 and says in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
