@@ -12,3 +12,5 @@ record() { # name, licence of the prompts
 }
 record humaneval "HumanEval (arXiv 2107.03374), MIT"
 record chat "written for this project, MIT"
+record edit "HumanEval (arXiv 2107.03374), MIT"
+record summarise "this project's documentation, MIT"
