@@ -63,7 +63,7 @@ def test_the_shards_add_up_to_the_whole(tp: int, shape: ModelShape, fuse: bool) 
         np.testing.assert_allclose(hidden(stack), hidden(whole), rtol=2e-4, atol=2e-5)
         assert isinstance(stack.group, ThreadGroup)
         assert stack.group.num_reduces == 2 * shape.num_layers
-        assert stack.buffers.result[:ROWS].tolist() == whole.buffers.result[:ROWS].tolist()
+        assert stack.candidates.ids[:ROWS].tolist() == whole.candidates.ids[:ROWS].tolist()
     # q of all ranks side by side is q of the whole.
     width = stacks[0].shard.q_width
     q = np.concatenate([stack.buffers.qkv[:ROWS, :width] for stack in stacks], axis=1)
@@ -107,14 +107,16 @@ def test_fused_products_are_the_same_numbers(shape: ModelShape) -> None:
 def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse: bool) -> None:
     options = ForwardOptions(fuse=fuse, lm_head=True, top_k=3)
     stack = build(shape, options, SoloGroup())
-    names = ("hidden", "middle", "qkv", "gate_up", "logits", "top_values")
+    names = ("hidden", "middle", "qkv", "gate_up", "logits")
     buffers = [getattr(stack.buffers, name) for name in names]
     assert all(np.isnan(buffer).all() for buffer in buffers)
     forward(stack)
     for name, buffer in zip(names, buffers, strict=True):
         assert np.isfinite(buffer[:ROWS]).all(), name
         assert np.isnan(buffer[ROWS:]).all(), name
-    assert (stack.buffers.top_ids[:ROWS] >= 0).all() and (stack.buffers.top_ids[ROWS:] == -1).all()
+    lists = stack.candidates.by_k[3]
+    assert np.isfinite(lists.values[:ROWS]).all() and np.isnan(lists.values[ROWS:]).all()
+    assert (lists.ids[:ROWS] >= 0).all() and (lists.ids[ROWS:] == -1).all()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
@@ -130,8 +132,8 @@ def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> No
         ids, values = stack.read(ROWS)
         assert values is not None and ids.shape == values.shape == (1, tp, ROWS, k)
         found = merged(ids, values)
-        assert np.array_equal(found.ids[0], whole.buffers.top_ids[:ROWS])
-        want = whole.buffers.top_values[:ROWS]
+        assert np.array_equal(found.ids[0], whole.candidates.by_k[k].ids[:ROWS])
+        want = whole.candidates.by_k[k].values[:ROWS]
         np.testing.assert_allclose(found.values[0], want, rtol=2e-4, atol=2e-5)
 
 
@@ -245,7 +247,7 @@ class TestStepper:
 
 SMALL = "gen:layers=3,hidden=24,ffn=36,heads=12,head_dim=4,vocab=96"  # q is 48 wide, as of GATED
 KINDS = ("eagle", "mtp", "medusa3", "mlp16", "mlp")
-BUFFERS = ("entry", "hidden", "middle", "qkv", "gate_up", "states", "logits", "top_values")
+BUFFERS = ("entry", "hidden", "middle", "qkv", "gate_up", "states", "logits")
 
 
 def headed(kind: str, options: ForwardOptions) -> GemmStack:
@@ -294,7 +296,7 @@ def test_a_head_sized_draft_issues_the_products_that_it_is_charged_for(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_sized_draft_writes_all_that_it_should_and_no_more(kind: str, lm_head: bool) -> None:
     stack = headed(kind, ForwardOptions(lm_head=lm_head, top_k=2))
-    stack.buffers.result[:] = -7
+    stack.candidates.ids[:] = -7
     forward(stack)
     layers = stack.shard.shape.num_layers
     for name in BUFFERS:
@@ -303,22 +305,23 @@ def test_a_head_sized_draft_writes_all_that_it_should_and_no_more(kind: str, lm_
         if buffer is not None:
             assert np.isfinite(buffer[:ROWS]).all() == bool(written), name
             assert np.isnan(buffer[ROWS:]).all(), name
-    outputs = max(1, len(stack.heads))
-    assert (stack.buffers.result[: outputs * ROWS * 2] >= 0).all()
-    assert (stack.buffers.result[outputs * ROWS * 2 :] == -7).all()
+    lists, outputs = stack.candidates.by_k[2], max(1, len(stack.heads))
+    assert np.isfinite(lists.values[:ROWS]).all() and np.isnan(lists.values[ROWS:]).all()
+    assert (stack.candidates.ids[: outputs * ROWS * 2] >= 0).all()
+    assert (stack.candidates.ids[outputs * ROWS * 2 :] == -7).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_of_a_head_sized_draft_decides(kind: str) -> None:
     """k, v and up apart, which nothing reads: a weight that is zeroed changes what is read out."""
     options = ForwardOptions(lm_head=True)
-    want = forward(headed(kind, options)).buffers.result.copy()
+    want = forward(headed(kind, options)).candidates.ids.copy()
     unread = {1, 2, 5} if resolve_model(f"{kind}:{SMALL}").num_layers else set()
     fused = len(headed(kind, options).fusion)
     for n in range(len(every_weight(headed(kind, options)))):
         stack = headed(kind, options)
         every_weight(stack)[n][...] = 0
-        same = np.array_equal(forward(stack).buffers.result, want)
+        same = np.array_equal(forward(stack).candidates.ids, want)
         assert same == (n - fused in unread), n
 
 
@@ -330,7 +333,7 @@ def test_eagle_by_hand() -> None:
     x = stack.table[TOKENS % 1024] @ fusion
     x = x @ layer.qkv[0] @ layer.o @ layer.gate_up[0] @ layer.down
     np.testing.assert_allclose(hidden(stack), x, rtol=2e-4, atol=2e-5)
-    assert stack.buffers.result[:ROWS].tolist() == (x @ lm_head).argmax(axis=1).tolist()
+    assert stack.candidates.ids[:ROWS].tolist() == (x @ lm_head).argmax(axis=1).tolist()
     assert 0.3 < float(np.std(x)) < 3  # scales keep the variance
 
 
@@ -348,7 +351,7 @@ def test_heads_side_by_side_by_hand(kind: str, lm_head: bool) -> None:
     if lm_head:
         scores = [s @ w for s, w in zip(states, stack.lm_heads, strict=True)]
     want = [token for score in scores for token in score.argmax(axis=1).tolist()]
-    assert stack.buffers.result[: len(want)].tolist() == want
+    assert stack.candidates.ids[: len(want)].tolist() == want
     assert len({tuple(w.ravel()[:5]) for w in stack.heads}) == len(stack.heads)
 
 

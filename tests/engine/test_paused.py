@@ -17,20 +17,21 @@ TOKENS = np.array([7, 8, 9], np.int32)
 @pytest.mark.parametrize("sleep", [True, False])
 def test_a_forward_lasts_as_it_is_told(sleep: bool) -> None:
     buffer = np.zeros(4, np.int32)
-    paused = PausedForwards(lambda rows: 0.01 * rows, buffer, sleep=sleep)
-    for rows in (3, 1):
-        paused.upload(rows, TOKENS[:rows])
+    paused = PausedForwards(lambda rows, lists: 0.01 * rows * (1 + lists), buffer, sleep=sleep)
+    for rows, lists in ((3, False), (1, True)):
+        paused.upload(rows, TOKENS[:rows], lists=lists)
         start = time.perf_counter()
         paused.launch()
         paused.wait(Waiter(60.0, spin=False))
-        assert time.perf_counter() - start >= 0.01 * rows
-        assert paused.done() and paused.elapsed_s() == 0.01 * rows
+        lasts = 0.01 * rows * (1 + lists)
+        assert time.perf_counter() - start >= lasts
+        assert paused.done() and paused.elapsed_s() == lasts
     assert buffer.tolist() == [7, 8, 9, 0]  # the real upload
     paused.close()
 
 
 def test_a_poll_never_blocks() -> None:
-    paused = PausedForwards(lambda rows: 3600.0, np.zeros(3, np.int32), sleep=False)
+    paused = PausedForwards(lambda rows, lists: 3600.0, np.zeros(3, np.int32), sleep=False)
     paused.upload(3, TOKENS)
     paused.launch()
     assert not paused.done()

@@ -263,9 +263,10 @@ class TestStepper:
             stacks=TransformerStacks(self.WHERE, page=16),
         )
 
-    def run(self, stepper: Stepper, tokens: Any, start: int) -> None:
+    def run(self, stepper: Stepper, tokens: Any, start: int, *, lists: bool = True) -> None:
         tokens = np.array(tokens, np.int32)
-        stepper.upload(len(tokens), tokens, trunk_rows(0, start, start + len(tokens)))
+        places = trunk_rows(0, start, start + len(tokens))
+        stepper.upload(len(tokens), tokens, places, lists=lists)
         stepper.launch()
         stepper.wait(Waiter(60.0, spin=False))
 
@@ -281,6 +282,19 @@ class TestStepper:
         stepper.release([0])
         self.run(stepper, [5], 0)
         assert np.array_equal(stepper.logits([0]), logits[:1])
+
+    def test_a_forward_reads_lists_where_they_are_asked_for(self) -> None:
+        """Both programs of a bucket, in turn: the same logits, one candidate or three."""
+        stepper = self.make()
+        found = {}
+        for lists in (True, False, True, False):
+            stepper.release([0])
+            self.run(stepper, [5, 6, 7], 0, lists=lists)
+            results, before = stepper.results(), found.get(lists)
+            assert results.ids.shape == (1, 3, 3 if lists else 1)
+            assert before is None or np.array_equal(results.ids, before)
+            found[lists] = results.ids.copy()
+        assert np.array_equal(found[True][..., :1], found[False])
 
     def test_a_reduced_head_gives_the_targets_ids(self) -> None:
         stepper = self.make()

@@ -32,7 +32,7 @@ def stepper(backend: Any, model: str, options: ForwardOptions, rows: list[int]) 
 def forward(model: Stepper, rows: int, seed: int) -> Any:
     """The hidden vectors after one forward of random tokens, on the host."""
     tokens = np.random.default_rng(seed).integers(0, 100_000, rows).astype(np.int32)
-    model.upload(rows, tokens)
+    model.upload(rows, tokens, lists=True)
     model.launch()
     model.wait(WAITER)
     return model.backend.to_host(model.stack.buffers.hidden)[:rows]
@@ -87,11 +87,13 @@ def check_head(backend: Any, model: str, options: ForwardOptions, buckets: list[
 
 def check_written(model: Stepper, rows: int) -> None:
     """No poison is left in the first `rows` rows of any buffer that the model writes."""
-    memory, names = model.stack.buffers, ["hidden", "entry", "states", "logits", "top_values"]
+    memory, names = model.stack.buffers, ["hidden", "entry", "states", "logits"]
     names += ["qkv", "middle", "gate_up"] * (model.shard.shape.num_layers > 0)
     for name in names:
         if (array := getattr(memory, name)) is not None:
             assert np.isfinite(model.backend.to_host(array)[:rows]).all(), name
+    lists = model.stack.candidates.by_k[model.options.top_k]
+    assert np.isfinite(model.backend.to_host(lists.values)[:rows]).all()
 
 
 def check_top(model: Stepper, oracle: Stepper, rows: int, bound: float) -> None:

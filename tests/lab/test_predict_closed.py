@@ -62,6 +62,7 @@ def random_case(seed: int) -> tuple[Job, DeviceCosts, HostCosts]:
     device = DeviceCosts.from_points(
         {1: verify, top: verify * rnd.uniform(1, 1.6)},
         {1: verify * step, top: verify * step * rnd.uniform(1, 2)},
+        {k: {1: verify * step * (1 + k / 20)} for k in (1, 6, 11) if seed % 3},
     )
     costs = {name: rnd.uniform(0, 6e-5) for name in HostCosts().to_dict()}
     costs |= {"keys_lane": rnd.uniform(0, 3e-7), "nap": rnd.choice([0.0, 3e-4])}
@@ -107,7 +108,8 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
         make_job(mode="ssd", lookahead=6, batch_size=3, **dict(zip(names, way, strict=True)))
         for way in ways
     ]
-    device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3})
+    lists = {1: {1: 9e-4, 90: 2e-3}, 9: {1: 1.1e-3, 90: 3e-3}}
+    device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3}, lists)
     host = HostCosts(link=2e-5, keys=5e-5, step=4e-5)
     parts = [Cells.of(job) for job in jobs]
     shared = {"lookahead": 6, "batch_size": 3, "inline": False, "num_drafts": 1}

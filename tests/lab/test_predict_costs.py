@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,11 +77,16 @@ def test_a_profile_s_forwards_are_the_emulated_backend_s(
         cost = Shard(job.target, tp).cost(rows, 3, backend.itemsize, job.options, wide)
         program = backend.program(lambda: None, cost)
         assert float(costs.verify_s(rows)) == program.elapsed_s()
-    wide = job.draft_buckets()[-1]
+    wide, k = job.draft_buckets()[-1], job.draft_options.top_k
     for rows in job.draft_buckets():
-        cost = Shard(job.draft).cost(rows, 3, backend.itemsize, job.draft_options, wide)
-        program = backend.program(lambda: None, cost)
-        assert float(costs.draft_s(rows)) == program.elapsed_s()
+        both = [
+            Shard(job.draft).cost(
+                rows, 3, backend.itemsize, replace(job.draft_options, top_k=n), wide
+            )
+            for n in (1, k)
+        ]
+        single, lists = (backend.program(lambda: None, cost).elapsed_s() for cost in both)
+        assert float(costs.draft_s(rows)) == single and float(costs.glue_s(rows, k)) == lists
 
 
 def test_ar_has_no_draft() -> None:
@@ -90,7 +96,23 @@ def test_ar_has_no_draft() -> None:
         costs.draft_s(1)
 
 
+def test_a_glue_takes_straight_lines_over_its_candidates() -> None:
+    device = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {1: {1: 2.0}, 5: {1: 4.0, 9: 12.0}})
+    assert device.glue_s(1, 3) == 3.0 and device.glue_s(5, 3) == 5.0
+    assert device.glue_s(1, np.array([1, 5, 9])).tolist() == [2.0, 4.0, 4.0]
+    assert device.glue_s(np.array([1, 9]), 5).tolist() == [4.0, 12.0]
+    assert device.draft_s(1) == 2.0
+    assert DeviceCosts.from_points({1: 1.0}, {1: 2.0}).glue_s(1, 7) == 2.0
+    one = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {4: {1: 2.5}})
+    assert one.glue_s(1, 4) == 2.5 and one.glue_s(1, 9) == 2.5
+
+
 def test_costs_survive_json() -> None:
+    listed = DeviceCosts.from_points({1: 1e-3}, {1: 2e-4}, {4: {1: 3e-4, 5: 4e-4}})
+    assert DeviceCosts.from_dict(json.loads(json.dumps(listed.to_dict()))) == listed
+    assert hash(listed) != hash(dataclasses.replace(listed, lists=()))  # sweeps keep by it
+    with pytest.raises(ConfigError, match="lists=3"):
+        DeviceCosts.from_dict({**listed.to_dict(), "lists": 3})
     device = DeviceCosts.from_points({1: 1e-3, 16: 1.1e-3}, {1: 2e-4})
     assert DeviceCosts.from_dict(json.loads(json.dumps(device.to_dict()))) == device
     alone = DeviceCosts.from_points({1: 1e-3})

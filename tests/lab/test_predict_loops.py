@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,14 +97,18 @@ class VirtualCarrier(Carrier):
 
 
 class VirtualForwards:
-    """Forwards that move their rank's clock: a forward takes what its bucket takes."""
+    """Forwards that move their rank's clock: a forward takes what its bucket takes.
 
-    def __init__(self, clock: Clock, seconds: RowTable) -> None:
-        self._clock, self._seconds = clock, seconds
+    lists: the time of those that read out more than one candidate a row (None: the same).
+    """
+
+    def __init__(self, clock: Clock, seconds: RowTable, lists: RowTable | None = None) -> None:
+        self._clock, self._seconds, self._lists = clock, seconds, lists or seconds
         self._end = self._elapsed_s = 0.0
 
-    def upload(self, rows: int, tokens: Any) -> None:
-        self._elapsed_s = float(self._seconds(next(n for n in self._seconds.rows if n >= rows)))
+    def upload(self, rows: int, tokens: Any, places: None = None, *, lists: bool = False) -> None:
+        seconds = self._lists if lists else self._seconds
+        self._elapsed_s = float(seconds(next(n for n in seconds.rows if n >= rows)))
 
     def launch(self) -> None:
         self._end = self._clock.now + self._elapsed_s
@@ -222,7 +227,8 @@ class VirtualRun:
         vocab, batch = job.target.vocab_size, config.batch_size
         laws = job.acceptance, job.hit_law
         stream = DraftStream(config.seed, vocab, batch, *laws, max(1, job.fan_outs.widest))
-        worker = DraftWorker(VirtualForwards(self.draft, self.device.draft), stream)
+        lists = dict(self.device.lists).get(self.job.draft_options.top_k)
+        worker = DraftWorker(VirtualForwards(self.draft, self.device.draft, lists), stream)
         worker.clock = self.draft
         policy = DraftPolicy(
             job.lookahead,
@@ -281,12 +287,22 @@ def asks(inner: Speculator, clock: Clock) -> Speculator:
 
 
 def steep(device: DeviceCosts) -> DeviceCosts:
-    """The same with 2% more for each row, so that every bucket takes a time of its own."""
+    """The same with 2% more for each row, so that every bucket takes a time of its own.
+
+    Lists of candidates take 30% more.
+    """
     tables = (
         table and {n: t * (1 + n / 50) for n, t in zip(table.rows, table.seconds, strict=True)}
         for table in (device.verify, device.draft)
     )
-    return DeviceCosts.from_points(*tables)  # type: ignore[arg-type]
+    steeper = DeviceCosts.from_points(*tables)  # type: ignore[arg-type]
+    assert steeper.draft is None or steeper.draft.rows == device.draft.rows  # type: ignore[union-attr]
+    lists = [
+        (k, RowTable(steeper.draft.rows, tuple(1.3 * s for s in steeper.draft.seconds)))
+        for k, _ in device.lists
+        if steeper.draft is not None
+    ]
+    return replace(steeper, lists=tuple(lists))
 
 
 def make_job(**flags: Any) -> Job:

@@ -48,6 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ssd, hits of two ends, served": {
         "mode": "ssd", "lookahead": 7, "hit_law": "power:A=1.1/0.1,r=0.3/0.9", "on_late": "serve",
     },
+    "ssd, lists of candidates": {
+        "mode": "ssd", "lookahead": 4, "batch_size": 2, "fan_out": "geometric:40", "lm_head": True,
+    },
     "ssd, tokens": {"mode": "ssd", "lookahead": 4, "batch_size": 3, "num_tokens": 60},
     "ssd, tokens, crowd": {
         "mode": "ssd", "lookahead": 5, "batch_size": 6, "num_tokens": 50, "fan_out": "uniform:2",
@@ -79,6 +82,16 @@ def test_predicts_random_configurations(seed: int) -> None:
         seed=seed,
     )
     check(job, rounds=40)
+
+
+def test_only_a_glue_reads_lists_of_candidates() -> None:
+    """By hand: a glue of 3.0 instead of 1.5 leaves room for one growth step less."""
+    job = make_job(mode="ssd", lookahead=8, p_hit=1.0, alpha=1.0, lm_head=True, fan_out="uniform:3")
+    device = DeviceCosts.from_points({1: 10.0}, {1: 1.5}, {4: {1: 3.0}})
+    finish = replay(job, device, HostCosts(), 20)
+    # glue ends at 3.0, steps at 4.5 … 9.0, 10.5: 5 of 8 when the outcome of t = 10 is seen.
+    assert finish.steps[2:, 0].tolist() == [5] * 18
+    np.testing.assert_allclose(finish.wait_s[2:, 0], 0.5 + 3 * 1.5)
 
 
 def test_a_late_round_waits_for_whole_growth_steps() -> None:

@@ -105,7 +105,7 @@ class CountingForwards:
         self.on_wait: Callable[[], None] = lambda: None
         self.closed = False
 
-    def upload(self, rows: int, tokens: Ints) -> None:
+    def upload(self, rows: int, tokens: Ints, places: None = None, *, lists: bool = False) -> None:
         assert len(tokens) <= rows, (len(tokens), rows)
         self._next = rows, tokens.tolist()
 

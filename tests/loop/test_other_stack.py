@@ -19,6 +19,7 @@ from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Forwards, Places
+from mpissd.engine.model.read_out import Find
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.spec.acceptance import count_accepted
@@ -51,14 +52,17 @@ class StepStack:
     def release(self, slots: Sequence[int]) -> None:
         raise AssertionError("nobody releases a cache")
 
-    def body(self, rows: int) -> Callable[[], None]:
+    def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
         def forward() -> None:
             tokens = self.buffers.tokens[:rows]
             self.buffers.result[:rows] = (tokens + self.weights.step) % V
 
         return forward
 
-    def read(self, rows: int) -> tuple[Ints, None]:
+    def best(self, rows: int) -> Find:
+        raise AssertionError("nobody chooses among logits")
+
+    def read(self, rows: int, k: int | None = None) -> tuple[Ints, None]:
         return self.buffers.result[:rows].reshape(1, 1, rows, 1), None
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:

@@ -27,8 +27,8 @@ SCENARIO = Scenario(mode="ar", rounds=6, num_followers=1)
 class SlowForwards(CountingForwards):
     """An upload takes 3 ms, a launch 1."""
 
-    def upload(self, rows: int, tokens: Ints) -> None:
-        super().upload(rows, tokens)
+    def upload(self, rows: int, tokens: Ints, places: None = None, *, lists: bool = False) -> None:
+        super().upload(rows, tokens, places, lists=lists)
         time.sleep(3e-3)
 
     def launch(self) -> None:

@@ -58,9 +58,13 @@ def group(world: MPI.Intracomm) -> None:
     gathered = np.full((2 * world.size, 3), -1, np.int32)
     found.all_gather(own[:, :3], gathered)
     assert gathered[:, 0].tolist() == [rank for rank in range(world.size) for _ in range(2)]
-    best = stack.buffers.all_values[: world.size * ROWS].reshape(world.size, ROWS, 2)[:, :, 0]
+    best = (
+        stack.candidates.by_k[2]
+        .all_values[: world.size * ROWS]
+        .reshape(world.size, ROWS, 2)[:, :, 0]
+    )
     np.testing.assert_allclose(
-        best.max(axis=0), whole.buffers.top_values[:ROWS, 0], rtol=2e-4, atol=2e-5
+        best.max(axis=0), whole.candidates.by_k[2].values[:ROWS, 0], rtol=2e-4, atol=2e-5
     )
 
 

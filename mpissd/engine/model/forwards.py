@@ -53,11 +53,14 @@ class Forwards(Protocol):
     def most_rows(self) -> int:
         """The rows of the largest forward."""
 
-    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
         """Sets the size and the input tokens of the next forward.
 
         tokens: int32 [n], the token that each of the first n rows reads. The other rows − n rows
-        are padding.
+        are padding. lists: whether each row's ForwardOptions.top_k best candidates are read, or the
+        best one alone.
         """
 
     def launch(self) -> None:

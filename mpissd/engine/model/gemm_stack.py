@@ -10,18 +10,19 @@ several heads on the hidden vector, each with its own LM head and read out separ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import Backend
-from mpissd.engine.comm.group import Group
+from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.gemm_weights import GemmWeights, Layer
+from mpissd.engine.model.read_out import Find, ReadOut
 from mpissd.engine.model.shard import ForwardOptions, Shard
 
 
@@ -37,12 +38,6 @@ class Buffers:
     gate_up: Any  # [max_rows, 2 ffn] (ffn where not gated)
     states: Any | None  # [max_rows, Σ head_widths], outputs of a draft's heads
     logits: Any | None  # [max_rows, vocab / T], reused by each LM head in turn
-    top_ids: Any
-    top_values: Any
-    all_ids: Any
-    all_values: Any
-    result: Any  # host [outputs · T · max_rows · k] int32, one output for each head read out
-    values: Any | None  # host, float32: the logits of the ids in `result`
 
 
 class GemmStack:
@@ -64,6 +59,15 @@ class GemmStack:
         self.weights, self.layers, self.table = weights, weights.layers, weights.table
         self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
         self.buffers = self._buffers(max_rows)
+        # Without an LM head every rank has the whole hidden vector to choose from.
+        self.candidates = ReadOut(
+            backend,
+            group if self.lm_heads else SoloGroup(),
+            max_rows,
+            options.top_k,
+            heads=max(1, len(self.heads)),
+            values=options.values,
+        )
         self._max_sequences = max_sequences
         # One buffer a layer: a buffer read twice would come from the device's cache.
         count = shard.shape.num_layers if options.context else 0
@@ -80,8 +84,9 @@ class GemmStack:
     def release(self, slots: Sequence[int]) -> None:
         """Does nothing: the products keep no cache."""
 
-    def body(self, rows: int) -> Callable[[], None]:
-        """Returns a function that issues the operations of one forward of `rows` rows."""
+    def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
+        """Returns a function that issues a forward of `rows` rows, with k candidates read out."""
+        k = k or self.options.top_k
         backend, view, memory = self.backend, self.backend.view, self.buffers
         hidden = view(memory.hidden, rows, 0, self.shard.shape.hidden)
         middle = view(memory.middle, rows, 0, self.shard.shape.hidden)
@@ -95,7 +100,7 @@ class GemmStack:
             for number, layer in enumerate(self.layers):
                 self._attention(number, layer, rows, hidden, middle)
                 self._feed_forward(layer, rows, middle, hidden)
-            self._read_out(rows, hidden)
+            self._read_out(rows, k, hidden)
 
         return forward
 
@@ -121,50 +126,33 @@ class GemmStack:
         self.backend.matmul(inner, layer.down, hidden)
         self.group.all_reduce(hidden)
 
-    def _read_out(self, rows: int, hidden: Any) -> None:
+    def _read_out(self, rows: int, k: int, hidden: Any) -> None:
         """Reads the top-k of the logits out to the host, one head after the other.
 
         Without an LM head it reads the top-k of the hidden vector. With T shards every rank gets
         the top-k of each shard, in rank order; ids count from the shard's first column.
         """
-        view, memory, k = self.backend.view, self.buffers, self.options.top_k
         for number, state in enumerate(self._states(rows, hidden)):
-            scores = state
+            find: Find = partial(self.backend.top_k, state)
             if self.lm_heads:
-                scores = view(memory.logits, rows, 0, self.shard.vocab)
+                scores = self.backend.view(self.buffers.logits, rows, 0, self.shard.vocab)
                 self.backend.matmul(state, self.lm_heads[number], scores)
-            ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
-            self.backend.top_k(scores, k, ids, values)
-            if self._shards > 1:
-                every = self._shards * rows
-                ids, local = view(memory.all_ids, every, 0, k), ids
-                self.group.all_gather(local, ids)
-                values, local = view(memory.all_values, every, 0, k), values
-                self.group.all_gather(local, values)
-            count = rows * k * self._shards
-            part = slice(number * count, (number + 1) * count)
-            self.backend.read_out(ids, memory.result[part])
-            if memory.values is not None:
-                self.backend.read_out(values, memory.values[part])
+                find = self.best(rows)
+            self.candidates.issue(find, rows, k, number)
 
-    @property
-    def _shards(self) -> int:
-        """Number of ranks whose candidates are read out together; 1 without an LM head."""
-        return self.group.size if self.lm_heads else 1
+    def best(self, rows: int) -> Find:
+        """Returns a function that enqueues the choice among the last LM head's logits."""
+        scores = self.backend.view(self.buffers.logits, rows, 0, self.shard.vocab)
+        return partial(self.backend.top_k, scores)
 
-    def read(self, rows: int) -> tuple[Any, Any | None]:
+    def read(self, rows: int, k: int | None = None) -> tuple[Any, Any | None]:
         """Returns the (ids, values) that a forward of `rows` rows read out; values may be None.
 
         Both are [heads, T, rows, k].
         """
-        shape = max(1, len(self.heads)), self._shards, rows, self.options.top_k
-        size, memory = math.prod(shape), self.buffers
-        values = None if memory.values is None else memory.values[:size].reshape(shape)
-        ids = memory.result[:size].reshape(shape)
-        if self._shards > 1:
-            first = np.arange(self._shards, dtype=np.int32) * self.shard.vocab
-            ids = ids + first[:, None, None]
-        return ids, values
+        ids, values = self.candidates.read(rows, k or self.options.top_k)
+        first = np.arange(ids.shape[1], dtype=np.int32) * self.shard.vocab
+        return ids + first[:, None, None], values
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Returns this rank's logits of these rows, of the last LM head."""
@@ -192,11 +180,8 @@ class GemmStack:
         return [count * ffn] if self.options.fuse else [ffn] * count
 
     def _buffers(self, rows: int) -> Buffers:
-        backend, shard, k = self.backend, self.shard, self.options.top_k
+        backend, shard = self.backend, self.shard
         entry, states = shard.shape.fused_width, sum(shard.shape.head_widths)
-        ids, values = backend.top_buffers(rows, k)
-        all_ids, all_values = backend.top_buffers(rows * self.group.size, k)
-        length = rows * k * self.group.size * max(1, len(self.heads))
         return Buffers(
             tokens=backend.host_ints(rows),
             entry=backend.activation(rows, entry) if entry else None,
@@ -206,12 +191,6 @@ class GemmStack:
             gate_up=backend.activation(rows, sum(self._ffn_widths())),
             states=backend.activation(rows, states) if states else None,
             logits=backend.activation(rows, shard.vocab) if self.lm_heads else None,
-            top_ids=ids,
-            top_values=values,
-            all_ids=all_ids,
-            all_values=all_values,
-            result=backend.host_ints(length),
-            values=backend.host_ints(length).view(np.float32) if self.options.values else None,
         )
 
 

@@ -18,13 +18,13 @@ from mpissd.engine.model.forwards import Places, Results
 
 
 class PausedForwards:
-    """Forwards that are over `pause_s(rows)` seconds after their launch.
+    """Forwards that are over `pause_s(rows, lists)` seconds after their launch.
 
     tokens: the host buffer of the real forwards, so that an upload takes its real time. sleep:
     whether a wait sleeps (as on the emulated backend) or polls (as for a GPU's event).
     """
 
-    def __init__(self, pause_s: Callable[[int], float], tokens: Ints, *, sleep: bool) -> None:
+    def __init__(self, pause_s: Callable[[int, bool], float], tokens: Ints, *, sleep: bool) -> None:
         self._pause_s, self._tokens, self._sleep = pause_s, tokens, sleep
         self._end = self._elapsed_s = 0.0
 
@@ -33,10 +33,12 @@ class PausedForwards:
         """The rows of the largest forward."""
         return len(self._tokens)
 
-    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
-        """Copies the tokens [<= rows], and sets the next pause to pause_s(rows)."""
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
+        """Copies the tokens [<= rows], and sets the next pause to pause_s(rows, lists)."""
         self._tokens[: len(tokens)] = tokens
-        self._elapsed_s = self._pause_s(rows)
+        self._elapsed_s = self._pause_s(rows, lists)
 
     def launch(self) -> None:
         """Starts the pause."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.read_out import Find
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
 
@@ -41,10 +42,19 @@ class Stack(Protocol):
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots."""
 
-    def body(self, rows: int) -> Callable[[], None]:
-        """Returns a function that issues the operations of one forward of `rows` rows."""
+    def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
+        """Returns a function that issues one forward of `rows` rows.
 
-    def read(self, rows: int) -> tuple[Any, Any | None]:
+        k: candidates a row that it reads out, 1 or ForwardOptions.top_k (None: the latter).
+        """
+
+    def best(self, rows: int) -> Find:
+        """Returns a function that enqueues the choice among the logits of the last forward's rows.
+
+        Needs an LM head.
+        """
+
+    def read(self, rows: int, k: int | None = None) -> tuple[Any, Any | None]:
         """Returns the (ids, values) that the forward read out.
 
         Both are [heads, T, rows, k], and ids are those of tokens; values may be None without

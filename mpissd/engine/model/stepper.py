@@ -1,7 +1,8 @@
 """The stepper: runs a model's forwards with one compiled program for each bucket of rows.
 
-A bucket's program is compiled once, before the first round: compiling is collective over the
-target ranks, so every rank prepares the same buckets in the same order.
+A bucket's programs are compiled once, before the first round: compiling is collective over the
+target ranks, so every rank prepares the same buckets in the same order. A bucket has one program
+that reads out the best candidate of each row, and one for the top_k best if that is more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,17 +59,17 @@ class Stepper:
         weights = weights or stacks.weights(backend, shard, options, max_rows=most, seed=seed)
         parts = backend, group, shard, options, weights
         self.stack = stacks.stack(*parts, max_rows=most, max_sequences=num_sequences)
-        self._programs: dict[int, Program] = {}
-        self._uploaded: tuple[int, Ints] = 0, np.zeros(0, np.int32)
+        self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
+        self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
         if compiled:
             self.compile()
 
     def compile(self) -> None:
-        """Compiles the program of each bucket; collective over the group."""
-        capturable = self.stack.group.capturable
-        self._programs = {rows: self._compile(rows, capturable) for rows in self._buckets}
-        self._current = self._programs[self._buckets[0]]
+        """Compiles the programs of each bucket; collective over the group."""
+        both = sorted({1, self.options.top_k})
+        self._programs = {(n, k): self._compile(n, k) for n in self._buckets for k in both}
+        self._current = self._programs[self._buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
         """Returns a stepper that shares this one's programs but uses only these buckets.
@@ -78,12 +80,12 @@ class Stepper:
         part = copy.copy(self)
         part._buckets = sorted(set(buckets))
         part._shares = True
-        part._current = self._programs[part._buckets[0]]
+        part._current = self._programs[part._buckets[0], 1]
         return part
 
-    def _compile(self, rows: int, capturable: bool) -> Program:
-        body = self.stack.body(rows)
-        return self.backend.program(body, self.cost(rows), capturable=capturable)
+    def _compile(self, rows: int, k: int) -> Program:
+        body, capturable = self.stack.body(rows, k), self.stack.group.capturable
+        return self.backend.program(body, self.cost(rows, k), capturable=capturable)
 
     @property
     def buckets(self) -> list[int]:
@@ -100,26 +102,31 @@ class Stepper:
         """The pages of the model's KV cache; None for a model that keeps none."""
         return getattr(self.stack, "pages", None)
 
-    def cost(self, rows: int) -> Cost:
-        """Returns the cost of a forward of `rows` rows on this rank."""
+    def cost(self, rows: int, k: int = 1) -> Cost:
+        """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""
         itemsize, most = self.backend.itemsize, self.stack.weights.max_rows
-        return self.shard.cost(rows, self._num_sequences, itemsize, self.options, most)
+        options = replace(self.options, top_k=k)
+        return self.shard.cost(rows, self._num_sequences, itemsize, options, most)
 
     def bucket(self, rows: int) -> int:
         """Returns the smallest compiled row count that is at least `rows`."""
         assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
         return self._buckets[bisect.bisect_left(self._buckets, rows)]
 
-    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
         """Sets the size of the next forward and the tokens [<= rows] of its first rows.
 
         The device reads the tokens from a page-locked host buffer when the forward begins. The
-        stack receives `places`, the rows' cache positions.
+        stack receives `places`, the rows' cache positions. lists: whether the top_k best candidates
+        are read out, or the best one alone.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
-        self._uploaded = rows, tokens
-        self._current = self._programs[self.bucket(rows)]
+        bucket, k = self.bucket(rows), self.options.top_k if lists else 1
+        self._uploaded = bucket, k, tokens
+        self._current = self._programs[bucket, k]
 
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
@@ -145,8 +152,8 @@ class Stepper:
         """
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
-        rows, tokens = self._uploaded
-        ids, values = self.stack.read(self.bucket(rows))
+        bucket, k, tokens = self._uploaded
+        ids, values = self.stack.read(bucket, k)
         if ids.shape[1] > 1 and values is None:
             raise NotImplementedError("the best of several shards need ForwardOptions.values")
         ids = ids[:, :, : len(tokens)]

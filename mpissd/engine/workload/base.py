@@ -127,7 +127,8 @@ class DraftWorker(Worker):
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, K+1 rows a sequence."""
         tokens = verify_rows(batch.last_tokens, speculation)
-        self._upload_trunk(len(batch) * (self.lookahead + 1), tokens, batch, speculation)
+        rows = len(batch) * (self.lookahead + 1)
+        self._upload_trunk(rows, tokens, batch, speculation, lists=True)
         self.stepper.launch()
 
     def served(self, batch: Batch, speculation: Speculation) -> None:

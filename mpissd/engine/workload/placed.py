@@ -128,15 +128,23 @@ class PlacedWorker(ABC):
         return np.concatenate(parts), placement.fill(gaps)
 
     def _upload_trunk(
-        self, rows: int, tokens: Ints, batch: Batch, speculation: Speculation, fill: int = 0
+        self,
+        rows: int,
+        tokens: Ints,
+        batch: Batch,
+        speculation: Speculation,
+        fill: int = 0,
+        *,
+        lists: bool = False,
     ) -> None:
         """Hands the last token of each sequence and its served tokens to the device.
 
-        Behind them come up to `fill` tokens of opened prompts.
+        Behind them come up to `fill` tokens of opened prompts. lists: whether each row's best
+        candidates are read, or the best one alone.
         """
         self.num_rows = rows
         if self.placement is None:
-            self.stepper.upload(rows, tokens)
+            self.stepper.upload(rows, tokens, lists=lists)
             return
         places = self.placement.trunk(batch, speculation.num_draft)
         fill = min(fill, self.stepper.most_rows - rows)
@@ -147,7 +155,7 @@ class PlacedWorker(ABC):
             if not len(batch):
                 places = chunk(places, slice(None))
         self.num_rows = rows
-        self.stepper.upload(rows, tokens, places)
+        self.stepper.upload(rows, tokens, places, lists=lists)
 
     def _upload_lanes(
         self, placement: Placement, rollouts: Sequence[Rollout], inputs: Sequence[Ints]

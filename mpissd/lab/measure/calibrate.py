@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -138,19 +138,31 @@ def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None)
 
 
 def _forward_times(session: Session, worker: Any) -> ForwardTimes:
-    """Times the forward of every bucket of a worker's model; collective over that model's ranks."""
-    stepper, known = _stepper(worker), session.calibrations
-    timed = {
-        rows: known.once(stepper.stack, rows, partial(_time, stepper, rows, session))
-        for rows in stepper.buckets
-    }
-    seconds = {rows: device for rows, (device, _) in timed.items()}
-    host_s = max(0.0, float(np.median([host for _, host in timed.values()])))
+    """Times the forward of every bucket of a worker's model; collective over that model's ranks.
+
+    Those of a glue are timed with all the candidates that it reads, too.
+    """
+    stepper, known, job = _stepper(worker), session.calibrations, session.job
+
+    def timed(rows: int, lists: bool) -> tuple[float, float]:
+        measured = partial(_time, stepper, rows, session, lists=lists)
+        found: tuple[float, float] = known.once(stepper.stack, (rows, lists), measured)
+        return found
+
+    every = {rows: timed(rows, False) for rows in stepper.buckets}
+    seconds = {rows: device for rows, (device, _) in every.items()}
+    host_s = max(0.0, float(np.median([host for _, host in every.values()])))
     on_host = session.backend.info.kind == "cpu" and stepper.options.capacity > 0
-    return ForwardTimes(seconds, host_s, on_host and max(seconds.values()) <= LONGEST_S)
+    times = ForwardTimes(seconds, host_s, on_host and max(seconds.values()) <= LONGEST_S)
+    candidates, live = stepper.options.top_k, range(1, job.config.batch_size + 1)
+    if candidates == 1:
+        return times
+    glues = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
+    lists = {rows: timed(rows, True)[0] for rows in glues}
+    return replace(times, candidates=candidates, lists=lists)
 
 
-def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
+def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> tuple[float, float]:
     """Times repeated forwards of `rows` rows.
 
     Returns two medians in seconds: time on the device, and time that the host adds to it.
@@ -160,7 +172,7 @@ def _time(stepper: Stepper, rows: int, session: Session) -> tuple[float, float]:
     places = timed_places(rows, sequences, stepper.options)
 
     def once() -> float:
-        stepper.upload(rows, tokens, places)
+        stepper.upload(rows, tokens, places, lists=lists)
         start = perf_counter()
         stepper.launch()
         stepper.wait(session.waiter)

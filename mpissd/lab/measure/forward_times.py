@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpissd.engine.job import Job
 from mpissd.lab.measure.rehearsal import Table
@@ -14,15 +14,23 @@ class ForwardTimes:
     """Median device seconds of a forward by row count, and the host time that it adds.
 
     host_s: seconds that launching and waiting take beyond the forward itself. rehearsed: whether
-    passes run the real forwards (measure.rehearsal), and no pauses.
+    passes run the real forwards (measure.rehearsal), and no pauses. lists: likewise of the forwards
+    that read out `candidates` of each row, at a glue's row counts; empty if none does.
     """
 
     seconds: dict[int, float]
     host_s: float
     rehearsed: bool = False
+    candidates: int = 1
+    lists: dict[int, float] = field(default_factory=dict)
 
-    def __call__(self, rows: int) -> float:
-        """Returns the seconds of the smallest forward that has room for `rows` rows."""
+    def __call__(self, rows: int, lists: bool = False) -> float:
+        """Returns the seconds of the smallest forward that has room for `rows` rows.
+
+        lists: whether it reads out `candidates` of each row.
+        """
+        if lists and self.lists:
+            return self.lists[next((n for n in sorted(self.lists) if n >= rows), max(self.lists))]
         return self.seconds[self.bucket(rows)]
 
     def bucket(self, rows: int) -> int:
@@ -55,10 +63,11 @@ def in_sequence(
         return DeviceCosts.from_points(verify)
     steps = job.num_forwards(job.backup_lookahead)
     backup = drafts.backup_s if drafts.backup_s is None else drafts.backup_s / steps
+    lists = {draft.candidates: draft.lists} if draft.lists else {}
     if drafts.grow_s is not None:
         lanes = job.config.batch_size * job.num_lanes
-        return DeviceCosts.from_points(verify, _at_most(draft, lanes, drafts.grow_s))
-    return DeviceCosts.from_points(verify, _at_most(draft, draft_rows(job), backup))
+        return DeviceCosts.from_points(verify, _at_most(draft, lanes, drafts.grow_s), lists)
+    return DeviceCosts.from_points(verify, _at_most(draft, draft_rows(job), backup), lists)
 
 
 def draft_rows(job: Job) -> int:

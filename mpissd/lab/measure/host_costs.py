@@ -7,10 +7,9 @@ in naps (naps), or in reading an OUTCOME that arrived during a growth step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +51,21 @@ class PassLedgers:
         return values
 
 
-def pause_of(times: ForwardTimes | None) -> Callable[[int], float]:
+class Pause(Protocol):
+    """The length of a pause that stands for a forward."""
+
+    def __call__(self, rows: int, lists: bool = False) -> float:
+        """Returns its seconds; lists: as Forwards.upload says it."""
+
+
+def pause_of(times: ForwardTimes | None) -> Pause:
     """Returns the length of a pause by its rows; 0 where none is in the passes' ledgers."""
     assert times is not None, "a pause without a measured forward"
-    if times.rehearsed:
-        return lambda rows: 0.0
-    return lambda rows: min(times(rows), LONGEST_PAUSE_S)
+
+    def pause_s(rows: int, lists: bool = False) -> float:
+        return 0.0 if times.rehearsed else min(times(rows, lists), LONGEST_PAUSE_S)
+
+    return pause_s
 
 
 def paused_twin(worker: W, times: ForwardTimes | None, session: Session, *, drafts: bool) -> W:
@@ -153,7 +161,7 @@ def _draft_costs(
 def _growth_costs(
     session: Session,
     grown: PassLedgers,
-    pause_s: Callable[[int], float],
+    pause_s: Pause,
     again: float,
     step: float,
 ) -> dict[str, float]:
@@ -162,7 +170,7 @@ def _growth_costs(
     costs = {
         "draft_lookup": phases[DraftPhase.LOOKUP],
         "draft_commit": phases[DraftPhase.COMMIT],
-        "glue": phases[DraftPhase.GLUE] - pause_s(job.verify_rows) + again,
+        "glue": phases[DraftPhase.GLUE] - pause_s(job.verify_rows, True) + again,
         "keys": phases[DraftPhase.KEYS],
     }
     assert grown.draft is not None, "a grown pass without a draft"
@@ -220,7 +228,7 @@ def _overshoot(session: Session) -> float:
     """Returns the median seconds by which a paused forward exceeds its pause, launch included."""
     waiter = session.waiter
     sleep, tokens = session.backend.info.kind == "emulated", np.zeros(1, np.int32)
-    pause = PausedForwards(lambda rows: 1e-3, tokens, sleep=sleep)
+    pause = PausedForwards(lambda rows, lists: 1e-3, tokens, sleep=sleep)
     pause.upload(1, tokens)
     late = []
     for _ in range(_OVERSHOOTS):

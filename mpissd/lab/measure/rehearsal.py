@@ -46,10 +46,12 @@ class RehearsedForwards:
         """The rows of the largest forward."""
         return self._stepper.most_rows
 
-    def upload(self, rows: int, tokens: Ints, places: Places | None = None) -> None:
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
         """Hands the tokens to the stepper."""
         self._rows = len(tokens)
-        self._stepper.upload(rows, tokens, self._places[self._rows])
+        self._stepper.upload(rows, tokens, self._places[self._rows], lists=lists)
 
     def launch(self) -> None:
         """Runs the forward, and notes what it took."""

@@ -47,6 +47,7 @@ class Cells:
     p_hits_miss: Floats  # [G, 2, K+1]
     branches: Ints  # [G]
     branches_miss: Ints  # [G]
+    candidates: Ints  # [G], ids that a glue reads out of each row
     backup_lookahead: Ints  # [G]
     fast: NDArray[np.bool_]  # [G]
     serve: NDArray[np.bool_]  # [G]
@@ -77,6 +78,7 @@ class Cells:
             p_hits_miss=chance[None, :, fan_out_miss],
             branches=np.array([sum(fan_out)]),
             branches_miss=np.array([sum(fan_out_miss)]),
+            candidates=np.array([job.widest + 1]),
             backup_lookahead=np.array([job.backup_lookahead]),
             fast=np.array([job.config.backup == "fast"]),
             serve=np.array([job.config.on_late == "serve"]),
@@ -117,16 +119,15 @@ def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
 def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
     """Computes the expectation of every cell, with the kernels that its own row counts select."""
     widths = cells.batch_size * (cells.lookahead + 1)
-    device = replace(device, verify=device.verify.in_job(widths))
     if device.draft is None or device.draft.few is None:
-        return _expect(cells, device, host)
+        return _expect(cells, replace(device, verify=device.verify.in_job(widths)), host)
     is_few = cells.draft_rows <= device.draft.few_rows
     columns = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
     for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
         if len(chosen):
             part = cells.take(chosen)
-            draft = device.draft.in_job(int(part.draft_rows.max()))
-            for name, values in vars(_expect(part, replace(device, draft=draft), host)).items():
+            known = device.in_job(widths, int(part.draft_rows.max()))
+            for name, values in vars(_expect(part, known, host)).items():
                 columns[name][chosen] = values
     return Expected(**columns)
 
@@ -154,7 +155,8 @@ class _Model:
         rows = in_buckets(held, np.arange(full + 1))
         self.verify_s = device.verify_s(rows)
         self.lanes_s = device.draft_s(in_buckets(held, np.arange(batch + 1))) + host.step
-        self._device, self._glue_s = device, device.draft_s(full) + host.glue + host.keys
+        self._device, glue_s = device, device.glue_s(full, cells.candidates)
+        self._keys_s = np.broadcast_to(glue_s, cells.candidates.shape) + host.glue + host.keys
         self.p_hit_cached, self.tokens_cached = _laws(cells.hazards, cells.p_hits)
         backup = np.where(cells.fast[:, None], cells.hazards_fast, cells.hazards)
         p_hit, tokens = _laws(backup, cells.p_hits_miss)
@@ -238,7 +240,7 @@ class _Model:
         lanes = lanes[:, None, :]
         grows = lanes > 0
         step_s = self._device.draft_s(np.maximum(each, 1)) + host.step
-        keys = np.where(grows, self._glue_s + host.keys_lane * lanes, 0.0)
+        keys = np.where(grows, self._keys_s[:, None, None] + host.keys_lane * lanes, 0.0)
         # With TRUNK, growth begins one link after the lead has all answers.
         if cells.num_drafts > 1:
             asked = asked - slack - 2 * host.link

@@ -11,7 +11,7 @@ HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trac
                   DEVICE_WAIT verify_s + wake (and `follower` beyond upload and launch)
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
-                  GLUE        draft_s + glue                 KEYS   keys + keys_lane · b·ΣF
+                  GLUE        glue_s + glue                  KEYS   keys + keys_lane · b·ΣF
                   GROW        Σ over the steps of (draft_s + step)
                   WAIT        draft_read, beyond idle time
 """
@@ -172,13 +172,15 @@ class DeviceCosts:
 
     verify: RowTable
     draft: RowTable | None = None  # None: there is no draft (AR).
+    # (k, draft forwards that read out k candidates a row), k rising; empty: as long as with one.
+    lists: tuple[tuple[int, RowTable], ...] = ()
 
     def verify_s(self, rows: ArrayLike) -> Floats:
         """Returns the seconds of target forwards with these row counts."""
         return self.verify(rows)
 
     def draft_s(self, rows: ArrayLike) -> Floats:
-        """Returns the seconds of draft forwards (growth, backup or glue) with these row counts.
+        """Returns the seconds of draft forwards (growth or backup) with these row counts.
 
         Raises ConfigError if there is no draft.
         """
@@ -186,12 +188,41 @@ class DeviceCosts:
             raise ConfigError("these device costs have no draft: allowed: mode=ar")
         return self.draft(rows)
 
+    def glue_s(self, rows: ArrayLike, candidates: ArrayLike) -> Floats:
+        """Returns the seconds of draft forwards that read `candidates` of each of these rows.
+
+        One of the two is a number. Between measured numbers of candidates time goes in straight
+        lines. Raises ConfigError if there is no draft.
+        """
+        if not self.lists:
+            return self.draft_s(rows)
+        known = [k for k, _ in self.lists]
+        times = np.array([table(rows) for _, table in self.lists])
+        place = np.interp(np.asarray(candidates), known, np.arange(len(known)))
+        left = np.minimum(place.astype(np.int64), max(0, len(known) - 2))
+        right = np.minimum(left + 1, len(known) - 1)
+        return np.asarray(times[left] + (place - left) * (times[right] - times[left]), np.float64)
+
+    def in_job(self, verify_rows: int, draft_rows: int) -> DeviceCosts:
+        """Returns the costs that hold in a job whose largest forwards have so many rows."""
+        draft = None if self.draft is None else self.draft.in_job(draft_rows)
+        lists = tuple((k, table.in_job(draft_rows)) for k, table in self.lists)
+        return DeviceCosts(self.verify.in_job(verify_rows), draft, lists)
+
     @classmethod
     def from_points(
-        cls, verify: Mapping[int, float], draft: Mapping[int, float] | None = None
+        cls,
+        verify: Mapping[int, float],
+        draft: Mapping[int, float] | None = None,
+        lists: Mapping[int, Mapping[int, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the costs from measured {rows: seconds} of the target and of the draft."""
-        return cls(RowTable.of(verify), None if draft is None else RowTable.of(draft))
+        """Makes the costs from measured {rows: seconds} of the target and of the draft.
+
+        lists: {k: {rows: seconds}} of the draft's forwards that read k candidates a row.
+        """
+        drafts = None if draft is None else RowTable.of(draft)
+        tables = ((k, RowTable.of(points)) for k, points in sorted((lists or {}).items()))
+        return cls(RowTable.of(verify), drafts, tuple(tables))
 
     @classmethod
     def from_profile(
@@ -207,31 +238,36 @@ class DeviceCosts:
         alone = job.draft_shard
         if alone is None:
             return cls(verify)
-        rows = job.draft_buckets()
-        draft = forwards(draft_profile or profile, alone, rows, batch, job.draft_options)
-        return cls(verify, draft)
+        rows, options, profile = job.draft_buckets(), job.draft_options, draft_profile or profile
+        tables = {
+            k: forwards(profile, alone, rows, batch, dataclasses.replace(options, top_k=k))
+            for k in {1, options.top_k}
+        }
+        return cls(verify, tables.pop(1), tuple(sorted(tables.items())))
 
-    def to_dict(self) -> dict[str, dict[str, float] | None]:
-        """Returns {"verify": {rows: seconds}, "draft": likewise or None}, for a profile's JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns {"verify": {rows: seconds}, "draft": likewise or None, "lists": {k: likewise}}.
+
+        This is their form in a profile's JSON.
+        """
         draft = None if self.draft is None else _points(self.draft)
-        return {"verify": _points(self.verify), "draft": draft}
+        lists = {str(k): _points(table) for k, table in self.lists}
+        return {"verify": _points(self.verify), "draft": draft, "lists": lists}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:
-        """Reads what to_dict made; raises ConfigError if it is malformed."""
-        tables: list[dict[int, float] | None] = []
-        for name in ("verify", "draft"):
-            points = values.get(name)
-            if points is None and name == "draft":
-                tables.append(None)
-                continue
-            if not isinstance(points, Mapping):
-                raise ConfigError(f"device costs: {name}={points!r}: allowed: {{rows: seconds}}")
-            where = f"device costs: {name}"
-            tables.append({_rows(where, n): _number(where, s) for n, s in points.items()})
-        verify, draft = tables
-        assert verify is not None
-        return cls.from_points(verify, draft)
+        """Reads what to_dict made; raises ConfigError if it is malformed.
+
+        Older files have no "lists": all of their draft's forwards read out as many candidates.
+        """
+        draft, lists = values.get("draft"), values.get("lists") or {}
+        if not isinstance(lists, Mapping):
+            raise ConfigError(f"device costs: lists={lists!r}: allowed: {{candidates: …}}")
+        return cls.from_points(
+            _table("verify", values.get("verify")),
+            None if draft is None else _table("draft", draft),
+            {_rows("lists", k): _table(f"lists {k}", points) for k, points in lists.items()},
+        )
 
 
 def forwards(
@@ -264,6 +300,13 @@ def forwards_of_any_job(
         return many
     few = forwards(profile, shard, within, sequences, options)
     return dataclasses.replace(many, few=few, few_rows=limit)
+
+
+def _table(name: str, points: Any) -> dict[int, float]:
+    if not isinstance(points, Mapping):
+        raise ConfigError(f"device costs: {name}={points!r}: allowed: {{rows: seconds}}")
+    where = f"device costs: {name}"
+    return {_rows(where, n): _number(where, s) for n, s in points.items()}
 
 
 def _points(table: RowTable) -> dict[str, float]:

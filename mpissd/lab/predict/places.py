@@ -19,6 +19,7 @@ from mpissd.lab.predict.label import all_derived_from
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, cut_law
 from mpissd.lab.predict.search import Choice, Placement
 
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
 
 
@@ -132,8 +133,12 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     check_device(profile, job)
     widths, lanes = (_row_counts(batch, most) for most in (MOST_LOOKAHEAD + 1, _MOST_BRANCHES))
     verify = forwards_of_any_job(profile, target, widths, batch, job.options)
-    drafts = forwards_of_any_job(profile, draft, lanes, batch, job.draft_options)
-    return DeviceCosts(verify, drafts)
+    has_head = job.config.lm_head or job.drafts_by_transformer
+    tables = {
+        k: forwards_of_any_job(profile, draft, lanes, batch, replace(job.draft_options, top_k=k))
+        for k in (_CANDIDATES if has_head else (1,))
+    }
+    return DeviceCosts(verify, tables[1], tuple(tables.items()) if has_head else ())
 
 
 def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int], HostCosts | None]:

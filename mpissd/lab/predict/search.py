@@ -290,6 +290,7 @@ def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_
         p_hits_miss=chance[:, fans_miss].swapaxes(0, 1),
         branches=fans.sum(axis=1),
         branches_miss=fans_miss.sum(axis=1),
+        candidates=1 + np.maximum(fans.max(axis=1), fans_miss.max(axis=1)),
         fast=np.array([row.fast for row in rows]),
         backup_lookahead=np.array([row.backup_lookahead for row in rows]),
         serve=np.array([row.serve for row in rows]),

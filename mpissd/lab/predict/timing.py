@@ -54,7 +54,7 @@ class Timing:
         branches = np.arange(batch * job.fan_outs.branches + 1)
         each = -(-branches // max(1, job.config.drafts))
         keys = np.asarray(host.keys + host.keys_lane * branches, np.float64)
-        glue = device.draft_s(in_buckets(held, live * width)) + host.glue
+        glue = device.glue_s(in_buckets(held, live * width), job.widest + 1) + host.glue
         growth = device.draft_s(in_buckets(held, each)) + host.step
         lanes = device.draft_s(in_buckets(held, live)) + host.step
         return cls(host, job.lookahead, verify, lanes, glue, keys, growth)

@@ -51,7 +51,7 @@ class Model:
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
         """Runs a forward of these rows; returns the likeliest tokens behind each, [n, top_k]."""
-        self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places)
+        self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
         found: Ints = self._stepper.results().ids[0].copy()

@@ -6,7 +6,6 @@ down give is summed over the ranks in rank order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.read_out import Find, ReadOut
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import PageTable, Seats, cache_sizes
 from mpissd.engine.model.transformer.checkpoint import Floats
@@ -33,8 +33,6 @@ class Buffers:
     """Host and device buffers of a forward, for up to max_rows rows; only `tokens` if emulated."""
 
     tokens: Any  # host int32 [max_rows]
-    result: Any = None  # host int32 [T · max_rows · k], the candidates' ids in the local head
-    values: Any = None  # host float32, the logits of the ids in `result`
     hidden: Any = None  # [max_rows, hidden], the residual stream
     x: Any = None  # [max_rows, hidden], normalised
     delta: Any = None  # [max_rows, hidden], the sum that is added to the residual stream
@@ -42,10 +40,6 @@ class Buffers:
     attended: Any = None  # [max_rows, q]
     inner: Any = None  # [max_rows, ffn]
     logits: Any = None  # [max_rows, local vocabulary]
-    top_ids: Any = None
-    top_values: Any = None
-    all_ids: Any = None
-    all_values: Any = None
 
 
 class TransformerStack:
@@ -78,7 +72,8 @@ class TransformerStack:
         seats = Seats(backend.host_ints(Seats.size(max_rows, sizes)), max_rows, sizes)
         self.pages = PageTable(seats, sizes)
         self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
-        self.buffers = _buffers(backend, group, shard, options, weights.ops, max_rows)
+        self.buffers = _buffers(backend, shard, weights.ops, max_rows)
+        self.candidates = ReadOut(backend, group, max_rows, options.top_k)
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
         self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
@@ -97,9 +92,9 @@ class TransformerStack:
         assert self.weights.ops is not None
         return bucket if self.weights.ops.computes_padding else self._placed or bucket
 
-    def body(self, rows: int) -> Callable[[], None]:
-        """Returns a function that issues the operations of a forward of up to `rows` rows."""
-        ops, memory = self.weights.ops, self.buffers
+    def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
+        """Returns a function that issues a forward of up to `rows` rows, and reads k candidates."""
+        ops, memory, k = self.weights.ops, self.buffers, k or self.options.top_k
         if ops is None:
             return lambda: None
 
@@ -112,7 +107,7 @@ class TransformerStack:
                 self._feed_forward(ops, number, count)
             if self._reads or ops.computes_padding:
                 self._head(ops, count)
-                self._read_out(ops, count)
+                self.candidates.issue(self.best(count), count, k)
 
         return forward
 
@@ -140,32 +135,28 @@ class TransformerStack:
         memory = self.buffers
         ops.norm(memory.hidden, memory.delta, self.weights.norm, memory.x, rows)
         ops.product(memory.x, self.weights.head, memory.logits, rows)
-        ops.top_k(memory.logits, self.options.top_k, memory.top_ids, memory.top_values, rows)
 
-    def _read_out(self, ops: Ops, rows: int) -> None:
-        """Brings every rank's candidates to the host, [T, rows, k] in rank order."""
-        view, memory, k = self.backend.view, self.buffers, self.options.top_k
-        every = rows * self.group.size
-        ids, values = view(memory.top_ids, rows, 0, k), view(memory.top_values, rows, 0, k)
-        if self.group.size > 1:
-            local, ids = ids, view(memory.all_ids, every, 0, k)
-            self.group.all_gather(local, ids)
-            local, values = values, view(memory.all_values, every, 0, k)
-            self.group.all_gather(local, values)
-        self.backend.read_out(ids, memory.result[: every * k])
-        self.backend.read_out(values, memory.values[: every * k])
+    def best(self, rows: int) -> Find:
+        """Returns a function that enqueues the choice among the logits of the last forward's
+        rows."""
+        ops = self.weights.ops
 
-    def read(self, rows: int) -> tuple[Ints, Floats]:
+        def find(k: int, ids: Any, values: Any) -> None:
+            if ops is not None:
+                ops.top_k(self.buffers.logits, k, ids, values, rows)
+
+        return find
+
+    def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
         """Returns the candidates of the last forward: (token ids, logits), [1, T, n, k].
 
         rows: the forward's bucket; n: the rows that it computed.
         """
-        shape = self.group.size, self._rows(rows), self.options.top_k
-        size = math.prod(shape)
-        ids = self.buffers.result[:size].reshape(shape) + self._first[:, None, None]
+        ids, values = self.candidates.read(self._rows(rows), k or self.options.top_k)
+        ids = ids + self._first[:, None, None]
         if self.weights.head_ids is not None:
             ids = self.weights.head_ids[ids]
-        return ids[None], self.buffers.values[:size].reshape(shape)[None]
+        return ids, values
 
     def logits(self, rows: Sequence[int]) -> Floats:
         """Returns this rank's logits of these rows, float32 [n, local vocabulary]."""
@@ -173,24 +164,12 @@ class TransformerStack:
         return self.weights.ops.read(self.buffers.logits, rows)
 
 
-def _buffers(
-    backend: Backend,
-    group: Group,
-    shard: TransformerShard,
-    options: ForwardOptions,
-    ops: Ops | None,
-    rows: int,
-) -> Buffers:
+def _buffers(backend: Backend, shard: TransformerShard, ops: Ops | None, rows: int) -> Buffers:
     if ops is None:
         return Buffers(backend.host_ints(rows))
-    hidden, k, q = shard.shape.hidden, options.top_k, shard.q_width
-    ids, values = backend.top_buffers(rows, k)
-    all_ids, all_values = backend.top_buffers(rows * group.size, k)
-    told = rows * k * group.size
+    hidden, q = shard.shape.hidden, shard.q_width
     return Buffers(
         tokens=backend.host_ints(rows),
-        result=backend.host_ints(told),
-        values=backend.host_ints(told).view(np.float32),
         hidden=ops.hidden(rows),
         x=ops.buffer(rows, hidden),
         delta=ops.delta(rows),
@@ -198,10 +177,6 @@ def _buffers(
         attended=ops.buffer(rows, q),
         inner=ops.buffer(rows, shard.ffn_width),
         logits=ops.logits(rows, shard.vocab),
-        top_ids=ids,
-        top_values=values,
-        all_ids=all_ids,
-        all_values=all_values,
     )
 
 
