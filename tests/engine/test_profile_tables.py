@@ -60,6 +60,14 @@ GOOD: dict[str, Any] = {
         "links": [{"name": "mpi", "idle_s": 0.005, "from": "m", "seconds": {"64": 4e-6}}],
         "copies": [{"direction": "out", "from": "m", "seconds": {"64": 7e-6}}],
         "launches": [{"what": "empty", "from": "m", "host_s": 2e-6, "device_s": 1e-6}],
+        "read_outs": [
+            {"columns": 500, "forward": "gemm", "candidates": k, "from": "m", "seconds": seconds}
+            for k, seconds in (
+                (1, {"1": 4e-6, "5": 8e-6}),
+                (4, {"1": 7e-6, "5": 1.1e-5}),
+                (8, {"1": 9e-6, "5": 2.1e-5}),
+            )
+        ],
     },
 }
 
@@ -166,6 +174,22 @@ def test_context_counts_over_all_sequences(box: Any) -> None:
     alone = replace(SHARD, tp=1), replace(options, context=1024)
     profile = box("tables/forwards", [forward(*alone)])
     assert profile.forward_s(alone[0].cost(8, 1, 2, alone[1])) == SECONDS["8"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "candidates", "more"),
+    [(1, 1, 0), (1, 4, 3e-6), (1, 6, 4e-6), (5, 8, 13e-6), (3, 8, 9e-6), (5, 12, 23e-6)],
+)
+def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, more: float) -> None:
+    """In straight lines over both, beyond the last with its slope, on top of the forward."""
+    profile, cost = box(), SHARD.cost(rows, 1, 2, OPTIONS)
+    single = profile.forward_s(cost)
+    listed = replace(cost, candidates=candidates, columns=500)
+    assert profile.forward_s(listed) == pytest.approx(single + more, abs=1e-12)
+    assert profile.forward_s(replace(listed, columns=499)) == single  # of another head: not known
+    key = replace(cost.key, sequences=1)  # a transformer's logits are wider
+    unknown = profile.tables.lists_s(replace(listed, key=key))
+    assert unknown == 0 and sorted(profile.tables.candidates(listed)) == [1, 4, 8]
 
 
 def test_what_an_all_reduce_costs_is_said_to_be_unknown(box: Any) -> None:

@@ -65,6 +65,11 @@ class ForwardKey:
         """Tokens of context of one of a transformer's sequences."""
         return self.kv_tokens // self.sequences
 
+    @property
+    def forward(self) -> str:
+        """The kind of forward, as --forward says it."""
+        return "transformer" if self.sequences else "gemm"
+
     def __str__(self) -> str:
         if self.sequences:
             return f"transformer {self.model} T={self.tp} context={self.context} b={self.sequences}"
@@ -89,6 +94,8 @@ class Cost:
     # The most rows of any forward in the job, which decides the kernel; None: `rows`.
     most_rows: int | None = None
     params: int = 0  # Weights that the forward reads; 0 for a lone product.
+    candidates: int = 1  # Ids that are read out of each row.
+    columns: int = 0  # Logits of a row on this rank, of which they are the best; 0: no LM head.
 
 
 class Program(ABC):

@@ -66,16 +66,17 @@ class Profile:
         """Returns the duration of one forward in seconds, all-reduces included.
 
         If a table covers this forward, the value is measured. Otherwise it is modelled: the
-        roofline (floor_s) plus the overheads of products, all-reduces and the launch. Raises
-        ConfigError if an all-reduce's time is not known.
+        roofline (floor_s) plus the overheads of products, all-reduces and the launch. What more
+        than one candidate a row takes is added (Tables.lists_s). Raises ConfigError if an
+        all-reduce's time is not known.
         """
-        measured = self.tables.forward(cost)
+        measured, lists = self.tables.forward(cost), self.tables.lists_s(cost)
         if measured is not None:
-            return measured(cost.rows)
+            return measured(cost.rows) + lists
         floor = self.floor_s(cost) or 0.0
         products = cost.num_products * self.product_overhead_s
         reduces = cost.num_all_reduces * self.all_reduce_s(cost.tp, cost.all_reduce_bytes)
-        return floor + products + reduces + self.launch_s
+        return floor + products + reduces + self.launch_s + lists
 
     def floor_s(self, cost: Cost) -> float | None:
         """Returns max(bytes / read bandwidth, flops / peak); None if a rate is unknown."""

@@ -20,6 +20,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "all_reduces": ("name", "ranks", "graph"),
     "links": ("name", "idle_s"),
     "copies": ("direction",),
+    "read_outs": ("columns", "forward", "candidates"),
 }
 
 
@@ -126,6 +127,7 @@ class Tables:
     forwards: for each key its kernels, those of jobs with the fewest rows first. products: by (k,
     n), then rows. all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name,
     idle_s), then bytes. copies: by (direction,), then bytes. launches: by what is launched.
+    read_outs: by (logits of a row, kind of forward, candidates), then rows.
     """
 
     forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class Tables:
     all_reduces: Series = field(default_factory=dict)
     links: Series = field(default_factory=dict)
     copies: Series = field(default_factory=dict)
+    read_outs: Series = field(default_factory=dict)
     launches: Mapping[str, Launch] = field(default_factory=dict)
 
     @classmethod
@@ -162,6 +165,25 @@ class Tables:
             if kernel.most_rows is None or most <= kernel.most_rows:
                 return kernel.seconds
         return None
+
+    def lists_s(self, cost: Cost) -> float:
+        """Returns the seconds by which a cost's forward is longer than with one candidate a row.
+
+        They go along straight lines over the candidates and the rows; 0 where none was measured.
+        """
+        if cost.key is None or cost.candidates == 1:
+            return 0.0
+        known = self.candidates(cost)
+        if not known:
+            return 0.0
+        taken = tuple(known[k](cost.rows) for k in sorted(known))
+        by_candidates = Curve(tuple(sorted(known)), taken)
+        return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
+
+    def candidates(self, cost: Cost) -> dict[int, Curve]:
+        """Returns {candidates of a row: seconds by rows} of read-outs like that of this cost."""
+        like = cost.columns, "" if cost.key is None else cost.key.forward
+        return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
     def kernels(self, key: ForwardKey, params: int) -> tuple[Forward, ...]:
         """Returns a forward with each kernel that it was measured with, those of few rows first.

@@ -173,6 +173,8 @@ class Shard:
             key=self.key(sequences, options),
             most_rows=most_rows,
             params=params,
+            candidates=options.top_k,
+            columns=self.vocab * options.lm_head,
         )
 
 

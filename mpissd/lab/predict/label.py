@@ -15,8 +15,8 @@ from mpissd.lab.predict import hosts
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE
 from mpissd.lab.predict.derive import DERIVED
 
-# Candidates a row that the forwards of the built-in profile read out: its probes ran fan-out 3.
-# 19 of them a row cost some .2 ms more a step (results/h200-tuned).
+# Candidates a row that the forwards of the built-in profile read out, where it has no read-outs of
+# more: its probes ran fan-out 3.
 _BUILT_IN, _CANDIDATES = "h200", 4
 
 
@@ -53,15 +53,17 @@ def _forward(
 ) -> Iterator[str]:
     """Yields what a forward is derived from; nothing if it was measured or is modelled."""
     batch = job.config.batch_size
-    curve = known.tables.forward(shard.cost(rows, batch, EMULATED_ITEMSIZE, options))
+    cost = shard.cost(rows, batch, EMULATED_ITEMSIZE, options)
+    curve, timed = known.tables.forward(cost), known.tables.candidates(cost)
+    lists = max(timed, default=_CANDIDATES if known.name == _BUILT_IN else 1)
     source = known.sources["all_reduce"] if curve is None else curve.source
     if source.startswith(DERIVED):
         yield source
     elif curve is not None and rows > curve.points[-1]:
         beyond = f"{rows} rows of {shard.shape.name}, measured up to {curve.points[-1]}"
         yield f"{DERIVED}: {beyond}"
-    elif curve is not None and known.name == _BUILT_IN and options.top_k > _CANDIDATES:
+    elif curve is not None and options.top_k > lists:
         beyond = f"{options.top_k} candidates a row of {shard.shape.name}, measured with"
-        yield f"{DERIVED}: {beyond} {_CANDIDATES}, which takes less time"
+        yield f"{DERIVED}: {beyond} {lists}, which takes less time"
     elif curve is None and known.tables.forwards:
         yield f"{DERIVED}: {shard.key(batch, options)} not measured, by the profile's numbers"

@@ -209,14 +209,14 @@ class Prober:
         """
         if stacks is not None:
             self._transformer(ranks, group, shard, options, buckets, stacks)
-            return
         every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
-        for most in kinds(self._session.backend):
+        for most in kinds(self._session.backend) if stacks is None else ():
             rows = [n for n in every if most is None or n <= most]
             tables = ranks.forwards(group, shard, options, rows, batch, most)
             if self._topology.group.rank == 0:
                 self.tables["forwards"].append(tables[0])
                 self.tables["launches"].append(tables[1])
+        self.tables["read_outs"] += ranks.read_outs
 
     def _transformer(
         self,

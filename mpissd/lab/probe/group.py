@@ -18,17 +18,20 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost
-from mpissd.engine.comm.group import Group
+from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.gemm_stack import GemmStacks
+from mpissd.engine.model.read_out import ReadOut
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.placement import timed_places
-from mpissd.lab.probe.device import ROWS, launched
+from mpissd.lab.probe.device import NOTHING, ROWS, launched
 from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
 
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
+LIST_ROWS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards whose lists of candidates are measured
+LISTS = (1, 4, 16, 32, 64)  # candidates a row
 TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, as each is measured behind several contexts
 LARGE_BYTES = 1 << 20
 NEAR = 64  # the shortest context that a transformer is measured behind
@@ -60,6 +63,7 @@ class GroupProbe:
         self._pace = Pace.of(backend.info)
         self._real = backend.info.kind != "emulated"
         self._together = comm if comm.size > 1 else None
+        self.read_outs: list[Entry] = []  # of the first model measured that reads out lists
 
     def forwards(
         self,
@@ -95,12 +99,49 @@ class GroupProbe:
             launch = self._launch(stepper)
             self._check_forward(stepper)
             kernel = stepper.stack.weights.kernel
+            if options.top_k > 1 and not self.read_outs:
+                self.read_outs = self._lists(stepper)
         finally:
             stepper.close()
         key, params = shard.key(sequences, options), shard.num_params(options)
         which = {"params": params, "kernel": kernel, "most_rows": most_rows}
         forward = entry(vars(key) | which, self._source, taken)
         return forward, launch | {"what": f"forward of {key}, {kernel}"}
+
+    def _lists(self, stepper: Stepper) -> list[Entry]:
+        """Measures the choice and copy of 1 … 64 candidates a row, of the last forward's logits.
+
+        They run in a chain, one after the other in one program, so that its launch does not
+        matter. An emulated device has none.
+        """
+        if not self._real:
+            return []
+        key = stepper.shard.key(1, stepper.options)
+        columns = stepper.cost(1).columns
+        rows = [n for n in LIST_ROWS if n <= stepper.most_rows]
+        return [
+            entry(
+                {"columns": columns, "forward": key.forward, "candidates": k},
+                self._source,
+                {n: self._list(stepper, n, k) for n in rows},
+            )
+            for k in LISTS
+            if k <= columns
+        ]
+
+    def _list(self, stepper: Stepper, rows: int, k: int) -> Sample:
+        length = _CHAIN[self._backend.info.kind]
+        read_out = ReadOut(self._backend, SoloGroup(), rows, k, values=stepper.options.values)
+        find = stepper.stack.best(rows)
+
+        def body() -> None:
+            for _ in range(length):
+                read_out.issue(find, rows, k)
+
+        program = self._backend.program(body, NOTHING)
+        taken = sample(launched(program.launch, program, self._waiter), self._pace, per=length)
+        program.close()
+        return taken
 
     def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
         """Measures every group's all-reduce of ROWS hidden vectors and of 1 MB, in a graph and

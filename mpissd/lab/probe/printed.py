@@ -33,6 +33,7 @@ def print_tables(tables: Mapping[str, Sequence[Entry]], notes: Sequence[str]) ->
         _bandwidths(tables["bandwidths"]),
         _products(tables["products"]),
         _forwards(tables["forwards"]),
+        _lists(tables["read_outs"]),
         _sized("all-reduce", tables["all_reduces"], _all_reduce_name),
         _sized("round trip", tables["links"], _link_name),
         _sized("copy", tables["copies"], lambda e: f"{e['direction']} + wait"),
@@ -96,6 +97,15 @@ def _forwards(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
         yield "µs", _times(entry, rows)
         if one := seconds[rows[0]]:
             yield "r(M)", "".join(f"{seconds[n] / one:>9.3f}" for n in rows)
+
+
+def _lists(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
+    for number, entry in enumerate(entries):
+        if not number:
+            what = f"of {entry['columns']} logits, {entry['forward']}"
+            yield "read-out", f"{what:24}" + "".join(f"{n:>9}" for n in entry["seconds"])
+        name = f"{entry['candidates']} a row"
+        yield "", f"{name:24}{_times(entry, entry['seconds'])}"
 
 
 def _sized(

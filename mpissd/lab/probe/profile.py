@@ -26,7 +26,10 @@ from mpissd.engine.backend.profile import SCHEMA, load_profile
 from mpissd.engine.job import Job
 from mpissd.lab.probe.sample import Entry
 
-TABLES = ("bandwidths", "products", "forwards", "all_reduces", "links", "copies", "launches")
+TABLES = (
+    *("bandwidths", "products", "forwards", "read_outs"),
+    *("all_reduces", "links", "copies", "launches"),
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
 _LONGEST_PART = 40
 Tables = Mapping[str, Sequence[Entry]]

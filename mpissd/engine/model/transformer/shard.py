@@ -178,6 +178,8 @@ class TransformerShard:
             key=self.key(sequences, options),
             most_rows=most_rows,
             params=params,
+            candidates=options.top_k,
+            columns=self.vocab,
         )
 
 
