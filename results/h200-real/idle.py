@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Prints how long the target waited between two verifications, behind hits and behind misses.
+
+    results/h200-real/idle.py OUT/t1 …     # folders with runs.jsonl and rounds/ of SSD, b = 1
+
+A round without its forward: the acceptance rule, both messages, the draft's answer, and the launch.
+`ready`: hits whose branch had all K tokens when the outcome came.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def idles(folder: Path, row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (kind of round, idle µs of each) of one run."""
+    with np.load(folder / "rounds" / f"{row['run_id']}.npz") as file:
+        arrays = dict(file)
+    idle = 1e6 * (arrays["round_s"] - arrays["t_target_s"])
+    hit = np.zeros(len(idle), bool)
+    hit[arrays["sequences"][:, 0]] = arrays["sequences"][:, 6] > 0
+    columns = arrays["draft_columns"].tolist()
+    steps = dict(arrays["draft_rounds"][:, [columns.index("round"), columns.index("steps_ready")]])
+    first = min(steps) if steps else 0
+    ready = np.array([steps.get(first + n, 0) >= row["lookahead"] for n in range(len(idle))])
+    for name, chosen in (("hit", hit), ("hit, ready", hit & ready), ("miss", ~hit)):
+        yield name, idle[1:][chosen[1:]]
+
+
+def main() -> int:
+    """Prints a line for each run of SSD."""
+    for folder in map(Path, sys.argv[1:]):
+        for line in (folder / "runs.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if row["mode"] != "ssd" or row["batch_size"] != 1:
+                continue
+            said = f"{row['target']} T={row['tp']} D={row['num_drafts']} K={row['lookahead']}"
+            said += f" fan-out {sum(row['fan_out'])} {row['backup']} {row['workload']}"
+            told = [
+                f"{name} {len(us)}: p50 {np.median(us):.0f}, p90 {np.quantile(us, 0.9):.0f} µs"
+                for name, us in idles(folder, row)
+                if len(us)
+            ]
+            print(f"{said}: {'; '.join(told)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
