@@ -22,17 +22,17 @@ ranks() { # T: forwards of T ranks against their floor, and their rows' bits
 }
 
 sweep() { # most drafts: the grid of the step's name, on all four GPUs
-    step "$step" 4 sweep --grid="$here/$step.grid" --num_drafts="$1" --repeats=1 --backend="${BACKEND:-cupy}" \
-        --progress=off
+    step "$step" 4 sweep --grid="$here/$step.grid" --num_drafts="$1" --repeats=1 "${flags[@]}"
 }
 
+flags=(--backend="${BACKEND:-cupy}" ${DEVICE:+--device="$DEVICE"} --progress=off)
 mkdir -p "$out"
 for step; do
     case $step in
         forwards) ranks 4 ;;
         probe)
             step probe 4 probe --pair=70b/1b --forward=transformer --mode=sd --num_drafts=0 --lookahead=5 --context=4096 \
-                --name=70b-1b-T4D0-transformer --backend="${BACKEND:-cupy}" --progress=off
+                --name=70b-1b-T4D0-transformer "${flags[@]}"
             ;;
         t4) sweep 0 ;;
         t2 | replay2 | far2) sweep 2 ;;

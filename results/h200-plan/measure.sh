@@ -11,7 +11,7 @@ here=${0%/*} LIMIT_S=${LIMIT_S:-120}
 . "$here/../../launch/env.sh"
 shift
 [ $# -gt 0 ] || set -- probe t1 t2 bare
-flags=(--backend="${BACKEND:-cupy}" --progress=off)
+flags=(--backend="${BACKEND:-cupy}" ${DEVICE:+--device="$DEVICE"} --progress=off)
 
 advise() { # a block of a grid for each alpha, by the profile of `probe`
     local alpha

@@ -36,8 +36,8 @@ def idles(folder: Path, row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def main() -> int:
     """Prints a line for each run of SSD."""
     for folder in map(Path, sys.argv[1:]):
-        for line in (folder / "runs.jsonl").read_text().splitlines():
-            row = json.loads(line)
+        runs = folder / "runs.jsonl"
+        for row in map(json.loads, runs.read_text().splitlines() if runs.exists() else ()):
             if row["mode"] != "ssd" or row["batch_size"] != 1:
                 continue
             said = f"{row['target']} T={row['tp']} D={row['num_drafts']} K={row['lookahead']}"

@@ -13,6 +13,7 @@ for step; do
     drafts=1
     [ "$step" = t1 ] || drafts=0
     step "$step" 2 sweep --grid="$here/$step.grid" --num_drafts=$drafts --repeats=1 --workload=replay \
-        --recording="$here/../recordings/smollm2-humaneval.npz" --backend="${BACKEND:-cupy}" --progress=off
+        --recording="$here/../recordings/smollm2-humaneval.npz" --progress=off \
+        --backend="${BACKEND:-cupy}" ${DEVICE:+--device="$DEVICE"}
 done
 exit $failed
