@@ -46,13 +46,13 @@ _FRESH = np.array([False, True, False, True, False])  # by Event: its request is
 class Control(NamedTuple):
     """What the lead decides of the next round, for all ranks.
 
-    lookahead: most tokens that are drafted for a sequence (None: K). grows: whether the draft
-    speculates while the target verifies. fill: rows of opened prompts that are stored beside the
-    verification.
+    lookahead: most tokens that are drafted for a sequence (None: K). width: most bonus candidates
+    that the draft keeps for a row, while the target verifies (None: those of its fan-out; 0: it
+    grows nothing). fill: rows of opened prompts that are stored beside the verification.
     """
 
     lookahead: int | None = None
-    grows: bool = True
+    width: int | None = None
     fill: int = 0
 
 

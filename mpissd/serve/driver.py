@@ -7,11 +7,12 @@ from time import monotonic
 from typing import Protocol
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Control, Source
-from mpissd.common.trace import LeadPhase, NullLedger
+from mpissd.common.rounds import Control, Request, Source
+from mpissd.common.trace import LeadPhase, Ledger, NullLedger
+from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task
-from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
 
@@ -32,6 +33,39 @@ class Mail(Protocol):
 
     def flush(self) -> None:
         """Sends what was kept, without blocking."""
+
+
+class Rounds(Protocol):
+    """The lead's loop, as the driver uses it: a TargetLoop, or one in virtual time."""
+
+    control: Control
+    ledger: Ledger
+    meanwhile: Callable[[], None] | None
+
+    @property
+    def live_ids(self) -> list[int]:
+        """The sequences that the next round verifies."""
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether prompts are being stored."""
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward."""
+
+    @property
+    def draft_lost_round(self) -> int | None:
+        """The first round without the draft, or None."""
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Lets these sequences join once their prompts are stored."""
+
+    def finish(self, request_ids: Sequence[int]) -> None:
+        """Releases these sequences."""
+
+    def step(self) -> RoundResult:
+        """Decodes one round."""
 
 
 class Driver:
@@ -58,6 +92,8 @@ class Driver:
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self._stop_ids, self._vocab, self._samples = stop_ids, vocab, samples
         self.times = RowTimes()
+        self.goodput: Goodput | None = None  # chooses each round's way; None: it stays the same
+        self._live: list[int] = []  # the sequences for which it has chosen
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._told_s = -_STATS_S
@@ -70,7 +106,7 @@ class Driver:
             self._mail.flush()
         return not self.scheduler.is_idle
 
-    def drive(self, loop: TargetLoop) -> None:
+    def drive(self, loop: Rounds) -> None:
         """Decodes until nothing is left, or the front has left."""
         loop.ledger = NullLedger(LeadPhase)
         loop.meanwhile = self._send
@@ -79,11 +115,7 @@ class Driver:
             self._turn(loop)
             if not self.scheduler.running:
                 break
-            loop.control = Control(fill=self._fill(loop))
-            result = loop.step()
-            if len(result.outcome.rows):
-                self.times.add(result.num_rows, result.t_target_s)
-            for given in self.scheduler.take(result):
+            for given in self.scheduler.take(self._round(loop)):
                 self._give(given)
             self.draft_lost = loop.draft_lost_round is not None
         loop.meanwhile = None
@@ -96,7 +128,7 @@ class Driver:
             self._end(ended)
         self._mail.flush()
 
-    def _turn(self, loop: TargetLoop) -> None:
+    def _turn(self, loop: Rounds) -> None:
         turn = self.scheduler.turn(self._clock())
         for ended in turn.ended:
             self._end(ended)
@@ -105,11 +137,33 @@ class Driver:
         if turn.join:
             loop.open(turn.join)
 
-    def _fill(self, loop: TargetLoop) -> int:
-        """Returns the rows of prompts that the next forward stores."""
-        if not loop.is_storing:
-            return 0
-        return self.times.beside(loop.num_live * (self.lookahead + 1), loop.most_rows)
+    def _round(self, loop: Rounds) -> RoundResult:
+        """Decodes one round in the way that promises most."""
+        live = loop.live_ids
+        way = self._way(live)
+        fill = 0
+        if loop.is_storing:
+            fill = self.times.beside(len(live) * (way.lookahead + 1), loop.most_rows)
+        fixed = self.goodput is None
+        loop.control = Control(fill=fill) if fixed else Control(*way, fill)
+        start = self._clock()
+        result = loop.step()
+        if len(live):
+            self.times.add(result.num_rows, result.t_target_s)
+        if self.goodput is not None:
+            self.goodput.observe(way, result, self._clock() - start)
+        return result
+
+    def _way(self, live: list[int]) -> Way:
+        """Returns how the next round is decoded; where the batch is that of the last one, this was
+        chosen while the target verified."""
+        if self.goodput is None:
+            return Way(self.lookahead)
+        if live != self._live:
+            self._live = live
+            self.goodput.choose(self.scheduler.tasks(live))
+        self.mode = self.goodput.way.mode
+        return self.goodput.way
 
     def _read(self, wait_s: float = 0.0) -> None:
         for message in self._mail.take(wait_s):
@@ -167,8 +221,11 @@ class Driver:
         self._mail.put(End(task.request_id, ended.reason, *counts))
 
     def _send(self) -> None:
+        """Does what can be done while the target verifies."""
         self._tell_stats()
         self._mail.flush()
+        if self.goodput is not None and self._live:
+            self.goodput.choose(self.scheduler.tasks(self._live))
 
     def _tell_stats(self) -> None:
         now = self._clock()
@@ -182,7 +239,7 @@ class Driver:
                 free_pages=scheduler.free_pages,
                 pages=scheduler.room.pages,
                 mode=self.mode,
-                lookahead=self.lookahead,
+                lookahead=self.lookahead if self.goodput is None else self.goodput.way.lookahead,
                 draft="lost" if self.draft_lost else "present",
                 preempted=scheduler.num_preempted,
                 rounds=scheduler.num_rounds,

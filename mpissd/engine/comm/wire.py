@@ -24,10 +24,10 @@ _FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
 _ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
 STOP = 1
 # The flags of an OUTCOME or a PLAN also hold its Control: from these bits on, the lookahead plus
-# one (0: None), whether nothing grows, and the rows of prompts.
-_LOOKAHEAD, _RESTS, _FILL, _END = 8, 17, 18, 31
+# one (0: None), the width likewise, and the rows of prompts.
+_LOOKAHEAD, _WIDTH, _FILL, _END = 5, 14, 19, 31
 _CONTROL = (1 << _END) - (1 << _LOOKAHEAD)
-MOST_FILL = (1 << _END - _FILL) - 1
+MOST_FILL, MOST_WIDTH = (1 << _END - _FILL) - 1, (1 << _FILL - _WIDTH) - 2
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
@@ -179,16 +179,17 @@ def _take_outcome(buffer: Buffer, round_: int | None) -> tuple[Outcome, bool]:
 
 
 def _control_bits(control: Control) -> int:
-    if control.lookahead is None and control.grows and not control.fill:
+    if control.lookahead is None and control.width is None and not control.fill:
         return 0
-    limit = 0 if control.lookahead is None else control.lookahead + 1
-    assert limit < 1 << _RESTS - _LOOKAHEAD and control.fill <= MOST_FILL, control
-    return limit << _LOOKAHEAD | (not control.grows) << _RESTS | control.fill << _FILL
+    limit, width = (0 if n is None else n + 1 for n in control[:2])
+    assert limit < 1 << _WIDTH - _LOOKAHEAD and width <= MOST_WIDTH + 1, control
+    return limit << _LOOKAHEAD | width << _WIDTH | min(control.fill, MOST_FILL) << _FILL
 
 
 def _control_of(flags: int) -> Control:
-    limit = (flags & ((1 << _RESTS) - 1)) >> _LOOKAHEAD
-    return Control(limit - 1 if limit else None, not flags >> _RESTS & 1, flags >> _FILL)
+    limit = (flags & ((1 << _WIDTH) - 1)) >> _LOOKAHEAD
+    width = (flags & ((1 << _FILL) - 1)) >> _WIDTH
+    return Control(limit - 1 if limit else None, width - 1 if width else None, flags >> _FILL)
 
 
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:

@@ -245,7 +245,7 @@ class Drafter:
 
     @property
     def _has_glue(self) -> bool:
-        grows = self._controls.speculates_ahead and self._control.grows
+        grows = self._controls.speculates_ahead and self._control.width != 0
         return grows and self._most > 0 and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> bool:
@@ -263,7 +263,7 @@ class Drafter:
         self._worker.launch_glue(self._batch, speculation)
         if self._observer is not None:
             self._observer.inform_controls()
-        fan_outs = self._fan_outs = self._controls.plan()
+        fan_outs = self._fan_outs = self._controls.plan().within(self._control.width)
         self._worker.wait(self._waiter)
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)

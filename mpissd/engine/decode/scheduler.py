@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -71,6 +71,7 @@ class Task:
     overtaken: int = 0
     drafted: int = 0
     accepted: int = 0
+    rejected: int = 0
     hits: int = 0
     rounds: int = 0
 
@@ -153,6 +154,10 @@ class Scheduler:
     def free_pages(self) -> int:
         """Pages that nobody has reserved."""
         return self.room.pages - sum(self._held(task) for task in self._running.values())
+
+    def tasks(self, ids: Iterable[int]) -> list[Task]:
+        """Returns the running requests among these ids, in their order."""
+        return [self._running[n] for n in ids if n in self._running]
 
     def _held(self, task: Task) -> int:
         return self.room.pages_of(task.length)
@@ -273,6 +278,7 @@ class Scheduler:
             task.rounds += 1
             task.drafted += count
             task.accepted += accepted
+            task.rejected += accepted < count
             task.hits += hit
             tokens = [*served[3 : 3 + accepted], bonus]
             sources = [*[Source(source)] * accepted, Source.NONE]

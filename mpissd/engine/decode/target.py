@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Control, Event, Ints, Outcome, Request, Speculation
+from mpissd.common.rounds import LIVE, Batch, Control, Event, Ints, Outcome, Request, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
@@ -43,7 +43,8 @@ class RoundResult:
     """One verified round: what was drafted, what was decided, and the forward's device time.
 
     logprobs: by batch row, the target's log-probability of each token that it emitted, of those
-    sequences that asked for it. num_rows: of the forward, those of prompts included.
+    sequences that asked for it. num_rows: of the forward, those of prompts included. wait_s: for
+    the draft, once the outcome was applied.
     """
 
     speculation: Speculation
@@ -51,6 +52,7 @@ class RoundResult:
     t_target_s: float
     logprobs: Mapping[int, list[float]] = field(default_factory=dict)
     num_rows: int = 0
+    wait_s: float = 0.0
 
 
 class TargetLoop:
@@ -84,9 +86,10 @@ class TargetLoop:
         return self._speculator.lost_round
 
     @property
-    def num_live(self) -> int:
-        """The number of sequences that the next round verifies."""
-        return self._pending.num_live
+    def live_ids(self) -> list[int]:
+        """The sequences that the next round verifies."""
+        rows = self._pending.rows[:, :3].tolist()
+        return [request_id for request_id, _, event in rows if LIVE[event]]
 
     @property
     def is_storing(self) -> bool:
@@ -146,7 +149,9 @@ class TargetLoop:
         is_alone = self._plans.num_followers == 0
         if admissions and is_alone and self._prefill():  # while the draft does the same
             mark(LeadPhase.PREFILL)
+        asked = perf_counter()
         speculation = self._speculator.answer(self.round, len(self.batch))
+        waited = perf_counter() - asked
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
@@ -166,7 +171,7 @@ class TargetLoop:
         mark(LeadPhase.SAMPLE)
         self.round += 1
         seconds, rows = self._worker.elapsed_s(), self._worker.num_rows
-        return RoundResult(speculation, self._pending, seconds, logprobs, rows)
+        return RoundResult(speculation, self._pending, seconds, logprobs, rows, waited)
 
     def _prefill(self) -> bool:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""

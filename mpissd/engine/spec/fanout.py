@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,6 +196,10 @@ class FanOuts:
         """Whether the same fan-out list applies after every source of a trunk."""
         return len(set(self.lists)) == 1
 
+    def within(self, width: int | None) -> FanOuts:
+        """Returns the lists with at most `width` candidates for a row (None: as they are)."""
+        return self if width is None else _within(self, width)
+
     @property
     def widest(self) -> int:
         """The largest F_k of all lists."""
@@ -205,6 +209,13 @@ class FanOuts:
     def branches(self) -> int:
         """ΣF_k of the longest list."""
         return max(sum(fan_out) for fan_out in self.lists)
+
+
+@lru_cache(maxsize=256)
+def _within(fan_outs: FanOuts, width: int) -> FanOuts:
+    hit, miss = (tuple(min(f, width) for f in fs) for fs in fan_outs.lists[:2])
+    fast = fan_outs.after_fast
+    return FanOuts(hit, miss, None if fast is None else tuple(min(f, width) for f in fast))
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:

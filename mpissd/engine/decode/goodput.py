@@ -1,0 +1,206 @@
+"""Chooses K, and whether the draft speculates ahead, round by round: by goodput [TurboSpec].
+
+Goodput is the tokens that all live sequences are expected to commit in a round, over the seconds
+that it is expected to take:
+
+    Σ_i (1 + Σ_{j ≤ K} Π_{n ≤ j} a_in) / (forward of b(K+1) rows + wait for the draft + host)
+
+K = 0 is AR, a way that grows nothing is SD, and others are SSD with a width of its fan-out. Times
+are running means of the lead's own; acceptance is that of the sequences' own outcomes, each shrunk
+to that of all. The choice reads counts and clocks, never the proposed tokens, so decoding stays
+lossless [THEORY, losslessness 1].
+
+What has never been tried at a load is taken to cost what it does at the nearest larger one, in
+proportion: the controller is optimistic, tries it, and then knows. What was tried long ago is tried
+again while that costs at most EXPLORE of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Source
+from mpissd.engine.decode.row_times import RowTimes
+from mpissd.engine.decode.scheduler import Task
+from mpissd.engine.decode.target import RoundResult
+
+EXPLORE = 0.003  # the largest share of the time that may go to trying what seems worse
+_STALE_ROUNDS = 100
+_MARGIN = 1.01  # a change must promise so much more
+_OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for one's own
+_PRIOR, _PRIOR_WEIGHT = 0.7, 4.0  # acceptance before anything was seen
+_MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
+_HITS = 1 / 256  # likewise of hits
+_SAMPLE = 1 / 8  # weight of a new duration
+
+Floats = NDArray[np.float64]
+
+
+class Way(NamedTuple):
+    """One way to decode a round. width: candidates for a row (None: the whole fan-out, 0: SD)."""
+
+    lookahead: int
+    width: int | None = 0
+
+    @property
+    def mode(self) -> str:
+        """The mode whose round this is."""
+        if not self.lookahead:
+            return "ar"
+        return "sd" if self.width == 0 else "ssd"
+
+
+class ByLoad:
+    """Running means by the number of sequences, in steps of powers of two."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+
+    def add(self, load: int, value: float) -> None:
+        """Takes a sample at this load."""
+        step = load.bit_length()
+        known = self._means.get(step)
+        self._means[step] = value if known is None else known + _SAMPLE * (value - known)
+
+    def at(self, load: int, otherwise: float) -> float:
+        """Returns the mean at this load; of the nearest larger one in proportion, else of the
+        nearest smaller one, else `otherwise`."""
+        step, known = load.bit_length(), self._means
+        if step in known:
+            return known[step]
+        larger = min((n for n in known if n > step), default=None)
+        if larger is not None:
+            return known[larger] / (1 << larger - step)
+        return known[max(known)] if known else otherwise
+
+
+@dataclass
+class _Growth:
+    """What is known of one width: its hits, and what the lead waits for the draft, over K."""
+
+    width: int | None
+    hits: float = 0.7  # share of sequences
+    all_hit_s: ByLoad = field(default_factory=ByLoad)
+    a_miss_s: ByLoad = field(default_factory=ByLoad)
+
+
+class Goodput:
+    """The controller of one server. `choose` before a round, `observe` behind it."""
+
+    def __init__(
+        self, lookahead: int, widths: Sequence[int | None], times: RowTimes, *, ahead: int = 1
+    ) -> None:
+        """Takes K, the widths that SSD may have (none: SD alone), and the target's times."""
+        self._lookahead, self._times = lookahead, times
+        self._growths = {width: _Growth(width) for width in (0, *widths)}
+        self._reached = np.full(lookahead, _PRIOR_WEIGHT)
+        self._accepted = _PRIOR * self._reached
+        self._host = {True: ByLoad(), False: ByLoad()}  # by whether a draft takes part
+        self._seen: dict[tuple[int | None, int], int] = {}  # (width or −1 for AR, load): last round
+        self._round = 0
+        self._elapsed_s = self._lost_s = 0.0
+        self.way = Way(lookahead, widths[0] if widths else 0)
+        self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
+
+    def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
+        """Takes a round that was decoded in this way, in round_s seconds as a whole."""
+        count = len(result.outcome.rows)
+        if not count:
+            return
+        self._round += 1
+        self._elapsed_s += round_s
+        self.rounds_by[way.mode] += 1
+        drafts = way.lookahead > 0
+        self._host[drafts].add(count, max(0.0, round_s - result.wait_s - result.t_target_s))
+        self._seen[self._kind(way), count.bit_length()] = self._round
+        if drafts:
+            self._count(result)
+            self._waited(way, result, count)
+
+    def _count(self, result: RoundResult) -> None:
+        """Counts which drafted tokens were reached and accepted, by their place."""
+        k = result.outcome.num_accepted[: len(result.speculation.rows)]
+        served = result.speculation.num_draft
+        place = np.arange(self._lookahead)
+        keep = (1 - _MEMORY) ** len(k)
+        self._accepted = keep * self._accepted + (place < k[:, None]).sum(axis=0)
+        reached = place < np.minimum(k + 1, served)[:, None]
+        self._reached = keep * self._reached + reached.sum(axis=0)
+
+    def _waited(self, way: Way, result: RoundResult, count: int) -> None:
+        """Takes the wait for the draft, over K: of SD, or of SSD with and without a miss."""
+        growth, each = self._growths[way.width], result.wait_s / way.lookahead
+        hits = int((result.speculation.source == Source.CACHE).sum())
+        if way.width != 0:
+            keep = (1 - _HITS) ** count
+            growth.hits = keep * growth.hits + (1 - keep) * hits / count
+        where = growth.all_hit_s if hits == count else growth.a_miss_s
+        where.add(count, each)
+
+    @staticmethod
+    def _kind(way: Way) -> int | None:
+        return way.width if way.lookahead else -1
+
+    def choose(self, tasks: Sequence[Task]) -> Way:
+        """Returns the way of the next round, of these live sequences."""
+        count = len(tasks)
+        if not count:
+            return self.way
+        tokens = self._tokens(tasks)
+        rates = dict(self._rates(count, tokens))
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] < _MARGIN * rates.get(self.way, 0.0):
+            best = self.way
+        self.way = self._tried(rates, best, count, tokens)
+        return self.way
+
+    def _tokens(self, tasks: Sequence[Task]) -> Floats:
+        """Returns the tokens that K = 0, 1, … are expected to commit, of all sequences [K+1]."""
+        hazards = self._accepted / self._reached
+        mean = float(self._accepted.sum() / self._reached.sum())
+        own = np.array([[task.accepted, task.rejected] for task in tasks], np.float64)
+        share = (own[:, 0] + _OWN * mean) / (own.sum(axis=1) + _OWN)
+        each = np.minimum(1.0, hazards * (share / max(mean, 1e-9))[:, None])
+        ahead = np.cumprod(each, axis=1).sum(axis=0)
+        return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
+
+    def _rates(self, count: int, tokens: Floats) -> list[tuple[Way, float]]:
+        """Returns the goodput of every way."""
+        found = []
+        for lookahead in range(self._lookahead + 1):
+            base = self._times.seconds(count * (lookahead + 1))
+            base += self._host[lookahead > 0].at(count, 0.0)
+            for growth in self._growths.values() if lookahead else [self._growths[0]]:
+                seconds = base + self._wait_s(growth, count) * lookahead
+                rate = tokens[lookahead] / max(seconds, 1e-9)
+                found.append((Way(lookahead, growth.width), rate))
+        return found
+
+    def _wait_s(self, growth: _Growth, count: int) -> float:
+        """Returns the expected wait for the draft, over K."""
+        known = [each.a_miss_s.at(count, 0.0) for each in self._growths.values()]
+        drafting = known[0] or max(known)
+        if growth.width == 0:
+            return drafting
+        alone: float = growth.hits**count
+        miss, hit = growth.a_miss_s.at(count, drafting), growth.all_hit_s.at(count, 0.0)
+        return alone * hit + (1 - alone) * miss
+
+    def _tried(self, rates: dict[Way, float], best: Way, count: int, tokens: Floats) -> Way:
+        """Returns the best way, or another one that was not tried for long and costs little."""
+        load, limit = count.bit_length(), self._round - _STALE_ROUNDS
+        fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
+        stale = [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]
+        if not stale:
+            return best
+        way = max(stale, key=rates.__getitem__)
+        loss_s = tokens[way.lookahead] / rates[way] - tokens[way.lookahead] / rates[best]
+        if self._lost_s + loss_s > EXPLORE * self._elapsed_s:
+            return best
+        self._lost_s += max(0.0, loss_s)
+        return way

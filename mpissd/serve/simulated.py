@@ -1,0 +1,313 @@
+"""Arrivals in virtual time: the server's own scheduler and controller over modelled rounds.
+
+A `VirtualLoop` takes the place of the target loop. Its rounds last as the emulated backend's
+forwards do, with the host costs of the profile and the draft's steps as in `lab.predict`; laws
+decide what is accepted and what hits. Coins are keyed by sequence and position, so that two methods
+see the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.config import RunConfig
+from mpissd.common.rng import Purpose, uniforms
+from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
+from mpissd.common.trace import LeadPhase, Ledger, NullLedger
+from mpissd.engine.backend.profile import role_profiles
+from mpissd.engine.decode.goodput import Goodput
+from mpissd.engine.decode.scheduler import Room, Scheduler
+from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.job import Job, resolve
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.hosts import host_of
+from mpissd.serve.driver import Driver
+from mpissd.serve.protocol import End, Message, Submit, Tokens
+
+_PAGE = 64
+_POSITIONS = 4096  # after which the coins of a sequence begin again
+_MOST_ROWS = 512  # of a forward over a prompt alone
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it arrives, tokens of its prompt, and tokens that it wants."""
+
+    at_s: float
+    prompt_tokens: int
+    num_tokens: int
+
+
+@dataclass
+class Served:
+    """What became of an arrival. token_s: the time of each of its tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    token_s: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated load. seconds: until the last token. rounds_by: rounds of "ar", "sd", "ssd"."""
+
+    requests: list[Served]
+    seconds: float
+    rounds_by: dict[str, int]
+    preempted: int
+
+
+def simulate(
+    config: RunConfig,
+    tp: int,
+    arrivals: Sequence[Arrival],
+    *,
+    auto: bool = False,
+    kv_tokens: int = 0,
+) -> Simulated:
+    """Serves these arrivals in virtual time, at most batch_size at once; raises ConfigError.
+
+    config: of an emulated device; its laws decide outcomes, as with workload=gemm. auto: lets the
+    controller choose the mode and K. kv_tokens: of the cache (0: each may be as long as it needs).
+    """
+    profile, drafts = role_profiles(config.device, config.draft_device)
+    memory = profile.memory_bytes, drafts.memory_bytes
+    job = resolve(
+        config, tp, backend="emulated", memory_bytes=memory[0], draft_memory_bytes=memory[1]
+    )
+    loop = VirtualLoop(job, DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job))
+    mail = _Mail(loop, arrivals)
+    driver = Driver(Scheduler(_room(job, arrivals, kv_tokens)), mail, clock=lambda: loop.now)
+    driver.mode, driver.lookahead = config.mode, job.lookahead
+    if auto and job.lookahead:
+        driver.goodput = Goodput(job.lookahead, widths_of(job), driver.times)
+    while driver.wait(math.inf):
+        driver.drive(loop)
+    chosen = {} if driver.goodput is None else driver.goodput.rounds_by
+    rounds_by = chosen or {config.mode: driver.scheduler.num_rounds}
+    return Simulated(mail.served, loop.now, rounds_by, driver.scheduler.num_preempted)
+
+
+def widths_of(job: Job) -> list[int | None]:
+    """Returns the widths of a job's growth that a controller may choose: its fan-out, and one
+    candidate a row."""
+    if not job.fan_outs.branches or job.inline:
+        return []
+    return [None, 1] if job.widest > 1 else [None]
+
+
+def _room(job: Job, arrivals: Sequence[Arrival], kv_tokens: int) -> Room:
+    longest = max(a.prompt_tokens + a.num_tokens for a in arrivals) + 1
+    ahead = job.lookahead + 1
+    each = -(-(longest + ahead) // _PAGE)
+    pages = max(each, kv_tokens // _PAGE) if kv_tokens else each * job.config.batch_size
+    return Room(job.config.batch_size, longest, ahead, _PAGE, pages)
+
+
+class _Mail:
+    """Delivers arrivals in virtual time, and notes when their tokens are sent."""
+
+    def __init__(self, loop: VirtualLoop, arrivals: Sequence[Arrival]) -> None:
+        self._loop = loop
+        self._left = sorted(enumerate(arrivals), key=lambda pair: pair[1].at_s, reverse=True)
+        self.served = [Served(one.at_s, one.prompt_tokens) for one in arrivals]
+        self.is_closed = False
+
+    def take(self, wait_s: float = 0.0) -> Sequence[Message]:
+        if self._left and wait_s:
+            self._loop.now = max(self._loop.now, self._left[-1][1].at_s)
+        found = []
+        while self._left and self._left[-1][1].at_s <= self._loop.now:
+            number, one = self._left.pop()
+            found.append(Submit(number, range(one.prompt_tokens), one.num_tokens))
+        return found
+
+    def put(self, message: Message) -> None:
+        if isinstance(message, Tokens):
+            self.served[message.id].token_s += [self._loop.now] * len(message.tokens)
+        elif isinstance(message, End):
+            served = self.served[message.id]
+            served.drafted, served.accepted = message.drafted, message.accepted
+            served.hits, served.rounds = message.hits, message.rounds
+
+    def flush(self) -> None:
+        return None
+
+
+@dataclass
+class _Sequence:
+    """A live sequence: tokens committed, and whether the draft has the branch of its outcome."""
+
+    request: Request
+    coins: NDArray[np.float64]
+    ranks: NDArray[np.float64]
+    left: int  # tokens of the prompt that are not stored
+    length: int
+    hit: bool = False
+
+
+class VirtualLoop:
+    """The lead's loop with modelled rounds; `now` is its clock. T ranks and at most one draft."""
+
+    draft_lost_round = None
+    most_rows = _MOST_ROWS
+
+    def __init__(self, job: Job, device: DeviceCosts, host: HostCosts) -> None:
+        self._job, self._device, self._host = job, device, host
+        self._buckets = job.target_buckets()
+        self._lanes = job.draft_buckets() if job.draft is not None else [1]
+        self._opened: dict[int, _Sequence] = {}
+        self._live: dict[int, _Sequence] = {}
+        self.now = 0.0
+        self._sent = self._grown_s = 0.0  # when the draft last replied; its glue and keys
+        self._step_s, self._most_steps = 0.0, 0  # of its growth; 0: nothing grows
+        self.control = Control()
+        self.ledger: Ledger = NullLedger(LeadPhase)
+        self.meanwhile: Callable[[], None] | None = None
+
+    @property
+    def live_ids(self) -> list[int]:
+        """The sequences that the next round verifies."""
+        return [*self._live, *(n for n, one in self._opened.items() if not one.left)]
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether prompts are being stored."""
+        return any(one.left for one in self._opened.values())
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Lets these sequences join once their prompts are stored."""
+        for request in requests:
+            name, seed = request.request_id, self._job.config.seed
+            coins, ranks = (uniforms(seed, p, name, 0, 2 * _POSITIONS) for p in _DRAWS)
+            stored, length = len(request.prompt) - 1, len(request.prompt)
+            self._opened[name] = _Sequence(request, coins, ranks, stored, length)
+
+    def finish(self, request_ids: Sequence[int]) -> None:
+        """Releases these sequences."""
+        for name in request_ids:
+            self._opened.pop(name, None)
+            self._live.pop(name, None)
+
+    def step(self) -> RoundResult:
+        """Lets one round pass; returns its outcome."""
+        for name in [n for n, one in self._opened.items() if not one.left]:
+            self._live[name] = self._opened.pop(name)
+        start, control = self.now, self.control
+        most = self._job.lookahead
+        lookahead = most if control.lookahead is None else min(most, control.lookahead)
+        wait_s = self._answer_s(lookahead)
+        rows = len(self._live) * (lookahead + 1) + self._store(control.fill)
+        forward_s = float(self._device.verify_s(_bucket(self._buckets, rows)))
+        self.now = start + self._host.ask_s + wait_s + self._host.lead_s + forward_s
+        if self.meanwhile is not None:
+            self.meanwhile()
+        speculation, outcome = self._outcome(lookahead)
+        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s)
+
+    def _store(self, most: int) -> int:
+        stored = 0
+        for one in self._opened.values():
+            part = min(one.left, most - stored)
+            one.left -= part
+            stored += part
+        return stored
+
+    def _answer_s(self, lookahead: int) -> float:
+        """Returns how long the lead waits for the draft, and begins what the draft does next."""
+        job, host, count = self._job, self._host, len(self._live)
+        hits = sum(one.hit for one in self._live.values())
+        if job.draft is None:
+            return 0.0
+        if job.inline:
+            return lookahead * self._draft_s(count) + host.draft_s if lookahead else 0.0
+        asked = self.now + host.lead_send + host.link
+        free, steps = self._grown(asked)
+        seen = max(asked, free)
+        if not lookahead:  # the draft stores what was committed, and nobody waits for it
+            self._sent, self._grown_s, self._step_s = seen, self._draft_s(count), 0.0
+            return 0.0
+        drafting = self._drafting_s(hits, count - hits, lookahead, steps)
+        self._sent = seen + host.reply_s + drafting
+        self._grow(lookahead, hits, count - hits)
+        return max(0.0, self._sent + host.link - self.now - host.ask_s)
+
+    def _grown(self, asked: float) -> tuple[float, int]:
+        """Returns when the draft is free to see the outcome, and the growth steps it has taken."""
+        free = self._sent + self._grown_s
+        if not self._step_s or asked <= free:
+            return free, 0
+        steps = min(self._most_steps, math.ceil((asked - free) / self._step_s))
+        return free + steps * self._step_s, steps
+
+    def _drafting_s(self, hits: int, misses: int, lookahead: int, steps: int) -> float:
+        """Returns the seconds of steps that finish hits and draft misses, in shared forwards."""
+        finish = max(0, lookahead - steps) if hits else 0
+        backup = lookahead if misses else 0
+        shared = min(finish, backup)
+        alone = (finish - shared) * self._draft_s(hits) + (backup - shared) * self._draft_s(misses)
+        return shared * self._draft_s(hits + misses) + alone
+
+    def _grow(self, lookahead: int, hits: int, misses: int) -> None:
+        """Begins the growth behind a reply."""
+        fans, host = self._job.fan_outs.within(self.control.width), self._host
+        lanes = hits * sum(fans.after_hit[: lookahead + 1])
+        lanes += misses * sum(fans.after_miss[: lookahead + 1])
+        self._most_steps, self._step_s, self._grown_s = lookahead, 0.0, 0.0
+        if lanes:
+            self._step_s = self._draft_s(lanes)
+            glue = self._draft_s((hits + misses) * (lookahead + 1)) - host.step + host.glue
+            self._grown_s = glue + host.keys + host.keys_lane * lanes
+
+    def _draft_s(self, rows: int) -> float:
+        if not rows:
+            return 0.0
+        return float(self._device.draft_s(_bucket(self._lanes, rows))) + self._host.step
+
+    def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
+        """Draws what the round accepted, and which outcomes the draft will have a branch for."""
+        count = len(self._live)
+        served = Speculation.empty(0, count, self._job.lookahead)
+        rows = np.zeros((count, Outcome.WIDTH), np.int32)
+        for n, (name, one) in enumerate(self._live.items()):
+            source = Source.CACHE if one.hit else Source.JIT
+            if lookahead:
+                served.rows[n, :3] = source, one.hit, lookahead
+            k = self._accepted(one, lookahead, source)
+            rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
+            one.length += k + 1
+            one.hit = bool(self._step_s) and self._hits(one, k, lookahead, source)
+        return served, Outcome(0, rows)
+
+    def _accepted(self, one: _Sequence, lookahead: int, source: Source) -> int:
+        if not lookahead:
+            return 0
+        hazards = self._job.acceptance[source].hazards
+        coins, k = one.coins[one.length % _POSITIONS :], 0
+        while k < lookahead and coins[k] < hazards[k]:
+            k += 1
+        return k
+
+    def _hits(self, one: _Sequence, k: int, lookahead: int, source: Source) -> bool:
+        fans = self._job.fan_outs.within(self.control.width)
+        chance = self._job.hit_law.hit_probability(fans.behind(source)[k], k == lookahead)
+        return bool(one.ranks[one.length % _POSITIONS] < chance)
+
+
+_DRAWS = Purpose.ACCEPT, Purpose.RANK
+
+
+def _bucket(buckets: Sequence[int], rows: int) -> int:
+    """Returns the smallest bucket that holds `rows`, or `rows` beyond the largest one."""
+    at = bisect_left(buckets, rows)
+    return buckets[at] if at < len(buckets) else rows
