@@ -19,6 +19,7 @@ from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep, within
 from mpissd.engine.comm.topology import agree
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.goodput import Goodput, widths_of
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import TargetLoop
@@ -27,7 +28,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session, open_machine
 from mpissd.engine.workload.text.workload import TextWorkload
-from mpissd.serve.config import ServeConfig
+from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
 from mpissd.serve.line import Line
 from mpissd.serve.protocol import SOCKET_VARIABLE, Ready
@@ -108,7 +109,7 @@ def _follow(rank: Rank) -> None:
 def _lead(rank: Rank, config: ServeConfig) -> None:
     job, workload = rank.session.job, rank.session.workload
     assert isinstance(workload, TextWorkload), "serving text"
-    times = RowTimes()
+    times = RowTimes(_stepper(rank).sizes)
     rank.run_pass(rank.target, _drafter(rank), lambda loop: _warm(loop, job, times))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
@@ -120,6 +121,8 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         samples=workload.samples,
     )
     driver.times, driver.mode, driver.lookahead = times, job.config.mode, job.lookahead
+    if config.auto:
+        driver.goodput = Goodput(job.lookahead, widths_of(job), times)
     backend = rank.session.backend
     line.put(
         Ready(
@@ -127,7 +130,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
             context=job.longest,
             stop_ids=sorted(workload.stop_ids),
             max_running=config.max_running,
-            mode=driver.mode,
+            mode=AUTO if config.auto else driver.mode,
             backend=backend.name,
             device_name=backend.info.name,
         )
@@ -141,10 +144,14 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     rank.run_pass(rank.target, _drafter(rank), lambda loop: None)
 
 
+def _stepper(rank: Rank) -> Stepper:
+    assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
+    return rank.target.stepper
+
+
 def room_of(job: Job, rank: Rank) -> Room:
     """Returns the room of the target ranks; that of the drafts has as many pages."""
-    assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
-    pages = rank.target.stepper.pages
+    pages = _stepper(rank).pages
     assert pages is not None, "text without a KV cache"
     sizes = pages.sizes
     ahead = job.lookahead + 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,13 @@ from mpissd.common.config import RunConfig
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
-from mpissd.engine.backend.profile import role_profiles
-from mpissd.engine.decode.goodput import Goodput
+from mpissd.engine.backend.profile import Profile, role_profiles
+from mpissd.engine.decode.goodput import Goodput, widths_of
+from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import RoundResult
-from mpissd.engine.job import Job, resolve
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.engine.job import Job, fine_buckets, resolve
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.hosts import host_of
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import End, Message, Submit, Tokens
@@ -85,10 +86,11 @@ def simulate(
     job = resolve(
         config, tp, backend="emulated", memory_bytes=memory[0], draft_memory_bytes=memory[1]
     )
-    loop = VirtualLoop(job, DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job))
+    loop = VirtualLoop(job, _costs(job, profile, drafts), host_of(profile, job))
     mail = _Mail(loop, arrivals)
     driver = Driver(Scheduler(_room(job, arrivals, kv_tokens)), mail, clock=lambda: loop.now)
     driver.mode, driver.lookahead = config.mode, job.lookahead
+    driver.times = RowTimes(loop.buckets)
     if auto and job.lookahead:
         driver.goodput = Goodput(job.lookahead, widths_of(job), driver.times)
     while driver.wait(math.inf):
@@ -98,12 +100,11 @@ def simulate(
     return Simulated(mail.served, loop.now, rounds_by, driver.scheduler.num_preempted)
 
 
-def widths_of(job: Job) -> list[int | None]:
-    """Returns the widths of a job's growth that a controller may choose: its fan-out, and one
-    candidate a row."""
-    if not job.fan_outs.branches or job.inline:
-        return []
-    return [None, 1] if job.widest > 1 else [None]
+def _costs(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
+    """Returns the durations of a job's forwards, and of those over prompts."""
+    costs, batch = DeviceCosts.from_profile(profile, job, drafts), job.config.batch_size
+    rows = fine_buckets(max(_MOST_ROWS, job.verify_rows))
+    return replace(costs, verify=forwards(profile, job.target_shard, rows, batch, job.options))
 
 
 def _room(job: Job, arrivals: Sequence[Arrival], kv_tokens: int) -> Room:
@@ -164,7 +165,7 @@ class VirtualLoop:
 
     def __init__(self, job: Job, device: DeviceCosts, host: HostCosts) -> None:
         self._job, self._device, self._host = job, device, host
-        self._buckets = job.target_buckets()
+        self.buckets = list(device.verify.rows)
         self._lanes = job.draft_buckets() if job.draft is not None else [1]
         self._opened: dict[int, _Sequence] = {}
         self._live: dict[int, _Sequence] = {}
@@ -208,7 +209,7 @@ class VirtualLoop:
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
         wait_s = self._answer_s(lookahead)
         rows = len(self._live) * (lookahead + 1) + self._store(control.fill)
-        forward_s = float(self._device.verify_s(_bucket(self._buckets, rows)))
+        forward_s = float(self._device.verify_s(_bucket(self.buckets, rows)))
         self.now = start + self._host.ask_s + wait_s + self._host.lead_s + forward_s
         if self.meanwhile is not None:
             self.meanwhile()

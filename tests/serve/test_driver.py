@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
+from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
-from mpissd.engine.decode.scheduler import Room, Scheduler
+from mpissd.engine.decode.scheduler import Room, Scheduler, Task
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
@@ -78,10 +80,11 @@ def served(
     mail: Script,
     times: RowTimes | None = None,
     clock: Callable[[], float] = lambda: 0.0,
+    goodput: Goodput | None = None,
 ) -> Driver:
     samples = loops.workload.samples
     driver = Driver(Scheduler(room_of(loops)), mail, vocab=97, samples=samples, clock=clock)
-    driver.lookahead = loops.job.lookahead
+    driver.lookahead, driver.goodput = loops.job.lookahead, goodput
     driver.times = times or driver.times
     while not mail.is_over or not driver.scheduler.is_idle:
         driver.wait(1.0)
@@ -107,6 +110,20 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
         while not decoder.is_over:
             decoder.step()
         return decoder.tokens[0][:count]
+
+
+class ThreeRows(RowTimes):
+    """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.seen.append(rows)
+
+    def beside(self, rows: int, most: int) -> int:
+        return 3 if rows else most
 
 
 def all_returned(loops: Loops) -> bool:
@@ -136,11 +153,36 @@ def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
 def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, mode: str) -> None:
     asked = [(n, prompt, 90 + 8 * n) for n, prompt in enumerate(prompts(9, seed=1))]
     mail = Script(*((n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    with Loops(*in_one_process(config(pair, mode=mode), Serving(kv_tokens=400))) as loops:
-        driver = served(loops, mail)
-    assert driver.scheduler.room.pages == 6  # of 64 tokens
-    assert driver.scheduler.num_preempted >= 2 and all_returned(loops)
+    with Loops(*in_one_process(config(pair, mode=mode), Serving(kv_tokens=320))) as loops:
+        driver = served(loops, mail, times=ThreeRows())
+    assert driver.scheduler.room.pages == 5  # of 64 tokens
+    assert driver.scheduler.num_preempted >= 1 and all_returned(loops)
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+
+
+class Dice(Goodput):
+    """Chooses any way, whatever it promises."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(K, [None, 1], RowTimes())
+        self._dice = random.Random(seed)
+
+    def choose(self, tasks: Sequence[Task]) -> Way:
+        self.way = Way(self._dice.choice([0, 0, 1, 2, K]), self._dice.choice([None, 1, 0]))
+        return self.way
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_ways_that_change_every_round_change_no_token(pair: TinyPair, mode: str) -> None:
+    asked = [(n, prompt, 60) for n, prompt in enumerate(prompts(8, seed=3))]
+    mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
+    goodput = Dice(1)
+    with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
+        served(loops, mail, goodput=goodput)
+    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+    assert min(goodput.rounds_by.values()) > 5, goodput.rounds_by
+    if mode == "ssd":
+        assert sum(end.hits for end in mail.ends().values()) > 5
 
 
 def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:
@@ -155,20 +197,6 @@ def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyP
     assert held[8] >= 4 and held[10] <= 1, held[:12]
     assert mail.ends()[1].reason == "cancelled" and mail.ends()[0].reason == "length"
     assert driver.scheduler.free_pages == driver.scheduler.room.pages and all_returned(loops)
-
-
-class ThreeRows(RowTimes):
-    """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def add(self, rows: int, seconds: float) -> None:
-        self.seen.append(rows)
-
-    def beside(self, rows: int, most: int) -> int:
-        return 3 if rows else most
 
 
 @pytest.mark.parametrize("mode", ["ar", "ssd"])

@@ -28,12 +28,14 @@ from mpissd.common.rounds import Source
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.job import Job
 
 EXPLORE = 0.003  # the largest share of the time that may go to trying what seems worse
 _STALE_ROUNDS = 100
 _MARGIN = 1.01  # a change must promise so much more
 _OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for one's own
-_PRIOR, _PRIOR_WEIGHT = 0.7, 4.0  # acceptance before anything was seen
+_PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
+_LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
 _HITS = 1 / 256  # likewise of hits
 _SAMPLE = 1 / 8  # weight of a new duration
@@ -92,14 +94,11 @@ class _Growth:
 class Goodput:
     """The controller of one server. `choose` before a round, `observe` behind it."""
 
-    def __init__(
-        self, lookahead: int, widths: Sequence[int | None], times: RowTimes, *, ahead: int = 1
-    ) -> None:
+    def __init__(self, lookahead: int, widths: Sequence[int | None], times: RowTimes) -> None:
         """Takes K, the widths that SSD may have (none: SD alone), and the target's times."""
         self._lookahead, self._times = lookahead, times
         self._growths = {width: _Growth(width) for width in (0, *widths)}
-        self._reached = np.full(lookahead, _PRIOR_WEIGHT)
-        self._accepted = _PRIOR * self._reached
+        self._reached, self._accepted = np.zeros((2, lookahead))
         self._host = {True: ByLoad(), False: ByLoad()}  # by whether a draft takes part
         self._seen: dict[tuple[int | None, int], int] = {}  # (width or −1 for AR, load): last round
         self._round = 0
@@ -161,8 +160,10 @@ class Goodput:
 
     def _tokens(self, tasks: Sequence[Task]) -> Floats:
         """Returns the tokens that K = 0, 1, … are expected to commit, of all sequences [K+1]."""
-        hazards = self._accepted / self._reached
-        mean = float(self._accepted.sum() / self._reached.sum())
+        reached, accepted = self._reached, self._accepted
+        weight = _PRIOR_WEIGHT
+        mean = float((accepted.sum() + weight * _PRIOR) / (reached.sum() + weight))
+        hazards = (accepted + _LIKE_OTHERS * mean) / (reached + _LIKE_OTHERS)
         own = np.array([[task.accepted, task.rejected] for task in tasks], np.float64)
         share = (own[:, 0] + _OWN * mean) / (own.sum(axis=1) + _OWN)
         each = np.minimum(1.0, hazards * (share / max(mean, 1e-9))[:, None])
@@ -204,3 +205,11 @@ class Goodput:
             return best
         self._lost_s += max(0.0, loss_s)
         return way
+
+
+def widths_of(job: Job) -> list[int | None]:
+    """Returns the widths of a job's growth that a controller may choose: its fan-out, and one
+    candidate a row."""
+    if not job.fan_outs.branches or job.inline:
+        return []
+    return [None, 1] if job.widest > 1 else [None]

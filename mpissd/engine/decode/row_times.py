@@ -3,49 +3,80 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 _WEIGHT = 1 / 8  # of a new sample
-_GROWTH = 1.3  # how much longer a round may take for the prompts that are stored beside it
+_GROWTH = 0.3  # how much longer rounds may take, on average, for the prompts stored beside them
 
 
 class RowTimes:
-    """The seconds of a forward of n rows: running means where it was measured, lines between."""
+    """The seconds of a forward of n rows: running means where it was measured, lines between.
 
-    def __init__(self, growth: float = _GROWTH) -> None:
-        self._growth = growth
+    It also says how many rows of prompts go beside a verification. Each round earns 30% of its own
+    seconds, and a forward is made larger when what was earned pays for it: devices that compute
+    whole buckets of rows have no forward that is just a little larger.
+    """
+
+    def __init__(self, buckets: Sequence[int] = ()) -> None:
+        """Takes the sizes that forwards have, rising; none: a forward computes its rows alone."""
+        self._buckets = list(buckets)
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
+        self._earned_s = 0.0
+
+    def _size(self, rows: int) -> int:
+        """Returns the rows that a forward of so many rows computes."""
+        at = bisect_left(self._buckets, rows)
+        return self._buckets[at] if at < len(self._buckets) else rows
 
     def add(self, rows: int, seconds: float) -> None:
         """Takes a measured forward."""
-        if rows not in self._seconds:
-            insort(self._rows, rows)
-            self._seconds[rows] = seconds
-        self._seconds[rows] += _WEIGHT * (seconds - self._seconds[rows])
+        size = self._size(rows)
+        if size not in self._seconds:
+            insort(self._rows, size)
+            self._seconds[size] = seconds
+        self._seconds[size] += _WEIGHT * (seconds - self._seconds[size])
 
     def seconds(self, rows: int) -> float:
-        """Returns the seconds of a forward; beyond what was measured, those of the nearest one, or
-        in proportion to its rows above."""
-        known, at = self._rows, bisect_left(self._rows, rows)
-        if not known:
-            return 0.0
-        if at == len(known):
-            return self._seconds[known[-1]] * rows / known[-1]
-        above = self._seconds[known[at]]
-        if at == 0 or known[at] == rows:
-            return above
-        low, high = known[at - 1], known[at]
-        below = self._seconds[low]
+        """Returns the seconds of a forward.
+
+        Those of the smallest one that was measured for fewer rows; for more than were measured, on
+        the line through the last two, or in proportion to the rows where there is one alone.
+        """
+        rows, known = self._size(rows), self._rows
+        at = bisect_left(known, rows)
+        if at < len(known) and (at == 0 or known[at] == rows):
+            return self._seconds[known[at]]
+        if len(known) < 2:
+            return self._seconds[known[0]] * rows / known[0] if known else 0.0
+        high = min(at, len(known) - 1)
+        return self._line(known[high - 1], known[high], rows)
+
+    def _line(self, low: int, high: int, rows: int) -> float:
+        below, above = self._seconds[low], self._seconds[high]
+        if rows > high:
+            above = max(above, below)  # no forward gets faster by more rows
         return below + (above - below) * (rows - low) / (high - low)
 
     def beside(self, rows: int, most: int) -> int:
-        """Returns how many rows of prompts may be stored beside a verification of `rows` rows, so
-        that its forward takes at most 1.3 times as long; at least one, and all where rows is 0."""
+        """Returns how many rows of prompts the next forward stores beside `rows` others.
+
+        most: the rows of the largest forward, which an empty round fills.
+        """
         if not rows:
             return most
-        limit, low, high = self._growth * self.seconds(rows), 1, max(1, most - rows)
+        own_s = self.seconds(rows)
+        self._earned_s = min(self._earned_s + _GROWTH * own_s, own_s)
+        total = self._largest(rows, most, own_s + self._earned_s)
+        self._earned_s -= max(0.0, self.seconds(total) - own_s)
+        return total - rows
+
+    def _largest(self, rows: int, most: int, limit_s: float) -> int:
+        """Returns the rows of the largest forward that takes at most limit_s, at least `rows`."""
+        sizes = self._buckets or range(rows, most + 1)
+        low, high = bisect_left(sizes, rows), bisect_left(sizes, most + 1) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.seconds(rows + middle) <= limit
+            fits = self.seconds(sizes[middle]) <= limit_s
             low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        return max(rows, min(most, sizes[low])) if sizes and low < len(sizes) else rows

@@ -1,6 +1,14 @@
 """Resolve a configuration for a given T to shapes, laws, fan-out and bytes, without MPI or GPU."""
 
-from mpissd.engine.job.job import Job, Serving, buckets
+from mpissd.engine.job.job import Job, Serving, buckets, fine_buckets
 from mpissd.engine.job.resolving import PRIOR_ALPHA, resolve, resolve_unopened
 
-__all__ = ["PRIOR_ALPHA", "Job", "Serving", "buckets", "resolve", "resolve_unopened"]
+__all__ = [
+    "PRIOR_ALPHA",
+    "Job",
+    "Serving",
+    "buckets",
+    "fine_buckets",
+    "resolve",
+    "resolve_unopened",
+]

@@ -204,7 +204,8 @@ class Job:
 
     def target_buckets(self) -> list[int]:
         """Returns the row counts to compile for verifications of up to b(K+1) rows."""
-        return buckets(self.config.batch_size, self.verify_rows, *self._prefill)
+        exact = self.config.batch_size, self.verify_rows, *self._prefill
+        return buckets(*exact) if self.serving is None else fine_buckets(*exact)
 
     def draft_buckets(self) -> list[int]:
         """Returns the row counts to compile for the draft: glue, growth and backup steps."""
@@ -252,6 +253,12 @@ class Job:
         ]
         target, draft = [*needed, 0][:2]
         return (target + draft, 0) if self.inline else (target, draft)
+
+
+def fine_buckets(*exact: int) -> list[int]:
+    """Returns row counts for batches that change with every request: four in each octave."""
+    steps = {n << shift >> 2 for n in (4, 5, 6, 7) for shift in range(max(exact).bit_length())}
+    return sorted({*exact, *(n for n in steps if n <= max(exact))})
 
 
 def buckets(batch: int, *exact: int) -> list[int]:

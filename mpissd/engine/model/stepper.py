@@ -93,6 +93,12 @@ class Stepper:
         return list(self._buckets)
 
     @property
+    def sizes(self) -> list[int]:
+        """The row counts that forwards compute, in rising order; empty: any, without padding."""
+        ops = getattr(self.stack.weights, "ops", None)
+        return list(self._buckets) if ops is None or ops.computes_padding else []
+
+    @property
     def most_rows(self) -> int:
         """The rows of the largest forward."""
         return self._buckets[-1]

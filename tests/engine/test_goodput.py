@@ -1,0 +1,103 @@
+"""The controller alone: what it chooses where times, acceptance and load are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpissd.common.rounds import Outcome, Source, Speculation
+from mpissd.engine.decode.goodput import Goodput, Way
+from mpissd.engine.decode.row_times import RowTimes
+from mpissd.engine.decode.scheduler import Task
+from mpissd.engine.decode.target import RoundResult
+
+K = 5
+
+
+class World:
+    """A target and a draft with these costs, whose tokens are accepted with probability alpha."""
+
+    def __init__(self, alpha: float, hits: float, row_s: float, seed: int = 0) -> None:
+        self.alpha, self.hits, self.row_s, self.step_s = alpha, hits, row_s, 0.002
+        self.rng = np.random.default_rng(seed)
+
+    def forward_s(self, rows: int) -> float:
+        return 0.01 + self.row_s * rows
+
+    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
+        count = len(tasks)
+        served = Speculation.empty(0, count, K)
+        rows = np.zeros((count, Outcome.WIDTH), np.int32)
+        wait_s = 0.0
+        if way.lookahead:
+            hit = (self.rng.random(count) < self.hits) & (way.width != 0)
+            served.rows[:, 0] = np.where(hit, Source.CACHE, Source.JIT)
+            served.rows[:, 1], served.rows[:, 2] = hit, way.lookahead
+            coins = self.rng.random((count, way.lookahead)) < self.alpha
+            rows[:, 3] = np.logical_and.accumulate(coins, axis=1).sum(axis=1)
+            wait_s = 0.0 if hit.all() else self.step_s * way.lookahead
+        for task, k in zip(tasks, rows[:, 3].tolist(), strict=True):
+            task.accepted += k
+            task.rejected += k < way.lookahead
+        forward_s = self.forward_s(count * (way.lookahead + 1))
+        return RoundResult(served, Outcome(0, rows), forward_s, {}, 0, wait_s), forward_s + wait_s
+
+    def goodput(self, way: Way, count: int) -> float:
+        k = sum(self.alpha**n for n in range(1, way.lookahead + 1))
+        alone = self.hits**count if way.width != 0 else 0.0
+        wait_s = (1 - alone) * self.step_s * way.lookahead
+        return count * (1 + k) / (self.forward_s(count * (way.lookahead + 1)) + wait_s)
+
+
+def decoded(world: World, counts: list[int], rounds: int = 400) -> tuple[Goodput, list[list[Way]]]:
+    """The ways chosen at batches of these sizes, one after the other."""
+    times = RowTimes()
+    for rows in (1, 2, 4, 8, 16, 32, 64, 160):
+        times.add(rows, world.forward_s(rows))
+    goodput, ways = Goodput(K, [None], times), list[list[Way]]()
+    for count in counts:
+        tasks = [Task(n, (1,), 10**6) for n in range(count)]
+        ways.append([])
+        for _ in range(rounds):
+            way = goodput.choose(tasks)
+            result, round_s = world.round(way, tasks)
+            goodput.observe(way, result, round_s)
+            ways[-1].append(way)
+    return goodput, ways
+
+
+@pytest.mark.parametrize("count", [1, 6, 24])
+@pytest.mark.parametrize(("alpha", "hits"), [(0.05, 0.3), (0.5, 0.6), (0.9, 0.95)])
+@pytest.mark.parametrize("row_s", [1e-6, 2e-4, 2e-3])
+def test_it_settles_on_nearly_the_best_way(
+    count: int, alpha: float, hits: float, row_s: float
+) -> None:
+    world = World(alpha, hits, row_s)
+    _, (ways,) = decoded(world, [count])
+    every = [Way(k, width) for k in range(K + 1) for width in (0, None)]
+    best = max(world.goodput(way, count) for way in every)
+    mean = np.mean([world.goodput(way, count) for way in ways[100:]])
+    assert mean >= 0.97 * best
+
+
+def test_a_burst_ends_in_ar_and_ssd_is_back_within_20_rounds() -> None:
+    world = World(0.7, 0.8, 1.5e-3)
+    _, (before, burst, after) = decoded(world, [1, 60, 1])
+    assert before[-1].mode == "ssd"
+    assert np.mean([way.mode == "ar" for way in burst[50:]]) > 0.9
+    assert {way.mode for way in after[20:60]} == {"ssd"}
+
+
+def test_trying_what_seems_worse_costs_little() -> None:
+    world = World(0.05, 0.1, 2e-3)
+    _, (ways,) = decoded(world, [8], rounds=2000)
+    lost = 1 - np.mean([world.goodput(way, 8) for way in ways[200:]]) / world.goodput(Way(0), 8)
+    assert lost < 0.005
+    assert {way.mode for way in ways[1000:]} >= {"ar", "ssd"}, "it looks again, now and then"
+
+
+def test_sequences_that_accept_little_lower_the_lookahead() -> None:
+    world = World(0.9, 0.9, 4e-4)
+    goodput, (ways,) = decoded(world, [4])
+    poor = [Task(n, (1,), 99, accepted=5, rejected=200) for n in range(4)]
+    assert ways[-1].lookahead == K and goodput.choose(poor).lookahead < K
