@@ -7,6 +7,7 @@ a Speculation are one int32 matrix each, with views of its columns, so that a me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -200,6 +201,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def behind(self, accepted: Ints, bonus: Ints) -> Batch:
+        """Returns this batch as it will be behind a round of this outcome, to look ahead."""
+        found = copy(self)
+        found.lengths, found.last_tokens = self.lengths + accepted + 1, bonus
+        return found
 
     def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
         """Applies an outcome; returns (slot, request) of each sequence that it admits or joins.

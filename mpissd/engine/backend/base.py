@@ -117,6 +117,11 @@ class Program(ABC):
     def elapsed_s(self) -> float:
         """Returns the device time of the last finished launch, in seconds."""
 
+    def after_s(self, earlier: Program) -> float:
+        """Returns the device time from the end of `earlier`'s last launch to the start of this
+        one's, in seconds; both are over."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no clock")
+
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
         """Frees what the device keeps of the program (a graph).
 
@@ -131,6 +136,7 @@ class Backend(ABC):
     info: DeviceInfo
     itemsize: int  # Bytes of one weight or activation element.
     dtype_name: str
+    chains: bool = False  # Whether rounds are chained where they can be (engine.decode.chained).
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)

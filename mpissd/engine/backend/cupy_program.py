@@ -54,6 +54,10 @@ class CupyProgram(Program):
     def elapsed_s(self) -> float:
         return float(cupy.cuda.get_elapsed_time(self._start, self._end)) / 1e3
 
+    def after_s(self, earlier: Program) -> float:
+        assert isinstance(earlier, CupyProgram)
+        return float(cupy.cuda.get_elapsed_time(earlier._end, self._start)) / 1e3
+
     def close(self) -> None:
         """Destroys the graph; a later launch runs the body."""
         self._graph = None

@@ -25,18 +25,22 @@ class HostProgram(Program):
 
     def __init__(self, body: Callable[[], None]) -> None:
         self._body = body
-        self._elapsed_s = 0.0
+        self._start = self._end = 0.0
 
     def launch(self) -> None:
-        start = time.perf_counter()
+        self._start = time.perf_counter()
         self._body()
-        self._elapsed_s = time.perf_counter() - start
+        self._end = time.perf_counter()
 
     def done(self) -> bool:
         return True
 
     def elapsed_s(self) -> float:
-        return self._elapsed_s
+        return self._end - self._start
+
+    def after_s(self, earlier: Program) -> float:
+        assert isinstance(earlier, HostProgram)
+        return self._start - earlier._end
 
 
 class NumpyBackend(Backend):

@@ -45,9 +45,15 @@ def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
 
 
 def make_drafter(
-    job: Job, worker: DraftWorker, waiter: Waiter, *, index: int = 0, ahead: bool = True
+    job: Job,
+    worker: DraftWorker,
+    waiter: Waiter,
+    *,
+    index: int = 0,
+    ahead: bool = True,
+    kind: type[Drafter] = Drafter,
 ) -> Drafter:
-    """Returns draft `index` of D over `worker`.
+    """Returns draft `index` of D over `worker`; kind: its class.
 
     With ahead=False nothing is grown while the target verifies (the SD rounds of an SSD job).
     """
@@ -61,7 +67,7 @@ def make_drafter(
         share=_share(job, index),
     )
     controls = _controls(job, policy) if ahead else None
-    return Drafter(worker, policy, job.config.batch_size, waiter, controls)
+    return kind(worker, policy, job.config.batch_size, waiter, controls)
 
 
 def _controls(job: Job, policy: DraftPolicy) -> Controls:

@@ -22,6 +22,7 @@ from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.decode.chained import ChainedDrafter, chained_forwards, chained_pair
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
 from mpissd.engine.decode.sequences import Sequences
@@ -37,6 +38,7 @@ from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.base import DraftWorker, TargetWorker
 from mpissd.engine.workload.registry import workload_of
 
 L = TypeVar("L", bound="Loops")
@@ -73,7 +75,8 @@ class Loops:
         )
         self.worker = self.workload.target_worker(self.target_stepper)
         self.worker.placement = job.placement(drafts=False)
-        speculator, batch = self._speculator(), job.config.batch_size
+        self.worker, speculator = self._sides(self.worker)
+        batch = job.config.batch_size
         self.loop = TargetLoop(self.worker, speculator, NoPlans(), batch, self._waiter)
 
     def _stepper(
@@ -97,7 +100,23 @@ class Loops:
         self._resources.callback(stepper.close)
         return stepper
 
-    def _drafter(self, index: int, waiter: Waiter) -> Drafter:
+    def _sides(self, target: TargetWorker) -> tuple[TargetWorker, Speculator]:
+        """Returns the target worker and the speculator of the loop."""
+        job, waiter = self.job, self._waiter
+        if job.draft is None:
+            return target, NoSpeculator()
+        if not job.inline:
+            return target, RemoteSpeculator(*(self._start(n) for n in range(job.config.drafts)))
+        draft = self._draft_worker()
+        chained = chained_forwards(job, target, draft)
+        if chained is None:
+            return target, InlineSpeculator(make_drafter(job, draft, waiter))
+        self._resources.callback(chained.close)
+        drafter = make_drafter(job, draft, waiter, kind=ChainedDrafter)
+        assert isinstance(drafter, ChainedDrafter)
+        return chained_pair(job, target, drafter, chained, waiter)
+
+    def _draft_worker(self) -> DraftWorker:
         job = self.job
         assert job.draft_shard is not None, "a drafter without a draft model"
         stepper = self._stepper(
@@ -105,20 +124,13 @@ class Loops:
         )
         worker = draft_worker(job, stepper)
         worker.prepare(self.workload.tabulated(job.config.batch_size))
-        return make_drafter(job, worker, waiter, index=index)
-
-    def _speculator(self) -> Speculator:
-        if self.job.draft is None:
-            return NoSpeculator()
-        if self.job.inline:
-            return InlineSpeculator(self._drafter(0, self._waiter))
-        return RemoteSpeculator(*(self._start(n) for n in range(self.job.config.drafts)))
+        return worker
 
     def _start(self, index: int) -> LeadEnd:
         """Starts the thread of one draft; returns the lead's end of the link to it."""
         patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
         lead, draft = queue_link(link_shape(self.job), self._waiter, patient)
-        drafter = self._drafter(index, patient)
+        drafter = make_drafter(self.job, self._draft_worker(), patient, index=index)
         self._threads.append(Thread(target=self._serve, args=(draft, drafter), daemon=True))
         self._threads[-1].start()
         return lead

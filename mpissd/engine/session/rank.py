@@ -20,6 +20,12 @@ from mpissd.common.rounds import Request
 from mpissd.common.trace import FollowPhase, Ledger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
+from mpissd.engine.decode.chained import (
+    ChainedDrafter,
+    ChainedTarget,
+    chained_forwards,
+    chained_pair,
+)
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
 from mpissd.engine.decode.outliving import OutlivingSpeculator
@@ -62,6 +68,8 @@ class Rank:
             self.target = session.target_worker(target)
         if draft is not None:
             self.draft = draft_worker(session.job, draft)
+        self.chained_target: ChainedTarget | None = None  # of the last pass
+        self.chained = chained_forwards(session.job, self.target, self.draft)
         self._open_messages()
 
     def _open_messages(self) -> None:
@@ -94,7 +102,9 @@ class Rank:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
         session = self.session
         index = max(0, session.topology.world.rank - session.topology.tp)
-        return make_drafter(session.job, worker, session.waiter, index=index, ahead=ahead)
+        kind = Drafter if self.chained is None else ChainedDrafter
+        job, waiter = session.job, session.waiter
+        return make_drafter(job, worker, waiter, index=index, ahead=ahead, kind=kind)
 
     def run_pass(
         self,
@@ -119,7 +129,7 @@ class Rank:
                 self.digest = follow(target, self.receiver, batch, waiter, self.ledger)
                 return None
             assert self.sender is not None, "a lead without a plan channel"
-            speculator = self._speculator(drafter)
+            target, speculator = self._sides(target, drafter)
             loop = TargetLoop(target, speculator, self.sender, batch, waiter)
             result = drive(loop)
             loop.stop()
@@ -128,6 +138,17 @@ class Rank:
                 self.lead_links = []  # the draft is gone, and closing a link needs both ends
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
+
+    def _sides(
+        self, target: TargetWorker, drafter: Drafter | None
+    ) -> tuple[TargetWorker, Speculator]:
+        """Returns the target worker and the speculator of a loop on the lead."""
+        job, chained = self.session.job, self.chained
+        if chained is not None and isinstance(drafter, ChainedDrafter) and target is self.target:
+            pair = chained_pair(job, target, drafter, chained, self.session.waiter)
+            self.chained_target = pair[0]
+            return pair
+        return target, self._speculator(drafter)
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         if self.lead_links and self.session.job.config.on_draft_loss == "ar":
@@ -158,6 +179,8 @@ class Rank:
 
     def close(self) -> None:
         """Closes the message ends; the machine closes models, groups and the backend."""
+        if self.chained is not None:
+            self.chained.close()
         for end in (*self.lead_links, self.draft_link, self.sender, self.receiver):
             if end is not None:
                 end.close()

@@ -55,6 +55,10 @@ OpenGather = Callable[[], LogitsGather]
 class Worker(PlacedWorker):
     """Base class of target and draft workers: follows the batch and runs forwards."""
 
+    # Whether the device may decide whole greedy rounds by itself (decode.chained).
+    chains: bool = False
+    reads_forwards: ClassVar[bool] = False  # whether the forwards decide its tokens
+
     @abstractmethod
     def twin(self: W, stepper: Forwards) -> W:
         """Returns a worker with the same laws that runs its forwards on `stepper`."""
@@ -97,6 +101,13 @@ class TargetWorker(Worker):
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""
         self.stepper.launch()
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        """Records the speculation that is verified. The default does nothing."""
+
+    def truth(self) -> Ints | None:
+        """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards say."""
+        return None
 
     @abstractmethod
     def judge(
@@ -264,6 +275,10 @@ class Workload(ABC):
     def num_sequences(self) -> int:
         """Number of sequences that a run decodes, batch_size at a time."""
         return self.job.config.batch_size
+
+    def longest_answer(self, request_id: int) -> int | None:
+        """Returns the tokens with which a sequence ends at the latest; None: unknown."""
+        return self.job.config.token_limit
 
     def endings(self) -> Endings | None:
         """Returns what ends the sequences of one pass (None: nothing); by default a stop token."""

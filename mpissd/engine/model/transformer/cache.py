@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray
@@ -122,6 +123,12 @@ class PageTable:
             step = position - trunk
             fits = lane < sizes.lanes and 0 <= step < sizes.steps and trunk <= held[slot] * page
             assert fits, f"lane {lane}, step {step}, trunk {trunk}: no such place in {sizes}"
+
+    def hold(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """Reserves the pages of these slots up to these positions, those included."""
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            if position >= self.held[slot] * self.sizes.page:
+                self._grow(slot, position)
 
     def _grow(self, slot: int, position: int) -> None:
         sizes = self.sizes

@@ -57,6 +57,8 @@ class DraftTables(Stream, Protocol):
 class GemmTargetWorker(TargetWorker):
     """Runs the target's forward, and accepts drafted tokens that equal the token stream Y."""
 
+    chains = True
+
     def __init__(self, stepper: Forwards, stream: Stream) -> None:
         self.stepper, self._stream = stepper, stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
@@ -71,6 +73,9 @@ class GemmTargetWorker(TargetWorker):
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._stream.begin_round(batch, admissions)
+
+    def truth(self) -> Ints:
+        return self._stream.true(self._ahead)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -98,6 +103,8 @@ def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
 
 class GemmDraftWorker(DraftWorker):
     """Runs the draft's forwards; takes tokens and bonus candidates from the stream's tables."""
+
+    chains = True
 
     def __init__(self, stepper: Forwards, stream: DraftTables, num_tokens: int = 1) -> None:
         """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""

@@ -79,6 +79,11 @@ class ReplayWorkload(Workload):
                     "recorded"
                 )
 
+    def longest_answer(self, request_id: int) -> int:
+        parts, limit = self.recording.sequences, super().longest_answer(request_id)
+        end = parts[request_id % len(parts)].end
+        return end if limit is None else min(end, limit)
+
     def endings(self) -> RecordedEndings:
         return RecordedEndings([part.end for part in self.recording.sequences])
 

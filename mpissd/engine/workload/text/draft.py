@@ -28,6 +28,7 @@ class TextDraftWorker(SamplingDraftWorker):
     """Drafts the likeliest tokens, or samples them; its best candidates behind each row of the
     trunk are the predicted bonus tokens."""
 
+    reads_forwards = True
     _histories: PromptHistories
 
     def __init__(
@@ -51,6 +52,7 @@ class TextDraftWorker(SamplingDraftWorker):
         """
         self.stepper, self._seed, self._fan_outs, self._twin = stepper, seed, fan_outs, twin
         self.lookahead = twin.lookahead
+        self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
         self._lookup = lookup
         self._histories = PromptHistories()

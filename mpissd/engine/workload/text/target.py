@@ -20,6 +20,7 @@ from mpissd.engine.workload.text.sequences import PromptHistories
 class TextTargetWorker(SamplingTargetWorker):
     """Accepts the drafted tokens that the target would have chosen, or sampled."""
 
+    reads_forwards = True
     _histories: PromptHistories
 
     def __init__(
@@ -41,6 +42,7 @@ class TextTargetWorker(SamplingTargetWorker):
         """
         self.stepper, self._seed, self._twin = stepper, seed, twin
         self._samples, self._draft_ids = samples, draft_ids
+        self.chains = not samples
         self._widths, self._gather = widths, gather
         self._histories = PromptHistories()
         self._num_rows = 0
@@ -59,12 +61,15 @@ class TextTargetWorker(SamplingTargetWorker):
         return self._histories.committed(slot, start, stop)
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
-        self._histories.serve(batch, speculation)
+        self.served(batch, speculation)
         self._num_rows = speculation.num_rows
         requests = [history.request for history in self._histories.rows(batch)]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
         self._reads_logits = self._draws_any or any(one.logprobs for one in requests)
         super().upload(batch, speculation, fill)
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        self._histories.serve(batch, speculation)
 
     def wait(self, waiter: Waiter) -> None:
         super().wait(waiter)

@@ -1,0 +1,278 @@
+"""Inline SD whose rounds the device decides by itself: nothing of a round waits for the host.
+
+The loop stays that of target.py. Here its target launches a whole round, drafting included, and
+the round behind it before this one is over (ChainedForwards); the host learns the outcome, which
+the device has already acted on. Rounds with admissions, with fewer sequences than the job has, or
+before the end of a sequence or of the cache, begin on the host again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import FaultError
+from mpissd.common.rounds import Batch, Event, Ints, Outcome, Source, Speculation
+from mpissd.common.trace import DraftPhase
+from mpissd.common.wait import Waiter
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.speculator import InlineSpeculator
+from mpissd.engine.job import Job
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards
+from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.workload.base import DraftWorker, Proposals, TargetWorker
+from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.registry import workload_of
+from mpissd.engine.workload.rollout import Rollout
+
+_KEPT = 4096  # the last rounds whose idle time is kept
+Limit = Callable[[int], int | None]
+
+
+def chained_forwards(
+    job: Job, target: TargetWorker | None, draft: DraftWorker | None
+) -> ChainedForwards | None:
+    """Returns the programs of chained rounds, or None where the host has to decide something."""
+    if target is None or draft is None or not (target.chains and draft.chains):
+        return None
+    steppers = draft.stepper, target.stepper
+    for stepper in steppers:
+        if not isinstance(stepper, Stepper) or not isinstance(stepper.stack, TransformerStack):
+            return None
+    is_plain = job.inline and job.tp == 1 and job.config.backup == "jit" and job.serving is None
+    is_whole = 0 < job.lookahead == job.backup_lookahead
+    if not (is_plain and is_whole and target.stepper.backend.chains):  # type: ignore[attr-defined]
+        return None
+    return ChainedForwards(*steppers, job.config.batch_size, job.lookahead)  # type: ignore[arg-type]
+
+
+class ChainedDrafter(Drafter):
+    """A drafter whose forwards somebody else launches in chained rounds."""
+
+    is_chained = False  # whether this round is one
+    rollout: Rollout  # of a chained round
+
+    @property
+    def worker(self) -> DraftWorker:
+        """The worker that it drafts with."""
+        return self._worker
+
+    @property
+    def batch(self) -> Batch:
+        """The live sequences."""
+        return self._batch
+
+    def _finish(self, rollouts: Sequence[Rollout]) -> None:
+        if not self.is_chained:
+            super()._finish(rollouts)
+            return
+        (self.rollout,) = rollouts
+        self.rollout.steps = self._policy.lookahead
+
+    def complete(self, speculation: Speculation, draft_s: float) -> None:
+        """Ends a chained round, whose tokens `speculation` holds now."""
+        self.ledger.mark(DraftPhase.WAIT)
+        self._draft_s = draft_s
+        self.hear(speculation)
+        self.close_round(speculation)
+
+
+class ChainedSpeculator(InlineSpeculator):
+    """The speculator of inline SD beside a ChainedTarget; its tokens are known when they are
+    verified."""
+
+    def __init__(self, drafter: ChainedDrafter, forwards: ChainedForwards, waiter: Waiter) -> None:
+        super().__init__(drafter)
+        self._chained, self._forwards, self._waiter = drafter, forwards, waiter
+
+    def ask(self, outcome: Outcome) -> None:
+        if (outcome.events != Event.COMMIT).any():
+            self._drop()
+        super().ask(outcome)
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        self._chained.is_chained = count == self._forwards.sheet.sequences
+        if not self._chained.is_chained:
+            return super().answer(round_, count)
+        assert self._outcome is not None, "answer() before ask()"
+        self._chained.ledger.restart()
+        return self._chained.answer(self._outcome)
+
+    def stop(self, outcome: Outcome) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        """Waits for a round that was launched ahead and that nobody wants."""
+        for program in self._forwards.dropped():
+            program.wait(self._waiter)
+
+
+class ChainedTarget(TargetWorker):
+    """A target worker that launches whole rounds, and the next one ahead."""
+
+    def __init__(
+        self, worker: TargetWorker, drafter: ChainedDrafter, forwards: ChainedForwards, limit: Limit
+    ) -> None:
+        """Wraps `worker`; limit: the tokens with which a request ends at the latest."""
+        self._worker, self._drafter, self._forwards = worker, drafter, forwards
+        self._limit = limit
+        self.stepper, self.placement = worker.stepper, worker.placement
+        self.idle_s: deque[float] = deque(maxlen=_KEPT)  # of rounds that were launched ahead
+        self._batch: Batch
+        self._speculation: Speculation
+        self._known: tuple[Ints, Ints] | None = None
+        self._told: Ints
+        self._was_ahead = False
+
+    def twin(self, stepper: object) -> TargetWorker:  # type: ignore[override]
+        """Is never called: calibration makes twins of the wrapped worker."""
+        raise NotImplementedError
+
+    def enter(self, batch: Batch, admissions: Admissions) -> None:
+        self._worker.enter(batch, admissions)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._worker.begin_round(batch, admissions)
+
+    def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
+        return self._worker.fill(batch, rows, waiter, spare)
+
+    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
+        self._batch, self._speculation = batch, speculation
+        if not self._drafter.is_chained:
+            self._worker.upload(batch, speculation, fill)
+            self.num_rows = self._worker.num_rows
+            return
+        self.num_rows = speculation.num_rows
+        self._was_ahead = self._forwards.is_flying(speculation.round)
+        if not self._was_ahead:
+            self._forwards.begin(self._state(batch))
+
+    def launch(self) -> None:
+        if not self._drafter.is_chained:
+            self._worker.launch()
+            return
+        batch, forwards, round_ = self._batch, self._forwards, self._speculation.round
+        assert self.placement is not None
+        last, ahead = self.placement.last(batch), forwards.sheet.lookahead
+        if not self._was_ahead:
+            forwards.hold(batch.slots, last + ahead)
+            forwards.launch(round_, self._forced(self._drafter.rollout))
+        for worker in (self._worker, self._drafter.worker):
+            assert worker.placement is not None
+            worker.placement.grow(batch, ahead + (worker is self._worker))
+        self._known = None if self._worker.reads_forwards else self._judged()
+        if self._may_go_on():
+            forwards.hold(batch.slots, last + 2 * ahead + 1)
+            forwards.launch(round_ + 1, self._forced(self._next_rollout()))
+
+    def wait(self, waiter: Waiter) -> None:
+        if not self._drafter.is_chained:
+            self._worker.wait(waiter)
+            return
+        forwards, speculation = self._forwards, self._speculation
+        forwards.last_of(speculation.round).wait(waiter)
+        self._told = forwards.told(speculation.round)
+        speculation.tokens[...] = self._told[:, 2:]
+        self._worker.served(self._batch, speculation)
+        self._drafter.complete(speculation, forwards.draft_s(speculation.round))
+        if self._was_ahead:
+            self.idle_s.append(forwards.idle_s(speculation.round))
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        """Returns what the device decided, (num_accepted, bonus), both int32 [b]."""
+        if not self._drafter.is_chained:
+            return self._worker.judge(batch, speculation, proposals)
+        accepted, bonus = self._told[:, 0], self._told[:, 1]
+        if (accepted == NOT_FINITE).any():
+            raise FaultError("target: a logit is not finite: its weights are damaged, or overflow")
+        if self._known is not None:
+            assert all(map(np.array_equal, self._known, (accepted, bonus))), "not what was imposed"
+        return accepted, bonus
+
+    def leave(self) -> None:
+        self._worker.leave()
+
+    def elapsed_s(self) -> float:
+        if not self._drafter.is_chained:
+            return self._worker.elapsed_s()
+        return self._forwards.last_of(self._speculation.round).elapsed_s()
+
+    def _state(self, batch: Batch) -> Ints:
+        """Returns where a round begins on the host (Sheet.state)."""
+        worker = self._drafter.worker
+        assert self.placement is not None and worker.placement is not None
+        last = self.placement.last(batch)
+        state = np.full((len(batch), 4), NOBODY, np.int64)
+        state[:, 0], state[:, 1], state[:, 2] = batch.slots, last, batch.last_tokens
+        for gap in worker.placement.gaps(batch, np.arange(len(batch))):
+            assert gap.stop - gap.start == 1, f"the draft lacks {gap}"
+            state[batch.slots == gap.slot, 3] = worker.committed(*gap)
+        return state.astype(np.int32)
+
+    def _forced(self, rollout: Rollout | None) -> Ints:
+        """Returns the tokens that replace those of the forwards (Sheet.forced)."""
+        ahead = self._forwards.sheet.lookahead
+        forced = np.full((len(self._batch), 2 * ahead + 1), NOBODY, np.int32)
+        truth = self._worker.truth()
+        if rollout is not None and truth is not None:
+            forced[:, :ahead], forced[:, ahead:] = rollout.tokens, truth
+        return forced
+
+    def _judged(self) -> tuple[Ints, Ints]:
+        """Returns the outcome that is imposed on this round."""
+        ahead = self._forwards.sheet.lookahead
+        known = Speculation.empty(0, len(self._batch), ahead)
+        known.num_draft[...], known.tokens[...] = ahead, self._drafter.rollout.tokens
+        return self._worker.judge(self._batch, known, _no_proposals)
+
+    def _may_go_on(self) -> bool:
+        """Returns whether the next round may begin before the host knows this one's outcome."""
+        assert self.placement is not None and isinstance(self.stepper, Stepper)
+        batch, ahead = self._batch, self._forwards.sheet.lookahead
+        room = self.placement.room(batch, self.stepper.options.capacity)
+        if int(room.min()) < 2 * ahead + 1:
+            return False
+        more = np.ones(len(batch), np.int64) if self._known is None else self._known[0] + 1
+        for request, emitted in zip(
+            batch.ids.tolist(), (batch.lengths - 1 + more).tolist(), strict=True
+        ):
+            limit = self._limit(request)
+            if limit is not None and emitted >= limit:
+                return False
+        return True
+
+    def _next_rollout(self) -> Rollout | None:
+        """Returns the tokens that are imposed on the next round's draft; None: its own count.
+
+        The workers are at the next round then, where its real beginning puts them again.
+        """
+        if self._known is None:
+            return None
+        batch, draft = self._batch.behind(*self._known), self._drafter.worker
+        self._worker.begin_round(batch, ())
+        draft.begin_round(batch, ())
+        return draft.restart(batch, range(len(batch)), Source.JIT)
+
+
+def chained_pair(
+    job: Job,
+    target: TargetWorker,
+    drafter: ChainedDrafter,
+    forwards: ChainedForwards,
+    waiter: Waiter,
+) -> tuple[ChainedTarget, ChainedSpeculator]:
+    """Returns the target worker and the speculator of a loop whose rounds are chained."""
+    limit = workload_of(job).longest_answer
+    worker = ChainedTarget(target, drafter, forwards, limit)
+    return worker, ChainedSpeculator(drafter, forwards, waiter)
+
+
+def _no_proposals(row: int, index: int) -> NDArray[np.float32]:
+    raise AssertionError("nothing was sampled here")

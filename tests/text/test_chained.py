@@ -1,0 +1,120 @@
+"""Rounds that the device decides by itself have the outcomes of those that the host decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import FaultError
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.decode.chained import ChainedTarget
+from mpissd.engine.model.transformer.chained import ChainedForwards
+from tests.tiny_pair import TinyPair, tiny_pair
+
+V, TOKENS, PAIR = 97, 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}
+# With the answers they cross pages of 64 positions; more prompts than sequences at once.
+PROMPTS = ";".join(
+    ",".join(str((7 * n + j * j) % V) for j in range(length))
+    for n, length in enumerate((3, 17, 60, 33, 1))
+)
+REPLAYS = Path(__file__).parents[2] / "results" / "recordings" / "smollm2-chat.npz"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, noise=0.1)
+
+
+def decode(most: int | None = None, **flags: Any) -> Decoder:
+    with Decoder(RunConfig(**{**PAIR, **flags})) as decoder:
+        while not decoder.is_over and (most is None or len(decoder.records) < most):
+            decoder.step()
+    return decoder
+
+
+def text(pair: TinyPair, **flags: Any) -> dict[str, Any]:
+    models = {"target": str(pair.target), "draft": str(pair.draft)}
+    return {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": TOKENS, **models, **flags}
+
+
+@pytest.fixture
+def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Chains rounds on the CPU, and counts those that began ahead of their outcome."""
+    counts = {"rounds": 0, "ahead": 0}
+    launch = ChainedForwards.launch
+
+    def counted(self: ChainedForwards, round_: int, forced: Any) -> None:
+        counts["rounds"] += 1
+        counts["ahead"] += bool(self._flying)
+        launch(self, round_, forced)
+
+    monkeypatch.setattr(NumpyBackend, "chains", True)
+    monkeypatch.setattr(ChainedForwards, "launch", counted)
+    return counts
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"lookahead": 1}, {"lookahead": 7}, {"batch_size": 3, "lookahead": 2}, {"batch_size": 5},
+], ids=str)  # fmt: skip
+def test_text_has_the_same_rounds(
+    pair: TinyPair, flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = decode(**text(pair, **flags))
+    assert chained["ahead"] > 0.6 * chained["rounds"] > 5
+    monkeypatch.setattr(NumpyBackend, "chains", False)
+    expected = decode(**text(pair, **flags))
+    assert found.tokens == expected.tokens
+    assert found.records.sequences().tolist() == expected.records.sequences().tolist()
+
+
+def test_a_stop_token_ends_answers(pair: TinyPair, chained: dict[str, int]) -> None:
+    alone = decode(**text(pair, mode="ar", draft=None)).tokens
+    stop = alone[0][TOKENS // 2]
+    found = decode(**text(pair, stop_token=stop)).tokens
+    for n, tokens in alone.items():
+        end = min(TOKENS, (*tokens, stop).index(stop) + 1)
+        assert found[n][:end] == tokens[:end]
+
+
+@pytest.mark.parametrize("flags", [
+    {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "batch_size": 8},
+    {"workload": "gemm", "rounds": 90, "alpha": 0.6, "batch_size": 2},
+    {"workload": "gemm", "num_tokens": 50, "alpha": 0.9, "lookahead": 7},
+], ids=["replay", "laws", "one sequence"])  # fmt: skip
+def test_imposed_outcomes_stay(
+    flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"forward": "transformer", "context": 20, **flags}
+    told |= {"target": "smollm2-135m-instruct@1L", "draft": "smollm2-135m-instruct@1L"}
+    rounds = 24
+    found = decode(rounds, **told).records.sequences()
+    assert 0 < chained["ahead"] < chained["rounds"] > 5
+    monkeypatch.setattr(NumpyBackend, "chains", False)
+    assert found.tolist() == decode(rounds, **told).records.sequences().tolist()
+
+
+def test_a_round_that_is_dropped_leaves_nothing(pair: TinyPair, chained: dict[str, int]) -> None:
+    """The cache's window begins again, and sequences end, while a round is under way."""
+    flags = {"workload": "gemm", "forward": "transformer", "context": 3, "num_tokens": 11}
+    models = {"target": str(pair.target), "draft": str(pair.draft)}
+    found = decode(60, **flags, **models, rounds=60, alpha=0.8).records.sequences()
+    assert len(found) and 0 < chained["ahead"] < chained["rounds"]
+
+
+def test_a_logit_that_is_not_finite_is_a_fault(
+    pair: TinyPair, chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = ChainedTarget.launch
+
+    def spoilt(self: ChainedTarget) -> None:
+        memory = self._forwards._stacks[1].weights.head.words
+        memory[...] = 0x7F807F80  # infinity in bfloat16
+        launch(self)
+
+    monkeypatch.setattr(ChainedTarget, "launch", spoilt)
+    with pytest.raises(FaultError, match="not finite"), np.errstate(all="ignore"):
+        decode(**text(pair))
