@@ -5,7 +5,7 @@
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
-## make bench-gpu OUT=results/gpu-limit   how near this machine's GPUs are to their limit: ten bars
+## make bench-gpu OUT=results/gpu-limit   how near this machine's GPUs are to their limit, by bars
 ##                             (TP="1 2" to choose; rows in OUT; without a GPU it says so, and ends 2)
 ## make figures                every figure from results/ into figures/  (ARGS="--results=out")
 ## make report                 one HTML page of them, with their numbers: figures/report.html

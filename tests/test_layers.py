@@ -99,9 +99,10 @@ STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported where they are used alone
 # PyTorch is an extra: `distill` and one measurement of the limits use it.
-MAY_NAME_TORCH = ("mpissd.learn", "mpissd.lab.limits.torch_graph")
+MAY_NAME_TORCH = ("mpissd.learn", "mpissd.lab.limits.torch_graph", "mpissd.lab.limits.torch_whole")
 STARTS_TORCH = (
     "mpissd.lab.limits.torch_graph",
+    "mpissd.lab.limits.torch_whole",
     *(f"mpissd.learn.{name}" for name in "evaluate exam job llama sample shape train".split()),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.

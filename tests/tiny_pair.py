@@ -23,7 +23,9 @@ class TinyPair:
     draft: Path
 
 
-def config(layers: int, *, vocab: int, heads: int, kv_heads: int, hidden: int) -> dict[str, object]:
+def config(
+    layers: int, *, vocab: int, heads: int, kv_heads: int, hidden: int, head_dim: int = 16
+) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -32,7 +34,7 @@ def config(layers: int, *, vocab: int, heads: int, kv_heads: int, hidden: int) -
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "vocab_size": vocab,
         "max_position_embeddings": 1024,
         "rms_norm_eps": 1e-5,
@@ -50,6 +52,7 @@ def tiny_pair(
     heads: int = 6,
     kv_heads: int = 3,
     hidden: int = 64,
+    head_dim: int = 16,
     noise: float = 0.05,
     scale: float = 1.0,
     seed: int = 0,
@@ -60,7 +63,9 @@ def tiny_pair(
     scale: of the LM head, which says how sharp the target's distributions are. head_ids: the
     tokens that the draft knows (None: all).
     """
-    told = config(layers, vocab=vocab, heads=heads, kv_heads=kv_heads, hidden=hidden)
+    told = config(
+        layers, vocab=vocab, heads=heads, kv_heads=kv_heads, hidden=hidden, head_dim=head_dim
+    )
     folder.mkdir(parents=True, exist_ok=True)
     where = folder / "config.json"
     where.write_text(json.dumps(told))

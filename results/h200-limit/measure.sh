@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# How near to the physical limit this machine's GPUs are driven: ten bars, one command (make bench-gpu):
+# How near to the physical limit this machine's GPUs are driven, one command (make bench-gpu): ten bars of
+# products alone, and those of whole models on one GPU beside Hugging Face and PyTorch:
 #   results/h200-limit/measure.sh OUT [GPUS]    T = 1, 2 and 4, as far as there are GPUs; TP="2 4" to choose
 # For each T: replays of forwards and all-reduces, beside cuBLAS, NCCL and PyTorch; then RUNS=3 runs of
 # ROUNDS=2000 rounds each, AR and (on one GPU more) SSD with p_hit=1. Rows go to OUT/T1.jsonl …, which
@@ -23,6 +24,10 @@ replays() { # T
     timeout -k 5 "$LIMIT_S" $MPIRUN -np "$1" "$PYTHON" -m mpi4py -m mpissd.lab.limits.replays "$out" \
         "${REPLAYS:-2000}" </dev/null || { echo "FAILED: T=$1"; failed=1; }
 }
+whole() { # a module of mpissd.lab.limits, its arguments: whole models, on one GPU
+    timeout -k 5 "$LIMIT_S" "$PYTHON" -m mpi4py -m "mpissd.lab.limits.$1" "$out" "${@:2}" </dev/null ||
+        { echo "FAILED: $*"; failed=1; }
+}
 rounds() { # ranks, flags of mpissd run
     [ "$1" -le "$gpus" ] || return 0
     local trace=$scratch/trace.json n
@@ -39,7 +44,9 @@ for tp in ${TP:-1 2 4}; do
     : >"$out/T$tp.jsonl"
     replays "$tp"
     case $tp in
-        1) rounds 1 --mode=ar "${small[@]}"; rounds 2 --mode=ssd --p_hit=1 "${small[@]}" ;;
+        1) for model in 8b 1b smollm2; do whole whole $model; done
+           whole whole_rounds "${0%/*}/../recordings/smollm2-chat.npz"
+           rounds 1 --mode=ar "${small[@]}"; rounds 2 --mode=ssd --p_hit=1 "${small[@]}" ;;
         2) rounds 2 --mode=ar "${large[@]}"; rounds 3 --mode=ssd --p_hit=1 "${large[@]}" ;;
         4) rounds 4 --mode=ar "${large[@]}" ;;
     esac

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mpissd.lab.limits.bars import add, bars, main, read, table
+from mpissd.lab.limits.whole_bars import whole_bars
 
 Row = dict[str, Any]
 
@@ -81,3 +82,23 @@ def test_rows_go_to_the_file_of_their_t(tmp_path: Path, capsys: pytest.CaptureFi
     assert read(tmp_path) == rows
     assert (tmp_path / "T2.jsonl").read_text().count("\n") == 1
     assert main([str(tmp_path)]) == 0 and capsys.readouterr().out.startswith("GPU; medians")
+
+
+def whole(fraction: float, **more: Any) -> Row:
+    row = {"what": "whole", "way": "whole", "model": "llama-3.1-8b", "rows": 5, "context": 512}
+    row |= {"sequences": 1, "lanes": 0, "floor_fraction": fraction, "seconds": 3.3e-3 / fraction}
+    return row | {"stable": True, "parity": True} | more
+
+
+@pytest.mark.parametrize("parity, verdict", [(True, " met "), (False, "not measured here")])
+def test_a_whole_model_counts_only_with_parity(parity: bool, verdict: str) -> None:
+    rows = [whole(0.9, parity=parity)] * 3 + [whole(0.75, way="separate"), whole(0.6, way="torch")]
+    text = line(rows, "8B M=5, context 512, of the floor")
+    assert verdict in text and text.endswith("  separate 0.750  PyTorch 0.600")
+
+
+def test_the_bars_of_whole_models_read_rows_of_their_own() -> None:
+    rows = [whole(0.8)] * 3
+    assert "MISSED" in line(rows, "8B M=5, context 512, of the floor")
+    assert "not measured here" in line(rows, "8B M=8, context 512, of the floor")
+    assert [bar.number for bar in whole_bars()] == sorted(bar.number for bar in whole_bars())

@@ -63,7 +63,7 @@ class CupyBackend(Backend):
         self._kernels = {name: module.get_function(name) for name in kernels.ENTRIES}
         self._workspace = device_empty((WORKSPACE_BYTES,), np.uint8)
         self._gemm, self.no_capture_reason = open_gemm(self.stream.ptr, self._workspace.data.ptr)
-        self._graph = graph
+        self._graph, self.chains = graph, graph and self._gemm is not None
         self._properties = runtime.getDeviceProperties(local_rank)
         self._read_blocks = _READ_BLOCKS_PER_SM * int(self._properties["multiProcessorCount"])
         self._sums = device_empty((self._read_blocks,), np.uint32)
@@ -137,6 +137,14 @@ class CupyBackend(Backend):
             return
         operands = [(a.data.ptr, step(a)) for a in (x, w, out)]
         self._gemm.multiply(m, n, k, *operands)
+
+    def multiply_rows(self, x: Any, weight: Any, out: Any) -> None:
+        """Sets out = x @ weightᵀ; weight [n, k] in row-major order, out float16 or float32."""
+        (m, k), n, single = x.shape, len(weight), out.dtype == np.float32
+        assert self._gemm is not None and weight.shape[1] == k and out.shape == (m, n)
+        self.flush()
+        operands = [(a.data.ptr, step(a)) for a in (x, weight, out)]
+        self._gemm.multiply_rows(m, n, k, *operands, single=single)
 
     def read(self, num_bytes: int) -> Callable[..., None]:
         buffer = self.random_words(num_bytes)

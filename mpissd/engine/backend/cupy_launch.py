@@ -31,6 +31,11 @@ class Launcher:
         attributes = cupy.cuda.Device(device_id).attributes
         self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the device that are free now."""
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
     def function(
         self,
         name: str,

@@ -1,4 +1,4 @@
-"""Checks of a job: drafts, branches and devices that cannot work, and weights that do not fit.
+"""Checks of a job: drafts, branches and devices that cannot work.
 
 All functions raise ConfigError. Checks of one workload are in its own class (Workload.check).
 """
@@ -9,14 +9,10 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
 from mpissd.common.schedules import is_tail
-from mpissd.engine.job.job import Job
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.vocabulary import check_vocabularies
-
-_FLOAT32 = 4  # bytes of a weight on a CPU
-_SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
 
 
 def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:
@@ -125,24 +121,3 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
             f"draft_device={config.draft_device} without a draft rank: allowed: num_drafts=1 or "
             "more"
         )
-
-
-def check_memory(
-    job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None
-) -> None:
-    """Refuses a job that needs more bytes a rank than its device has (None: unknown).
-
-    itemsize: bytes of a weight. memory_bytes: of a target rank. draft_memory: of a draft rank.
-    """
-    target, draft = job.rank_bytes(itemsize)
-    # CPU ranks share one memory, so a larger T does not help.
-    more = "" if itemsize == _FLOAT32 else "a larger TP, "
-    for name, need, have, fix in (
-        (f"{job.target.name} at tp={job.tp}", target, memory_bytes, f"{more}--num_layers or "),
-        (job.draft.name if job.draft else "", draft, draft_memory, ""),
-    ):
-        if have is not None and need and need + _SPARE_BYTES > have:
-            raise ConfigError(
-                f"{name} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; "
-                f"the device has {have / 1e9:.1f} GB: use {fix}another pair"
-            )

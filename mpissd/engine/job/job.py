@@ -249,6 +249,7 @@ class Job:
         needed = [
             shard.weight_bytes(options, itemsize)
             + shard.cache_bytes(rows[-1], self.config.batch_size, options, itemsize)
+            + shard.scratch_bytes(rows[-1], options, itemsize)
             for shard, rows, options in parts
         ]
         target, draft = [*needed, 0][:2]

@@ -17,12 +17,12 @@ from mpissd.engine.job.checks import (
     check_draft,
     check_draft_device,
     check_fan_out,
-    check_memory,
     check_shards,
     check_tokens,
     check_transformer,
 )
 from mpissd.engine.job.job import Job, Serving
+from mpissd.engine.job.memory import check_memory, sized
 from mpissd.engine.model.transformer.hub import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
@@ -58,6 +58,7 @@ def resolve(
     if config.pair is None and config.target is None:
         return _default_pair(config, tp, backend, itemsize, memory_bytes, draft_memory)
     job = replace(_job(config, tp, *_names(config), backend), serving=serving)
+    job = sized(job, itemsize, memory_bytes, draft_memory)
     check_memory(job, itemsize, memory_bytes, draft_memory)
     return job
 

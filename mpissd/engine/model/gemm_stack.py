@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
@@ -80,6 +81,12 @@ class GemmStack:
 
     def place(self, places: Places | None) -> None:
         """Does nothing: the products keep no cache."""
+
+    chunk_rows = 0
+
+    def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
+        """Is never called: products alone know no prompts."""
+        raise NotImplementedError("no chunks of a prompt")
 
     def release(self, slots: Sequence[int]) -> None:
         """Does nothing: the products keep no cache."""

@@ -146,6 +146,10 @@ class Shard:
         """Returns the bytes of the KV buffers that a forward of `rows` rows reads."""
         return self.kv_read(rows, sequences, options)
 
+    def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
+        """Returns 0: products alone keep no sums."""
+        return 0
+
     def cost(
         self,
         rows: int,

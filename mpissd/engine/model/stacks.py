@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
@@ -38,6 +39,13 @@ class Stack(Protocol):
 
         None: the rows have no place, so they store nothing and attend nothing.
         """
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the chunks in which long prompts are computed; 0: there are none."""
+
+    def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
+        """Sets tokens start … of a slot as the next chunk; returns what issues its operations."""
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots."""

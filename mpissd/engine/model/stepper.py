@@ -62,6 +62,7 @@ class Stepper:
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
+        self._chunks: Program | None = None
         if compiled:
             self.compile()
 
@@ -134,6 +135,18 @@ class Stepper:
         self._uploaded = bucket, k, tokens
         self._current = self._programs[bucket, k]
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
+        return self.stack.chunk_rows
+
+    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
+        """Makes the next forward one over a chunk of a prompt, from a multiple of chunk_rows on."""
+        body = self.stack.place_chunk(slot, start, tokens)
+        if self._chunks is None:
+            self._chunks = self.backend.program(body, self.cost(len(tokens)))
+        self._current = self._chunks
+
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
         self._current.launch()
@@ -184,5 +197,6 @@ class Stepper:
         """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
         if self._shares:
             return
-        for program in self._programs.values():
-            program.close()
+        for program in (*self._programs.values(), self._chunks):
+            if program is not None:
+                program.close()

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards, Places
-from mpissd.engine.workload.placement import Gap, Placement, chunk, joined
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.placement import LEAST_CHUNK, Gap, Placement, chunk, cut, joined
 from mpissd.engine.workload.rollout import Rollout
 
 Admissions = Sequence[tuple[int, Request]]
@@ -92,15 +93,34 @@ class PlacedWorker(ABC):
         gaps = self.placement.gaps(batch, np.asarray(rows, np.int64), spare)
         if not gaps:
             return False
+        self.placement.fill(gaps)
+        rows_apart: list[Gap] = []
+        stepper = self.stepper
+        is_long = any(gap.stop - gap.start >= LEAST_CHUNK for gap in gaps)
+        for gap, is_chunk in cut(gaps, _chunk_rows(stepper) if is_long else 0):
+            if not is_chunk:
+                rows_apart.append(gap)
+                continue
+            self._fill_rows(rows_apart, waiter)
+            rows_apart = []
+            assert isinstance(stepper, Stepper)
+            stepper.upload_chunk(gap.slot, gap.start, self.committed(*gap))
+            stepper.launch()
+            stepper.wait(waiter)
+        self._fill_rows(rows_apart, waiter)
+        return True
+
+    def _fill_rows(self, gaps: Sequence[Gap], waiter: Waiter) -> None:
+        """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
+        if not gaps:
+            return
         tokens = np.concatenate([self.committed(*gap) for gap in gaps])
-        places = self.placement.fill(gaps)
-        most = self.stepper.most_rows
+        places, most = Placement.places_of(gaps), self.stepper.most_rows
         for start in range(0, len(tokens), most):
             part = slice(start, start + most)
             self.stepper.upload(len(tokens[part]), tokens[part], chunk(places, part))
             self.stepper.launch()
             self.stepper.wait(waiter)
-        return True
 
     def is_stored(self, slot: int) -> bool:
         """Returns whether the whole prompt of an opened sequence is stored."""
@@ -176,3 +196,8 @@ class PlacedWorker(ABC):
         every = np.concatenate(tokens)
         self.stepper.upload(len(every), every, joined(parts))
         return sum(gap.stop - gap.start for gap in gaps)
+
+
+def _chunk_rows(stepper: Forwards) -> int:
+    """Returns the rows of the chunks in which these forwards compute long prompts; 0: none."""
+    return stepper.chunk_rows if isinstance(stepper, Stepper) else 0

@@ -12,7 +12,7 @@ attention reads as many bytes as it would, and no token depends on their values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 
 Index = NDArray[np.int64]
+LEAST_CHUNK = 256  # tokens of a prompt that are worth a chunk of their own
 TRUNK = -1  # the lane of a row that writes the cache
 
 
@@ -146,6 +147,20 @@ class Placement:
         self.filled[batch.slots] = last + counts
         return _trunk(batch.slots[rows], last[rows] + ahead)
 
+    def grow(self, batch: Batch, count: int) -> None:
+        """Notes that the tokens from each sequence's last one on are stored, `count` of them."""
+        last = self.last(batch)
+        assert (self.filled[batch.slots] >= last - 1).all(), "tokens behind some that are missing"
+        self.filled[batch.slots] = last + count
+
+    def room(self, batch: Batch, capacity: int) -> Index:
+        """Returns how many positions follow each sequence's last token, [b], before the cache
+        ends, or before its positions begin again."""
+        last = self.last(batch)
+        if self._window is None:
+            return capacity - 1 - last
+        return np.minimum(capacity, self._base[batch.slots] + self._window) - 1 - last
+
     def lanes(self, batch: Batch, rows: Index, k: Ints) -> LanePlaces:
         """Returns the places of branches behind k accepted tokens of batch rows `rows`."""
         first = self.last(batch)[rows] + k + 1
@@ -183,6 +198,22 @@ def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places |
     slots = number * min(sequences, rows) // rows
     behind = number - np.searchsorted(slots, slots)
     return _trunk(slots, np.minimum(options.context + behind, options.capacity - 1))
+
+
+def cut(gaps: Sequence[Gap], rows: int) -> Iterator[tuple[Gap, bool]]:
+    """Cuts gaps at absolute multiples of `rows` (0: not at all); yields (part, is a chunk).
+
+    A chunk begins at such a multiple, so that how a position is computed depends on its sequence
+    alone; parts of fewer than LEAST_CHUNK tokens are none, because a chunk is computed whole.
+    """
+    for gap in gaps:
+        start = gap.start
+        while rows and start < gap.stop:
+            stop = min(gap.stop, start // rows * rows + rows)
+            yield Gap(gap.slot, start, stop), start % rows == 0 and stop - start >= LEAST_CHUNK
+            start = stop
+        if not rows:
+            yield gap, False
 
 
 def joined(parts: Sequence[Places]) -> Places:

@@ -1,4 +1,4 @@
-"""The ten performance bars of the GPU path, and the table that compares measurements with them.
+"""The performance bars of the GPU path, and the table that compares measurements with them.
 
     python -m mpissd.lab.limits.bars OUT
 
@@ -10,86 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-Row = dict[str, Any]
-RUNS = 3
+from mpissd.lab.limits.bar import MS, US, Bar, Row, matching
+from mpissd.lab.limits.whole_bars import whole_bars
+
 _MODELS = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "1B": "llama-3.2-1b"}
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The unit in which a number is printed: its name, scale and decimal places."""
-
-    name: str = ""
-    scale: float = 1.0
-    places: int = 3
-
-    def text(self, value: float) -> str:
-        return f"{value * self.scale:.{self.places}f}"
-
-
-FRACTION, MS, US = Unit(), Unit("ms", 1e3), Unit("us", 1e6, 2)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar: which rows it reads (`where`), which value of them (`key`), and its limit.
-
-    least: whether the limit is a lower bound. limit: None means NCCL's time in the same job.
-    beside: the forward whose cuBLAS and PyTorch times are printed for comparison.
-    """
-
-    number: int
-    what: str
-    key: str
-    where: Row
-    limit: float | None
-    least: bool = False
-    unit: Unit = FRACTION
-    beside: Row | None = None
-
-    def line(self, rows: Sequence[Row]) -> str:
-        """Returns one line of the table."""
-        matching, limit, text = _matching(rows, self.where), self._limit(rows), self.unit.text
-        runs = [row[self.key] for row in matching if row.get("stable") is not False]
-        line = f"{self.number:2d}  {self.what:46s}"
-        if limit is not None:
-            line += f" {'>=' if self.least else '<='} {text(limit):6s}"
-        if limit is None or not runs:
-            return f"{line}  not measured here{self._others(rows)}"
-        spread = (
-            f"{text(min(runs))} … {text(max(runs))}, {len(runs)} of {len(matching)} runs stable"
-        )
-        line += f" {text(median(runs)):>8s} {self.unit.name:2s} {self._verdict(runs, limit):7s}"
-        return f"{line} ({spread}){self._others(rows)}"
-
-    def _verdict(self, runs: Sequence[float], limit: float) -> str:
-        if len(runs) < RUNS:
-            return "too few"
-        got = median(runs)
-        return "met" if (got >= limit if self.least else got <= limit) else "MISSED"
-
-    def _limit(self, rows: Sequence[Row]) -> float | None:
-        if self.limit is not None:
-            return self.limit
-        theirs = _matching(rows, self.where | {"group": "nccl", "own": False})
-        return median(row[self.key] for row in theirs) if theirs else None
-
-    def _others(self, rows: Sequence[Row]) -> str:
-        """Returns the text on cuBLAS and PyTorch's graph for the same forward."""
-        line, key = "", "seconds" if self.unit is MS else "floor_fraction"
-        for name, way in (("cuBLAS", "cublas"), ("PyTorch", "torch")) if self.beside else ():
-            if others := _matching(rows, {"what": "forward", "way": way, **(self.beside or {})}):
-                line += f"  {name} {self.unit.text(median(row[key] for row in others))}"
-        return line
-
-
-def _matching(rows: Iterable[Row], where: Row) -> list[Row]:
-    return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
 
 
 def bars() -> Iterator[Bar]:
@@ -157,7 +84,7 @@ def with_replays(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row["what"] == "rounds" and row["mode"] == "ssd":
             at = {"model": row["model"], "tp": row["tp"], "rows": row["lookahead"] + 1}
-            replays = _matching(rows, {"what": "forward", "way": "fast", **at})
+            replays = matching(rows, {"what": "forward", "way": "fast", **at})
             if not replays:
                 continue
             rate = row["tok_per_s"] / row["acceptance_length"]
@@ -170,7 +97,7 @@ def with_replays(rows: Sequence[Row]) -> list[Row]:
 def table(rows: Sequence[Row]) -> list[str]:
     """Returns the table's lines, one for each bar and place."""
     merged = with_replays(rows)
-    return [bar.line(merged) for bar in bars()]
+    return [bar.line(merged) for bar in (*bars(), *whole_bars())]
 
 
 def read(out: Path) -> list[Row]:

@@ -35,7 +35,8 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.topology import open_topology
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.lab.limits.bars import RUNS, add
+from mpissd.lab.limits.bar import RUNS
+from mpissd.lab.limits.bars import add
 from mpissd.lab.limits.table import line_of
 
 _READ_BYTES = 4 * 10**9

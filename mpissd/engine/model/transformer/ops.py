@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.libraries import library
+
+if TYPE_CHECKING:
+    from mpissd.engine.model.transformer.chained import Stage
+    from mpissd.engine.model.transformer.stack import TransformerStack
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.ops", "CupyOps")}
 
@@ -45,6 +50,18 @@ class Layer:
     ffn_norm: Array
     gate_up: Array
     down: Array
+
+
+class Chunks(Protocol):
+    """Forwards over up to `rows` consecutive positions of one slot, whose logits nobody reads."""
+
+    rows: int
+
+    def upload(self, slot: int, start: int, tokens: Ints) -> None:
+        """Sets the next chunk: tokens [<= rows] of positions start …, a multiple of rows."""
+
+    def body(self) -> None:
+        """Issues the chunk's operations, which store keys and values."""
 
 
 class Ops(Protocol):
@@ -114,6 +131,15 @@ class Ops(Protocol):
 
         Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
         """
+
+    def chunks(self, stack: TransformerStack) -> Chunks | None:
+        """Returns what computes large chunks of a prompt; None: nothing does."""
+
+    def ids(self, ids: Ints) -> Array:
+        """Returns the tokens of an LM head's outputs, as `chained` reads them."""
+
+    def chained(self, stage: Stage) -> None:
+        """Computes a stage between two forwards that the device chains."""
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
         """Returns these rows of the logits on the host, after the forward: float32 [n, columns]."""

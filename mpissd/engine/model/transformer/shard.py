@@ -16,6 +16,7 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 
 _BLOCKS = (64, 32, 16, 8, 4, 2)  # columns that kernels like to have together
 _BALANCED = 16  # blocks a rank, from which on one more is no burden
+_SPLIT = 128  # positions of a split of the attention on a GPU
 WEIGHT_BYTES = 2  # weights have 16 bits on every backend
 
 
@@ -150,6 +151,13 @@ class TransformerShard:
         tokens = options.pool or sequences * options.capacity
         tokens += options.lanes * options.steps
         return self.kv_bytes(tokens, 1, itemsize)
+
+    def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes in which a GPU's attention keeps the sums of each row's splits."""
+        if itemsize > WEIGHT_BYTES:  # a CPU has none
+            return 0
+        splits = -(-options.capacity // _SPLIT)
+        return rows * self.heads * splits * (self.shape.head_dim + 2) * 4
 
     def cost(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from mpissd.engine.model.read_out import Find, ReadOut
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import PageTable, Seats, cache_sizes
 from mpissd.engine.model.transformer.checkpoint import Floats
-from mpissd.engine.model.transformer.ops import Ops
+from mpissd.engine.model.transformer.ops import Chunks, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
@@ -44,6 +45,8 @@ class Buffers:
 
 class TransformerStack:
     """One rank's weights, buffers and KV cache; `body(rows)` is its forward."""
+
+    library_prefill = True  # whether long prompts may be computed in chunks of their own
 
     def __init__(
         self,
@@ -82,6 +85,29 @@ class TransformerStack:
         """Sets the cache positions of the next forward's rows, and takes the pages they need."""
         self._placed = self.pages.place(places)
         self._reads = places is None or places.reads
+
+    def steer(self) -> None:
+        """Makes the next forward compute its whole bucket: its rows' places are in the seats."""
+        self._placed, self._reads = 0, True
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the chunks in which prompts are computed by themselves; 0: there are none."""
+        if not self.library_prefill or self.chunks is None:
+            return 0
+        return self.chunks.rows
+
+    @cached_property
+    def chunks(self) -> Chunks | None:
+        """What computes the chunks, made when a long prompt needs it."""
+        return None if self.weights.ops is None else self.weights.ops.chunks(self)
+
+    def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
+        """Sets the next chunk, and takes the pages that it needs; returns the chunks' body."""
+        assert self.chunks is not None
+        self.pages.hold(np.array([slot]), np.array([start + len(tokens) - 1]))
+        self.chunks.upload(slot, start, tokens)
+        return self.chunks.body
 
     def release(self, slots: Sequence[int]) -> None:
         """Gives the pages of these slots back."""

@@ -49,6 +49,15 @@ class Cache:
     splits: int
 
 
+@dataclass(frozen=True)
+class Seated:
+    """q, k and v of rows with seats of their own on the device, [4, most_rows]."""
+
+    qkv: Any
+    seats: Any
+    most_rows: int
+
+
 class Attention:
     """Operations on the cache of one rank's share of heads."""
 
@@ -58,7 +67,7 @@ class Attention:
         self._launcher, self._config = launcher, config
         self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
         self._head = config.shape.head_dim
-        self._macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", _QUERY_TILES))
+        self.macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", _QUERY_TILES))
 
     def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
         """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
@@ -104,18 +113,28 @@ class Attention:
         grid = (1 + ceil_div(table, _BEGIN_THREADS),)
         self._launch("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
 
-    def rotate(self, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        """Takes cache.qkv to the queries and the cache."""
+    def rotate(
+        self,
+        layer: Layer,
+        cache: Cache,
+        number: int,
+        q: Any,
+        rows: int,
+        seated: Seated | None = None,
+    ) -> None:
+        """Takes q, k and v (None: those of the forward) to the queries and the cache."""
+        own = seated or Seated(cache.qkv, *self._seats(cache))
         scale = self._head**-0.5 * _LOG2_E
         args = (
-            cache.qkv,
+            own.qkv,
             layer.qkv_bias,
             layer.q_norm,
             layer.k_norm,
             np.float32(self._config.norm_eps),
             cache.turns,
-            *self._seats(cache),
-            *self._cache(cache, number),
+            own.seats,
+            np.int32(own.most_rows),
+            *self.arguments(cache, number),
             np.int32(self._heads),
             np.float32(scale),
             q,
@@ -128,7 +147,7 @@ class Attention:
         args = (
             q,
             *self._seats(cache),
-            *self._cache(cache, number),
+            *self.arguments(cache, number),
             heads,
             cache.count,
             cache.tasks,
@@ -150,7 +169,7 @@ class Attention:
     def _seats(self, cache: Cache) -> tuple[Any, Any]:
         return cache.words, np.int32(cache.seats.rows.shape[1])
 
-    def _cache(self, cache: Cache, number: int) -> tuple[Any, ...]:
+    def arguments(self, cache: Cache, number: int) -> tuple[Any, ...]:
         """The arguments CACHE of attention.cu, for one layer."""
         arrays = (cache.keys, cache.values, cache.lane_keys, cache.lane_values)
         table = cache.words[4 * cache.seats.rows.shape[1] :]
@@ -158,7 +177,7 @@ class Attention:
         return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self._launcher.function(name, _FILES, self._macros, shared)
+        kernel = self._launcher.function(name, _FILES, self.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
 
 

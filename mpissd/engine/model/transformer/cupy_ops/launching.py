@@ -13,6 +13,10 @@ class Launcher(Protocol):
     def shared_bytes(self) -> int:
         """The most shared memory of a block."""
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the device that are free now."""
+
     def function(
         self,
         name: str,

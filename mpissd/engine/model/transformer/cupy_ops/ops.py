@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Ints
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
@@ -15,14 +16,20 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.packing import Packer
+from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight, Products
 from mpissd.engine.model.transformer.ops import Layer, Part
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
+
+if TYPE_CHECKING:
+    from mpissd.engine.model.transformer.chained import Stage
+    from mpissd.engine.model.transformer.stack import TransformerStack
 
 _PAGE = 256
 _FIRST_CAPABILITY = 80
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
 _FILES = ("types", "ampere", "rows")
+_CHAINED_FILES, _CHAINED_THREADS = ("types", "ampere", "chained"), 64
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
 
 
@@ -133,6 +140,35 @@ class CupyOps:
     def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
         self._backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
 
+    def chunks(self, stack: TransformerStack) -> CupyChunks | None:
+        """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
+        if self._is_shard or not self._backend.capture:
+            return None
+        return CupyChunks(self._backend, self._launcher, self._attention, self.embed, stack)
+
+    def ids(self, ids: Ints) -> Any:
+        return self._launcher.uploaded(ids, np.int32)
+
+    def chained(self, stage: Stage) -> None:
+        """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
+        sheet, draft, target = stage.sheet, stage.draft.buffers, stage.target.buffers
+        state, forced, told, spent = (
+            np.uintp(part.ctypes.data)
+            for part in (
+                sheet.state,
+                sheet.forced[stage.turn],
+                sheet.told[stage.turn],
+                sheet.spent[stage.turn :],
+            )
+        )
+        sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
+        best = draft.top_ids, np.int32(draft.top_ids.shape[1])
+        tops = target.top_ids, target.top_values, np.int32(target.top_ids.shape[1])
+        drafts, targets = _rows(stage.draft), _rows(stage.target)
+        args = (*sizes, state, forced, told, spent, stage.ids, *best, *drafts, *tops, *targets)
+        kernel = self._launcher.function("chained", _CHAINED_FILES)
+        self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
+
     def read(self, logits: Any, rows: Sequence[int]) -> Floats:
         return np.stack([self._backend.to_host(logits[row]) for row in rows])
 
@@ -146,6 +182,13 @@ class CupyOps:
         every = zip((part.rows, part.columns), self._sizes[name], strict=True)
         outputs, inputs = (len(range(*which.indices(size))) for which, size in every)
         return outputs, inputs
+
+
+def _rows(stack: TransformerStack) -> tuple[Any, Any, Any]:
+    """Returns where the host keeps the tokens and the seats of a forward, and their most rows."""
+    seats = stack.pages.seats
+    tokens = np.uintp(stack.buffers.tokens.ctypes.data)
+    return tokens, np.uintp(seats.ints.ctypes.data), np.int32(seats.rows.shape[1])
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:

@@ -13,6 +13,7 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.chained import Stage, run_stage
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
@@ -218,6 +219,17 @@ class NumbaOps:
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
         """Writes the k largest logits of each row and their columns; ties to the lower column."""
         rows.top_k(logits.scores, logits.width, k, ids, values, count)
+
+    def chunks(self, stack: object) -> None:
+        """Returns None: a prompt's rows are computed like others."""
+
+    def ids(self, ids: Ints) -> Ints:
+        """Returns the tokens as they are."""
+        return ids
+
+    def chained(self, stage: Stage) -> None:
+        """Computes a stage between two forwards that are chained."""
+        run_stage(stage)
 
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         """Returns these rows of the logits."""

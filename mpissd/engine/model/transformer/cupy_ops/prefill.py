@@ -1,0 +1,161 @@
+"""Chunks of a prompt on a GPU: many positions of one slot, with products by cuBLAS (prefill.cu).
+
+A chunk has a fixed number of rows, padded, and begins at an absolute multiple of it, so that a
+position's numbers depend on no other request. They are those of other products than a decoding
+row's, equal up to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
+from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
+from mpissd.engine.model.transformer.ops import Layer
+
+_FILES = ("types", "ampere", "attention", "prefill")
+_TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
+_SPARE_BYTES = 8 << 30  # left free beside a second copy of the weights
+
+
+class CupyChunks:
+    """The forward of one chunk; see ops.Chunks.
+
+    cuBLAS cannot read packed weights. Where a second copy of them fits, they are unpacked once,
+    else each one into the same scratch in every forward.
+    """
+
+    rows = 1024
+    keeps: bool | None = None  # whether a copy is kept; None: where it fits
+
+    def __init__(
+        self, backend: Any, launcher: Launcher, attention: Attention, embed: Any, stack: Any
+    ) -> None:
+        """Allocates the buffers; embed: the operation of the ops, stack: whose chunks they are."""
+        self._backend, self._launcher, self._attention = backend, launcher, attention
+        self._embed, self._weights, self._cache = embed, stack.weights, stack.cache
+        shape, rows, empty = stack.shard.shape, self.rows, launcher.empty
+        self._eps, self._heads = stack.weights.config.norm_eps, stack.shard.heads
+        self._ffn = stack.shard.ffn_width
+        every = stack.shard.q_width + 2 * stack.shard.kv_width
+        self._tokens, self._place = backend.host_ints(rows), backend.host_ints(3)
+        self._seats = empty((4 * rows,), np.int32)
+        self._hidden, self._delta = (empty((rows, shape.hidden), np.float32) for _ in range(2))
+        self._x = empty((rows, shape.hidden), np.float16)
+        self._q, self._attended = launcher.zeros((2, rows, stack.shard.q_width), np.float16)
+        self._qkv = empty((rows, every), np.float32)
+        self._both = empty((rows, 2 * self._ffn), np.float16)
+        self._inner = empty((rows, self._ffn), np.float16)
+        self._kept: dict[int, Any] = {}
+        self._unpack_all(stack.weights.layers)
+
+    def upload(self, slot: int, start: int, tokens: Ints) -> None:
+        """Sets the chunk: tokens of positions start … of a slot."""
+        assert start % self.rows == 0 and 0 < len(tokens) <= self.rows, f"{start}, {len(tokens)}"
+        self._tokens[: len(tokens)] = tokens
+        self._place[:] = slot, start, len(tokens)
+
+    def body(self) -> None:
+        """Enqueues the chunk's forward, which stores keys and values and nothing else."""
+        self._begin()
+        self._embed(self._weights.table, self._tokens, self._hidden, self.rows)
+        *whole, last = enumerate(self._weights.layers)
+        for number, layer in whole:
+            self._store(layer, number)
+            self._attend(number)
+            self._multiply(self._attended, layer.o, self._delta)
+            self._norm(layer.ffn_norm, self._delta)
+            self._multiply(self._x, layer.gate_up, self._both)
+            self._swiglu()
+            self._multiply(self._inner, layer.down, self._delta)
+        self._store(last[1], last[0])
+
+    def _begin(self) -> None:
+        table, pages = self._cache.words[-self._cache.seats.pages.size :], self._cache.seats.pages
+        words = max(self.rows, pages.size)
+        args = (
+            np.uintp(self._place.ctypes.data),
+            np.int32(self.rows),
+            self._seats,
+            np.uintp(pages.ctypes.data),
+            table,
+            np.int32(pages.size),
+        )
+        self._launch("begin_chunk", (ceil_div(words, 256),), (256,), args)
+
+    def _store(self, layer: Layer, number: int) -> None:
+        """Computes q, k and v of a layer, and stores k and v in the cache."""
+        self._norm(layer.attention_norm, self._delta if number else None)
+        self._multiply(self._x, layer.qkv, self._qkv)
+        seated = Seated(self._qkv, self._seats, self.rows)
+        self._attention.rotate(layer, self._cache, number, self._q, self.rows, seated)
+
+    def _attend(self, number: int) -> None:
+        cache = self._attention.arguments(self._cache, number)
+        heads, most = np.int32(self._heads), np.int32(self.rows)
+        args = self._q, self._seats, most, *cache, heads, self._attended
+        grid = ceil_div(self.rows, _TILE_ROWS), self._heads
+        shared = 2 * 4 * _TILE_ROWS * (self._cache.sizes.head_dim + 8)
+        self._launch("attend_chunk", grid, (_THREADS,), args, shared)
+
+    def _norm(self, weight: Any, delta: Any) -> None:
+        width = np.int32(self._hidden.shape[1])
+        args = self._hidden, delta, weight, self._x, width, np.float32(self._eps)
+        self._launch("norm_chunk", (self.rows,), (_NORM_THREADS,), args, _NORM_THREADS // 8)
+
+    def _swiglu(self) -> None:
+        words, count = self._ffn // 8, self.rows * self._ffn // 8
+        args = self._both, self._inner, np.int32(words), np.int64(count)
+        self._launch("swiglu_chunk", (ceil_div(count, 256),), (256,), args)
+
+    def _multiply(self, x: Any, weight: PackedWeight, out: Any) -> None:
+        rows = self._kept.get(id(weight))
+        if rows is None:
+            rows = self._scratch[: _outputs(weight) * weight.depth]
+            self._unpack(weight, rows)
+        self._backend.multiply_rows(x, rows.reshape(-1, weight.depth), out)
+
+    def unpacked(self, weight: PackedWeight) -> Any:
+        """Returns a weight's rows, float16 [outputs, depth]; those of gate before those of up."""
+        rows = self._kept.get(id(weight))
+        if rows is None:
+            rows = self._launcher.empty((_outputs(weight) * weight.depth,), np.float16)
+            self._unpack(weight, rows)
+        return rows.reshape(-1, weight.depth)
+
+    def _unpack_all(self, layers: tuple[Layer, ...]) -> None:
+        """Unpacks all weights if they fit, else allocates the scratch of the largest."""
+        every = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        sizes = [_outputs(weight) * weight.depth for weight in every]
+        fits = 2 * sum(sizes) + _SPARE_BYTES < self._launcher.free_bytes
+        if not (fits if self.keeps is None else self.keeps):
+            self._scratch = self._launcher.empty((max(sizes),), np.float16)
+            return
+        for weight, size in zip(every, sizes, strict=True):
+            rows = self._kept[id(weight)] = self._launcher.empty((size,), np.float16)
+            self._unpack(weight, rows)
+
+    def _unpack(self, weight: PackedWeight, rows: Any) -> None:
+        """Writes the rows of a weight; those of gate come before those of up."""
+        half, pairs = TILE // 2, weight.depth // 32
+        # Of a pair of columns the second one lies 8 columns on, or among those of up.
+        apart = weight.columns if weight.gated else half
+        columns = weight.columns, weight.columns - (0 if weight.gated else half)
+        lanes = weight.tiles * pairs * 32
+        step = np.int32(half if weight.gated else TILE)
+        args = (weight.values, np.int64(lanes), np.int32(pairs), rows, rows[apart * weight.depth :])
+        grid = (min(ceil_div(lanes, 256), 1 << 16),)
+        self._launch("unpack_rows", grid, (256,), (*args, *map(np.int32, columns), step))
+
+    def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
+        kernel = self._launcher.function(name, _FILES, self._attention.macros, shared)
+        self._launcher.launch(kernel, grid, block, args, shared)
+
+
+def _outputs(weight: PackedWeight) -> int:
+    """Returns the rows of an unpacked weight."""
+    return weight.columns * (2 if weight.gated else 1)

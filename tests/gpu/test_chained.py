@@ -1,0 +1,196 @@
+"""Chained rounds and chunks of prompts on a GPU: the tokens of the host's own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.config import parse_flags
+from mpissd.common.records import RoundRecords
+from mpissd.engine.decode.sequences import Sequences
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.model.transformer import chained
+from mpissd.engine.model.transformer.chained import ChainedForwards, Sheet, Stage, run_stage
+from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
+from mpissd.engine.session.rank import Rank
+from mpissd.engine.session.session import opened
+from mpissd.engine.workload import placement
+from tests.gpu.agreement import relative_error
+from tests.gpu.transformer_rig import Rig, prompt, tiny
+from tests.tiny_pair import TinyPair, tiny_pair
+
+pytestmark = pytest.mark.gpu
+BACKEND = "cupy"
+PROMPTS = ";".join(",".join(str((7 * n + j * j) % 97) for j in range(3 + 90 * n)) for n in range(4))
+
+
+@pytest.fixture(scope="module")
+def pair(gpu: None, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    folder = tmp_path_factory.mktemp("pair")
+    return tiny_pair(folder, vocab=97, noise=0.1, heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts chained rounds, and those that began ahead of their outcome."""
+    found = {"rounds": 0, "ahead": 0}
+    launch = ChainedForwards.launch
+
+    def counted(self: ChainedForwards, round_: int, forced: Any) -> None:
+        found["rounds"] += 1
+        found["ahead"] += bool(self._flying)
+        launch(self, round_, forced)
+
+    monkeypatch.setattr(ChainedForwards, "launch", counted)
+    return found
+
+
+def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> RoundRecords:
+    """The rounds of a run on this rank, chained where they can be, or decided by the host."""
+    told = {"backend": BACKEND, "progress": "off", "warmup_rounds": 2, **flags}
+    config = parse_flags({name: str(value) for name, value in told.items()})
+    with opened(config) as session:
+        rank = Rank(session)
+        assert not chains or config.mode == "ar" or rank.chained is not None
+        rank.chained = rank.chained if chains else None
+        records = RoundRecords(session.job.lookahead)
+
+        def drive(loop: TargetLoop) -> None:
+            sequences = Sequences(session.workload)
+            records.ends = sequences.ends
+            loop.admit(sequences.first())
+            while sequences.are_live and (rounds is None or len(records) < rounds):
+                result = loop.step()
+                sequences.take(result, loop)
+                records.add(result.t_target_s, result.speculation, result.outcome)
+
+        drafter = None if rank.draft is None else rank.drafter(rank.draft)
+        rank.run_pass(rank.target, drafter, drive)
+        rank.close()
+    return records
+
+
+@pytest.mark.parametrize("flags", [{}, {"batch_size": 2, "lookahead": 2}], ids=str)
+def test_text_says_the_same_tokens(
+    pair: TinyPair, flags: dict[str, Any], counts: dict[str, int]
+) -> None:
+    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
+    sd = {"mode": "sd", "num_drafts": 0, "draft": pair.draft, **flags}
+    alone = decode(mode="ar", **text)
+    by_host = decode(chains=False, **text, **sd)
+    assert not counts["rounds"]
+    found = decode(**text, **sd)
+    assert counts["ahead"] > 0.3 * counts["rounds"] > 5
+    assert found.sequences().tolist() == by_host.sequences().tolist()
+    assert found.tokens() == by_host.tokens()
+    for n, tokens in alone.tokens().items():
+        assert found.tokens()[n][: len(tokens)] == tokens
+
+
+def test_imposed_outcomes_stay(counts: dict[str, int], gpu: None) -> None:
+    models = {"target": "llama-3.2-1b@2L", "draft": "llama-3.2-1b@1L"}
+    told = {"mode": "sd", "num_drafts": 0, "forward": "transformer", "context": 300}
+    told |= {"alpha": 0.7, "batch_size": 2, "num_tokens": 200, **models}
+    by_host = decode(chains=False, rounds=60, **told)
+    found = decode(rounds=60, **told)
+    assert counts["ahead"] > 0.5 * counts["rounds"] > 20
+    assert found.sequences().tolist() == by_host.sequences().tolist()
+
+
+def test_every_stage_is_its_twins(backend: Any) -> None:
+    rigs = [Rig(backend, tiny(family), max_rows=16) for family in ("llama", "smollm2")]
+    rng = np.random.default_rng(0)
+    ahead, sequences = 3, 4
+    ids = rng.permutation(200)[:101].astype(np.int32)
+    sheet = Sheet(backend.host_ints(Sheet.size(sequences, ahead)), sequences, ahead)
+    draft, target = (rig.stack for rig in rigs)
+    on_device = draft.weights.ops.ids(ids)  # type: ignore[union-attr]
+    for turn in range(3):
+        for number in range(ahead + 2):
+            _randomise(rng, sheet, rigs)
+            before = [part.copy() for part in _host(sheet, rigs)]
+            target.weights.ops.chained(  # type: ignore[union-attr]
+                Stage(number, turn, sheet, draft, target, on_device)
+            )
+            backend.synchronize()
+            found = [part.copy() for part in _host(sheet, rigs)]
+            for part, value in zip(_host(sheet, rigs), before, strict=True):
+                part[...] = value
+            with pytest.MonkeyPatch.context() as patch:
+                for stack in (draft, target):
+                    for name in ("top_ids", "top_values"):
+                        values = backend.to_host(getattr(stack.buffers, name))
+                        patch.setattr(stack.buffers, name, values)
+                run_stage(Stage(number, turn, sheet, draft, target, ids))
+            for mine, twins in zip(found, _host(sheet, rigs), strict=True):
+                assert np.array_equal(mine, twins)
+
+
+def _host(sheet: Sheet, rigs: list[Rig]) -> list[Any]:
+    """All host arrays that a stage writes, without its clock."""
+    seats = [rig.stack.pages.seats.rows for rig in rigs]
+    return [sheet.ints[: -len(sheet.spent)], *(rig.stack.buffers.tokens for rig in rigs), *seats]
+
+
+def _randomise(rng: Any, sheet: Sheet, rigs: list[Rig]) -> None:
+    count = sheet.sequences
+    sheet.state[...] = rng.integers(5, 9, (count, 4))
+    sheet.state[:, chained.SLOT] = rng.permutation(count) - 1
+    sheet.state[:, chained.BEFORE] = rng.integers(-1, 2, count)
+    sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
+    sheet.told[...] = rng.integers(0, 3, sheet.told.shape)
+    for rig in rigs:
+        memory = rig.stack.buffers
+        ids = rng.integers(0, 3, memory.top_ids.shape)
+        values = rng.standard_normal(memory.top_values.shape).astype(np.float32)
+        values[rng.random(values.shape) < 0.05] = np.inf
+        rig.backend.from_host(ids, memory.top_ids)
+        rig.backend.from_host(values, memory.top_values)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_chunk_stores_what_rows_store(
+    backend: Any, family: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CupyChunks, "rows", 256)
+    monkeypatch.setattr(CupyChunks, "keeps", keeps)
+    rig = Rig(backend, tiny(family), max_rows=16, capacity=1024)
+    tokens = np.array(prompt(rig, 600), np.int32)
+    expected = rig.fill(tokens[:520], 8)[-1]
+    found = [_behind_chunks(rig, tokens, parts) for parts in ((256, 256), (256, 200), (256, 256))]
+    assert np.array_equal(found[0], found[2])
+    for logits in found[:2]:
+        assert np.isfinite(logits).all() and relative_error(logits, expected) < 5e-3
+
+
+def _behind_chunks(rig: Rig, tokens: Any, lengths: tuple[int, ...]) -> Any:
+    """The logits behind 520 tokens, of which chunks store the first ones and rows the others."""
+    rig.stack.release([0])
+    stored = 0
+    for length in lengths:
+        body = rig.stack.place_chunk(0, stored, tokens[stored : stored + length])
+        body()
+        rig.backend.synchronize()
+        stored += length
+    return rig.fill(tokens[stored:520], 8, start=stored)[-1]
+
+
+def test_a_long_prompt_of_text_is_read_in_chunks(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are the same in every mode, though a prompt's rows are of other products."""
+    monkeypatch.setattr(CupyChunks, "rows", 128)
+    monkeypatch.setattr(placement, "LEAST_CHUNK", 64)
+    monkeypatch.setattr("mpissd.engine.workload.placed.LEAST_CHUNK", 64)
+    used = []
+    body = CupyChunks.body
+    monkeypatch.setattr(CupyChunks, "body", lambda self: (used.append(1), body(self)))
+    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
+    alone = decode(mode="ar", **text)
+    found = decode(mode="sd", num_drafts=0, draft=pair.draft, **text)
+    assert used
+    for n, tokens in alone.tokens().items():
+        assert found.tokens()[n][: len(tokens)] == tokens
