@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +24,13 @@ from tests.tiny_pair import TinyPair, tiny_pair
 pytestmark = pytest.mark.gpu
 BACKEND = "cupy"
 PROMPTS = ";".join(",".join(str((7 * n + j * j) % 97) for j in range(3 + 90 * n)) for n in range(4))
+
+
+class Best(NamedTuple):
+    """Candidates on the host, where the twin reads them."""
+
+    ids: Any
+    values: Any
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +127,9 @@ def test_every_stage_is_its_twins(backend: Any) -> None:
                 part[...] = value
             with pytest.MonkeyPatch.context() as patch:
                 for stack in (draft, target):
-                    for name in ("top_ids", "top_values"):
-                        values = backend.to_host(getattr(stack.buffers, name))
-                        patch.setattr(stack.buffers, name, values)
+                    best = stack.candidates.by_k[1]
+                    ids_and_values = map(backend.to_host, (best.ids, best.values))
+                    patch.setitem(stack.candidates.by_k, 1, Best(*ids_and_values))
                 run_stage(Stage(number, turn, sheet, draft, target, ids))
             for mine, twins in zip(found, _host(sheet, rigs), strict=True):
                 assert np.array_equal(mine, twins)
@@ -142,12 +149,12 @@ def _randomise(rng: Any, sheet: Sheet, rigs: list[Rig]) -> None:
     sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
     sheet.told[...] = rng.integers(0, 3, sheet.told.shape)
     for rig in rigs:
-        memory = rig.stack.buffers
-        ids = rng.integers(0, 3, memory.top_ids.shape)
-        values = rng.standard_normal(memory.top_values.shape).astype(np.float32)
+        best = rig.stack.candidates.by_k[1]
+        ids = rng.integers(0, 3, best.ids.shape)
+        values = rng.standard_normal(best.values.shape).astype(np.float32)
         values[rng.random(values.shape) < 0.05] = np.inf
-        rig.backend.from_host(ids, memory.top_ids)
-        rig.backend.from_host(values, memory.top_values)
+        rig.backend.from_host(ids, best.ids)
+        rig.backend.from_host(values, best.values)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

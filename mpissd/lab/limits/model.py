@@ -84,7 +84,7 @@ class WholeModel:
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
 
-    def candidates(self, rows: int) -> tuple[Any, Any]:
+    def best(self, rows: int) -> tuple[Any, Any]:
         """Returns the best token of each row of the last forward, and its logit."""
         ids, values = self.stack.read(rows)
         return ids[0, 0, :rows, 0], values[0, 0, :rows, 0]
@@ -97,7 +97,7 @@ class WholeModel:
                      trunk_rows(0, position, position + 1))  # fmt: skip
             run(program)
             if position >= len(prompt) - 1:
-                tokens.append(int(self.candidates(1)[0][0]))
+                tokens.append(int(self.best(1)[0][0]))
         program.close()
         return np.array(tokens[len(prompt) :], np.int32)
 

@@ -203,7 +203,7 @@ class Whole:
         model.set(tokens[_CHUNKED:], trunk_rows(0, _CHUNKED, _CHUNKED + 1))
         run(program)
         program.close()
-        return float(model.candidates(1)[1][0])
+        return float(model.best(1)[1][0])
 
     def _rivals(self, model: WholeModel, others: Any, cases: Sequence[Case]) -> None:
         """Times one row behind the first context by PyTorch and by transformers."""

@@ -104,7 +104,7 @@ def _draft(stage: Stage, row: int) -> None:
     token = int(sheet.forced[stage.turn, row, number - 1])
     if token < 0:
         from_row = 2 * row + 1 if number == 1 else row
-        token = int(stage.draft.buffers.top_ids[from_row, 0])
+        token = int(stage.draft.candidates.by_k[1].ids[from_row, 0])
         token = token if stage.ids is None else int(stage.ids[token])
     sheet.told[stage.turn, row, 1 + number] = token
     stage.target.buffers.tokens[row * (sheet.lookahead + 1) + number] = token
@@ -116,14 +116,15 @@ def _draft(stage: Stage, row: int) -> None:
 def _judge(stage: Stage, row: int) -> None:
     sheet, ahead = stage.sheet, stage.sheet.lookahead
     first, told = row * (ahead + 1), sheet.told[stage.turn, row]
+    found = stage.target.candidates.by_k[1]
     rows = slice(first, first + ahead + 1)
     forced = sheet.forced[stage.turn, row, ahead:]
-    best = np.where(forced >= 0, forced, stage.target.buffers.top_ids[rows, 0])
+    best = np.where(forced >= 0, forced, found.ids[rows, 0])
     accepted = 0
     while accepted < ahead and told[2 + accepted] == best[accepted]:
         accepted += 1
     slot, position, last, _ = sheet.state[row].tolist()
-    is_finite = bool(np.isfinite(stage.target.buffers.top_values[rows, 0]).all())
+    is_finite = bool(np.isfinite(found.values[rows, 0]).all())
     told[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[accepted]
     before = int(told[1 + accepted]) if accepted else last
     sheet.state[row] = slot, position + accepted + 1, best[accepted], before
@@ -171,7 +172,7 @@ class ChainedForwards:
         is_last = number == sheet.lookahead
         stack, stepper = (draft, target)[is_last], self._steppers[is_last]
         rows = sheet.sequences * (sheet.lookahead + 1 if is_last else 2 - (number > 0))
-        forward = stack.body(rows)
+        forward = stack.body(rows, 1)
         stages = [0, 1] if number == 0 else [number + 1]
         first, last = (self._stage(n, turn) for n in (stages[0], stages[-1]))
 

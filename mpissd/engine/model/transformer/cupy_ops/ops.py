@@ -151,7 +151,8 @@ class CupyOps:
 
     def chained(self, stage: Stage) -> None:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
-        sheet, draft, target = stage.sheet, stage.draft.buffers, stage.target.buffers
+        sheet = stage.sheet
+        draft, target = (stack.candidates.by_k[1] for stack in (stage.draft, stage.target))
         state, forced, told, spent = (
             np.uintp(part.ctypes.data)
             for part in (
@@ -162,8 +163,8 @@ class CupyOps:
             )
         )
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
-        best = draft.top_ids, np.int32(draft.top_ids.shape[1])
-        tops = target.top_ids, target.top_values, np.int32(target.top_ids.shape[1])
+        best = draft.ids, np.int32(1)
+        tops = target.ids, target.values, np.int32(1)
         drafts, targets = _rows(stage.draft), _rows(stage.target)
         args = (*sizes, state, forced, told, spent, stage.ids, *best, *drafts, *tops, *targets)
         kernel = self._launcher.function("chained", _CHAINED_FILES)
