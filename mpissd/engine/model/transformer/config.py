@@ -37,7 +37,8 @@ class TransformerConfig:
 
     qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
     tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
-    rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary.
+    rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
+    the layers' matrices and the head are stored as int8 with a scale for each 32 inputs.
     """
 
     shape: ModelShape
@@ -50,6 +51,7 @@ class TransformerConfig:
     tied: bool = False
     max_positions: int = 2048
     head_vocab: int = 0
+    int8: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_vocab:

@@ -17,7 +17,9 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 _BLOCKS = (64, 32, 16, 8, 4, 2)  # columns that kernels like to have together
 _BALANCED = 16  # blocks a rank, from which on one more is no burden
 _SPLIT = 128  # positions of a split of the attention on a GPU
-WEIGHT_BYTES = 2  # weights have 16 bits on every backend
+WEIGHT_BYTES = 2  # weights have 16 bits on every backend, unless they are stored as int8
+CPU_ITEMSIZE = 4
+SCALE_BYTES, SCALED = 4, 32  # a scale, and the weights that share it
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,17 @@ class TransformerShard:
 
         Every rank keeps the whole embedding.
         """
-        embedding = self.shape.vocab_size * self.shape.hidden
-        return (self.num_params(options) + embedding) * WEIGHT_BYTES
+        embedding = self.shape.vocab_size * self.shape.hidden * WEIGHT_BYTES
+        return self._read_bytes(self.num_params(options), itemsize) + embedding
+
+    def _read_bytes(self, params: int, itemsize: int) -> int:
+        """Returns the bytes of the weights that a forward reads.
+
+        itemsize: that of activations; 4 on CPUs, where int8 weights stay as they are stored.
+        """
+        if self.config.int8 and itemsize == CPU_ITEMSIZE:
+            return params + params * SCALE_BYTES // SCALED
+        return params * WEIGHT_BYTES
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
         """Returns the bytes of the KV cache that this rank keeps, with the scratch of lanes.
@@ -176,7 +187,7 @@ class TransformerShard:
         scored = rows * (options.context + options.own_tokens)
         return Cost(
             rows=rows,
-            weight_bytes=params * WEIGHT_BYTES,
+            weight_bytes=self._read_bytes(params, itemsize),
             kv_bytes=self.kv_read(rows, sequences, options, itemsize),
             flops=2 * rows * params + 4 * scored * self.q_width * layers,
             num_products=self.num_products(options),
