@@ -184,6 +184,7 @@ def _about(config: RecordConfig, target: str, draft: str) -> dict[str, Any]:
         "draft": models[1].name,
         "target_sha256": models[0].sha256,
         "draft_sha256": models[1].sha256,
+        "sha256_of": [model.sha256_of for model in models],
         "prompts": Path(config.prompts).name if config.prompts else "prompt_ids",
         "licence": config.licence,
         "tokens": config.num_tokens,

@@ -31,6 +31,10 @@ class Checkpoint(Protocol):
     def sha256(self) -> str | None:
         """Digest of the files; None for random weights."""
 
+    @property
+    def sha256_of(self) -> str | None:
+        """What of the files the digest covers; None for random weights."""
+
     def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix; raises ConfigError if the file cannot give it."""
 

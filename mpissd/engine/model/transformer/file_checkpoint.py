@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +13,10 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.file_digest import digest
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 HEAD_IDS = "head_ids"
-_PIECE = 1 << 24  # bytes read at once
 
 
 class Tensors(Protocol):
@@ -56,7 +54,7 @@ class FileCheckpoint:
         if self._head_ids is not None:
             _check_head_ids(_where(files), self._head_ids, config.shape.vocab_size)
             config = replace(config, head_vocab=len(self._head_ids))
-        self.config = config
+        self.config = replace(config, int8=_is_int8(files, config))
         if embedding is not None:
             _check_embedding(_where(files), config, embedding.config)
         for name, size in tensors(config):
@@ -64,9 +62,18 @@ class FileCheckpoint:
                 _check_shape(files, name, size)
 
     @cached_property
+    def _digest(self) -> tuple[str, str]:
+        return digest(self._files.paths)
+
+    @property
     def sha256(self) -> str | None:
         """Digest of one file, or of the list that sha256sum prints of several."""
-        return digest(self._files.paths)
+        return self._digest[0]
+
+    @property
+    def sha256_of(self) -> str | None:
+        """What of the files it covers (file_digest)."""
+        return self._digest[1]
 
     def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix, float32 [outputs, inputs]."""
@@ -93,6 +100,13 @@ class FileCheckpoint:
     def head_ids(self) -> Ints | None:
         """Returns the token of each row of the LM head, int32; None where row i is token i."""
         return self._head_ids
+
+
+def _is_int8(files: Tensors, config: TransformerConfig) -> bool:
+    """Returns whether the matrices that a forward reads are stored as int8."""
+    head = EMBEDDING if config.tied else HEAD
+    names = (head, "model.layers.0.mlp.down_proj.weight")
+    return all(files.shape(n) is not None and files.int8(n) is not None for n in names)
 
 
 def _where(files: Tensors) -> str:
@@ -126,23 +140,3 @@ def _check_embedding(where: str, config: TransformerConfig, target: TransformerC
             f"{where} reads its target's embedding, {wanted}; that of {target.shape.name} is "
             f"{found}: allowed: the target it was made for"
         )
-
-
-def digest(paths: Sequence[Path]) -> str:
-    """Returns the SHA-256 of one file, or of the lines "digest  name" of several."""
-    stats = [(path, path.stat()) for path in paths]
-    digests = [(_digest_of(path, at.st_mtime_ns, at.st_size), path.name) for path, at in stats]
-    if len(digests) == 1:
-        return digests[0][0]
-    lines = "".join(f"{each}  {name}\n" for each, name in digests)
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-@lru_cache(maxsize=256)
-def _digest_of(path: Path, *state: int) -> str:
-    """Reads a file that has changed since the last call, as `state` says; a sweep asks often."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()

@@ -33,6 +33,11 @@ class RandomCheckpoint:
         """None, because there is no file."""
         return None
 
+    @property
+    def sha256_of(self) -> str | None:
+        """None, as sha256."""
+        return None
+
     def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart:
         """Describes a part of a matrix, whose rows are the outputs of the WeightPart."""
         outputs, inputs = self._sizes[EMBEDDING if name == HEAD else name]

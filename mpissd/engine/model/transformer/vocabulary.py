@@ -50,6 +50,11 @@ class MappedCheckpoint:
         """Digest of the draft's files."""
         return self._draft.sha256
 
+    @property
+    def sha256_of(self) -> str | None:
+        """What of them the digest covers."""
+        return self._draft.sha256_of
+
     def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix; tokens that the draft lacks have an embedding of zeros."""
         if name == HEAD:

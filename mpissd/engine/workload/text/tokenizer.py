@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
+from mpissd.engine.model.transformer.file_digest import digest
 from mpissd.engine.workload.text.template import render
 from mpissd.engine.workload.text.vocabulary import Vocabulary, from_folder, from_gguf
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 Message = Mapping[str, str]
+_FILES = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja".split()
 # What values of another type than the files promise raise where they are read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 
@@ -82,6 +84,17 @@ def load_tokenizer(where: str) -> Tokenizer:
     except _DAMAGED as error:
         told = " ".join(str(error).split())
         raise ConfigError(f"{str(path)!r}: its tokenizer is damaged ({told})") from error
+
+
+def tokenizer_digest(where: str) -> str | None:
+    """Returns the digest of the files beside a folder's weights that decide its tokens; None for
+    models without such files."""
+    path = files_of(where)
+    folder = path.parent if path is not None and path.suffix == ".json" else path
+    if folder is None or not folder.is_dir():
+        return None
+    paths = [folder / name for name in _FILES if (folder / name).exists()]
+    return digest(paths)[0] if paths else None
 
 
 def _checked(path: Path, found: Vocabulary) -> Tokenizer:
