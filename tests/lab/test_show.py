@@ -95,6 +95,18 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
     painted([("\x1b]0;title\x07\x1b[2J", "bonus")], 80)  # Screen refuses what steers it
 
 
+@pytest.mark.parametrize("character", "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+def test_an_answer_cannot_reorder_the_terminal(character: str) -> None:
+    """The last of them would show "txt.exe" for "exe.txt", and turn what follows it, too."""
+    assert harmless(f"a{character}exe.txt") == "a\ufffdexe.txt"
+    assert painted([(f"a{character}b", "bonus")], 80).lines[0].startswith("a\ufffdb")
+
+
+def test_writing_from_right_to_left_stays_as_it_is() -> None:
+    for text in ("שלום, עולם", "مرحبا\u200f!", "👩\u200d🚀"):
+        assert harmless(text) == text
+
+
 def test_a_meter_leaves_out_the_round_that_waits_for_the_prompt() -> None:
     ticks = count(0, 2)  # the first round takes 2 s, the others 2 s each
     meter = Meter(clock=lambda: float(next(ticks)))

@@ -16,6 +16,8 @@ _LEGEND = (("cache", "speculation cache"), ("jit", "drafted in time"), ("bonus",
 MARGIN = 38
 _LEAST_COLUMNS = 72  # without a margin below
 _TAB = "    "
+# Unicode UAX #9: LRE, RLE, PDF, LRO, RLO, and the isolates LRI, RLI, FSI, PDI.
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def legend(*, colours: bool) -> str:
@@ -33,9 +35,15 @@ def width_of(character: str) -> int:
 
 
 def harmless(text: str) -> str:
-    """Replaces control characters: an answer must not steer the terminal."""
+    """Replaces control characters and overrides of writing direction: an answer must not steer
+    the terminal, nor reorder what stands there."""
     text = text.replace("\r\n", "\n").replace("\t", _TAB)
-    return "".join(c if c == "\n" or category(c) != "Cc" else "\ufffd" for c in text)
+    return "".join("\ufffd" if c != "\n" and _steers(c) else c for c in text)
+
+
+def _steers(character: str) -> bool:
+    """Returns whether it is a control character, or embeds, overrides or isolates a direction."""
+    return category(character) == "Cc" or character in _DIRECTIONS
 
 
 class Painter:
