@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model, split_pair
+from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 
 _PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
@@ -39,9 +39,9 @@ def _target_of(flags: Mapping[str, str]) -> str | None:
     if "pair" not in flags:
         return flags.get("target")
     try:
-        return split_pair(flags["pair"])[0]
+        return target_of(flags["pair"])
     except ConfigError:
-        return next(iter(missing_pair(flags["pair"])), None)  # None: resolving the job says why
+        return None  # resolving the job says why
 
 
 def _has_weights(target: str) -> bool:

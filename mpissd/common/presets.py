@@ -191,6 +191,15 @@ def split_pair(text: str) -> tuple[str, str]:
     raise ConfigError(f"pair {text!r}: {reason}")
 
 
+def target_of(text: str) -> str:
+    """Returns the name of a pair's target alone; its draft need not be on this machine.
+
+    Raises ConfigError as split_pair does.
+    """
+    sides = missing_pair(text)
+    return sides[0] if sides else split_pair(text)[0]
+
+
 def is_missing(name: str) -> bool:
     """Returns whether a name can only be one of the hub, and is not in its cache."""
     if not model_files.is_hub_name(name) or preset_of(name) is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import LOOKUP, resolve_model, scaled_name, split_pair
+from mpissd.common.presets import LOOKUP, resolve_model, scaled_name, split_pair, target_of
 from mpissd.common.rounds import Source
 from mpissd.common.schedules import tail_list
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
@@ -70,7 +70,10 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
     share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
     and if an emulated device's profile lacks all-reduces over T ranks.
     """
-    fetch_missing(config.pair, config.target, config.draft)
+    if config.mode == "ar":
+        fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
+    else:
+        fetch_missing(config.pair, config.target, config.draft)
     memory = draft_memory = None
     backend = unopened(config.backend)
     if backend == "numpy" and sharing and (there := available_memory_bytes()):
@@ -123,7 +126,9 @@ def _divides(config: RunConfig, where: str, tp: int) -> bool:
 
 
 def _names(config: RunConfig) -> tuple[str, str | None]:
-    """Returns the names of target and draft; the draft may be missing in AR."""
+    """Returns the names of target and draft; AR needs none, and leaves a pair's alone."""
+    if config.pair is not None and config.mode == "ar":
+        return target_of(config.pair), None
     if config.pair is not None:
         return split_pair(config.pair)
     assert config.target is not None
