@@ -79,14 +79,20 @@ class Row(Origin, Mapping[str, Any]):
     )
     graph: bool = key("whether forwards were captured and replayed as graphs")
     fuse: bool = key("whether q, k, v were one product, and gate and up another")
-    lm_head: bool = key("whether the vocabulary product with top-k was part of a forward")
+    lm_head: bool = key(
+        "whether the vocabulary product with top-k was part of a forward; of a transformer always"
+    )
     context: int = key(
         "value of `--context`: KV cache that attention reads in every forward", "tokens"
     )
     forward: str = key("gemm (matrix products alone) or transformer (`--forward`)")
     weights: Mapping[str, Any] | None = key(
-        "of target and draft, the name of the weights and the SHA-256 of their files (null: random "
-        "weights); null for `forward` gemm"
+        "of target and draft, the `name` of the weights, the `sha256` of their files (null: random "
+        "weights) and `sha256_of`, what of them it covers: whole files, or of each one above 512 "
+        "MiB its size, its first 16 MiB and 64 blocks of 64 KiB up to its end. Of the target of a "
+        "`text` job also `tokenizer_sha256`, of tokenizer, chat template and stop tokens where "
+        "they are files of their own (null: inside the weights' file, or ids alone). Null for "
+        "`forward` gemm"
     )
     on_late: str | None = key(
         "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"
@@ -111,6 +117,17 @@ class Row(Origin, Mapping[str, Any]):
     divergence: float | None = key("how far a `markov` job's draft is from its target; else null")
     saguaro_c: float | None = key("Saguaro's C in a `markov` or `text` job; else null")
     prompt_tokens: int | None = key("length of each prompt of a `markov` job; else null", "tokens")
+    top_p: float | None = key(
+        "share of the target's distribution that is kept where a `text` job samples; else null"
+    )
+    stop: list[str] | None = key("the stop strings of a `text` job; else null")
+    num_prompts: int | None = key(
+        "prompts of a `text` job; fewer than batch_size fill no batch. Else null"
+    )
+    prompts_sha256: str | None = key(
+        "SHA-256 of the tokens of a `text` job's prompts, chat template applied: a line each, "
+        "ids in decimal with a space between; else null"
+    )
     recording: str | None = key(
         "file and SHA-256 of the recording that a `replay` job follows; else null"
     )
@@ -272,6 +289,8 @@ class Row(Origin, Mapping[str, Any]):
     def from_dict(cls, line: Mapping[str, Any]) -> Row:
         """Makes a row from a line: missing keys are None, unknown keys go to `extra`."""
         known = {name: line[name] for name in KEYS if name in line}
+        if known.get("forward") == "transformer" and "lm_head" in known:
+            known["lm_head"] = True  # older rows have the flag's value
         extra = {name: value for name, value in line.items() if name not in FIELDS}
         return cls(**known, absent=frozenset(KEYS).difference(known), extra=extra)
 

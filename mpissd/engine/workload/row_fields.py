@@ -27,5 +27,9 @@ class RowFields:
     divergence: float | None = None
     saguaro_c: float | None = None
     prompt_tokens: int | None = None
+    top_p: float | None = None
+    stop: list[str] | None = None
+    num_prompts: int | None = None
+    prompts_sha256: str | None = None
     recording: str | None = None
     lookup: str | None = None

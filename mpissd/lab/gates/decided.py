@@ -153,7 +153,8 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
     missed = asked & (source != Source.CACHE)
     for n in np.flatnonzero(missed & (drafted != wanted))[: wanted is not None]:
         yield f"backup_lookahead is {wanted:g}, round {round_[n]} has {drafted[n]} such tokens"
-    if (begun := int((round_ == 0).sum())) != row.batch_size:
+    first = min(row.batch_size, row.num_prompts or row.batch_size)
+    if (begun := int((round_ == 0).sum())) != first:
         yield f"batch_size is {row.batch_size}, round 0 has {begun} sequences"
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
     if seen != row.accept_histogram:

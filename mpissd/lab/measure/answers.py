@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpissd.common.rounds import Source
@@ -9,17 +10,23 @@ from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import BONUS, Answer, answer_of, write_answers
 from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.lab.measure.reports import LeadReport
 
 _SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 
 
-def write_answers_of(session: Session, lead: LeadReport, run_id: str) -> None:
-    """Writes OUT/text/RUN_ID.jsonl for a text job; raises OSError."""
+def write_answers_of(
+    session: Session, lead: LeadReport, run_id: str, faults: Sequence[str] = ()
+) -> None:
+    """Writes OUT/text/RUN_ID.jsonl for a text job; raises OSError.
+
+    faults: the gates that the run failed, which every line then names.
+    """
     workload = session.workload
     if isinstance(workload, TextWorkload):
-        write_answers(session.job.config.out, run_id, answers(workload, lead))
+        write_answers(session.job.config.out, run_id, answers(workload, lead), faults)
 
 
 def answers(workload: TextWorkload, lead: LeadReport) -> list[Answer]:
@@ -56,13 +63,13 @@ def model_fields(session: Session) -> dict[str, Any]:
     names = {"target": job.target_where}
     if job.drafts_by_transformer:
         names["draft"] = job.draft_where
-    opened = {
-        which: open_checkpoint(name, target=job.target_where) for which, name in names.items()
+    every = {which: open_checkpoint(name, target=job.target_where) for which, name in names.items()}
+    weights: dict[str, dict[str, str | None]] = {
+        which: {"name": opened.name, "sha256": opened.sha256, "sha256_of": opened.sha256_of}
+        for which, opened in every.items()
     }
-    weights = {
-        which: {"name": checkpoint.name, "sha256": checkpoint.sha256}
-        for which, checkpoint in opened.items()
-    }
+    if job.config.is_text:
+        weights["target"]["tokenizer_sha256"] = tokenizer_digest(job.target_where)
     return {"forward": "transformer", "weights": weights}
 
 

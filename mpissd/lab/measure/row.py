@@ -100,7 +100,7 @@ def _options(session: Session) -> dict[str, Any]:
         "all_reduce": session.group.name,
         "graph": session.backend.capture and session.group.capturable,
         "fuse": config.fuse,
-        "lm_head": config.lm_head,
+        "lm_head": job.options.lm_head,
         "context": config.context,
         "on_late": config.on_late if job.fan_out else None,
         "backup": config.backup if job.draft else None,  # SD drafts with its backup alone

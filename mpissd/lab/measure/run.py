@@ -131,7 +131,7 @@ def _conclude(
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:
-        write_answers_of(session, lead, row.run_id)
+        write_answers_of(session, lead, row.run_id, faults)
         write_row(session, row, arrays, profile, faults)
     except OSError as error:  # for example a full disk, or a file system that has gone away
         out = session.job.config.out

@@ -145,7 +145,7 @@ def config_of_row(row: Row) -> RunConfig:
         if row.get(name):
             flags[name] = "list:" + ",".join(map(str, row[name]))
     if row.forward == "transformer":  # whose mean context the run's length decides
-        flags |= {"forward": row.forward, "num_tokens": row.token_limit}
+        flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
     said = {name: value for name, value in flags.items() if value is not None}
     return RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **said)
 

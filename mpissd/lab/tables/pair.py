@@ -23,7 +23,7 @@ _HOW = {
 # Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
-    "stop_token recording"
+    "stop_token recording top_p stop prompts_sha256"
 ).split()
 # Keys that may differ; differences are printed.
 _CHOSEN = (
@@ -120,7 +120,7 @@ def check_alike(a: Row, b: Row) -> None:
         for row in (a, b):
             if key not in row and key not in _SAME:
                 raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
-        if key in _SAME and a.get(key) != b.get(key):
+        if key in _SAME and key in a and key in b and a.get(key) != b.get(key):
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
             raise ConfigError(f"{values}: allowed: two runs of one {key}")
     if (a.backend == "emulated") != (b.backend == "emulated"):

@@ -69,12 +69,19 @@ def sources_of(num_accepted: int, source: int) -> list[str]:
     return [Source(source).name.lower()] * num_accepted + [BONUS]
 
 
-def write_answers(out: str, run_id: str, answers: Sequence[Answer]) -> Path:
-    """Writes the file and returns its path; it appears whole or not at all. Raises OSError."""
+def write_answers(
+    out: str, run_id: str, answers: Sequence[Answer], faults: Sequence[str] = ()
+) -> Path:
+    """Writes the file and returns its path; it appears whole or not at all. Raises OSError.
+
+    faults: of a run whose row is flagged; each line has them as "gates", as the row has.
+    """
+    flagged = {"gates": list(faults)} if faults else {}
     folder = Path(out) / "text"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{run_id}.jsonl"
-    lines = [json.dumps(answer.to_dict(), ensure_ascii=False) + "\n" for answer in answers]
+    dicts = [{**answer.to_dict(), **flagged} for answer in answers]
+    lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in dicts]
     handle, name = tempfile.mkstemp(dir=folder, prefix=f".{run_id}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -6,9 +6,10 @@ not forbid it; otherwise it is the text that the model continues.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ class Prompt:
 
     entry: Entry
     tokens: tuple[int, ...]
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Returns the SHA-256 of the prompts' tokens: a line each, in decimal, a space between."""
+    lines = (" ".join(map(str, prompt.tokens)) + "\n" for prompt in prompts)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def read_prompts(

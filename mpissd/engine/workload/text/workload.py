@@ -17,7 +17,7 @@ from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
 from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.text.draft import TextDraftWorker
-from mpissd.engine.workload.text.prompts import Prompt, read_prompts
+from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.sequences import TextEndings
 from mpissd.engine.workload.text.stops import Stops
 from mpissd.engine.workload.text.target import TextTargetWorker
@@ -163,6 +163,10 @@ class TextWorkload(Workload):
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             lookup=config.fast_lookup,
             laws=laws_label(config),
+            top_p=config.top_p,
+            stop=list(config.stop_strings),
+            num_prompts=len(self.prompts),
+            prompts_sha256=digest_of(self.prompts),
         )
 
 

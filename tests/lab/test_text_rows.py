@@ -1,0 +1,130 @@
+"""What row and answers of a text run say of it: prompts, sampling, weights, failed gates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
+from mpissd.engine.comm.topology import Refused
+from mpissd.engine.job import resolve
+from mpissd.engine.job.resolving import resolve_unopened
+from mpissd.engine.workload.text.tokenizer import tokenizer_digest
+from mpissd.lab.measure import run
+from mpissd.lab.tables.pair import check_alike
+from tests.text import tiny
+from tests.tiny_pair import TinyPair, tiny_pair
+
+TWO = "1,2,3;4,5"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def answered(pair: TinyPair, out: Path, **flags: Any) -> dict[str, Any]:
+    """The row of a run of text in this process."""
+    given = {"mode": "ar", "prompt_ids": TWO, "num_tokens": 8, **flags}
+    if given["mode"] != "ar":
+        given |= {"draft": str(pair.draft), "num_drafts": 0}
+    config = RunConfig(
+        workload="text",
+        backend="numpy",
+        forward="transformer",
+        target=str(pair.target),
+        progress="off",
+        out=str(out),
+        **given,
+    )
+    assert run.execute(config) == 0
+    row: dict[str, Any] = json.loads((out / "runs.jsonl").read_text().splitlines()[-1])
+    return row
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd"])
+def test_fewer_prompts_than_the_batch_are_a_sound_run(
+    mode: str, pair: TinyPair, tmp_path: Path
+) -> None:
+    row = answered(pair, tmp_path, mode=mode, batch_size=4)
+    assert (row["batch_size"], row["num_prompts"], row["num_tokens"]) == (4, 2, 16)
+    lines = (tmp_path / "text" / f"{row['run_id']}.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and not any("gates" in json.loads(line) for line in lines)
+    assert not (tmp_path / "flagged.jsonl").exists()
+
+
+def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Path) -> None:
+    row = answered(pair, tmp_path, temperature=0.5, top_p=0.9)
+    told = hashlib.sha256(b"1 2 3\n4 5\n").hexdigest()
+    assert (row["top_p"], row["stop"], row["prompts_sha256"]) == (0.9, [], told)
+    assert row["lm_head"] is True
+    other = answered(pair, tmp_path, temperature=0.5, top_p=0.9, prompt_ids="1,2,4;4,5")
+    with pytest.raises(ConfigError, match="prompts_sha256="):
+        check_alike(Row.from_dict(row), Row.from_dict(other))
+    with pytest.raises(ConfigError, match="top_p="):
+        check_alike(Row.from_dict(row), Row.from_dict({**row, "top_p": 1.0}))
+    older = {name: value for name, value in row.items() if name not in ("top_p", "prompts_sha256")}
+    check_alike(Row.from_dict(older), Row.from_dict({**row, "tok_per_s": 1.0}))
+
+
+def test_an_older_row_of_a_transformer_had_its_head_all_the_same() -> None:
+    for forward, told in (("transformer", True), ("gemm", False)):
+        assert Row.from_dict({"forward": forward, "lm_head": False}).lm_head is told
+    assert "lm_head" not in Row.from_dict({"forward": "transformer"})
+
+
+def test_weights_say_what_their_digests_cover(pair: TinyPair, tmp_path: Path) -> None:
+    weights = answered(pair, tmp_path)["weights"]
+    data = (pair.target / "model.safetensors").read_bytes()
+    target = weights["target"]
+    assert target["sha256"] == hashlib.sha256(data).hexdigest()
+    assert target["sha256_of"] == "whole files" and target["tokenizer_sha256"] is None
+
+
+def test_a_tokenizer_s_digest_changes_with_its_template(pair: TinyPair, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "model")
+    (folder / "config.json").write_text((pair.target / "config.json").read_text())
+    first = tokenizer_digest(str(folder))
+    (folder / "weights.bin").write_bytes(b"no part of it")
+    assert first is not None and tokenizer_digest(str(folder)) == first
+    tiny.write(folder, chat_template="{{ messages[0]['content'] }}")
+    assert tokenizer_digest(str(folder)) not in (None, first)
+    assert tokenizer_digest("8b") is None  # random weights
+
+
+def test_answers_of_a_flagged_row_say_so(
+    pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "violations", lambda *_: ["batch_size is 4", "so it is"])
+    with pytest.raises(Refused):
+        answered(pair, tmp_path)
+    (path,) = (tmp_path / "text").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["gates"] for line in lines] == [["batch_size is 4", "so it is"]] * 2
+    assert json.loads((tmp_path / "flagged.jsonl").read_text())["gates"] == lines[0]["gates"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "{target}/nobody/nothing"])
+def test_ar_leaves_a_pair_s_draft_alone(
+    name: str, pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draft is neither shipped, nor on the hub, nor on this machine."""
+    monkeypatch.setattr("mpissd.common.model_files.SHIPPED_IN", tmp_path)
+    monkeypatch.setattr(
+        "mpissd.common.model_files.PAIRS", {"tiny": (str(pair.target), "smollm2-draft")}
+    )
+    fetched: list[Any] = []
+    monkeypatch.setattr("mpissd.engine.job.resolving.fetch_missing", lambda *w: fetched.append(w))
+    text = {"workload": "text", "forward": "transformer", "prompt_ids": TWO, "backend": "numpy"}
+    given = {**text, "pair": name.format(target=pair.target)}
+    job = resolve_unopened(RunConfig(mode="ar", **given), 1)
+    assert job.target_where == str(pair.target) and job.draft is None
+    assert fetched == [(None, str(pair.target))]
+    with pytest.raises(ConfigError):
+        resolve(RunConfig(mode="sd", **given), 1, backend="numpy", memory_bytes=None)
