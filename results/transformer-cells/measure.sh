@@ -3,7 +3,7 @@
 #   results/transformer-cells/measure.sh cpu|gpu OUT
 # cpu: small random models on two cores, some 5 minutes; gpu: 8b/1b on one GPU. A sweep that was
 # interrupted goes on where it was when it is started again with the same OUT.
-# LIMIT_S=420 bounds each step; ROUNDS=40, BACKEND=emulated (gpu) rehearse. PYTHON and MPIRUN: launch/env.sh.
+# LIMIT_S=420 bounds each step; ROUNDS=40, BACKEND=emulated (gpu) rehearse; ONLY=cpu_two: one of the grids. PYTHON and MPIRUN: launch/env.sh.
 set -u -o pipefail
 kind=${1:?usage: results/transformer-cells/measure.sh cpu|gpu OUT} out=${2:?OUT is missing} gpus=2
 here=${0%/*} LIMIT_S=${LIMIT_S:-420}
@@ -13,6 +13,7 @@ here=${0%/*} LIMIT_S=${LIMIT_S:-420}
 cells() { # grid, ranks, drafts, flags of the probe: the sweep, a probe, and the errors of all rows
     local name=$1 ranks=$2 drafts=$3
     shift 3
+    [ -z "${ONLY:-}" ] || [ "$ONLY" = "$name" ] || return 0
     step "$name" "$ranks" sweep --grid="$here/$name.grid" --num_drafts="$drafts" --repeats=1 \
         "$backend" --rounds="${ROUNDS:-$rounds}" --progress=off
     step "probe-$name" "$ranks" probe --name="$name" --num_drafts="$drafts" --forward=transformer \

@@ -25,7 +25,8 @@ def check_devices(local_rank: int) -> None:
     if local_rank >= count:
         raise ConfigError(
             f"backend 'cupy': {local_rank + 1} ranks on this node (local rank {local_rank}), "
-            f"{count} visible GPU(s); allowed: one rank a GPU"
+            f"{count} visible GPU(s); allowed: one rank a GPU (--mode=sd --num_drafts=0 drafts on "
+            "the target's), or --backend=numpy"
         )
 
 

@@ -26,6 +26,13 @@ def choose(name: str) -> str:
         return "numpy"
 
 
+def visible_gpus() -> int:
+    """Returns how many GPUs this process sees, where `choose` found one."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
 def unopened(name: str) -> str:
     """Resolves `auto` to numpy where CuPy is not installed; else returns the name as it is."""
     return "numpy" if name == "auto" and importlib.util.find_spec("cupy") is None else name

@@ -23,13 +23,14 @@ from mpissd.common.output import make_output
 from mpissd.common.rounds import Request
 from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
-from mpissd.engine.backend.registry import choose, open_backend
+from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_gather import MpiLogitsGather
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.session.backend_name import backend_name
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import TargetWorker, Workload
@@ -251,7 +252,7 @@ def _open_backend(
     try:
         if topology.is_lead:
             make_output(config.out)
-        name = choose(config.backend)
+        name = backend_name(config, topology)
         device = (topology.is_draft and config.draft_device) or config.device
         backend = open_backend(
             name, device=device, local_rank=topology.local_rank, graph=config.graph

@@ -1,0 +1,66 @@
+"""More ranks than GPUs: text of a small model takes the CPU, everything else is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpissd.common.config import RunConfig
+from mpissd.engine.session import backend_name as module
+
+SMALL = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
+TEXT = {"target": SMALL, "draft": SMALL, "prompt_ids": "1,2", "workload": "text"}
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"auto": "cupy"}
+    monkeypatch.setattr(module, "choose", lambda name: found.get(name, name))
+    monkeypatch.setattr(module, "visible_gpus", lambda: 1)
+
+
+def backend(ranks: int, rank: int = 0, hosts: str = "aaaa", **flags: Any) -> str:
+    """The backend that a rank takes; each letter of `hosts` is a rank's host."""
+    world = SimpleNamespace(rank=rank, size=ranks)
+    topology: Any = SimpleNamespace(world=world, hosts=tuple(hosts[:ranks]), is_lead=rank == 0)
+    config = RunConfig(forward="transformer", **{"mode": "ssd", **TEXT, **flags})
+    return module.backend_name(config, topology)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_text_of_a_small_model_takes_the_cpu(
+    rank: int, one_gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert backend(2, rank) == "numpy"
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == (rank == 0)
+    assert not told or "2 ranks, 1 visible GPU(s): backend numpy" in told[0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"backend": "cupy"},
+        {"target": "70b", "draft": "1b"},
+        {"workload": "gemm", "prompt_ids": None},
+    ],
+    ids=["said", "large", "imposed laws"],
+)
+def test_everything_else_stays_on_the_gpu_and_is_refused_there(
+    flags: dict[str, Any], one_gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert backend(2, **flags) == "cupy" and not capsys.readouterr().err
+
+
+def test_a_rank_for_each_gpu_stays_there(one_gpu: None) -> None:
+    assert backend(1, mode="ar") == "cupy"
+    assert backend(2, rank=1, hosts="ab") == "cupy"  # a GPU on each of two hosts
+    assert backend(3, rank=2, hosts="abb") == "numpy"
+
+
+def test_the_cpu_said_is_the_cpu_without_a_word(
+    one_gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert backend(2, backend="numpy") == "numpy" and not capsys.readouterr().err
