@@ -117,7 +117,7 @@ class Driver:
                 break
             for given in self.scheduler.take(self._round(loop)):
                 self._give(given)
-            self.draft_lost = loop.draft_lost_round is not None
+            self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
         loop.meanwhile = None
         self._send()
 
@@ -150,15 +150,15 @@ class Driver:
         result = loop.step()
         if len(live):
             self.times.add(result.num_rows, result.t_target_s)
-        if self.goodput is not None:
+        if self.goodput is not None and not self.draft_lost:
             self.goodput.observe(way, result, self._clock() - start)
         return result
 
     def _way(self, live: list[int]) -> Way:
         """Returns how the next round is decoded; where the batch is that of the last one, this was
         chosen while the target verified."""
-        if self.goodput is None:
-            return Way(self.lookahead)
+        if self.goodput is None or self.draft_lost:
+            return Way(0 if self.draft_lost else self.lookahead)
         if live != self._live:
             self._live = live
             self.goodput.choose(self.scheduler.tasks(live))
@@ -238,7 +238,7 @@ class Driver:
                 waiting=scheduler.num_waiting,
                 free_pages=scheduler.free_pages,
                 pages=scheduler.room.pages,
-                mode=self.mode,
+                mode="ar" if self.draft_lost else self.mode,
                 lookahead=self.lookahead if self.goodput is None else self.goodput.way.lookahead,
                 draft="lost" if self.draft_lost else "present",
                 preempted=scheduler.num_preempted,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 
 from mpissd.engine import Decoder
-from mpissd.serve.protocol import Cancel, RefusedRequest, Submit
+from mpissd.serve.protocol import Cancel, RefusedRequest, Stats, Submit
 from tests.mpi.harness import needs_mpi
-from tests.serve.front import serving
+from tests.mpi.test_draft_loss import is_open_mpi_5
+from tests.needs import lack
+from tests.serve.front import pid_of, serving
 from tests.text import tiny
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -26,9 +30,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return found
 
 
-def alone(pair: TinyPair, prompt: list[int], count: int, stops: list[int]) -> list[int]:
+def alone(
+    pair: TinyPair, prompt: list[int], count: int, stops: list[int], context: int = 256
+) -> list[int]:
     """The tokens of a job of its own, up to a stop token."""
-    told = text_config(pair, mode="ar", prompt=prompt, num_tokens=count)
+    told = text_config(pair, mode="ar", prompt=prompt, num_tokens=count, context=context)
     with Decoder(told) as decoder:
         while not decoder.is_over:
             decoder.step()
@@ -64,3 +70,59 @@ def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
         assert ends[n].reason in ("length", "stop")
     if mode == "ssd":
         assert sum(end.hits for end in ends.values()) > 0
+
+
+RECOVERING = f"{os.environ.get('MPIRUN', 'mpirun').split()[0]} --enable-recovery"
+
+
+@pytest.mark.parametrize(("when", "ranks"), [("busy", 2), ("idle", 3)])
+def test_a_killed_draft_costs_the_speculation_alone(
+    pair: TinyPair, tmp_path: Path, when: str, ranks: int
+) -> None:
+    if not is_open_mpi_5():
+        lack("Open MPI 5: it alone keeps survivors")
+    flags = [
+        f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--max_running=4",
+        f"--tp={ranks - 1}", "--drafts=1", "--context=512", "--on_draft_loss=ar",
+    ]  # fmt: skip
+    asked = [(n, [5 + n, 6, 7], 300) for n in range(3)]
+    with serving(tmp_path, ranks, *flags, mpirun=RECOVERING) as server:
+        server.send(Submit(9, [1, 2], 8))
+        server.ends([9])
+        if when == "busy":
+            server.send(*(Submit(*one) for one in asked))
+            while len(server.tokens(0)) < 20:
+                server.take()
+        os.kill(pid_of(server.job, ranks - 1), signal.SIGKILL)
+        if when == "idle":
+            time.sleep(1.0)
+            server.send(*(Submit(*one) for one in asked))
+        ends = server.ends([0, 1, 2])
+        server.send(Submit(20, [3, 4], 12, temperature=0.8))
+        assert server.ends([20])[20].drafted == 0
+        stops = list(server.ready.stop_ids)
+        assert [m for m in server.heard if isinstance(m, Stats)][-1].draft == "lost"
+    for n, prompt, count in asked:
+        assert server.tokens(n) == alone(pair, prompt, count, stops, context=512), n
+    assert sum(end.rounds for end in ends.values()) > 0
+
+
+def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    flags = [f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--tp=2"]
+    with (
+        pytest.raises(AssertionError, match="the lead has left"),
+        serving(tmp_path, 3, *flags, "--context=512") as server,
+    ):
+        server.send(Submit(0, [5, 6, 7], 400))
+        while len(server.tokens(0)) < 20:
+            server.take()
+        os.kill(pid_of(server.job, 1), signal.SIGKILL)
+        struck = time.monotonic()
+        try:
+            server.ends([0], 12.0)
+        finally:
+            assert time.monotonic() - struck < 5.0
+            server.job.finish()
+            assert time.monotonic() - struck < 10.0

@@ -263,7 +263,7 @@ class Drafter:
         self._worker.launch_glue(self._batch, speculation)
         if self._observer is not None:
             self._observer.inform_controls()
-        fan_outs = self._fan_outs = self._controls.plan().within(self._control.width)
+        fan_outs = self._fan_outs = self._limited(self._controls.plan())
         self._worker.wait(self._waiter)
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)
@@ -278,6 +278,10 @@ class Drafter:
         self._worker.settle(self._batch, branches.rollout, rows, k)
         self.ledger.mark(DraftPhase.KEYS)
         return True
+
+    def _limited(self, fan_outs: FanOuts) -> FanOuts:
+        """Returns the fan-outs within what the lead allows in this round."""
+        return fan_outs.within(self._control.width, self._control.lookahead)
 
     def _keys(self, round_: int, branches: Branches) -> Iterator[Key]:
         """Yields the key (round, id, epoch, k, t*) of every lane, in lane order."""

@@ -69,6 +69,7 @@ class Loops:
         self._waiter = Waiter(job.config.deadline_s, spin=False)
         self._waiter.alarm = self._check
         self._threads: list[Thread] = []
+        self.draft_steppers: list[Stepper] = []
         self._faults: list[Exception] = []
         self.target_stepper = self._stepper(
             job.target_shard, job.options, job.target_buckets(), drafts=False
@@ -122,6 +123,7 @@ class Loops:
         stepper = self._stepper(
             job.draft_shard, job.draft_options, job.draft_buckets(), drafts=True
         )
+        self.draft_steppers.append(stepper)
         worker = draft_worker(job, stepper)
         worker.prepare(self.workload.tabulated(job.config.batch_size))
         return worker

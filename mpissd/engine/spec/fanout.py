@@ -196,9 +196,10 @@ class FanOuts:
         """Whether the same fan-out list applies after every source of a trunk."""
         return len(set(self.lists)) == 1
 
-    def within(self, width: int | None) -> FanOuts:
-        """Returns the lists with at most `width` candidates for a row (None: as they are)."""
-        return self if width is None else _within(self, width)
+    def within(self, width: int | None, served: int | None = None) -> FanOuts:
+        """Returns the lists with at most `width` candidates for a row (None: as they are), and with
+        none behind more than `served` tokens (None: K)."""
+        return self if width is served is None else _within(self, width, served)
 
     @property
     def widest(self) -> int:
@@ -212,10 +213,12 @@ class FanOuts:
 
 
 @lru_cache(maxsize=256)
-def _within(fan_outs: FanOuts, width: int) -> FanOuts:
-    hit, miss = (tuple(min(f, width) for f in fs) for fs in fan_outs.lists[:2])
-    fast = fan_outs.after_fast
-    return FanOuts(hit, miss, None if fast is None else tuple(min(f, width) for f in fast))
+def _within(fan_outs: FanOuts, width: int | None, served: int | None) -> FanOuts:
+    most, last = (MAX_BRANCHES if n is None else n for n in (width, served))
+    lists = [
+        tuple(min(f, most) * (k <= last) for k, f in enumerate(each)) for each in fan_outs.lists
+    ]
+    return FanOuts(*lists)
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:

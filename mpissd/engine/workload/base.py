@@ -238,7 +238,7 @@ class Workload(ABC):
     @property
     def prompt_tokens(self) -> int:
         """Most tokens of a prompt that the lead sends; 0: the workers read none."""
-        return 0
+        return 0 if self.job.serving is None else self.job.longest
 
     @property
     def samples(self) -> bool:
