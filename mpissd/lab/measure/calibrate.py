@@ -122,6 +122,8 @@ def _host_costs(
     leads = every[0]
     drafts = every[topology.tp] if topology.num_drafts else every[0]
     device = in_sequence(session.job, leads[-1].rehearsed, drafts[-1].rehearsed, target, draft)
+    if rank.chained is not None:  # nothing of a round waits for the host
+        return HostCosts(), device
     return host_costs(session, leads, drafts, target, draft, nap), device
 
 
