@@ -64,6 +64,7 @@ class CupyOps:
         self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
         self._sizes = dict(tensors(config))
         self._gathered: dict[int, Any] = {}
+        self._unpacked: dict[int, Any] = {}  # see CupyChunks
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
         return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
@@ -144,7 +145,8 @@ class CupyOps:
         """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
         if self._is_shard or not self._backend.capture:
             return None
-        return CupyChunks(self._backend, self._launcher, self._attention, self.embed, stack)
+        parts = self._backend, self._launcher, self._attention, self.embed, stack
+        return CupyChunks(*parts, self._unpacked)
 
     def ids(self, ids: Ints) -> Any:
         return self._launcher.uploaded(ids, np.int32)

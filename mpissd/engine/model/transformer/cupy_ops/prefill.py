@@ -19,7 +19,7 @@ from mpissd.engine.model.transformer.ops import Layer
 
 _FILES = ("types", "ampere", "attention", "prefill")
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
-_SPARE_BYTES = 8 << 30  # left free beside a second copy of the weights
+_SPARE_BYTES = 16 << 30  # left free beside a second copy of the weights
 
 
 class CupyChunks:
@@ -33,9 +33,19 @@ class CupyChunks:
     keeps: bool | None = None  # whether a copy is kept; None: where it fits
 
     def __init__(
-        self, backend: Any, launcher: Launcher, attention: Attention, embed: Any, stack: Any
+        self,
+        backend: Any,
+        launcher: Launcher,
+        attention: Attention,
+        embed: Any,
+        stack: Any,
+        unpacked: dict[int, Any],
     ) -> None:
-        """Allocates the buffers; embed: the operation of the ops, stack: whose chunks they are."""
+        """Allocates the buffers.
+
+        embed: the operation of the ops. stack: whose chunks they are. unpacked: the rows of the
+        weights by their identity, which all stacks over the same weights share.
+        """
         self._backend, self._launcher, self._attention = backend, launcher, attention
         self._embed, self._weights, self._cache = embed, stack.weights, stack.cache
         shape, rows, empty = stack.shard.shape, self.rows, launcher.empty
@@ -50,7 +60,7 @@ class CupyChunks:
         self._qkv = empty((rows, every), np.float32)
         self._both = empty((rows, 2 * self._ffn), np.float16)
         self._inner = empty((rows, self._ffn), np.float16)
-        self._kept: dict[int, Any] = {}
+        self._kept = unpacked
         self._unpack_all(stack.weights.layers)
 
     def upload(self, slot: int, start: int, tokens: Ints) -> None:
@@ -131,6 +141,8 @@ class CupyChunks:
         """Unpacks all weights if they fit, else allocates the scratch of the largest."""
         every = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         sizes = [_outputs(weight) * weight.depth for weight in every]
+        if all(id(weight) in self._kept for weight in every):
+            return
         fits = 2 * sum(sizes) + _SPARE_BYTES < self._launcher.free_bytes
         if not (fits if self.keeps is None else self.keeps):
             self._scratch = self._launcher.empty((max(sizes),), np.float16)
