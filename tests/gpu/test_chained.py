@@ -60,7 +60,7 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
     config = parse_flags({name: str(value) for name, value in told.items()})
     with opened(config) as session:
         rank = Rank(session)
-        assert not chains or config.mode == "ar" or rank.chained is not None
+        assert not chains or rank.chained is not None
         rank.chained = rank.chained if chains else None
         records = RoundRecords(session.job.lookahead)
 
@@ -85,7 +85,7 @@ def test_text_says_the_same_tokens(
 ) -> None:
     text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
     sd = {"mode": "sd", "num_drafts": 0, "draft": pair.draft, **flags}
-    alone = decode(mode="ar", **text)
+    alone = decode(chains=False, mode="ar", **text)
     by_host = decode(chains=False, **text, **sd)
     assert not counts["rounds"]
     found = decode(**text, **sd)
@@ -94,6 +94,13 @@ def test_text_says_the_same_tokens(
     assert found.tokens() == by_host.tokens()
     for n, tokens in alone.tokens().items():
         assert found.tokens()[n][: len(tokens)] == tokens
+
+
+def test_ar_is_chained_too(pair: TinyPair, counts: dict[str, int]) -> None:
+    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
+    found = decode(mode="ar", **text)
+    assert counts["ahead"] > 0.9 * counts["rounds"] > 100
+    assert found.tokens() == decode(chains=False, mode="ar", **text).tokens()
 
 
 def test_imposed_outcomes_stay(counts: dict[str, int], gpu: None) -> None:

@@ -59,6 +59,7 @@ def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("flags", [
     {}, {"lookahead": 1}, {"lookahead": 7}, {"batch_size": 3, "lookahead": 2}, {"batch_size": 5},
+    {"mode": "ar", "draft": None}, {"mode": "ar", "draft": None, "batch_size": 3},
 ], ids=str)  # fmt: skip
 def test_text_has_the_same_rounds(
     pair: TinyPair, flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -84,7 +85,8 @@ def test_a_stop_token_ends_answers(pair: TinyPair, chained: dict[str, int]) -> N
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "batch_size": 8},
     {"workload": "gemm", "rounds": 90, "alpha": 0.6, "batch_size": 2},
     {"workload": "gemm", "num_tokens": 50, "alpha": 0.9, "lookahead": 7},
-], ids=["replay", "laws", "one sequence"])  # fmt: skip
+    {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "mode": "ar"},
+], ids=["replay", "laws", "one sequence", "AR"])  # fmt: skip
 def test_imposed_outcomes_stay(
     flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +113,7 @@ def test_a_logit_that_is_not_finite_is_a_fault(
     launch = ChainedTarget.launch
 
     def spoilt(self: ChainedTarget) -> None:
-        memory = self._forwards._stacks[1].weights.head.words
+        memory = self._forwards._target.weights.head.words
         memory[...] = 0x7F807F80  # infinity in bfloat16
         launch(self)
 

@@ -1,4 +1,4 @@
-"""Inline SD whose rounds the device decides by itself: nothing of a round waits for the host.
+"""AR and inline SD whose rounds the device decides by itself, so that nothing waits for the host.
 
 The loop stays that of target.py. Here its target launches a whole round, drafting included, and
 the round behind it before this one is over (ChainedForwards); the host learns the outcome, which
@@ -19,7 +19,7 @@ from mpissd.common.rounds import Batch, Event, Ints, Outcome, Source, Speculatio
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.speculator import InlineSpeculator
+from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, Speculator
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards
@@ -37,17 +37,21 @@ def chained_forwards(
     job: Job, target: TargetWorker | None, draft: DraftWorker | None
 ) -> ChainedForwards | None:
     """Returns the programs of chained rounds, or None where the host has to decide something."""
-    if target is None or draft is None or not (target.chains and draft.chains):
+    if target is None or job.tp > 1 or job.serving is not None or job.config.drafts:
         return None
-    steppers = draft.stepper, target.stepper
-    for stepper in steppers:
-        if not isinstance(stepper, Stepper) or not isinstance(stepper.stack, TransformerStack):
-            return None
-    is_plain = job.inline and job.tp == 1 and job.config.backup == "jit" and job.serving is None
-    is_whole = 0 < job.lookahead == job.backup_lookahead
-    if not (is_plain and is_whole and target.stepper.backend.chains):  # type: ignore[attr-defined]
+    if job.lookahead and (
+        draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead
+    ):
         return None
-    return ChainedForwards(*steppers, job.config.batch_size, job.lookahead)  # type: ignore[arg-type]
+    workers = [worker for worker in (draft, target) if worker is not None]
+    steppers = [worker.stepper for worker in workers if worker.chains]
+    known = [stepper for stepper in steppers if isinstance(stepper, Stepper)]
+    if len(known) < len(workers):
+        return None
+    if not all(isinstance(s.stack, TransformerStack) and s.backend.chains for s in known):
+        return None
+    drafts = known[0] if job.lookahead else None
+    return ChainedForwards(drafts, known[-1], job.config.batch_size, job.lookahead)
 
 
 class ChainedDrafter(Drafter):
@@ -55,16 +59,6 @@ class ChainedDrafter(Drafter):
 
     is_chained = False  # whether this round is one
     rollout: Rollout  # of a chained round
-
-    @property
-    def worker(self) -> DraftWorker:
-        """The worker that it drafts with."""
-        return self._worker
-
-    @property
-    def batch(self) -> Batch:
-        """The live sequences."""
-        return self._batch
 
     def _finish(self, rollouts: Sequence[Rollout]) -> None:
         if not self.is_chained:
@@ -81,21 +75,59 @@ class ChainedDrafter(Drafter):
         self.close_round(speculation)
 
 
+class _Dropping:
+    """Says whether a round is chained, and ends those that were launched in vain."""
+
+    def __init__(self, forwards: ChainedForwards, waiter: Waiter) -> None:
+        self._forwards, self._waiter = forwards, waiter
+
+    def ask(self, outcome: Outcome) -> None:
+        if (outcome.events != Event.COMMIT).any():
+            self.drop()
+
+    def begin(self, count: int) -> bool:
+        """Begins a round of `count` sequences; returns whether it is chained."""
+        self._forwards.is_on = count == self._forwards.sheet.sequences
+        return self._forwards.is_on
+
+    def drop(self) -> None:
+        """Waits for a round that was launched ahead and that nobody wants."""
+        for program in self._forwards.dropped():
+            program.wait(self._waiter)
+
+
+class ChainedNobody(NoSpeculator):
+    """The speculator of AR beside a ChainedTarget."""
+
+    def __init__(self, rounds: _Dropping) -> None:
+        super().__init__()
+        self._rounds = rounds
+
+    def ask(self, outcome: Outcome) -> None:
+        self._rounds.ask(outcome)
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        self._rounds.begin(count)
+        return super().answer(round_, count)
+
+    def stop(self, outcome: Outcome) -> None:
+        self._rounds.drop()
+
+
 class ChainedSpeculator(InlineSpeculator):
     """The speculator of inline SD beside a ChainedTarget; its tokens are known when they are
     verified."""
 
-    def __init__(self, drafter: ChainedDrafter, forwards: ChainedForwards, waiter: Waiter) -> None:
+    def __init__(self, drafter: ChainedDrafter, rounds: _Dropping) -> None:
         super().__init__(drafter)
-        self._chained, self._forwards, self._waiter = drafter, forwards, waiter
+        self._chained, self._rounds = drafter, rounds
 
     def ask(self, outcome: Outcome) -> None:
-        if (outcome.events != Event.COMMIT).any():
-            self._drop()
+        self._rounds.ask(outcome)
         super().ask(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:
-        self._chained.is_chained = count == self._forwards.sheet.sequences
+        self._chained.is_chained = self._rounds.begin(count)
         if not self._chained.is_chained:
             return super().answer(round_, count)
         assert self._outcome is not None, "answer() before ask()"
@@ -103,19 +135,18 @@ class ChainedSpeculator(InlineSpeculator):
         return self._chained.answer(self._outcome)
 
     def stop(self, outcome: Outcome) -> None:
-        self._drop()
-
-    def _drop(self) -> None:
-        """Waits for a round that was launched ahead and that nobody wants."""
-        for program in self._forwards.dropped():
-            program.wait(self._waiter)
+        self._rounds.drop()
 
 
 class ChainedTarget(TargetWorker):
     """A target worker that launches whole rounds, and the next one ahead."""
 
     def __init__(
-        self, worker: TargetWorker, drafter: ChainedDrafter, forwards: ChainedForwards, limit: Limit
+        self,
+        worker: TargetWorker,
+        drafter: ChainedDrafter | None,
+        forwards: ChainedForwards,
+        limit: Limit,
     ) -> None:
         """Wraps `worker`; limit: the tokens with which a request ends at the latest."""
         self._worker, self._drafter, self._forwards = worker, drafter, forwards
@@ -141,9 +172,12 @@ class ChainedTarget(TargetWorker):
     def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
         return self._worker.fill(batch, rows, waiter, spare)
 
+    def leave(self) -> None:
+        self._worker.leave()
+
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         self._batch, self._speculation = batch, speculation
-        if not self._drafter.is_chained:
+        if not self._forwards.is_on:
             self._worker.upload(batch, speculation, fill)
             self.num_rows = self._worker.num_rows
             return
@@ -153,25 +187,25 @@ class ChainedTarget(TargetWorker):
             self._forwards.begin(self._state(batch))
 
     def launch(self) -> None:
-        if not self._drafter.is_chained:
+        if not self._forwards.is_on:
             self._worker.launch()
             return
         batch, forwards, round_ = self._batch, self._forwards, self._speculation.round
         assert self.placement is not None
-        last, ahead = self.placement.last(batch), forwards.sheet.lookahead
+        last, ahead = self.placement.last(batch), forwards.lookahead
         if not self._was_ahead:
             forwards.hold(batch.slots, last + ahead)
-            forwards.launch(round_, self._forced(self._drafter.rollout))
-        for worker in (self._worker, self._drafter.worker):
-            assert worker.placement is not None
-            worker.placement.grow(batch, ahead + (worker is self._worker))
+            forwards.launch(round_, self._forced(self._rollout))
+        self.placement.grow(batch, ahead + 1)
+        if self._drafter is not None and self._drafter.worker.placement is not None:
+            self._drafter.worker.placement.grow(batch, ahead)
         self._known = None if self._worker.reads_forwards else self._judged()
         if self._may_go_on():
             forwards.hold(batch.slots, last + 2 * ahead + 1)
             forwards.launch(round_ + 1, self._forced(self._next_rollout()))
 
     def wait(self, waiter: Waiter) -> None:
-        if not self._drafter.is_chained:
+        if not self._forwards.is_on:
             self._worker.wait(waiter)
             return
         forwards, speculation = self._forwards, self._speculation
@@ -179,7 +213,8 @@ class ChainedTarget(TargetWorker):
         self._told = forwards.told(speculation.round)
         speculation.tokens[...] = self._told[:, 2:]
         self._worker.served(self._batch, speculation)
-        self._drafter.complete(speculation, forwards.draft_s(speculation.round))
+        if self._drafter is not None:
+            self._drafter.complete(speculation, forwards.draft_s(speculation.round))
         if self._was_ahead:
             self.idle_s.append(forwards.idle_s(speculation.round))
 
@@ -187,7 +222,7 @@ class ChainedTarget(TargetWorker):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         """Returns what the device decided, (num_accepted, bonus), both int32 [b]."""
-        if not self._drafter.is_chained:
+        if not self._forwards.is_on:
             return self._worker.judge(batch, speculation, proposals)
         accepted, bonus = self._told[:, 0], self._told[:, 1]
         if (accepted == NOT_FINITE).any():
@@ -196,57 +231,58 @@ class ChainedTarget(TargetWorker):
             assert all(map(np.array_equal, self._known, (accepted, bonus))), "not what was imposed"
         return accepted, bonus
 
-    def leave(self) -> None:
-        self._worker.leave()
-
     def elapsed_s(self) -> float:
-        if not self._drafter.is_chained:
+        if not self._forwards.is_on:
             return self._worker.elapsed_s()
         return self._forwards.last_of(self._speculation.round).elapsed_s()
 
+    @property
+    def _rollout(self) -> Rollout | None:
+        """The drafted tokens of this round, which a table may say."""
+        return None if self._drafter is None else self._drafter.rollout
+
     def _state(self, batch: Batch) -> Ints:
         """Returns where a round begins on the host (Sheet.state)."""
-        worker = self._drafter.worker
-        assert self.placement is not None and worker.placement is not None
-        last = self.placement.last(batch)
+        assert self.placement is not None
         state = np.full((len(batch), 4), NOBODY, np.int64)
-        state[:, 0], state[:, 1], state[:, 2] = batch.slots, last, batch.last_tokens
-        for gap in worker.placement.gaps(batch, np.arange(len(batch))):
-            assert gap.stop - gap.start == 1, f"the draft lacks {gap}"
-            state[batch.slots == gap.slot, 3] = worker.committed(*gap)
+        state[:, 0], state[:, 1] = batch.slots, self.placement.last(batch)
+        state[:, 2] = batch.last_tokens
+        draft = None if self._drafter is None else self._drafter.worker
+        if draft is not None and draft.placement is not None:
+            for gap in draft.placement.gaps(batch, np.arange(len(batch))):
+                assert gap.stop - gap.start == 1, f"the draft lacks {gap}"
+                state[batch.slots == gap.slot, 3] = draft.committed(*gap)
         return state.astype(np.int32)
 
     def _forced(self, rollout: Rollout | None) -> Ints:
         """Returns the tokens that replace those of the forwards (Sheet.forced)."""
-        ahead = self._forwards.sheet.lookahead
+        ahead = self._forwards.lookahead
         forced = np.full((len(self._batch), 2 * ahead + 1), NOBODY, np.int32)
         truth = self._worker.truth()
-        if rollout is not None and truth is not None:
-            forced[:, :ahead], forced[:, ahead:] = rollout.tokens, truth
+        if truth is not None:
+            forced[:, ahead:] = truth
+            if rollout is not None:
+                forced[:, :ahead] = rollout.tokens
         return forced
 
     def _judged(self) -> tuple[Ints, Ints]:
         """Returns the outcome that is imposed on this round."""
-        ahead = self._forwards.sheet.lookahead
-        known = Speculation.empty(0, len(self._batch), ahead)
-        known.num_draft[...], known.tokens[...] = ahead, self._drafter.rollout.tokens
+        known = Speculation.empty(0, len(self._batch), self._forwards.lookahead)
+        if self._rollout is not None:
+            known.num_draft[...], known.tokens[...] = known.tokens.shape[1], self._rollout.tokens
         return self._worker.judge(self._batch, known, _no_proposals)
 
     def _may_go_on(self) -> bool:
         """Returns whether the next round may begin before the host knows this one's outcome."""
         assert self.placement is not None and isinstance(self.stepper, Stepper)
-        batch, ahead = self._batch, self._forwards.sheet.lookahead
+        batch, ahead = self._batch, self._forwards.lookahead
         room = self.placement.room(batch, self.stepper.options.capacity)
         if int(room.min()) < 2 * ahead + 1:
             return False
         more = np.ones(len(batch), np.int64) if self._known is None else self._known[0] + 1
-        for request, emitted in zip(
-            batch.ids.tolist(), (batch.lengths - 1 + more).tolist(), strict=True
-        ):
-            limit = self._limit(request)
-            if limit is not None and emitted >= limit:
-                return False
-        return True
+        emitted = (batch.lengths - 1 + more).tolist()
+        limits = map(self._limit, batch.ids.tolist())
+        return all(most is None or n < most for n, most in zip(emitted, limits, strict=True))
 
     def _next_rollout(self) -> Rollout | None:
         """Returns the tokens that are imposed on the next round's draft; None: its own count.
@@ -255,23 +291,28 @@ class ChainedTarget(TargetWorker):
         """
         if self._known is None:
             return None
-        batch, draft = self._batch.behind(*self._known), self._drafter.worker
+        batch = self._batch.behind(*self._known)
         self._worker.begin_round(batch, ())
-        draft.begin_round(batch, ())
-        return draft.restart(batch, range(len(batch)), Source.JIT)
+        if self._drafter is None:
+            return None
+        self._drafter.worker.begin_round(batch, ())
+        return self._drafter.worker.restart(batch, range(len(batch)), Source.JIT)
 
 
 def chained_pair(
     job: Job,
     target: TargetWorker,
-    drafter: ChainedDrafter,
+    drafter: Drafter | None,
     forwards: ChainedForwards,
     waiter: Waiter,
-) -> tuple[ChainedTarget, ChainedSpeculator]:
+) -> tuple[ChainedTarget, Speculator]:
     """Returns the target worker and the speculator of a loop whose rounds are chained."""
-    limit = workload_of(job).longest_answer
-    worker = ChainedTarget(target, drafter, forwards, limit)
-    return worker, ChainedSpeculator(drafter, forwards, waiter)
+    limit, rounds = workload_of(job).longest_answer, _Dropping(forwards, waiter)
+    if drafter is None:
+        return ChainedTarget(target, None, forwards, limit), ChainedNobody(rounds)
+    assert isinstance(drafter, ChainedDrafter), "a drafter that launches its own forwards"
+    speculator = ChainedSpeculator(drafter, rounds)
+    return ChainedTarget(target, drafter, forwards, limit), speculator
 
 
 def _no_proposals(row: int, index: int) -> NDArray[np.float32]:

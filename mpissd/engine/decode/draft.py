@@ -89,6 +89,11 @@ class Drafter:
         return len(self._batch)
 
     @property
+    def worker(self) -> DraftWorker:
+        """The worker that it drafts with."""
+        return self._worker
+
+    @property
     def controls(self) -> Controls:
         """The controls that choose fan-outs, backup and late steps."""
         return self._controls

@@ -104,18 +104,16 @@ class Loops:
     def _sides(self, target: TargetWorker) -> tuple[TargetWorker, Speculator]:
         """Returns the target worker and the speculator of the loop."""
         job, waiter = self.job, self._waiter
-        if job.draft is None:
-            return target, NoSpeculator()
-        if not job.inline:
+        if job.config.drafts:
             return target, RemoteSpeculator(*(self._start(n) for n in range(job.config.drafts)))
-        draft = self._draft_worker()
+        draft = self._draft_worker() if job.inline else None
         chained = chained_forwards(job, target, draft)
-        if chained is None:
-            return target, InlineSpeculator(make_drafter(job, draft, waiter))
-        self._resources.callback(chained.close)
-        drafter = make_drafter(job, draft, waiter, kind=ChainedDrafter)
-        assert isinstance(drafter, ChainedDrafter)
-        return chained_pair(job, target, drafter, chained, waiter)
+        kind = Drafter if chained is None else ChainedDrafter
+        drafter = None if draft is None else make_drafter(job, draft, waiter, kind=kind)
+        if chained is not None:
+            self._resources.callback(chained.close)
+            return chained_pair(job, target, drafter, chained, waiter)
+        return target, NoSpeculator() if drafter is None else InlineSpeculator(drafter)
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job

@@ -144,7 +144,8 @@ class Rank:
     ) -> tuple[TargetWorker, Speculator]:
         """Returns the target worker and the speculator of a loop on the lead."""
         job, chained = self.session.job, self.chained
-        if chained is not None and isinstance(drafter, ChainedDrafter) and target is self.target:
+        draft = None if drafter is None else drafter.worker
+        if chained is not None and target is self.target and draft is self.draft:
             pair = chained_pair(job, target, drafter, chained, self.session.waiter)
             self.chained_target = pair[0]
             return pair

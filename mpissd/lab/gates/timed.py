@@ -82,7 +82,7 @@ def device(row: Row, rounds: Rounds) -> Iterator[str]:
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     host = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
-    if row.inline_draft and row.graph:  # launched in the round before (decode.chained)
+    if row.graph and not row.num_drafts:  # launched in the round before (decode.chained)
         host[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     took = rounds["t_target_s"]
     for n in np.flatnonzero(took > host * _AT_MOST + _EVENTS_S)[:1]:

@@ -47,8 +47,10 @@ extern "C" __global__ void chained(int stage, int sequences, int ahead, int* sta
     const int slot = at[0], position = at[1], last = at[2];
     if (stage == 0) {
       const int before = at[3];
-      draft.put(2 * s, before, before < 0 ? -1 : slot, position - 1);
-      draft.put(2 * s + 1, last, slot, position);
+      if (ahead) {
+        draft.put(2 * s, before, before < 0 ? -1 : slot, position - 1);
+        draft.put(2 * s + 1, last, slot, position);
+      }
       for (int j = 0; j < rows; ++j) target.put(s * rows + j, j ? 0 : last, slot, position + j);
     } else if (stage <= ahead) {
       const int row = stage == 1 ? 2 * s + 1 : s;

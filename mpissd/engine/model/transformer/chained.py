@@ -1,9 +1,9 @@
-"""Rounds of greedy speculative decoding that the device decides by itself (`ChainedForwards`).
+"""Rounds of greedy decoding that the device decides by itself (`ChainedForwards`).
 
-A round is K forwards of the draft and one of the target on the same device. Between two of them a
-tiny operation (*stage*) writes the next forward's tokens and places, and behind the last one it
-applies the acceptance rule; so all of a round is launched at once, and the next round before this
-one is over. Nothing waits for the host.
+A round is K forwards of the draft (none in AR) and one of the target on the same device. Between
+two of them a tiny operation (*stage*) writes the next forward's tokens and places, and behind the
+last one it applies the acceptance rule; so all of a round is launched at once, and the next round
+before this one is over. Nothing waits for the host.
 
 Stage 0 places the draft's first forward, of two rows a sequence, and the target's. Its first row
 computes the token before the last committed one once more: where all drafted tokens were accepted,
@@ -73,7 +73,7 @@ class Stage:
     number: int
     turn: int
     sheet: Sheet
-    draft: TransformerStack
+    draft: TransformerStack | None
     target: TransformerStack
     ids: Any = None
 
@@ -92,8 +92,9 @@ def run_stage(stage: Stage) -> None:
 
 def _place(stage: Stage, row: int) -> None:
     slot, position, last, before = stage.sheet.state[row].tolist()
-    _put(stage.draft, 2 * row, before, NOBODY if before < 0 else slot, position - 1)
-    _put(stage.draft, 2 * row + 1, last, slot, position)
+    if stage.draft is not None:
+        _put(stage.draft, 2 * row, before, NOBODY if before < 0 else slot, position - 1)
+        _put(stage.draft, 2 * row + 1, last, slot, position)
     first = row * (stage.sheet.lookahead + 1)
     for j in range(stage.sheet.lookahead + 1):
         _put(stage.target, first + j, 0 if j else last, slot, position + j)
@@ -101,6 +102,7 @@ def _place(stage: Stage, row: int) -> None:
 
 def _draft(stage: Stage, row: int) -> None:
     sheet, number = stage.sheet, stage.number
+    assert stage.draft is not None
     token = int(sheet.forced[stage.turn, row, number - 1])
     if token < 0:
         from_row = 2 * row + 1 if number == 1 else row
@@ -136,23 +138,26 @@ def _put(stack: TransformerStack, row: int, token: int, slot: int, position: int
 
 
 class ChainedForwards:
-    """The programs of such rounds, over the steppers of a draft and of its target.
+    """The programs of such rounds, over the steppers of a draft (None: AR) and of its target.
 
     Two rounds may be under way, of which the second takes its state from the first. Nobody may use
     the steppers meanwhile.
     """
 
-    def __init__(self, draft: Stepper, target: Stepper, sequences: int, lookahead: int) -> None:
+    is_on = False  # whether the present round is chained; its speculator says
+
+    def __init__(
+        self, draft: Stepper | None, target: Stepper, sequences: int, lookahead: int
+    ) -> None:
         """Compiles the programs for `sequences` sequences; both steppers share a backend."""
-        backend = target.backend
-        assert isinstance(draft.stack, TransformerStack)
-        assert isinstance(target.stack, TransformerStack)
-        self._stacks = draft.stack, target.stack
-        self._steppers = draft, target
+        assert (draft is None) == (lookahead == 0), f"K={lookahead}"
+        backend, self._steppers = target.backend, (draft or target, target)
+        self._draft = None if draft is None else _stack_of(draft)
+        self._target = _stack_of(target)
         self.sheet = Sheet(
             backend.host_ints(Sheet.size(sequences, lookahead)), sequences, lookahead
         )
-        ids = draft.stack.weights.head_ids
+        ids = None if self._draft is None else self._draft.weights.head_ids
         self._ids = None if ids is None else self._ops.ids(ids)
         every = range(lookahead + 1)
         self._programs: list[list[Program]] = [
@@ -162,15 +167,15 @@ class ChainedForwards:
 
     @property
     def _ops(self) -> Ops:
-        ops = self._stacks[1].weights.ops
+        ops = self._target.weights.ops
         assert ops is not None
         return ops
 
     def _program(self, number: int, turn: int) -> Program:
         """Compiles the draft's forward number + 1, or the target's, with the stages around it."""
-        sheet, (draft, target) = self.sheet, self._stacks
-        is_last = number == sheet.lookahead
-        stack, stepper = (draft, target)[is_last], self._steppers[is_last]
+        sheet, is_last = self.sheet, number == self.sheet.lookahead
+        stepper = self._steppers[is_last]
+        stack = _stack_of(stepper)
         rows = sheet.sequences * (sheet.lookahead + 1 if is_last else 2 - (number > 0))
         forward = stack.body(rows, 1)
         stages = [0, 1] if number == 0 else [number + 1]
@@ -186,7 +191,7 @@ class ChainedForwards:
         return stepper.backend.program(body, stepper.cost(rows))
 
     def _stage(self, number: int, turn: int) -> Callable[[], None]:
-        stage = Stage(number, turn, self.sheet, *self._stacks, self._ids)
+        stage = Stage(number, turn, self.sheet, self._draft, self._target, self._ids)
         return lambda: self._ops.chained(stage)
 
     def begin(self, state: Ints) -> None:
@@ -196,8 +201,9 @@ class ChainedForwards:
 
     def hold(self, slots: Index, positions: Index) -> None:
         """Reserves the pages of both caches up to these positions, those included."""
-        for stack in self._stacks:
-            stack.pages.hold(slots, positions)
+        for stack in (self._draft, self._target):
+            if stack is not None:
+                stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
         """Launches a round behind those under way; forced: [S, 2K + 1] like Sheet.forced."""
@@ -206,6 +212,11 @@ class ChainedForwards:
         for program in self._programs[round_ % _RING]:
             program.launch()
         self._flying.append(round_)
+
+    @property
+    def lookahead(self) -> int:
+        """K, 0 in AR."""
+        return self.sheet.lookahead
 
     def is_flying(self, round_: int) -> bool:
         """Returns whether a round was launched, and neither told nor dropped."""
@@ -229,8 +240,8 @@ class ChainedForwards:
 
     def draft_s(self, round_: int) -> float:
         """Returns the device time of a finished round before its target's forward, in seconds."""
-        first, *_, last = self._programs[round_ % _RING]
-        return last.after_s(first) + first.elapsed_s()
+        programs = self._programs[round_ % _RING]
+        return programs[-1].after_s(programs[0]) + programs[0].elapsed_s()
 
     def idle_s(self, round_: int) -> float:
         """Returns the time without a forward from the round before's to this one's verification.
@@ -247,3 +258,8 @@ class ChainedForwards:
         for programs in self._programs:
             for program in programs:
                 program.close()
+
+
+def _stack_of(stepper: Stepper) -> TransformerStack:
+    assert isinstance(stepper.stack, TransformerStack)
+    return stepper.stack

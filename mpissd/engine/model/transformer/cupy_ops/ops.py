@@ -154,7 +154,8 @@ class CupyOps:
     def chained(self, stage: Stage) -> None:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
         sheet = stage.sheet
-        draft, target = (stack.candidates.by_k[1] for stack in (stage.draft, stage.target))
+        both = stage.draft or stage.target, stage.target  # without a draft, nothing is read of it
+        draft, target = (stack.candidates.by_k[1] for stack in both)
         state, forced, told, spent = (
             np.uintp(part.ctypes.data)
             for part in (
@@ -167,7 +168,7 @@ class CupyOps:
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
         best = draft.ids, np.int32(1)
         tops = target.ids, target.values, np.int32(1)
-        drafts, targets = _rows(stage.draft), _rows(stage.target)
+        drafts, targets = map(_rows, both)
         args = (*sizes, state, forced, told, spent, stage.ids, *best, *drafts, *tops, *targets)
         kernel = self._launcher.function("chained", _CHAINED_FILES)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
