@@ -80,7 +80,8 @@ class Row(Origin, Mapping[str, Any]):
     graph: bool = key("whether forwards were captured and replayed as graphs")
     fuse: bool = key("whether q, k, v were one product, and gate and up another")
     lm_head: bool = key(
-        "whether the vocabulary product with top-k was part of a forward; of a transformer always"
+        "whether the vocabulary product with top-k was part of a forward; true of every "
+        "transformer, though older rows of one say false"
     )
     context: int = key(
         "value of `--context`: KV cache that attention reads in every forward", "tokens"
@@ -289,8 +290,6 @@ class Row(Origin, Mapping[str, Any]):
     def from_dict(cls, line: Mapping[str, Any]) -> Row:
         """Makes a row from a line: missing keys are None, unknown keys go to `extra`."""
         known = {name: line[name] for name in KEYS if name in line}
-        if known.get("forward") == "transformer" and "lm_head" in known:
-            known["lm_head"] = True  # older rows have the flag's value
         extra = {name: value for name, value in line.items() if name not in FIELDS}
         return cls(**known, absent=frozenset(KEYS).difference(known), extra=extra)
 

@@ -19,6 +19,10 @@ NEWEST = max((line for line in LINES if "round_us" in line), key=lambda line: le
 UNSEEN = {
     "laws",
     "lookup",
+    "top_p",
+    "stop",
+    "num_prompts",
+    "prompts_sha256",
     "recording",
     "forward",
     "weights",

@@ -73,10 +73,14 @@ def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Pa
     check_alike(Row.from_dict(older), Row.from_dict({**row, "tok_per_s": 1.0}))
 
 
-def test_an_older_row_of_a_transformer_had_its_head_all_the_same() -> None:
-    for forward, told in (("transformer", True), ("gemm", False)):
-        assert Row.from_dict({"forward": forward, "lm_head": False}).lm_head is told
-    assert "lm_head" not in Row.from_dict({"forward": "transformer"})
+def test_an_older_row_of_a_transformer_had_its_head_all_the_same(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    row = Row.from_dict(answered(pair, tmp_path))
+    older = row | {"lm_head": False}
+    check_alike(row, older)
+    with pytest.raises(ConfigError, match="lm_head="):
+        check_alike(row | {"forward": "gemm"}, older | {"forward": "gemm"})
 
 
 def test_weights_say_what_their_digests_cover(pair: TinyPair, tmp_path: Path) -> None:
