@@ -21,7 +21,7 @@ from mpissd.common.flag_groups import (
     OutputFlags,
 )
 from mpissd.common.flags import flags_of, parse_into
-from mpissd.common.implied import with_text
+from mpissd.common.implied import with_measured, with_text
 from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.common.workloads import refused_flags
 
@@ -36,8 +36,9 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what a prompt, or a pair with weights, stands for."""
-        return with_text(super().completed(flags))
+        """Adds what a prompt, or a pair with weights, stands for, and a shipped pair's own K and
+        fan-out."""
+        return with_measured(with_text(super().completed(flags)))
 
     @property
     def is_text(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 
 _PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
+_ON_TWO_CORES = {"smollm2": {"lookahead": "3", "fan_out": "uniform:2"}}  # results/cpu-text
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
@@ -25,6 +27,20 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
     if is_text and not {"pair", "target"} & given.keys():
         given["pair"] = DEFAULT_PAIR
     return given
+
+
+def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
+    """Adds K and fan-out at which a pair's SSD was fastest on two cores, where a CPU runs its text
+    and neither they nor a schedule are given."""
+    given = dict(flags)
+    is_ssd = given.get("workload") == "text" and given.get("mode", "ssd") == "ssd"
+    if is_ssd and "schedule" not in given and _runs_on_cpu(given.get("backend", "auto")):
+        given = {**_ON_TWO_CORES.get(given.get("pair", "").lower(), {}), **given}
+    return given
+
+
+def _runs_on_cpu(backend: str) -> bool:
+    return backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
 
 
 def _wants_text(flags: Mapping[str, str]) -> bool:

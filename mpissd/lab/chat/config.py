@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import choice, contained, flag, integer, switch
-from mpissd.common.implied import with_text
+from mpissd.common.implied import with_measured, with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 
@@ -25,5 +25,6 @@ class ChatConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2, the default pair with weights, if the flags name no model."""
-        return with_text({"workload": "text", **super().completed(flags)})
+        """Adds pair=smollm2, the default pair with weights, if the flags name no model, and its own
+        K and fan-out."""
+        return with_measured(with_text({"workload": "text", **super().completed(flags)}))

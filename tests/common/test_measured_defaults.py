@@ -1,0 +1,71 @@
+"""K and fan-out of a shipped pair's text on a CPU: as measured there, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpissd.common import implied
+from mpissd.common.config import RunConfig
+from mpissd.common.flags import parse_into
+from mpissd.lab.chat.config import ChatConfig
+from mpissd.lab.sweep.configs import SweepConfig
+
+TEXT = {"pair": "smollm2", "prompt": "Why?"}
+DEFAULT = RunConfig.lookahead, RunConfig.fan_out
+MEASURED = 3, "uniform:2"
+
+
+@pytest.fixture(autouse=True)
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implied, "find_spec", lambda name: None)
+
+
+def chosen(flags: dict[str, str]) -> tuple[int, str]:
+    config = parse_into(RunConfig, flags)
+    return config.lookahead, config.fan_out
+
+
+def test_a_shipped_pair_takes_what_was_fastest_on_two_cores() -> None:
+    for flags in ({}, {"mode": "ssd"}, {"backend": "numpy"}, {"pair": "SmolLM2"}):
+        assert chosen({**TEXT, **flags}) == MEASURED
+    assert chosen({"prompt": "Why?"}) == MEASURED  # the default pair
+    assert parse_into(ChatConfig, {}).run.fan_out == MEASURED[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pair": "8b/1b"},
+        {**TEXT, "mode": "sd"},
+        {**TEXT, "backend": "cupy"},
+        {"pair": "smollm2", "workload": "gemm"},
+        {"pair": "smollm2", "forward": "transformer"},
+    ],
+    ids=["another pair", "sd", "a GPU", "products", "imposed laws"],
+)
+def test_elsewhere_the_defaults_stay(flags: dict[str, str]) -> None:
+    assert chosen(flags) == DEFAULT
+
+
+def test_what_is_given_counts() -> None:
+    assert chosen({**TEXT, "lookahead": "5"}) == (5, MEASURED[1])
+    assert chosen({**TEXT, "fan_out": "list:4,4,4,4"}) == (3, "list:4,4,4,4")
+
+
+def test_a_gpu_s_auto_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Any = object()
+    monkeypatch.setattr(implied, "find_spec", lambda name: found if name == "cupy" else None)
+    assert chosen(dict(TEXT)) == DEFAULT
+    assert chosen({**TEXT, "backend": "numpy"}) == MEASURED
+
+
+def test_a_schedule_says_what_is_grown() -> None:
+    flags = {**TEXT, "workload": "text", "schedule": "pearl"}
+    assert implied.with_measured(flags) == flags
+
+
+def test_a_sweep_compares_at_the_same_defaults() -> None:
+    config = parse_into(SweepConfig, {**TEXT, "grid": "mode=sd,ssd"})
+    assert (config.run.lookahead, config.run.fan_out) == DEFAULT
