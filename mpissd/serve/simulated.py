@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +87,7 @@ def simulate(
     job = resolve(
         config, tp, backend="emulated", memory_bytes=memory[0], draft_memory_bytes=memory[1]
     )
-    loop = VirtualLoop(job, _costs(job, profile, drafts), host_of(profile, job))
+    loop = VirtualLoop(job, costs_of(job, profile, drafts), host_of(profile, job))
     mail = _Mail(loop, arrivals)
     driver = Driver(Scheduler(_room(job, arrivals, kv_tokens)), mail, clock=lambda: loop.now)
     driver.mode, driver.lookahead = config.mode, job.lookahead
@@ -100,7 +101,7 @@ def simulate(
     return Simulated(mail.served, loop.now, rounds_by, driver.scheduler.num_preempted)
 
 
-def _costs(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
+def costs_of(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
     """Returns the durations of a job's forwards, and of those over prompts."""
     costs, batch = DeviceCosts.from_profile(profile, job, drafts), job.config.batch_size
     rows = fine_buckets(max(_MOST_ROWS, job.verify_rows))
@@ -164,7 +165,9 @@ class VirtualLoop:
     most_rows = _MOST_ROWS
 
     def __init__(self, job: Job, device: DeviceCosts, host: HostCosts) -> None:
-        self._job, self._device, self._host = job, device, host
+        self._job, self._host = job, host
+        self._verify_s = lru_cache(maxsize=None)(lambda rows: float(device.verify_s(rows)))
+        self._drafts_s = lru_cache(maxsize=None)(lambda rows: float(device.draft_s(rows)))
         self.buckets = list(device.verify.rows)
         self._lanes = job.draft_buckets() if job.draft is not None else [1]
         self._opened: dict[int, _Sequence] = {}
@@ -209,7 +212,7 @@ class VirtualLoop:
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
         wait_s = self._answer_s(lookahead)
         rows = len(self._live) * (lookahead + 1) + self._store(control.fill)
-        forward_s = float(self._device.verify_s(_bucket(self.buckets, rows)))
+        forward_s = self._verify_s(_bucket(self.buckets, rows))
         self.now = start + self._host.ask_s + wait_s + self._host.lead_s + forward_s
         if self.meanwhile is not None:
             self.meanwhile()
@@ -273,7 +276,7 @@ class VirtualLoop:
     def _draft_s(self, rows: int) -> float:
         if not rows:
             return 0.0
-        return float(self._device.draft_s(_bucket(self._lanes, rows))) + self._host.step
+        return self._drafts_s(_bucket(self._lanes, rows)) + self._host.step
 
     def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
         """Draws what the round accepted, and which outcomes the draft will have a branch for."""

@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
+from mpissd.engine.backend.profile import role_profiles
+from mpissd.engine.decode.goodput import Goodput, Way
+from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.job import resolve
+from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.recurrence import expect_by_law
+from mpissd.serve import simulated
 from mpissd.serve.simulated import Arrival, simulate
 
 EMULATED = {"backend": "emulated", "device": "h200", "batch_size": "16", "alpha": "0.8"}
 
 
 def config(mode: str, lookahead: int = 0, **flags: str) -> RunConfig:
-    drafts = {"lookahead": str(lookahead)} if lookahead else {}
-    return parse_flags({**EMULATED, "pair": "8b/1b", "mode": mode, **drafts, **flags})
+    told = {**EMULATED, "pair": "8b/1b", "mode": mode, **flags}
+    return parse_flags(told | ({"lookahead": str(lookahead)} if lookahead else {}))
 
 
 def arrivals(rate: float, count: int, seed: int = 0) -> list[Arrival]:
@@ -70,3 +77,54 @@ def test_goodput_is_near_the_best_fixed_way_at_every_load(rate: float, alpha: st
     auto = load(rate, "ssd", 6, alpha, auto=True)
     assert auto <= min(fixed.values()) / 0.95, fixed
     assert auto <= fixed["ar", 0] * 1.02
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags"),
+    [
+        ("ar", {}),
+        ("sd", {"lookahead": "4"}),
+        ("sd", {"lookahead": "4", "num_drafts": "0"}),
+        ("ssd", {"lookahead": "4", "fan_out": "uniform:3"}),
+        ("ssd", {"lookahead": "7", "fan_out": "geometric:40"}),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_full_batches_are_as_fast_as_the_predictor_says(
+    mode: str, flags: dict[str, str], batch: int
+) -> None:
+    told = config(mode, rounds="400", **{**flags, "batch_size": str(batch)})
+    done = simulate(told, 1, [Arrival(0.0, 1, 1200)] * batch)
+    until = min(one.token_s[-1] for one in done.requests)
+    tokens = sum(at <= until for one in done.requests for at in one.token_s)
+    profile, _ = role_profiles(told.device, None)
+    job = resolve(told, 1, backend="emulated", memory_bytes=None)
+    costs = simulated.costs_of(job, profile, profile), host_of(profile, job)
+    expected = expect_by_law(job, *costs, chains=64, num_rounds=64)
+    assert tokens / until == pytest.approx(expected.tok_per_s, rel=0.05)
+
+
+def test_ssd_is_back_within_20_rounds_of_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = list[tuple[int, str]]()
+
+    class Noted(Goodput):
+        """Notes how many sequences every round had, and its mode."""
+
+        def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
+            ways.append((len(result.outcome.rows), way.mode))
+            super().observe(way, result, round_s)
+
+    monkeypatch.setattr(simulated, "Goodput", Noted)
+    asked = [Arrival(0.0, 20, 2000), *(Arrival(1.0, 20, 150) for _ in range(60))]
+    simulate(config("ssd", 6, batch_size="64", alpha="0.55"), 1, asked, auto=True)
+    busy = [n for n, (count, _) in enumerate(ways) if count > 30]
+    after = ways[busy[-1] + 1 :]
+    lone = next(n for n, (count, _) in enumerate(after) if count == 1)
+    assert share(ways[20 : busy[0]], "ssd") > 0.9
+    assert share(ways[busy[20] : busy[-1]], "ssd") < 0.5
+    assert share(after[lone + 20 : lone + 120], "ssd") > 0.9
+
+
+def share(ways: Sequence[tuple[int, str]], mode: str) -> float:
+    """The share of rounds in a mode; another one is tried now and then."""
+    return float(np.mean([found == mode for _, found in ways]))

@@ -17,7 +17,7 @@ again while that costs at most EXPLORE of the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -170,17 +170,14 @@ class Goodput:
         ahead = np.cumprod(each, axis=1).sum(axis=0)
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
-    def _rates(self, count: int, tokens: Floats) -> list[tuple[Way, float]]:
-        """Returns the goodput of every way."""
-        found = []
-        for lookahead in range(self._lookahead + 1):
-            base = self._times.seconds(count * (lookahead + 1))
-            base += self._host[lookahead > 0].at(count, 0.0)
-            for growth in self._growths.values() if lookahead else [self._growths[0]]:
-                seconds = base + self._wait_s(growth, count) * lookahead
-                rate = tokens[lookahead] / max(seconds, 1e-9)
-                found.append((Way(lookahead, growth.width), rate))
-        return found
+    def _rates(self, count: int, tokens: Floats) -> Iterator[tuple[Way, float]]:
+        """Yields the goodput of every way."""
+        waits = [(width, self._wait_s(growth, count)) for width, growth in self._growths.items()]
+        host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
+        for lookahead, expected in enumerate(tokens.tolist()):
+            base = self._times.seconds(count * (lookahead + 1)) + host[lookahead > 0]
+            for width, wait in waits if lookahead else waits[:1]:
+                yield Way(lookahead, width), expected / max(base + wait * lookahead, 1e-9)
 
     def _wait_s(self, growth: _Growth, count: int) -> float:
         """Returns the expected wait for the draft, over K."""
