@@ -46,8 +46,6 @@ class Buffers:
 class TransformerStack:
     """One rank's weights, buffers and KV cache; `body(rows)` is its forward."""
 
-    library_prefill = True  # whether long prompts may be computed in chunks of their own
-
     def __init__(
         self,
         backend: Backend,
@@ -77,6 +75,9 @@ class TransformerStack:
         self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
         self.buffers = _buffers(backend, shard, weights.ops, max_rows)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
+        # Whether long prompts may be computed in chunks of their own. A server stores a prompt's
+        # rows beside others, and again where pages ran out: they need one kind of products.
+        self.library_prefill = options.pool == 0
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
         self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
