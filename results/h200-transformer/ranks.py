@@ -32,7 +32,7 @@ from mpissd.lab.measure.calibrate import chain_s
 
 COMM, WAITER = MPI.COMM_WORLD, Waiter(60.0, spin=True)
 ROWS, CONTEXTS = (1, 2, 5, 8, 16), (512, 4096)
-LAUNCHES, WARM_UP, BEHIND = 30, 4, 96
+LAUNCHES, WARM_UP, BEHIND = 20, 3, 96
 
 
 class Bench:
