@@ -1,7 +1,7 @@
 """The row of a load: one server, one rate of arrivals, schema 1. It is a line of OUT/loads.jsonl.
 
 OUT/loads/<load_id>.npz has an array a number for each request, in the order of arrival: at_s,
-ttft_s, latency_s (NaN: none), num_tokens, prompt_tokens and status (200: answered). docs/serving.md
+ttft_s, latency_s (NaN: none), num_tokens, prompt_tokens and status (200: answered). docs/load.md
 has the table of these keys.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
@@ -25,14 +25,18 @@ class LoadRow:
     load_id: str = key("id of the measurement, which names its file under OUT/loads")
     server: str = key("URL of the server, or `in-process`")
     model: str = key("the model that answered")
+    draft: str | None = key("the draft; null in AR, and where the server does not tell")
     mode: str | None = key("ar, sd, ssd or auto; null where the server does not tell")
     backend: str | None = key("of the server; null where it does not tell")
     device_name: str | None = key("likewise: the lead's device")
     tp: int | None = key("likewise: T")
     num_drafts: int | None = key("likewise: D")
-    world_size: int | None = key("likewise: T + D")
+    replicas: int | None = key("likewise: servers that share the requests")
+    world_size: int | None = key("likewise: replicas · (T + D)")
     lookahead: int | None = key("likewise: K, at most")
     max_running: int | None = key("likewise: most sequences that decode together")
+    acceptance: str | None = key("the acceptance law that was imposed; null where models decided")
+    hit_law: str | None = key("likewise: the hit law, in SSD and auto")
     arrivals: str = key('"poisson", or the file of arrivals')
     prompts: str = key("the file of prompts, and the beginning of its SHA-256")
     seed: int = key("seed of the arrivals")

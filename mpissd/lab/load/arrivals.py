@@ -25,6 +25,17 @@ class Arrival:
     entry: Entry
     max_tokens: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as its line says; ConfigError if it does not."""
+        found = self.entry.get("prompt_tokens")
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise ConfigError(
+                f"prompts: {str(dict(self.entry))[:40]}…: allowed without a server: lines with "
+                "prompt_tokens >= 1, since a simulated model has no tokenizer"
+            )
+        return found
+
 
 @dataclass(frozen=True)
 class Load:

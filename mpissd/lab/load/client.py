@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.lab.load.arrivals import Arrival, Load
-from mpissd.lab.load.config import LoadConfig
+from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
 from mpissd.lab.load.served import ANSWERED, Served
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Client:
             raise ConfigError("load needs httpx: pip install 'mpissd[serve]'") from error
         key = config.api_key or os.environ.get(_KEY_VARIABLE)
         self._broken = httpx.HTTPError
-        self._config = config
+        self._config, self.url = config, config.url or DEFAULT_URL
         self._http = httpx.AsyncClient(
-            base_url=config.url.rstrip("/") + "/",
+            base_url=self.url.rstrip("/") + "/",
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=config.deadline_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -58,7 +58,7 @@ class Client:
             found = answer.raise_for_status().json()["data"]
             self.model = self.model or found[0]["id"]
         except (self._broken, ValueError, LookupError, TypeError) as error:
-            raise FaultError(f"url={self._config.url}: no models there: {error}") from error
+            raise FaultError(f"url={self.url}: no models there: {error}") from error
         about: Mapping[str, Any] = {}
         for each in found:
             if each["id"] == self.model:

@@ -7,7 +7,7 @@ import json
 import platform
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mpissd.common.output import append_row, check_output
 from mpissd.lab.load.arrivals import Load, digest, loads
 from mpissd.lab.load.client import Client
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.load.served import arrays, row_of
+from mpissd.lab.load.served import Served, arrays, row_of
 
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
@@ -34,40 +34,55 @@ def load(config: LoadConfig) -> int:
     check_output(config.out)
     planned = list(loads(config))
     try:
-        last = asyncio.run(_send_all(config, planned))
+        rows = _simulate(config, planned) if config.is_simulated else _ask(config, planned)
     except FaultError as fault:
         print(f"mpissd: {fault}", file=sys.stderr)
         return fault.exit_code
-    print(json.dumps(last.to_dict()))
+    print(json.dumps(rows[-1].to_dict()))
     return 0
 
 
-async def _send_all(config: LoadConfig, planned: list[Load]) -> LoadRow:
-    row = LoadRow()
+def _simulate(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
+    from mpissd.lab.load import simulated
+
+    about = simulated.about(config)
+    print(_HEAD, flush=True)
+    return [_kept(config, each, simulated.send_all(config, each), about) for each in planned]
+
+
+def _ask(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
+    return asyncio.run(_send_all(config, planned))
+
+
+async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
+    rows = []
     async with Client(config) as client:
-        about = await client.about()
+        about = {**await client.about(), "model": client.model, "server": client.url}
         print(_HEAD, flush=True)
         for each in planned:
-            served = await client.send_all(each)
-            load_id = f"load-{about.get('mode') or 'server'}-{secrets.token_hex(6)}"
-            named = {**_named(config, client.model), "load_id": load_id}
-            row = row_of(each, served, (config.ttft, config.tpot), about, named)
-            keep(config.out, row, arrays(served))
-            print(line(row), flush=True)
-            if row.num_failed and not row.num_answered:
-                raise FaultError(f"url={config.url}: none of {row.num_requests} was answered")
-    return row
+            rows.append(_kept(config, each, await client.send_all(each), about))
+            if rows[-1].num_failed and not rows[-1].num_answered:
+                raise FaultError(f"url={client.url}: none of {len(each.arrivals)} was answered")
+    return rows
 
 
-def _named(config: LoadConfig, model: str) -> dict[str, Any]:
+def _kept(
+    config: LoadConfig, load: Load, served: Sequence[Served], about: Mapping[str, Any]
+) -> LoadRow:
+    """Makes a load's row, keeps it and prints its line."""
     assert config.prompts is not None, "checked"
-    return {
-        "server": config.url,
-        "model": model,
+    named = {
+        "load_id": f"load-{about.get('mode') or 'server'}-{secrets.token_hex(6)}",
+        "server": about.get("server", "in-process"),
+        "model": about["model"],
         "prompts": digest(config.prompts),
         "seed": config.seed,
         "provenance": provenance(),
     }
+    row = row_of(load, served, (config.ttft, config.tpot), about, named)
+    keep(config.out, row, arrays(served))
+    print(line(row), flush=True)
+    return row
 
 
 def provenance() -> dict[str, Any]:
@@ -106,4 +121,6 @@ def line(row: LoadRow) -> str:
 def _milliseconds(found: Mapping[str, float] | None) -> str:
     if found is None:
         return f"{'–':>8}{'–':>6}{'–':>6}"
-    return f"{1e3 * found['p50']:8.0f}{1e3 * found['p90']:6.0f}{1e3 * found['p99']:6.0f}"
+    times = [1e3 * found[name] for name in ("p50", "p90", "p99")]
+    texts = [f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in times]
+    return f"{texts[0]:>8}{texts[1]:>6}{texts[2]:>6}"

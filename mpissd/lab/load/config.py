@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, flag, integer, number, switch, words
+from mpissd.common.flags import (
+    Checked,
+    choice,
+    contained,
+    flag,
+    flags_of,
+    integer,
+    number,
+    said,
+    switch,
+    words,
+)
+
+AUTO = "auto"
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+# What a simulated server does not read of a run, or this command has itself.
+_UNREAD = (
+    "prompt prompts prompt_ids batch_size rounds num_tokens warmup_rounds seed trace ledger_ab "
+    "dry_run world_size out progress show chat_template temperature top_p stop stop_token backend "
+    "all_reduce graph cuda_aware_mpi deadline_s on_draft_loss"
+).split()
+_SIMULATED = frozenset(flags_of(RunConfig)).difference(_UNREAD)
 
 
 def rates(name: str, text: str) -> tuple[float, ...]:
@@ -35,7 +58,12 @@ class LoadConfig(Checked):
     chat_template: bool = flag(True, switch, "send a prompt as a user's message of a chat")
     temperature: float = flag(0.0, number(0, 2), "sampling temperature")
     seed: int = flag(0, integer(0, 2**63 - 1), "of arrivals, and of the order of prompts")
-    url: str = flag("http://127.0.0.1:8000/v1", words, "an OpenAI-compatible server")
+    url: str | None = flag(
+        None,
+        words,
+        f"an OpenAI-compatible server (default: {DEFAULT_URL}; without it a pair is "
+        "simulated in this process, on an emulated device)",
+    )
     model: str | None = flag(None, words, "model to ask for (default: the server's first)")
     api_key: str | None = flag(None, words, "key to send (or MPISSD_API_KEY)")
     ttft: float = flag(1.0, number(0), "objective: seconds to the first token, at most")
@@ -43,6 +71,47 @@ class LoadConfig(Checked):
     deadline_s: float = flag(600.0, number(0.1), "longest wait for an answer, in seconds")
     out: str = flag("out", words, "folder of loads.jsonl and loads/")
     stream_usage: bool = flag(True, switch, "ask for usage in streams; some servers refuse it")
+
+    run: RunConfig = contained(
+        RunConfig,
+        only=_SIMULATED,
+        mode=flag("ssd", choice(AUTO, "ar", "sd", "ssd"), "decoding mode; auto: by the round"),
+    )
+    auto: bool = flag(False, switch, "as mode=auto")
+    tp: int = flag(1, integer(1), "target ranks to simulate")
+    replicas: int = flag(1, integer(1, 64), "servers to simulate, which get requests in turn")
+    max_running: int = flag(16, integer(1, 4096), "most sequences that decode together")
+    kv_tokens: int = flag(0, integer(0), "tokens of KV cache for all of them; 0: enough")
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds what mode=auto stands for."""
+        given = super().completed(flags)
+        if given.get("mode") == AUTO:
+            given |= {"mode": "ssd", "auto": "true"}
+        return given
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a pair is named, and no server."""
+        return self.url is None and bool(self.run.pair or self.run.target)
+
+    @property
+    def simulated(self) -> RunConfig:
+        """The configuration of the pair that is simulated."""
+        return replace(
+            self.run,
+            backend="emulated",
+            batch_size=self.max_running,
+            seed=self.seed,
+            num_tokens=self.num_tokens,
+        )
+
+    def check_url(self) -> None:
+        """Refuses a server and a pair to simulate."""
+        if self.url is not None and said(self.run):
+            name = min(said(self.run))
+            raise ConfigError(f"{name} with url={self.url}: allowed: without url, to simulate it")
 
     def check_prompts(self) -> None:
         """Refuses a load without prompts, or with two sources of arrivals."""

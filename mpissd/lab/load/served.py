@@ -15,7 +15,10 @@ from mpissd.lab.load.arrivals import Load
 
 ANSWERED, REFUSED = 200, 429
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
-_SERVER = "mode backend device_name tp num_drafts world_size lookahead max_running".split()
+_SERVER = (
+    "draft mode backend device_name tp num_drafts replicas world_size lookahead max_running "
+    "acceptance hit_law"
+).split()
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ def row_of(
 
 def arrays(served: Sequence[Served]) -> dict[str, NDArray[Any]]:
     """Returns an array a number for each request, for OUT/loads."""
-    names = ("at_s", "ttft_s", "latency_s", "num_tokens", "prompt_tokens", "status")
-    return {name: np.array([getattr(each, name) for each in served]) for name in names}
+    times, counts = ("at_s", "ttft_s", "latency_s"), ("num_tokens", "prompt_tokens", "status")
+    kinds = [(name, "f4") for name in times] + [(name, "i4") for name in counts]
+    return {name: np.array([getattr(each, name) for each in served], kind) for name, kind in kinds}
 
 
 def _wall(served: Sequence[Served]) -> float:

@@ -1,31 +1,39 @@
-"""The table of docs/row.md, from the fields of mpissd.common.row.
+"""The tables of docs/row.md and docs/load.md, from the fields of mpissd.common.row and load_row.
 
-python -m mpissd.lab.tables.row_page      prints it; docs/tables.py writes it into the page
+python -m mpissd.lab.tables.row_page [load]      prints one; docs/tables.py writes it into its page
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields
+from typing import Any
 
+from mpissd.common.load_row import LoadRow
 from mpissd.common.row import FIELDS
 
 _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
 
 
-def lines() -> Iterator[str]:
+LOAD_FIELDS = {field.name: field for field in fields(LoadRow)}
+
+
+def lines(known: Mapping[str, Field[Any]] = FIELDS) -> Iterator[str]:
     """Yields the table of a row's keys as Markdown, a line for each key in the order of a row."""
     yield "| key | type | unit | meaning |"
     yield "|---|---|---|---|"
-    for name, field in FIELDS.items():
+    for name, field in known.items():
         unit, meaning = field.metadata["unit"], field.metadata["meaning"]
         yield f"| `{name}` | {_type(str(field.type))} | {unit} | {meaning} |"
 
 
 def _type(annotation: str) -> str:
     plain = annotation.removesuffix(" | None")
+    plain = "object" if plain == "Times" else plain
     kind = "list" if plain.startswith("list") else _TYPES.get(plain, "object")
     return kind if plain == annotation else f"{kind}, or null"
 
 
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    print("\n".join(lines(LOAD_FIELDS if sys.argv[1:] == ["load"] else FIELDS)))

@@ -47,17 +47,19 @@ def make_server(config: ServeConfig, job: Job, lead: Lead) -> Server:
         temperature=run.temperature,
         max_wait_s=config.max_wait_s,
         key=config.key,
-        about=_about(config),
+        about=_about(config, job),
     )
     app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
     return Server(settings(app), lead)
 
 
-def _about(config: ServeConfig) -> dict[str, Any]:
+def _about(config: ServeConfig, job: Job) -> dict[str, Any]:
     """Returns what a load's row tells of the server."""
     return {
         "mode": AUTO if config.auto else config.run.mode,
+        "draft": job.draft.name if job.draft else None,
         "tp": config.tp,
+        "replicas": 1,
         "num_drafts": config.drafts,
         "world_size": config.num_ranks,
         "lookahead": 0 if config.run.mode == "ar" else config.run.lookahead,
