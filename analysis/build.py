@@ -50,8 +50,8 @@ def slug(machine: str) -> str:
 def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn | Skipped]:
     """Draws one figure of one machine; several if the figure is drawn for each pair."""
     spec = FIGURES[name]
-    here = on_machine(replace(data, notes=Notes()), device)
-    machine = str(here.rows["device_name"].iloc[0])
+    here = on_machine(replace(data, notes=Notes()), device, of_loads=spec.of_loads)
+    machine = str((here.loads if spec.of_loads else here.rows)["device_name"].iloc[0])
     parts = {"": here}
     if spec.per_pair:
         parts = {f"-{pair}": part for pair, part in by_pair(here).items()} or parts
@@ -73,14 +73,25 @@ def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skippe
 
 def draw_all(data: Data) -> Iterator[Drawn | Skipped]:
     """Draws every figure of every machine."""
-    for device in machines(data.rows):
-        for name in FIGURES:
-            yield from draw(data, name, device)
+    for device, name in jobs_of(data):
+        yield from draw(data, name, device)
+
+
+def jobs_of(data: Data) -> list[tuple[str, str]]:
+    """Returns (machine, figure) of all that may be drawn: figures of runs where a machine has
+    runs, those of loads where it has loads."""
+    of_runs, of_loads = machines(data.rows), machines(data.loads)
+    return [
+        (device, name)
+        for device in dict.fromkeys([*of_runs, *of_loads])
+        for name, spec in FIGURES.items()
+        if device in (of_loads if spec.of_loads else of_runs)
+    ]
 
 
 def build_all(data: Data, out: Path, kinds: Sequence[str], workers: int) -> Iterator[str]:
     """Draws and saves all figures in `workers` processes; yields a line for each figure."""
-    jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
+    jobs = jobs_of(data)
     if not jobs:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
     with ProcessPoolExecutor(workers, initializer=_share, initargs=(data, out, kinds)) as pool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pandas as pd
 
 from analysis.gain import claim
+from analysis.load_findings import LOAD_FINDINGS
 from analysis.real_pair import REAL
 from analysis.uses import BESIDE
 from mpissd.common.compare import bound
@@ -294,4 +295,4 @@ FINDINGS: dict[str, Says] = {
         heterogeneity,
         head,
     )
-}
+} | LOAD_FINDINGS

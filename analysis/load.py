@@ -1,6 +1,7 @@
 """Reads result rows and device profiles; an unreadable one causes a note, not a failure.
 
-`load(["results"])` takes folders (every runs*.jsonl and profiles/*.json below) and files. A line
+`load(["results"])` takes folders (every runs*.jsonl, loads*.jsonl and profiles/*.json below) and
+files of runs. A line
 that is cut off, of another schema or incomplete is left out and noted with its file and line.
 """
 
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from analysis import loads as loads_of
+from analysis.loads import tidy_loads
 from analysis.notes import Notes, NothingLeft
 from analysis.tidy import complete, tidy
 from mpissd.common.errors import ConfigError
@@ -27,12 +30,14 @@ Row = dict[str, Any]
 class Data:
     """Result rows and probed profiles, with notes on what was left out.
 
-    rows: one measured run a row (docs/row.md and analysis/tidy.py name the columns).
+    rows: one measured run a row (docs/row.md and analysis/tidy.py name the columns). loads: one
+    load a row (analysis/loads.py).
     """
 
     rows: pd.DataFrame
     profiles: tuple[Row, ...] = ()
     notes: Notes = field(default_factory=Notes)
+    loads: pd.DataFrame = field(default_factory=lambda: tidy_loads([]))
 
     def with_rows(self, rows: pd.DataFrame) -> Data:
         """Returns the same data with other rows."""
@@ -46,6 +51,7 @@ def load(paths: Iterable[str | Path]) -> Data:
     """
     notes = Notes()
     rows: dict[str, Row] = {}
+    loads: dict[str, Row] = {}
     profiles: list[Row] = []
     places = [Path(path) for path in paths]
     for path in places:
@@ -53,11 +59,13 @@ def load(paths: Iterable[str | Path]) -> Data:
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
         for file in _files(path, "runs*.jsonl"):
             _add(rows, _rows(file, notes), notes)
+        for file in _files(path, "loads*.jsonl") if path.is_dir() else ():
+            loads |= {row["load_id"]: row for _, row in _rows(file, notes, _load_of)}
         profiles += _profiles(path, notes)
-    if not rows:
+    if not rows and not loads:
         why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
         raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
-    return Data(tidy(list(rows.values())), tuple(profiles), notes)
+    return Data(tidy(list(rows.values())), tuple(profiles), notes, tidy_loads(list(loads.values())))
 
 
 def _exists(path: Path) -> bool:
@@ -84,8 +92,19 @@ def _same(a: Row, b: Row) -> bool:
     return repr({**a, "folder": ""}) == repr({**b, "folder": ""})
 
 
-def _rows(path: Path, notes: Notes) -> Iterator[tuple[str, Row]]:
-    """Yields the usable rows of a file, each with its file and line number."""
+def _run_of(row: Row, folder: Path) -> Row:
+    return complete({**row, "folder": str(folder)})
+
+
+def _load_of(row: Row, folder: Path) -> Row:
+    return loads_of.complete(row, folder)
+
+
+def _rows(
+    path: Path, notes: Notes, made: Callable[[Row, Path], Row] = _run_of
+) -> Iterator[tuple[str, Row]]:
+    """Yields the usable rows of a file, each with its file and line number; `made` completes
+    them."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -106,7 +125,7 @@ def _rows(path: Path, notes: Notes) -> Iterator[tuple[str, Row]]:
             schemas[str(row.get("schema"))] += 1
         else:
             try:
-                yield where, complete({**row, "folder": str(path.parent)})
+                yield where, made(row, path.parent)
             except ValueError as wrong:
                 notes.add(f"{where}: left out: {wrong}")
     for schema, count in schemas.items():

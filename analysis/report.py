@@ -13,12 +13,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.build import Drawn, Skipped, draw_all, slug
+from analysis.build import Drawn, Skipped, draw_all, jobs_of, slug
 from analysis.figures import FIGURES
 from analysis.load import Data
 from analysis.notes import NothingLeft
 from analysis.page import PAGE
-from analysis.select import machines
 from analysis.style import rendered, write
 from analysis.summary import best_of_each, sources
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
@@ -46,7 +45,7 @@ def render(data: Data, tell: Callable[[str], None]) -> str:
         items.append(item)
     names = [
         m
-        for m in machines(data.rows)
+        for m in dict.fromkeys(machine for machine, _ in jobs_of(data))
         if any(isinstance(i, Drawn) and i.machine == m for i in items)
     ]
     if not names:
@@ -55,10 +54,11 @@ def render(data: Data, tell: Callable[[str], None]) -> str:
         _section(name, [i for i in items if i.machine == name], data) for name in names
     )
     links = " ".join(f'<a href="#{slug(name)}">{escape(name)}</a>' for name in names)
-    rows = len(data.rows)
+    rows, loads = len(data.rows), len(data.loads)
+    also = f" and {loads} loads" if loads else ""
     intro = (
-        f"{rows} rows from {len(names)} machines. Every figure says on itself which hardware it "
-        "shows, whether that was measured or emulated, and how its forwards were made; its "
+        f"{rows} rows{also} from {len(names)} machines. Every figure says on itself which hardware "
+        "it shows, whether that was measured or emulated, and how its forwards were made; its "
         "numbers can be downloaded below it."
     )
     return PAGE.substitute(

@@ -41,19 +41,24 @@ def machines(rows: pd.DataFrame) -> list[str]:
     return sorted(counts.index, key=lambda n: (n in cpus, "emulated" in n, -counts[n], n))
 
 
-def on_machine(data: Data, device: str | None = None) -> Data:
-    """Returns the rows and profiles of one machine (None: the first of `machines`)."""
-    names = machines(data.rows)
+def on_machine(data: Data, device: str | None = None, *, of_loads: bool = False) -> Data:
+    """Returns the rows, loads and profiles of one machine (None: the first of `machines`).
+
+    of_loads: whether loads are what is drawn, and their machines those that can be named.
+    """
+    asked = data.loads if of_loads else data.rows
+    names = machines(asked)
     if not names:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
     if device is not None and device not in names:
         raise unknown("device", device, names)
     name = device or names[0]
-    here = data.rows["device_name"] == name
-    for other, count in data.rows.loc[~here, "device_name"].value_counts().items():
+    others = asked.loc[asked["device_name"] != name, "device_name"]
+    for other, count in others.value_counts().items():
         data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
-    return Data(data.rows[here], profiles, data.notes)
+    here, there = (frame[frame["device_name"] == name] for frame in (data.rows, data.loads))
+    return Data(here, profiles, data.notes, there)
 
 
 def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -> pd.DataFrame:

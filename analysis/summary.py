@@ -16,6 +16,8 @@ from mpissd.common.rivals import Family
 
 def best_of_each(data: Data, machine: str) -> pd.DataFrame:
     """Returns each method at its best K for every pair and T, at the alpha with most rows."""
+    if machine not in set(data.rows["device_name"]):  # it has loads alone
+        return pd.DataFrame()
     try:
         here = on_machine(Data(data.rows, (), Notes()), machine)
     except NothingLeft:
@@ -82,8 +84,23 @@ def _over(case: Case, ssd: pd.DataFrame) -> str:
 
 
 def sources(data: Data) -> pd.DataFrame:
-    """Returns a line for each folder and machine: rows, dates, versions, packages."""
+    """Returns a line for each folder and machine: rows or loads, dates, versions, packages."""
+    return pd.DataFrame([*_of_runs(data), *_of_loads(data)])
+
+
+def _of_loads(data: Data) -> list[dict[str, Any]]:
     lines = []
+    for (folder, machine), group in data.loads.groupby(["folder", "device_name"], sort=True):
+        times = sorted(str(time)[:16] for time in group["time"])
+        line = {"set": f"{folder} (loads)", "device": machine, "rows": len(group)}
+        lines.append({**line, "from": times[0], "to": times[-1]})
+    return lines
+
+
+def _of_runs(data: Data) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    if data.rows.empty:
+        return lines
     for (folder, machine), group in data.rows.groupby(["folder", "device_name"], sort=True):
         facts = [p for p in group["provenance"] if isinstance(p, dict)]
         started = sorted(str(p["started_at"]) for p in facts if p.get("started_at"))
@@ -104,4 +121,4 @@ def sources(data: Data) -> pd.DataFrame:
                 ),
             }
         )
-    return pd.DataFrame(lines)
+    return lines

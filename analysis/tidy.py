@@ -84,8 +84,9 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def tidy(rows: list[Line]) -> pd.DataFrame:
-    """Makes a frame of complete rows."""
-    frame = pd.DataFrame(rows)
+    """Makes a frame of complete rows; without one, figures of loads alone can be drawn."""
+    known = dict.fromkeys((*KEYS, *_NUMBERS, *REAL))
+    frame = pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(known))
     for name in (*_NUMBERS, *REAL):
         frame[name] = pd.to_numeric(frame[name], errors="coerce").astype(float)
     return frame
