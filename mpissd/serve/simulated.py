@@ -1,9 +1,8 @@
 """Arrivals in virtual time: the server's own scheduler and controller over modelled rounds.
 
 A `VirtualLoop` takes the place of the target loop. Its rounds last as the emulated backend's
-forwards do, with the host costs of the profile and the draft's steps as in `lab.predict`; laws
-decide what is accepted and what hits. Coins are keyed by sequence and position, so that two methods
-see the same ones.
+forwards do, with the host costs of the profile and the draft's steps as in `lab.predict`; laws or a
+recording decide what is accepted and what hits (`outcomes`), the same ones for every method.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.common.config import RunConfig
-from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.backend.profile import Profile, role_profiles
@@ -30,10 +27,10 @@ from mpissd.engine.job import Job, fine_buckets, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.hosts import host_of
 from mpissd.serve.driver import Driver
+from mpissd.serve.outcomes import Outcomes, outcomes_of
 from mpissd.serve.protocol import End, Message, Submit, Tokens
 
 _PAGE = 64
-_POSITIONS = 4096  # after which the coins of a sequence begin again
 _MOST_ROWS = 512  # of a forward over a prompt alone
 
 
@@ -79,7 +76,7 @@ def simulate(
 ) -> Simulated:
     """Serves these arrivals in virtual time, at most batch_size at once; raises ConfigError.
 
-    config: of an emulated device; its laws decide outcomes, as with workload=gemm. auto: lets the
+    config: of an emulated device; its laws or its recording decide outcomes. auto: lets the
     controller choose the mode and K. kv_tokens: of the cache (0: each may be as long as it needs).
     """
     profile, drafts = role_profiles(config.device, config.draft_device)
@@ -148,13 +145,12 @@ class _Mail:
 
 @dataclass
 class _Sequence:
-    """A live sequence: tokens committed, and whether the draft has the branch of its outcome."""
+    """A live sequence: tokens emitted, and whether the draft has the branch of its outcome."""
 
     request: Request
-    coins: NDArray[np.float64]
-    ranks: NDArray[np.float64]
+    outcomes: Outcomes
     left: int  # tokens of the prompt that are not stored
-    length: int
+    emitted: int  # before a preemption, too
     hit: bool = False
 
 
@@ -172,6 +168,7 @@ class VirtualLoop:
         self._lanes = job.draft_buckets() if job.draft is not None else [1]
         self._opened: dict[int, _Sequence] = {}
         self._live: dict[int, _Sequence] = {}
+        self._prompts: dict[int, int] = {}  # tokens of each request's own prompt
         self.now = 0.0
         self._sent = self._grown_s = 0.0  # when the draft last replied; its glue and keys
         self._step_s, self._most_steps = 0.0, 0  # of its growth; 0: nothing grows
@@ -192,10 +189,10 @@ class VirtualLoop:
     def open(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join once their prompts are stored."""
         for request in requests:
-            name, seed = request.request_id, self._job.config.seed
-            coins, ranks = (uniforms(seed, p, name, 0, 2 * _POSITIONS) for p in _DRAWS)
-            stored, length = len(request.prompt) - 1, len(request.prompt)
-            self._opened[name] = _Sequence(request, coins, ranks, stored, length)
+            name = request.request_id
+            emitted = len(request.prompt) - self._prompts.setdefault(name, len(request.prompt))
+            outcomes = outcomes_of(self._job, name)
+            self._opened[name] = _Sequence(request, outcomes, len(request.prompt) - 1, emitted)
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """Releases these sequences."""
@@ -280,35 +277,20 @@ class VirtualLoop:
 
     def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
         """Draws what the round accepted, and which outcomes the draft will have a branch for."""
-        count = len(self._live)
+        count, grows = len(self._live), self._step_s > 0
+        fans = self._job.fan_outs.within(self.control.width)
         served = Speculation.empty(0, count, self._job.lookahead)
         rows = np.zeros((count, Outcome.WIDTH), np.int32)
         for n, (name, one) in enumerate(self._live.items()):
             source = Source.CACHE if one.hit else Source.JIT
             if lookahead:
                 served.rows[n, :3] = source, one.hit, lookahead
-            k = self._accepted(one, lookahead, source)
+            k = one.outcomes.accepted(one.emitted, lookahead, source) if lookahead else 0
             rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
-            one.length += k + 1
-            one.hit = bool(self._step_s) and self._hits(one, k, lookahead, source)
+            fan_out = fans.behind(source)
+            one.hit = grows and one.outcomes.hits(one.emitted, k, lookahead, fan_out)
+            one.emitted += k + 1
         return served, Outcome(0, rows)
-
-    def _accepted(self, one: _Sequence, lookahead: int, source: Source) -> int:
-        if not lookahead:
-            return 0
-        hazards = self._job.acceptance[source].hazards
-        coins, k = one.coins[one.length % _POSITIONS :], 0
-        while k < lookahead and coins[k] < hazards[k]:
-            k += 1
-        return k
-
-    def _hits(self, one: _Sequence, k: int, lookahead: int, source: Source) -> bool:
-        fans = self._job.fan_outs.within(self.control.width)
-        chance = self._job.hit_law.hit_probability(fans.behind(source)[k], k == lookahead)
-        return bool(one.ranks[one.length % _POSITIONS] < chance)
-
-
-_DRAWS = Purpose.ACCEPT, Purpose.RANK
 
 
 def _bucket(buckets: Sequence[int], rows: int) -> int:

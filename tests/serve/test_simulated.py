@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.rounds import Source
+from mpissd.engine import Decoder
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.target import RoundResult
@@ -16,8 +19,10 @@ from mpissd.engine.job import resolve
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.recurrence import expect_by_law
 from mpissd.serve import simulated
+from mpissd.serve.outcomes import outcomes_of
 from mpissd.serve.simulated import Arrival, simulate
 
+RECORDING = "results/recordings/smollm2-chat.npz"
 EMULATED = {"backend": "emulated", "device": "h200", "batch_size": "16", "alpha": "0.8"}
 
 
@@ -116,7 +121,7 @@ def test_ssd_is_back_within_20_rounds_of_a_burst(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(simulated, "Goodput", Noted)
     asked = [Arrival(0.0, 20, 2000), *(Arrival(1.0, 20, 150) for _ in range(60))]
-    simulate(config("ssd", 6, batch_size="64", alpha="0.55"), 1, asked, auto=True)
+    simulate(config("ssd", 6, batch_size="64", alpha="0.2"), 1, asked, auto=True)
     busy = [n for n, (count, _) in enumerate(ways) if count > 30]
     after = ways[busy[-1] + 1 :]
     lone = next(n for n, (count, _) in enumerate(after) if count == 1)
@@ -128,3 +133,23 @@ def test_ssd_is_back_within_20_rounds_of_a_burst(monkeypatch: pytest.MonkeyPatch
 def share(ways: Sequence[tuple[int, str]], mode: str) -> float:
     """The share of rounds in a mode; another one is tried now and then."""
     return float(np.mean([found == mode for _, found in ways]))
+
+
+def test_a_recording_gives_the_outcomes_of_a_replay() -> None:
+    flags = {**EMULATED, "pair": "8b/1b", "workload": "replay", "recording": RECORDING}
+    del flags["alpha"]
+    told = parse_flags({**flags, "device": "null", "batch_size": "3", "fan_out": "uniform:3"})
+    with Decoder(told) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+    rows = decoder.records.sequences()
+    job = resolve(told, 1, backend="emulated", memory_bytes=None)
+    for name in range(3):
+        mine, emitted, hit = outcomes_of(job, name), 0, False
+        for k, found in rows[rows[:, 1] == name][:, [3, 6]].tolist():
+            source = Source.CACHE if hit else Source.JIT
+            assert (mine.accepted(emitted, 4, source), hit) == (k, bool(found)), (name, emitted)
+            hit = mine.hits(emitted, k, 4, (3,) * 5)
+            emitted += k + 1
+    done = simulate(replace(told, device="h200"), 1, [Arrival(0.0, 10, 60)] * 3)
+    assert sum(one.hits for one in done.requests) > 0
