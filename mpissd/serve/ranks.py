@@ -6,6 +6,7 @@ them spins. A pass without a round ends the job.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from dataclasses import replace
@@ -62,6 +63,8 @@ def _run_of(config: ServeConfig) -> RunConfig:
 def _serve(machine: Machine, config: ServeConfig) -> None:
     session = _session(machine, config)
     rank = Rank(session)
+    gc.collect()
+    gc.freeze()  # what lives as long as the job; collections look at the rest alone
     try:
         if machine.topology.is_lead:
             _lead(rank, config)

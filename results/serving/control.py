@@ -3,9 +3,11 @@
     python results/serving/control.py [--requests=200] [--seed=0] > control.jsonl
 
 A line for each pair, law and rate: tokens a second of request time (from arrival to last token) of
-AR on the same T ranks, of every fixed mode and K, of `auto`, and of SD with the draft inline (T
-ranks). Arrivals are Poisson; all ways see the same arrivals and the same coins. A ratio stands with
-its 95% interval: the requests are drawn again, 1,000 times, the same ones for both ways.
+AR on the same T ranks, of every fixed mode and K, of `auto`, and of rivals on as many GPUs (T + 1):
+SD with the draft inline on T ranks, on more of them where the model divides, and as several servers
+that share the arrivals. Arrivals are Poisson; all ways see the same arrivals and the same coins. A
+ratio stands with its 95% interval: the requests are drawn again, 1,000 times, the same ones for
+both ways.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.config import parse_flags
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.serve.simulated import Arrival, Simulated, simulate
 
 Floats = NDArray[np.float64]
@@ -29,9 +31,12 @@ PAIRS = {
     "70b/1b": (4, (0.2, 1.0, 3.0, 6.0, 9.0, 14.0)),
     "8b/1b": (1, (0.5, 3.0, 8.0, 16.0, 24.0, 36.0)),
 }
+RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2))}  # (T, servers) with D = 0
+CHAT = "results/recordings/smollm2-chat.npz"
 LAWS = {
     "alpha=.8, power:A=1,r=1": {"alpha": "0.8"},
-    "alpha=.6, hit_a=.7, hit_r=.35": {"alpha": "0.6", "hit_a": "0.7", "hit_r": "0.35"},
+    "alpha=.6, power:A=.7,r=.35": {"alpha": "0.6", "hit_a": "0.7", "hit_r": "0.35"},
+    "recording smollm2-chat": {"workload": "replay", "recording": CHAT},
 }
 
 
@@ -52,23 +57,39 @@ def ways() -> Iterator[tuple[str, dict[str, str]]]:
     """Names and flags of the fixed ways and of auto."""
     yield "ar", {"mode": "ar"}
     for k in LOOKAHEADS:
-        yield f"inline sd {k}", {"mode": "sd", "num_drafts": "0", "lookahead": f"{k}"}
         yield f"sd {k}", {"mode": "sd", "lookahead": f"{k}"}
         yield f"ssd {k}", {"mode": "ssd", "lookahead": f"{k}", "fan_out": "uniform:3"}
     yield "auto", {"mode": "ssd", "lookahead": f"{MOST_K}", "fan_out": "uniform:3"}
 
 
-def measured(pair: str, law: Mapping[str, str], rate: float, count: int, seed: int) -> Seconds:
-    """Returns the seconds of every request, in every way."""
-    tp, asked = PAIRS[pair][0], arrivals(rate, count, seed)
+def rivals(pair: str) -> Iterator[tuple[str, int, int, dict[str, str]]]:
+    """Name, T, servers and flags of the uses of as many GPUs."""
+    for tp, servers in RIVALS[pair]:
+        yield f"{servers} x T={tp} ar", tp, servers, {"mode": "ar"}
+        for k in LOOKAHEADS:
+            inline = {"mode": "sd", "num_drafts": "0", "lookahead": f"{k}"}
+            yield f"{servers} x T={tp} inline sd {k}", tp, servers, inline
+
+
+def config_of(pair: str, law: Mapping[str, str], flags: Mapping[str, str], seed: int) -> RunConfig:
+    """Returns the configuration of one way."""
+    unread = {"ar": ("alpha", "hit_a", "hit_r"), "sd": ("hit_a", "hit_r"), "ssd": ()}
+    rules = {name: text for name, text in law.items() if name not in unread[flags["mode"]]}
+    told = {"pair": pair, "backend": "emulated", "device": "h200", "batch_size": "32"}
+    return parse_flags({**told, **rules, **flags, "seed": str(seed)})
+
+
+def measured(pair: str, law: Mapping[str, str], asked: list[Arrival], seed: int) -> Seconds:
+    """Returns the seconds of every request, in every way and with every rival."""
     found = {}
     for name, flags in ways():
-        rules = {} if flags["mode"] == "ar" else dict(law)
-        if flags["mode"] != "ssd":
-            rules = {k: v for k, v in rules.items() if not k.startswith("hit")}
-        told = {"pair": pair, "backend": "emulated", "device": "h200", "batch_size": "32"}
-        config = parse_flags({**told, **rules, **flags, "seed": str(seed)})
-        found[name] = seconds(simulate(config, tp, asked, auto=name == "auto"))
+        config = config_of(pair, law, flags, seed)
+        found[name] = seconds(simulate(config, PAIRS[pair][0], asked, auto=name == "auto"))
+    for name, tp, servers, flags in rivals(pair):
+        config, every = config_of(pair, law, flags, seed), np.zeros(len(asked))
+        for n in range(servers):
+            every[n::servers] = seconds(simulate(config, tp, asked[n::servers]))
+        found[name] = every
     return found
 
 
@@ -83,17 +104,18 @@ def ratio(auto: Floats, other: Floats) -> list[float]:
 
 def line(pair: str, name: str, rate: float, count: int, seed: int) -> dict[str, object]:
     """Returns one line of the table."""
-    every = measured(pair, LAWS[name], rate, count, seed)
-    tokens = sum(one.num_tokens for one in arrivals(rate, count, seed))
+    asked = arrivals(rate, count, seed)
+    every = measured(pair, LAWS[name], asked, seed)
+    tokens = sum(one.num_tokens for one in asked)
     speeds = {way: tokens / float(each.sum()) for way, each in every.items()}
-    fixed = [way for way in speeds if way != "auto" and not way.startswith("inline")]
+    fixed = [way for way, _ in ways() if way != "auto"]
     best = max(fixed, key=speeds.__getitem__)
-    rival = max((way for way in speeds if way.startswith("inline")), key=speeds.__getitem__)
+    rival = max((way for way, *_ in rivals(pair)), key=speeds.__getitem__)
     return {
         "pair": pair, "tp": PAIRS[pair][0], "law": name, "rate": rate, "requests": count,
         "best": best, "auto_over_best": ratio(every["auto"], every[best]),
         "auto_over_ar": ratio(every["auto"], every["ar"]),
-        "best_inline": rival, "auto_over_inline": ratio(every["auto"], every[rival]),
+        "rival": rival, "auto_over_rival": ratio(every["auto"], every[rival]),
         "tok_per_request_s": {way: round(speed, 1) for way, speed in speeds.items()},
     }  # fmt: skip
 

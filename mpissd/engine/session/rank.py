@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic, sleep
 from typing import TypeVar
 
@@ -117,7 +117,8 @@ class Rank:
         `drive` runs on the lead, which returns its result; other ranks return None.
         """
         batch, waiter = self.session.job.config.batch_size, self.session.waiter
-        with undisturbed():
+        # A pass of a server may last for days, and has to collect its garbage.
+        with undisturbed() if self.session.job.serving is None else nullcontext():
             if self.draft_link is not None:
                 assert drafter is not None, "a draft rank without a drafter"
                 serve(self.draft_link, drafter)
