@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from tests.needs import module
+from tests.needs import module, needs_linux
 from tests.serve.fake_lead import Script
 from tests.text import tiny
 
@@ -344,3 +346,35 @@ def test_no_part_of_the_http_side_starts_mpi_a_gpu_or_a_compiler() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@needs_linux
+def test_memory_does_not_grow_with_abuse(words: Tokenizer) -> None:
+    """Bodies of 3 MB, broken ones, abandoned streams and half-open connections, 40 times over."""
+    script = Script([LETTER] * 300, pace_s=0.001, max_running=4)
+    large = packed(prompt="x" * 3_000_000)
+    with serving(words, script) as rig:
+
+        def abuse() -> None:
+            assert rig.post(large)[0] == 413
+            assert rig.post(b"[" * 10000)[0] == 400
+            with rig.connect() as half:
+                half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: loc")
+            left = [rig.send(packed(stream=True)) for _ in range(6)]
+            assert left[0].recv(100)
+            for connection in left:
+                connection.close()
+            until(lambda: rig.lead.outstanding == 0)
+
+        for _ in range(10):
+            abuse()
+        before = resident_bytes()
+        for _ in range(30):
+            abuse()
+        assert resident_bytes() - before < 8 << 20
+        assert is_well_after(rig)
