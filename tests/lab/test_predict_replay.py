@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from mpissd.engine.workload.markov.model import MarkovModel
 from mpissd.engine.workload.replay.recording import load, save
 from mpissd.lab.laws.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.recorded import predict_replay
+from mpissd.lab.predict.recorded import outcomes, predict_replay
+from mpissd.lab.predict.recurrence import follow
 from tests.loop.recorded import recording_of
 
 LAWS = MarkovLaws(MarkovModel(60, 2, 3), MarkovModel(60, 2, 3, 0.3), 0.0, seed=6, prompt_tokens=2)
@@ -79,3 +81,15 @@ def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["num_tokens"] == 200 and row["tok_per_s"] > 0
+
+
+def test_sequences_apart_take_as_long_as_one_behind_the_other(path: Path) -> None:
+    """But for the first round of each, which in a run finds the draft in its last growth."""
+    made = job(path, mode="ssd", backup="fast")
+    device, (sequences, _) = costs(made), outcomes(made)
+    one = follow(made, device, HostCosts(), sequences)
+    each = follow(made, device, HostCosts(), sequences, apart=True)
+    assert each.round_s.shape[1] == 10 and each.live.sum() == one.live.sum() == len(sequences)
+    starts = np.searchsorted(sequences[:, 1], np.arange(11))
+    together = [one.round_s[a:b, 0].sum() for a, b in pairwise(starts)]
+    assert each.round_s.sum(axis=0) == pytest.approx(together, rel=0.02)

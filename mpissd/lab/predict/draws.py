@@ -53,14 +53,18 @@ class RecordedDraws(Draws):
     A round's sequences are told apart by their place in it alone; no time depends on more.
     """
 
-    chains = 1
+    def __init__(self, job: Job, sequences: NDArray[np.int64], *, apart: bool = False) -> None:
+        """Takes the rows of RoundRecords.sequences, [n, 8].
 
-    def __init__(self, job: Job, sequences: NDArray[np.int64]) -> None:
-        """Takes the rows of RoundRecords.sequences, [n, 8]."""
-        rounds, batch = sequences[:, 0], job.config.batch_size
-        starts = np.searchsorted(rounds, rounds)
-        shape = int(rounds[-1]) + 2, 1, batch  # and a round behind the last one, without rows
-        at = rounds, 0, np.arange(len(rounds)) - starts
+        apart: each sequence of a run with b = 1 becomes a chain of its own, in the order of their
+        ids, so that all of them are followed at once.
+        """
+        batch = job.config.batch_size
+        assert not apart or batch == 1, batch
+        rounds, chain, place = _apart(sequences) if apart else _together(sequences)
+        self.chains, self.num_rounds = int(chain.max()) + 1, int(rounds.max()) + 1
+        shape = self.num_rounds + 1, self.chains, batch  # and a round behind the last one, empty
+        at = rounds, chain, place
         self._live: Mask = np.zeros(shape, np.bool_)
         self._hit: Mask = np.zeros(shape, np.bool_)
         self._accepted, self._bonus = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -83,6 +87,20 @@ class RecordedDraws(Draws):
     def live(self, number: int, live: Mask) -> Mask:
         self._number = number
         return np.asarray(self._live[number])
+
+
+def _together(sequences: NDArray[np.int64]) -> tuple[Ints, Ints, Ints]:
+    """Returns (round, chain 0, place in the round) of each row."""
+    rounds = sequences[:, 0]
+    place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
+    return rounds, np.zeros_like(rounds), place
+
+
+def _apart(sequences: NDArray[np.int64]) -> tuple[Ints, Ints, Ints]:
+    """Returns (round since the sequence began, its chain, place 0) of each row."""
+    first, chain = np.unique(sequences[:, 1], return_index=True, return_inverse=True)[1:]
+    chain = chain.reshape(-1)
+    return sequences[:, 0] - sequences[first[chain], 0], chain, np.zeros_like(chain)
 
 
 class ReplayDraws(Draws):

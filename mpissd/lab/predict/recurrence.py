@@ -36,11 +36,19 @@ def replay(
 
 
 def follow(
-    job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]
+    job: Job,
+    device: DeviceCosts,
+    host: HostCosts,
+    sequences: NDArray[np.int64],
+    *,
+    apart: bool = False,
 ) -> Prediction:
-    """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences)."""
-    draws = RecordedDraws(job, sequences)
-    return simulate(job, device, host, draws, int(sequences[-1, 0]) + 1)
+    """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences).
+
+    apart: as RecordedDraws takes it.
+    """
+    draws = RecordedDraws(job, sequences, apart=apart)
+    return simulate(job, device, host, draws, draws.num_rounds)
 
 
 def expect_by_law(
