@@ -10,8 +10,9 @@ from analysis.load import Data
 from analysis.probed import forward
 from analysis.select import Case
 from analysis.times import Times
-from mpissd.common.real_pairs import ASSUMED
-from mpissd.common.theory import fan_out_for
+from mpissd.common.real_pairs import DEFAULT, least_uniform
+
+_MOST = 4096  # branches
 
 
 def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:
@@ -25,13 +26,15 @@ def price(data: Data, case: Case, ssd: pd.DataFrame) -> str:
         return ""
     first = ssd.iloc[0]
     rows = int(first["lookahead"]) + 1
-    needed = {h: fan_out_for(float(h), ASSUMED.hit_a[0], ASSUMED.hit_r[0]) for h in rates}
+    hazards = [float(first["alpha"])] * (rows - 1)
+    needed = {h: least_uniform(float(h), hazards, DEFAULT, _MOST // rows) for h in rates}
     finite = {h: rows * least for h, least in needed.items() if least is not None}
     needs = [f"{count} for {h:g}" for h, count in finite.items()]
     gain = _forecast(data, case, first, max(finite), finite[max(finite)]) if finite else None
     if gain is not None:
         needs[-1] += f" (tok/s {gain:.2f}× of these by the closed formula)"
-    needs += ["no number does for 1"] * (len(finite) < len(needed))
+    never = [f"{h:g}" for h, least in needed.items() if least is None]
+    needs += [f"no number does for {', '.join(never)}"] * bool(never)
     run = f"{first['branch_budget']:.0f}"
     return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(needs)}"
 

@@ -8,13 +8,13 @@ import pandas as pd
 from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
 
 REAL = tuple(f"real_{name}" for name in REAL_PAIRS)  # The columns of a frame of rows.
-_BESIDE = "The default hit law is assumed: predicted with hits as"
+_BESIDE = "The hit law of these rows is assumed: predicted with hits as"
 
 
 def sentence(rows: pd.DataFrame) -> str:
     """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
 
-    Returns "" if no row uses the default law, or none has the values that the prediction needs.
+    Returns "" if no row uses the assumed law, or none has the values that the prediction needs.
     """
     parts = []
     for name, pair in REAL_PAIRS.items():

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from mpissd.common.real_pairs import ASSUMED
 from mpissd.common.rng import Purpose, uniforms
 
 _BLOCK = 256
@@ -23,8 +24,8 @@ def _block(seed: int, purpose: Purpose, sequence: int, number: int) -> list[floa
 class Law:
     """Y(s,p), the draft's x(s,p,i,source) and the rank of the bonus token.
 
-    hazards: a_1 … a_K by source. p_hit imposes hits, else miss(F) = min(1, A·F^-r), with an A and r
-    of its own where all served tokens were accepted, if `end` has them.
+    hazards: a_1 … a_K by source. p_hit imposes hits, else miss(F) = min(1, floor + A·F^-r), where
+    `laws` holds (A, r, floor) behind a rejection, and where all served tokens were accepted.
     """
 
     def __init__(
@@ -34,13 +35,11 @@ class Law:
         hazards: Mapping[Any, Sequence[float]],
         fan_out: Sequence[int] = (),
         p_hit: float | None = None,
-        hit_a: float = 0.75,
-        hit_r: float = 1.0,
-        end: tuple[float, float] | None = None,
+        laws: tuple[tuple[float, float, float], tuple[float, float, float]] = ASSUMED.laws,
     ) -> None:
         self.seed, self.vocab, self.hazards = seed, vocab, hazards
         self.fan_out, self.p_hit = fan_out, p_hit
-        self.powers = (hit_a, hit_r), end or (hit_a, hit_r)
+        self.laws = laws
 
     def draw(self, purpose: Purpose, sequence: int, position: int) -> float:
         number, offset = divmod(position, _BLOCK)
@@ -74,8 +73,10 @@ class Law:
         u = self.draw(Purpose.RANK, sequence, position)
         if self.p_hit is not None:
             return 1 if u < self.p_hit else math.inf
-        a, r = self.powers[end]
-        return float(max(1, math.ceil((a / u) ** (1 / r))))
+        a, r, floor = self.laws[end]
+        if u <= floor:
+            return math.inf
+        return float(max(1, math.ceil((a / (u - floor)) ** (1 / r))))
 
     def hits(self, sequence: int, length: int, k: int) -> bool:
         """Whether the outcome (k, t*) of a verification behind `length` tokens is a key."""

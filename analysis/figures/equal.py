@@ -22,7 +22,7 @@ from analysis.style import RED, Poster, parity
 from analysis.uses import BESIDE
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import DEFAULT_LAW
+from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.common.rivals import Family, tps_of, widest
 from mpissd.lab.sweep.claims import Claim, claims
 from mpissd.lab.sweep.uses import MeasuredUse
@@ -87,7 +87,7 @@ def _claims(folder: pd.DataFrame) -> list[Claim]:
         judged = claims(records(folder))
     except ConfigError:
         return []
-    lawful = (c for c in judged if c.verdict.ssd.cell.rows[0].get("hit_law") == DEFAULT_LAW)
+    lawful = (c for c in judged if c.verdict.ssd.cell.rows[0].get("hit_law") == ASSUMED_LAW)
     return [c for c in lawful if str(c.setting["acceptance"]).startswith("alpha:")]
 
 
@@ -228,7 +228,7 @@ def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     return caption(
         data,
         [rows],
-        f"SSD: hits {DEFAULT_LAW}, assumed. Every use at its best measured K by the predicted "
+        f"SSD: hits {ASSUMED_LAW}, assumed. Every use at its best measured K by the predicted "
         "mean. Points: geometric means over seeds, with 95% intervals. Below: the ratio paired by "
         "seed, over the fastest other use that was measured. Dashed: predicted, not measured",
     )

@@ -1,9 +1,11 @@
 """How often a real language-model pair hits its speculation cache, for comparison with imposed
 laws.
 
-miss(F) = min(1, A·F^−r), with one law after a rejection and one after a trunk that was accepted
-whole. A is the miss rate measured at F = 1; r is the least-squares slope of log miss through it,
-for F = 2..16.
+miss(F) = min(1, floor + A·F^−r), with one law after a rejection and one after a trunk that was
+accepted whole. DEFAULT, the law that runs impose if no flag says another, is that of the shipped
+draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd laws`). REAL_PAIRS are those
+of its first draft: A is the miss rate measured at F = 1, and r the least-squares slope of log miss
+through it, for F = 2..16. ASSUMED was the default before, and committed rows of GPUs are of it.
 
 under_real_pairs computes what an SSD row would have reached with such hits, from its own waits. A
 round is its duration without waiting for the draft, plus the wait: short if all b sequences hit,
@@ -14,12 +16,13 @@ a round do not change, because the same model drafts after a miss (backup jit of
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpissd.common.row import Row
-from mpissd.common.theory import accept_probabilities, miss_probability
+from mpissd.common.theory import accept_probabilities, power_law_miss
 
 SOURCE = (
     "measured on one real pair, SmolLM2-135M-Instruct with a 4-layer draft distilled from it, "
@@ -34,6 +37,13 @@ class PairHits:
     prompts: str
     hit_a: tuple[float, float]
     hit_r: tuple[float, float]
+    floor: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def laws(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """(A, r, floor) after a rejection, and after all were accepted."""
+        (a, end_a), (r, end_r), (floor, end_floor) = self.hit_a, self.hit_r, self.floor
+        return (a, r, floor), (end_a, end_r, end_floor)
 
 
 # With F = 3 this law hits .75: a table-model pair at temperature 1 hits .68 after a rejection and
@@ -43,16 +53,20 @@ REAL_PAIRS = {
     "smollm2-own": PairHits("its own greedy answers", (0.644, 0.232), (0.37, 0.54)),
     "smollm2-chat": PairHits("12 chat prompts", (0.777, 0.316), (0.21, 0.32)),
 }
-DEFAULT_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
+ASSUMED_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
+DEFAULT = PairHits(
+    "HumanEval and chat prompts", (0.5617, 0.1958), (0.479, 0.9268), floor=(0.1193, 0.0268)
+)
+NAMED = {**REAL_PAIRS, "smollm2": DEFAULT}
 
 
 def under_real_pairs(row: Row) -> dict[str, float | None]:
-    """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under the default law."""
+    """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under the assumed law."""
     return {f"real_{name}": _under(row, pair) for name, pair in REAL_PAIRS.items()}
 
 
 def _under(row: Row, pair: PairHits) -> float | None:
-    if row.mode != "ssd" or row.hit_law != DEFAULT_LAW:
+    if row.mode != "ssd" or row.hit_law != ASSUMED_LAW:
         return None
     match = re.fullmatch(r"alpha:([0-9.eE+-]+)", row.acceptance or "")
     drafted, rate, batch = row.t_draft_s, row.hit_rate, row.batch_size
@@ -72,18 +86,31 @@ def _under(row: Row, pair: PairHits) -> float | None:
     alpha = float(match[1])
 
     def round_us(law: PairHits) -> float:
-        all_hit = hit_rate(alpha, lists, law) ** batch
+        all_hit = hit_rate([alpha] * (len(lists) - 1), lists, law) ** batch
         return float(mean - wait + (1 - all_hit) * behind_miss + all_hit * behind_hits)
 
     return float(row.tok_per_s * round_us(ASSUMED) / round_us(pair))
 
 
-def hit_rate(alpha: float, fan_out: Sequence[int], pair: PairHits) -> float:
+def hit_rate(hazards: Sequence[float], fan_out: Sequence[int], pair: PairHits) -> float:
     """Returns the hit rate of a trunk of K tokens with the fan-out F_0..F_K."""
-    lookahead = len(fan_out) - 1
-    hit_a, hit_r = ([each[0]] * lookahead + [each[1]] for each in (pair.hit_a, pair.hit_r))
-    weights = accept_probabilities([alpha] * lookahead)
-    return 1 - miss_probability(weights, fan_out, hit_a, hit_r)
+    rejected, complete = pair.laws
+    laws = [rejected] * len(hazards) + [complete]
+    rows = zip(accept_probabilities(hazards), fan_out, laws, strict=True)
+    return 1 - math.fsum(w * power_law_miss(f, *law) for w, f, law in rows)
+
+
+def least_uniform(p_hit: float, hazards: Sequence[float], pair: PairHits, most: int) -> int | None:
+    """Returns the smallest F ≤ `most` with which uniform:F hits as often; None if none does."""
+    width = len(hazards) + 1
+    if hit_rate(hazards, [most] * width, pair) < p_hit:
+        return None
+    low, high = 0, most  # the answer is above low, and at most high
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = hit_rate(hazards, [middle] * width, pair) >= p_hit
+        low, high = (low, middle) if enough else (middle, high)
+    return high
 
 
 def _wait_us(row: Row) -> float | None:

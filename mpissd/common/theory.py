@@ -115,18 +115,6 @@ def miss_probability(
     return math.fsum(w * power_law_miss(f, a, r) for w, f, a, r in rows)
 
 
-def fan_out_for(p_hit: float, hit_a: float, hit_r: float) -> int | None:
-    """Returns the smallest F with miss(F) ≤ 1 − p_hit; None if no finite F suffices."""
-    _probability("p_hit", p_hit)
-    if p_hit == 0:
-        return 0
-    if p_hit == 1 and hit_a > 0:
-        return None
-    ratio = hit_a / (1 - p_hit) if hit_a else 0.0
-    least: float = ratio ** (1 / _positive("hit_r", hit_r))
-    return max(1, math.ceil(least * (1 - 1e-12)))
-
-
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
     """Returns `width` numbers: one value repeated for every k, or the given sequence."""
     return [value] * width if isinstance(value, (int, float)) else value

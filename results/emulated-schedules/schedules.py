@@ -56,7 +56,7 @@ class Entry:
 
 def entries(target: str, alpha: float) -> Iterator[Entry]:
     """All schedules. One branch behind the tail is right as often as a drafted token: A = 1 − alpha
-    (temperature 0); candidates behind a rejection miss by the default law."""
+    (temperature 0); candidates behind a rejection miss by .75/F."""
     first_choice = f"--hit_a={1 - alpha:.2f}"
     yield Entry("ar", ("--mode=ar",), inline=True, drafting="0")
     yield Entry("sd-inline", ("--schedule=sd-inline",), inline=True)
@@ -70,7 +70,8 @@ def entries(target: str, alpha: float) -> Iterator[Entry]:
     yield Entry("sd", ("--mode=sd",))
     yield Entry("pearl", ("--schedule=pearl", first_choice), drafting="hidden")
     yield Entry("amusd", ("--schedule=amusd", first_choice), drafting="served")
-    yield Entry("ssd, A = 0.75", ("--mode=ssd",), drafting="ssd")
+    assumed = "--hit_law=power:A=0.75,r=1.0"
+    yield Entry("ssd, A = 0.75", ("--mode=ssd", assumed), drafting="ssd")
     yield Entry(f"ssd, A = {1 - alpha:.2f}", ("--mode=ssd", first_choice), drafting="ssd")
 
 

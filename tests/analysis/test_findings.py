@@ -46,7 +46,9 @@ def test_gains_of_few_seeds_are_intervals_and_no_speedup() -> None:
     """The fixture's rows have one seed each; what formulas model is no claim of a measurement."""
     for name in ("cache_hits", "batch", "head"):
         said = drawn(name).finding
-        measured = said.split("The default hit law is assumed")[0]  # what follows is predicted
+        measured = said.split("The hit law of these rows is assumed")[
+            0
+        ]  # what follows is predicted
         assert "few seeds" in measured and "×" not in measured, said
         assert "FEW SEEDS" in poster(name).caption
     assert "FEW SEEDS" not in poster("latency").caption

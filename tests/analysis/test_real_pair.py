@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def row(**values: Any) -> Row:
-    """K = 2, alpha .5, F = 2: the default law hits 1 − .75/2 = .625 of the outcomes; a round is
+    """K = 2, alpha .5, F = 2: the assumed law hits 1 − .75/2 = .625 of the outcomes; a round is
     3000 µs, and its wait 100 behind a hit and 500 behind a miss."""
     wait = 0.625 * 100 + 0.375 * 500
     line = {
@@ -37,7 +37,7 @@ def row(**values: Any) -> Row:
 def test_by_hand() -> None:
     hits = 0.5 * (1 - 0.777 * 2**-0.21) + 0.25 * (1 - 0.777 * 2**-0.21)
     hits += 0.25 * (1 - 0.316 * 2**-0.32)
-    assert hit_rate(0.5, [2, 2, 2], REAL_PAIRS["smollm2-chat"]) == pytest.approx(hits)
+    assert hit_rate([0.5, 0.5], [2, 2, 2], REAL_PAIRS["smollm2-chat"]) == pytest.approx(hits)
     longer = 3000 + hits * 100 + (1 - hits) * 500
     found = under_real_pairs(row())["real_smollm2-chat"]
     assert found == pytest.approx(500 * row()["round_us"]["mean"] / longer)

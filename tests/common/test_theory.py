@@ -160,19 +160,3 @@ def test_times_and_sizes_out_of_range() -> None:
         theory.speedup_ssd(0.5, 4, 3, verify_ratio=1, t_growth=1, t_backup=1, batch_size=0)
     with pytest.raises(ConfigError, match="lookahead"):
         theory.expected_tokens(0.5, -1)
-    with pytest.raises(ConfigError, match="hit_r"):
-        theory.fan_out_for(0.5, 1.0, 0.0)
-
-
-@given(st.floats(0.01, 0.98), st.floats(0.05, 1.5), st.floats(0.25, 2))
-def test_the_fan_out_for_a_hit_rate_is_the_least(p_hit: float, a: float, r: float) -> None:
-    least = theory.fan_out_for(p_hit, a, r)
-    assert least is not None and least >= 1
-    assert 1 - theory.power_law_miss(least, a, r) >= p_hit - 1e-9
-    assert least == 1 or 1 - theory.power_law_miss(least - 1, a, r) < p_hit
-
-
-def test_the_fan_out_for_the_ends() -> None:
-    assert theory.fan_out_for(0.9, 0.75, 1.0) == 8  # 40 branches at K = 4
-    assert theory.fan_out_for(0.75, 0.75, 1.0) == 3 and theory.fan_out_for(0.0, 0.75, 1.0) == 0
-    assert theory.fan_out_for(1.0, 0.75, 1.0) is None and theory.fan_out_for(1.0, 0.0, 1.0) == 1

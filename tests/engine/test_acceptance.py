@@ -169,11 +169,27 @@ def test_imposed_hits() -> None:
 
 def test_power_law_defaults_are_plausible() -> None:
     law = resolve_hit_law(None, None, None)
-    assert 0.7 <= law.hit_probability(3) <= 0.8
+    assert law == named_hit_law("smollm2") == named_hit_law(law.label)
+    assert 0.4 <= law.hit_probability(3) <= 0.8 < law.hit_probability(3, end=True)
     assert law.hit_probability(0) == 0 < law.hit_probability(1)
-    assert law.label == "power:A=0.75,r=1.0"
     assert resolve_hit_law(None, 0.5, None) == HitLaw("power:A=0.5,r=1.0", None, 0.5, 1.0)
-    assert resolve_hit_law(None, None, 0.5).hit_a == law.hit_a
+    assert resolve_hit_law(None, None, 0.5) == HitLaw("power:A=0.75,r=0.5", None, 0.75, 0.5)
+
+
+def test_the_default_law_is_what_was_measured() -> None:
+    """The numbers are those of the committed file of laws at K = 4, made from the recordings."""
+    measured = named_hit_law("laws:results/recordings/smollm2.laws.json", 4)
+    assert resolve_hit_law(None, None, None) == measured
+
+
+def test_a_law_with_floors() -> None:
+    law = named_hit_law("power:A=.5/.2,r=1,floor=.1/.02")
+    assert law.label == "power:A=0.5/0.2,r=1.0/1.0,floor=0.1/0.02"
+    assert named_hit_law(law.label) == law
+    hits = law.hit_probability(5), law.hit_probability(10, end=True)
+    assert hits == pytest.approx((0.8, 0.96))
+    assert law.rank(0.05) == NEVER and law.rank(0.01, end=True) == NEVER and law.rank(0.36) == 2
+    assert law.powers(1, 1) == ((0.5, 0.2), (1.0, 1.0), (0.1, 0.02))
 
 
 @pytest.mark.parametrize(("a", "r"), [(0.75, 1.0), (1.0, 0.5), (2.5, 2.0), (0.0, 1.0)])

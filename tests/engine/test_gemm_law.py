@@ -44,9 +44,9 @@ class Pair:
         laws[Source.FAST] = AcceptanceLaw((fast,) * lookahead, "")
         hits = resolve_hit_law(p_hit, hit_a, hit_r, hit_law)
         hazards = {source: law.hazards for source, law in laws.items()}
-        end = None if hits.end_a is None else (hits.end_a, hits.end_r or 0)
-        told = p_hit, hits.hit_a, hits.hit_r, end
-        self.law = Law(seed, vocab, hazards, self.fan_out, *told)
+        (a, end_a), (r, end_r), (floor, end_floor) = hits.powers(1, 1)
+        both = (a, r, floor), (end_a, end_r, end_floor)
+        self.law = Law(seed, vocab, hazards, self.fan_out, hits.p_hit, both)
         self.draft = DraftStream(seed, vocab, batch, laws, hits, max((1, *fan_out)))
         self.target = TokenStream(seed, vocab, batch, lookahead, SHORT)
         self.batch = Batch(batch)

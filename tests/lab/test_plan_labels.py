@@ -14,6 +14,7 @@ from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
+from mpissd.engine.spec.hits import resolve_hit_law
 from mpissd.lab.predict.advice import Advice, render
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
@@ -21,6 +22,8 @@ from mpissd.lab.predict.from_row import forecast_row
 from mpissd.lab.predict.label import derived_from
 from mpissd.lab.predict.places import job_of, survey
 from mpissd.lab.predict.search import Choice
+
+DEFAULT = resolve_hit_law(None, None, None).label
 
 PROBED = str(Path(__file__).resolve().parents[2] / "results/h200-probe/profiles/8b-1b-T1D0.json")
 H200 = load_profile("h200")
@@ -52,7 +55,8 @@ def row_of(config: RunConfig, choice: Choice) -> Row:
         (2, {"context": 16384}, {"ar", "sd", "ssd"}),  # KV that was not probed
         (2, {"batch_size": 32}, {"sd", "ssd"}),  # more rows than were probed
         (5, {}, {"sd", "ssd"}),  # host costs of T = 4 beside a draft
-        (3, {"pair": "70b/8b"}, {"ssd"}),  # more rows of a draft than were probed
+        # more rows of a draft than were probed
+        (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1"}, {"ssd"}),
         (2, {"pair": None, "target": "8b", "draft": "toy-draft"}, {"sd", "ssd"}),
         (4, {"pair": "70b/1b", "lm_head": True}, {"ar", "sd", "ssd"}),  # a head that was not
     ],
@@ -83,7 +87,7 @@ def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
 
 def test_host_costs_that_a_probe_lacks_are_those_of_the_device() -> None:
     """A probe of one GPU knows no draft rank: its host took nothing, and SSD gained 5%."""
-    config = RunConfig(pair="8b/1b", alpha=0.8, fuse=True)
+    config = RunConfig(pair="8b/1b", alpha=0.8, fuse=True, hit_law="power:A=.75,r=1")
     alone = load_profile(PROBED)
     found = survey(config, alone, 2)
     (ssd,) = (c for c in plan(config, HostCosts(), found.placements, 2).judged if c.mode == "ssd")
@@ -119,9 +123,9 @@ def test_what_does_not_fit_and_what_is_not_judged_are_said() -> None:
 
 def test_imposed_hits_have_a_price(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ("plan", "--profile=h200", "--pair=8b/1b", "--gpus=2", "--alpha=.8")
-    assert main([*flags, "--p_hit=.9"]) == 0
+    assert main([*flags, "--p_hit=.8"]) == 0
     out = capfd.readouterr().out
-    assert "hits imposed: with the " in out and " branches that power:A=0.75,r=1.0 needs" in out
+    assert "hits imposed: with the " in out and f" branches that {DEFAULT} needs" in out
     assert main([*flags]) == 0
     assert "imposed" not in capfd.readouterr().out
 

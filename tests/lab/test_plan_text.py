@@ -10,10 +10,13 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.spec.hits import resolve_hit_law
 from mpissd.lab.predict.advice import ERROR, Advice, gain_text, heading, render
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.places import survey
+
+DEFAULT = resolve_hit_law(None, None, None).label
 
 NONE = "no difference within the predictor's error of 5%"
 
@@ -64,7 +67,7 @@ def test_every_ratio_names_its_gpus_and_no_words_stand_twice() -> None:
 @pytest.mark.parametrize(
     ("flags", "terms"),
     [
-        ({}, "alpha:0.8, no LM head, context 0, hits assumed power:A=0.75,r=1.0:"),
+        ({}, f"alpha:0.8, no LM head, context 0, hits assumed {DEFAULT}:"),
         (
             {"lm_head": True, "context": 4096, "fuse": True, "p_hit": 0.9},
             "alpha:0.8, fused, LM head, context 4096, hits given p_hit:0.9:",

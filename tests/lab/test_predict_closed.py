@@ -177,7 +177,8 @@ def test_ssd_with_a_fast_backup_hides_everything() -> None:
 def test_hit_rate_is_the_stationary_one_of_two_laws() -> None:
     """After a miss only K_b = 1 token is verified, so another mix of k, hence of F_k, follows."""
     device = DeviceCosts.from_points({1: 1.0}, {1: 0.01})
-    job = make_job(mode="ssd", lookahead=3, alpha=0.7, fan_out="list:1,2,4,8", backup_lookahead=1)
+    flags = {"fan_out": "list:1,2,4,8", "backup_lookahead": 1, "hit_law": "power:A=.75,r=1"}
+    job = make_job(mode="ssd", lookahead=3, alpha=0.7, **flags)
     p_hits = [1 - theory.power_law_miss(f, 0.75, 1.0) for f in (1, 2, 4, 8)]
     after_hit = sum(
         w * p for w, p in zip(theory.accept_probabilities([0.7] * 3), p_hits, strict=True)

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from mpissd.common.config import RunConfig
+from mpissd.common.real_pairs import DEFAULT, hit_rate, least_uniform
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
+from mpissd.engine.spec.hits import resolve_hit_law
 from mpissd.lab.measure.card import print_summary
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.row import predict_row
 
+LOOKAHEAD = 4  # a run's default K
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)
 
 
@@ -50,19 +53,23 @@ def test_what_a_mode_lacks_is_null() -> None:
 
 
 def test_imposed_hits_have_a_price() -> None:
-    """p_hit = .9 on 15 branches is what the default law needs uniform:8 for, at its own costs."""
-    row = predict(mode="ssd", rounds=20, p_hit=0.9)
-    honest = predict(mode="ssd", rounds=20, fan_out="uniform:8")
+    """p_hit = .7 on 15 branches is what the default law needs more of, at their own costs."""
+    row = predict(mode="ssd", rounds=20, p_hit=0.7)
+    hazards, width = [0.8] * LOOKAHEAD, LOOKAHEAD + 1
+    least = next(f for f in range(1, 99) if hit_rate(hazards, [f] * width, DEFAULT) >= 0.7)
+    assert least == least_uniform(0.7, hazards, DEFAULT, 99) > 3
+    honest = predict(mode="ssd", rounds=20, fan_out=f"uniform:{least}")
     assert row["imposed_hits"] == {
-        "hit_law": "power:A=0.75,r=1.0",
-        "branch_budget": 40,
+        "hit_law": resolve_hit_law(None, None, None).label,
+        "branch_budget": least * width,
         "expected_tok_per_s": honest["expected_tok_per_s"],
     }
-    named = predict(mode="ssd", rounds=20, hit_law="p_hit:0.9")
+    named = predict(mode="ssd", rounds=20, hit_law="p_hit:0.7")
     assert named["imposed_hits"] == row["imposed_hits"]
     # Imposed on fewer branches, the law's own hit rate costs less wherever a branch costs anything.
     costly = dataclasses.replace(HOST, keys_lane=2e-6)
-    alike = predict(host=costly, mode="ssd", rounds=20, p_hit=0.90625)
+    own = hit_rate(hazards, [least] * width, DEFAULT)
+    alike = predict(host=costly, mode="ssd", rounds=20, p_hit=own)
     assert alike["imposed_hits"]["expected_tok_per_s"] < alike["expected_tok_per_s"]
     never = predict(mode="ssd", rounds=20, p_hit=1.0)["imposed_hits"]
     assert never["branch_budget"] is never["expected_tok_per_s"] is None

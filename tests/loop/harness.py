@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.common.records import RoundRecords, outcome_digest, token_digest
 from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.common.trace import DraftPhase, LeadPhase
@@ -160,7 +161,7 @@ class Rig:
         self.target_forwards, self.draft_forwards = CountingForwards(), CountingForwards()
         self.shape = LinkShape(3, s.batch, s.K)
         laws = {source: AcceptanceLaw(rates, "") for source, rates in s.hazards().items()}
-        hit_law = resolve_hit_law(s.p_hit, None, None)
+        hit_law = resolve_hit_law(s.p_hit, None, None, None if s.p_hit is not None else ASSUMED_LAW)
         stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, max((1, *s.fans)))
         fan_outs = FanOuts(s.fans, s.fans)
         policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens, s.on_late)

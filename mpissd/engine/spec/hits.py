@@ -6,7 +6,7 @@ power:A=.64/.23,r=.4/.5       one law after a rejection / another where every se
                         accepted
 power:…,floor=.03/.02   floor + A·F^{−r}: the share of tokens that the draft does not know
 laws:FILE               measured on a real pair, in a file of laws (spec/lawfile.py)
-smollm2-own, …          measured on a real pair (mpissd/common/real_pairs.py)
+smollm2, …              measured on a real pair (mpissd/common/real_pairs.py)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.real_pairs import ASSUMED, REAL_PAIRS
+from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
 from mpissd.common.theory import power_law_miss
 from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.engine.spec.lawfile import FittedHits, load_laws
@@ -127,14 +127,17 @@ def resolve_hit_law(
 ) -> HitLaw:
     """Returns the hit law of the flags: imposed hits, a power law, or the law that `text` names.
 
-    A or r of the power law takes its default where it is None. Raises ConfigError if the flags name
-    more than one law.
+    Without any flag it is the measured law DEFAULT. A or r of a power law takes the value that was
+    assumed before where the other one is given. Raises ConfigError if the flags name more than one
+    law.
     """
     if text is not None:
         if not p_hit is hit_a is hit_r is None:
             flags = f"p_hit={p_hit}, hit_a={hit_a}, hit_r={hit_r}"
             raise ConfigError(f"hit_law={text} with {flags}: allowed: one law")
         return named_hit_law(text, lookahead)
+    if p_hit is hit_a is hit_r is None:
+        return _power_law(*DEFAULT.laws)
     if p_hit is None:
         a = DEFAULT_HIT_A if hit_a is None else hit_a
         r = DEFAULT_HIT_R if hit_r is None else hit_r
@@ -154,16 +157,15 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
     `text` may also be the hit_law of a result row. lookahead: K, which a file of laws depends on.
     """
     kind, _, values = text.strip().partition(":")
-    if text.strip() in REAL_PAIRS:
-        pair = REAL_PAIRS[text.strip()]
-        return _power_law(*zip(pair.hit_a, pair.hit_r, (0.0, 0.0), strict=True))
+    if text.strip() in NAMED:
+        return _power_law(*NAMED[text.strip()].laws)
     if kind == "p_hit":
         return resolve_hit_law(_number(text, values), None, None)
     if kind == "laws":
         return _measured(values, lookahead)
     match = _POWER.fullmatch(values)
     if kind != "power" or match is None:
-        known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", "laws:FILE", *REAL_PAIRS))
+        known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", "laws:FILE", *NAMED))
         raise ConfigError(f"{known}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
     rejected = match[1], match[3], match[5] or "0"
     complete = [own or same for own, same in zip(match.group(2, 4, 6), rejected, strict=True)]

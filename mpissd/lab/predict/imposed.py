@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mpissd.common.theory import fan_out_for
+from mpissd.common.real_pairs import DEFAULT, least_uniform
+from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.engine.spec.fanout import MAX_BRANCHES
 from mpissd.engine.spec.hits import resolve_hit_law
@@ -25,9 +26,10 @@ def under_default_law(job: Job) -> Job | None:
     """
     if not job.fan_out or not job.hit_law.p_hit:
         return None
-    law = resolve_hit_law(None, None, None)
-    least = fan_out_for(job.hit_law.p_hit, law.hit_a, law.hit_r)
-    if least is None or least * len(job.fan_out) > MAX_BRANCHES:
+    law, hazards = resolve_hit_law(None, None, None), job.acceptance[Source.CACHE].hazards
+    most = MAX_BRANCHES // len(job.fan_out)
+    least = least_uniform(job.hit_law.p_hit, hazards, DEFAULT, most)
+    if least is None:
         return None
     config = replace(
         job.config, p_hit=None, hit_law=None, fan_out=f"uniform:{least}", fan_out_miss=None

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import under_real_pairs
+from mpissd.common.real_pairs import ASSUMED_LAW, under_real_pairs
 from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods, is_row, method_of, setting_of
 from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts
@@ -135,7 +135,8 @@ def _table(group: tuple[Any, ...], group_claims: Sequence[Claim]) -> str:
     rounds = min(claim.gain.num_rounds for claim in group_claims)
     seeds = min(claim.gain.num_seeds for claim in group_claims)
     issued = f"{dtype}{', fused' * bool(fuse)}, context {context}, batch {batch}"
-    about = f"{target}/{draft} on {gpus} × {device} ({issued}), hits by {law}, assumed. "
+    hits = f"{law}, assumed" if law == ASSUMED_LAW else law
+    about = f"{target}/{draft} on {gpus} × {device} ({issued}), hits by {hits}. "
     about += f"{seeds} seeds × {rounds} rounds, paired by seed; tok/s: medians."
     return "\n".join([about, "", _HEAD.format(gpus=gpus), *map(_line, group_claims)])
 
