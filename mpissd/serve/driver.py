@@ -97,11 +97,15 @@ class Driver:
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._told_s = -_STATS_S
+        # What waits for the next verification: to be said, and to be shown to the controller.
+        self._unsaid: list[Emitted | Ended] = []
+        self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
         """Waits for a request; returns whether there is something to decode."""
         self._read(wait_s)
         if self.scheduler.is_idle:
+            self._say()
             self._tell_stats()
             self._mail.flush()
         return not self.scheduler.is_idle
@@ -115,8 +119,8 @@ class Driver:
             self._turn(loop)
             if not self.scheduler.running:
                 break
-            for given in self.scheduler.take(self._round(loop)):
-                self._give(given)
+            given = self.scheduler.take(self._round(loop))  # says what was there before
+            self._unsaid += given
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
         loop.meanwhile = None
         self._send()
@@ -124,14 +128,13 @@ class Driver:
     def finish(self) -> None:
         """Ends every request, and sends what is left to say."""
         self.scheduler.cancel_all()
-        for ended in self.scheduler.turn(self._clock()).ended:
-            self._end(ended)
+        self._unsaid += self.scheduler.turn(self._clock()).ended
+        self._say()
         self._mail.flush()
 
     def _turn(self, loop: Rounds) -> None:
         turn = self.scheduler.turn(self._clock())
-        for ended in turn.ended:
-            self._end(ended)
+        self._unsaid += turn.ended
         if turn.leave:
             loop.finish(turn.leave)
         if turn.join:
@@ -151,7 +154,7 @@ class Driver:
         if len(live):
             self.times.add(result.num_rows, result.t_target_s)
         if self.goodput is not None and not self.draft_lost:
-            self.goodput.observe(way, result, self._clock() - start)
+            self._unseen = way, result, self._clock() - start
         return result
 
     def _way(self, live: list[int]) -> Way:
@@ -209,6 +212,12 @@ class Driver:
             stop_ids=self._stop_ids,
         )
 
+    def _say(self) -> None:
+        """Puts into the mail what requests were given, and which of them ended, in order."""
+        for one in self._unsaid:
+            self._end(one) if isinstance(one, Ended) else self._give(one)
+        self._unsaid = []
+
     def _give(self, given: Emitted) -> None:
         sources = [_NAMES[source] for source in given.sources]
         self._mail.put(Tokens(given.task.request_id, given.tokens, sources, given.logprobs))
@@ -222,9 +231,15 @@ class Driver:
 
     def _send(self) -> None:
         """Does what can be done while the target verifies."""
+        self._say()
         self._tell_stats()
         self._mail.flush()
-        if self.goodput is not None and self._live:
+        if self.goodput is None:
+            return
+        if self._unseen is not None:
+            self.goodput.observe(*self._unseen)
+            self._unseen = None
+        if self._live:
             self.goodput.choose(self.scheduler.tasks(self._live))
 
     def _tell_stats(self) -> None:

@@ -210,9 +210,10 @@ class VirtualLoop:
         wait_s = self._answer_s(lookahead)
         rows = len(self._live) * (lookahead + 1) + self._store(control.fill)
         forward_s = self._verify_s(_bucket(self.buckets, rows))
-        self.now = start + self._host.ask_s + wait_s + self._host.lead_s + forward_s
+        self.now = start + self._host.ask_s + wait_s + self._host.lead_s
         if self.meanwhile is not None:
             self.meanwhile()
+        self.now += forward_s
         speculation, outcome = self._outcome(lookahead)
         return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s)
 

@@ -61,7 +61,7 @@ def test_every_token_of_every_arrival_is_sent_once_and_in_time(
 def test_a_lone_sequence_takes_as_long_as_the_emulated_backend_says() -> None:
     done = simulate(config("ar"), 1, [Arrival(0.0, 5, 101)])
     times = done.requests[0].token_s
-    steps = np.diff(times)
+    steps = np.diff(times)[:-1]  # the last token is not sent beside another round
     assert steps.min() == pytest.approx(steps.max(), rel=0.01)  # rounds of one row
 
 

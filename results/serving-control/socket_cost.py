@@ -1,6 +1,6 @@
 """Measures what requests and their socket cost the lead in a round: µs, p50 and p99.
 
-    python results/serving/socket_cost.py [--rounds=4000]
+    python results/serving-control/socket_cost.py [--rounds=4000]
 
 A process reads the other end of a socket as the front does. The rounds are those of a loop that
 decodes nothing, so that only the server's own work is left:

@@ -1,6 +1,6 @@
 """Compares control by goodput with every fixed way, from idle to saturation, in virtual time.
 
-    python results/serving/control.py [--requests=200] [--seed=0] > control.jsonl
+    python results/serving-control/control.py [--requests=200] [--seed=0] > control.jsonl
 
 A line for each pair, law and rate: tokens a second of request time (from arrival to last token) of
 AR on the same T ranks, of every fixed mode and K, of `auto`, and of rivals on as many GPUs (T + 1):
