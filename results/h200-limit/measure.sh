@@ -24,10 +24,6 @@ replays() { # T
     timeout -k 5 "$LIMIT_S" $MPIRUN -np "$1" "$PYTHON" -m mpi4py -m mpissd.lab.limits.replays "$out" \
         "${REPLAYS:-2000}" </dev/null || { echo "FAILED: T=$1"; failed=1; }
 }
-whole() { # a module of mpissd.lab.limits, its arguments: whole models, on one GPU
-    timeout -k 5 "$LIMIT_S" "$PYTHON" -m mpi4py -m "mpissd.lab.limits.$1" "$out" "${@:2}" </dev/null ||
-        { echo "FAILED: $*"; failed=1; }
-}
 rounds() { # ranks, flags of mpissd run
     [ "$1" -le "$gpus" ] || return 0
     local trace=$scratch/trace.json n
@@ -44,8 +40,7 @@ for tp in ${TP:-1 2 4}; do
     : >"$out/T$tp.jsonl"
     replays "$tp"
     case $tp in
-        1) for model in 8b 1b smollm2; do whole whole $model; done
-           whole whole_rounds "${0%/*}/../recordings/smollm2-chat.npz"
+        1) "${0%/*}/../h200-whole/measure.sh" "$out" || failed=1
            rounds 1 --mode=ar "${small[@]}"; rounds 2 --mode=ssd --p_hit=1 "${small[@]}" ;;
         2) rounds 2 --mode=ar "${large[@]}"; rounds 3 --mode=ssd --p_hit=1 "${large[@]}" ;;
         4) rounds 4 --mode=ar "${large[@]}" ;;
