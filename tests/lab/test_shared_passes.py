@@ -45,7 +45,7 @@ def host_costs_of(jobs: list[tuple[Job, ForwardTimes]], monkeypatch: Any) -> lis
         session: Any = SimpleNamespace(
             job=each, calibrations=calibrations, topology=topology, backend=backend
         )
-        rank: Any = SimpleNamespace(session=session)
+        rank: Any = SimpleNamespace(session=session, chained=None)
         found.append(calibrate._host_costs(rank, TARGET, draft)[0])
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mpissd.engine.job import Job
-from mpissd.lab.measure.rehearsal import Table
+from mpissd.lab.measure.rehearsal import Table, Took
 from mpissd.lab.predict.costs import DeviceCosts
 
 
@@ -42,32 +42,33 @@ class ForwardTimes:
 class Rehearsed:
     """What a rehearsed pass adds on this rank, whose ledgers leave the forwards out.
 
-    In seconds; None where this rank runs no such forward. whole: the draft's ledger with forwards.
+    None where this rank runs no such forward. whole: the draft's ledger with forwards.
     """
 
-    verify_s: float | None = None
-    backup_s: float | None = None  # all steps of a round's backup
-    grow_s: float | None = None  # one growth step
+    verify: Took | None = None
+    backup: Took | None = None  # all steps of a round's backup
+    grow: Took | None = None  # one growth step
     whole: Table | None = None
 
 
 def in_sequence(
     job: Job, lead: Rehearsed, drafts: Rehearsed, target: ForwardTimes, draft: ForwardTimes | None
 ) -> DeviceCosts:
-    """Returns the costs of forwards in a row, or of rehearsed ones where those were faster.
+    """Returns the costs of forwards, those of rehearsed ones less what `beyond` says of them.
 
-    What rehearsed ones took longer is in the host costs: both together are what was rehearsed.
+    That is in the host costs: both together are what was rehearsed.
     """
-    verify = _at_most(target, job.verify_rows, lead.verify_s)
+    verify = _rehearsed(target, job.verify_rows, lead.verify)
     if draft is None:
         return DeviceCosts.from_points(verify)
-    steps = job.num_forwards(job.backup_lookahead)
-    backup = drafts.backup_s if drafts.backup_s is None else drafts.backup_s / steps
-    lists = {draft.candidates: draft.lists} if draft.lists else {}
-    if drafts.grow_s is not None:
+    steps, lists = job.num_forwards(job.backup_lookahead), {}
+    if draft.lists:
+        lists = {draft.candidates: draft.lists}
+    if drafts.grow is not None:
         lanes = job.config.batch_size * job.num_lanes
-        return DeviceCosts.from_points(verify, _at_most(draft, lanes, drafts.grow_s), lists)
-    return DeviceCosts.from_points(verify, _at_most(draft, draft_rows(job), backup), lists)
+        return DeviceCosts.from_points(verify, _rehearsed(draft, lanes, drafts.grow), lists)
+    points = _rehearsed(draft, draft_rows(job), drafts.backup, steps)
+    return DeviceCosts.from_points(verify, points, lists)
 
 
 def draft_rows(job: Job) -> int:
@@ -75,14 +76,21 @@ def draft_rows(job: Job) -> int:
     return -(-job.config.batch_size // max(1, job.config.drafts))
 
 
-def _at_most(times: ForwardTimes, rows: int, took: float | None) -> dict[int, float]:
-    """Returns the points of `times`, of which that of `rows` rows is at most `took`."""
+def _rehearsed(
+    times: ForwardTimes, rows: int, took: Took | None, forwards: int = 1
+) -> dict[int, float]:
+    """Returns the points of `times`, that of `rows` rows by what such `forwards` took."""
     if took is None:
         return times.seconds
-    bucket = times.bucket(rows)
-    return {**times.seconds, bucket: min(took, times.seconds[bucket])}
+    own = took.seconds - beyond(took, forwards * times(rows))
+    return {**times.seconds, times.bucket(rows): own / forwards}
 
 
-def beyond(took: float | None, in_a_row: float) -> float:
-    """Returns the seconds beyond those of forwards in a row, at least 0; 0 if none was taken."""
-    return 0.0 if took is None else max(0.0, took - in_a_row)
+def beyond(took: Took | None, in_a_row: float) -> float:
+    """Returns the seconds that forwards take beyond those in a row, at least 0.
+
+    Those in a row are their repetitions, or take `in_a_row` seconds where there were none.
+    """
+    if took is None:
+        return 0.0
+    return max(0.0, took.seconds - in_a_row if took.beyond is None else took.beyond)

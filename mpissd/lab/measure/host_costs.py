@@ -68,11 +68,15 @@ def pause_of(times: ForwardTimes | None) -> Pause:
     return pause_s
 
 
-def paused_twin(worker: W, times: ForwardTimes | None, session: Session, *, drafts: bool) -> W:
+def paused_twin(
+    worker: W, times: ForwardTimes | None, session: Session, *, drafts: bool, again: bool = False
+) -> W:
     """Returns a worker like this one over pauses that last as its forwards do, or over those."""
     assert isinstance(worker.stepper, Stepper), "pauses stand for real forwards"
     if times is not None and times.rehearsed:
-        forwards: Forwards = RehearsedForwards(worker.stepper, session.job.config.batch_size)
+        forwards: Forwards = RehearsedForwards(
+            worker.stepper, session.job.config.batch_size, again=again
+        )
     else:
         tokens, sleep = worker.stepper.stack.buffers.tokens, session.backend.info.kind == "emulated"
         forwards = PausedForwards(pause_of(times), tokens, sleep=sleep)
@@ -101,7 +105,7 @@ def host_costs(
     verify = pause_of(target)(job.verify_rows)
     costs["wake"] = lead[LeadPhase.DEVICE_WAIT] - verify + target.host_s - late
     if target.rehearsed:
-        late_s = beyond(leads[-1].rehearsed.verify_s, target(job.verify_rows))
+        late_s = beyond(leads[-1].rehearsed.verify, target(job.verify_rows))
         costs["wake"] = lead[LeadPhase.DEVICE_WAIT] + late_s
     if draft is not None:
         costs |= _draft_costs(session, drafts, draft, late)
@@ -148,13 +152,13 @@ def _draft_costs(
         rows = draft_rows(job)
         costs["step"] = steps_s / backup - pause_s(rows) + again
         if len(drafts) == 1:
-            late_s = beyond(drafts[0].rehearsed.backup_s, backup * draft(rows))
+            late_s = beyond(drafts[0].rehearsed.backup, backup * draft(rows))
             costs["draft_assemble"] += late_s
     elif drafts[-1].grow_s is not None:
         costs["step"] = drafts[-1].grow_s - pause_s(branches) + again
     if len(drafts) > 1:
         costs["step"] = costs.get("step", 0.0)
-        costs["step"] += beyond(drafts[1].rehearsed.grow_s, draft(branches))
+        costs["step"] += beyond(drafts[1].rehearsed.grow, draft(branches))
     return costs
 
 

@@ -40,9 +40,9 @@ def paused_pass(
     measured = rounds // _SKIPPED, rounds
     worker = drafter = drafting = None
     if rank.target is not None:
-        worker = paused_twin(rank.target, target, session, drafts=False)
+        worker = paused_twin(rank.target, target, session, drafts=False, again=not ahead)
     if rank.draft is not None:
-        drafting = paused_twin(rank.draft, draft, session, drafts=True)
+        drafting = paused_twin(rank.draft, draft, session, drafts=True, again=not ahead)
         drafter = rank.drafter(drafting, ahead=ahead)
 
     def drive(loop: TargetLoop) -> Table:
@@ -74,7 +74,7 @@ def _num_rounds(job: Job, target: ForwardTimes | None, draft: ForwardTimes | Non
         return _PAUSED_ROUNDS
     steps = job.num_forwards(job.lookahead) if draft is not None else 0
     drafting = 0.0 if draft is None else steps * draft(draft_rows(job))
-    within = int(_REHEARSED_S / (target(job.verify_rows) + drafting))
+    within = int(_REHEARSED_S / (2 * (target(job.verify_rows) + drafting)))
     return max(_PAUSED_ROUNDS, min(_REHEARSED_ROUNDS, within))
 
 
@@ -95,14 +95,14 @@ def _rehearsed(
 ) -> Rehearsed:
     """Returns what this rank's rehearsed forwards took in a round."""
     taken, skip, steps = _taken(draft), measured[0], job.num_forwards(job.backup_lookahead)
-    verify_s = of_a_round(_taken(target), 1, skip)
+    verify = of_a_round(_taken(target), 1, skip)
     if drafter is None or not taken:
-        return Rehearsed(verify_s)
+        return Rehearsed(verify)
     whole = drafter.ledger.table(*measured)
     if ahead:
         lanes = job.config.batch_size * job.num_lanes
-        return Rehearsed(verify_s, grow_s=of_a_round(taken, 1, skip, lanes), whole=whole)
-    return Rehearsed(verify_s, of_a_round(taken, steps, skip), whole=whole)
+        return Rehearsed(verify, grow=of_a_round(taken, 1, skip, lanes), whole=whole)
+    return Rehearsed(verify, of_a_round(taken, steps, skip), whole=whole)
 
 
 def nap_of(rank: Rank, target: ForwardTimes | None, draft: ForwardTimes | None) -> float:

@@ -4,13 +4,15 @@ On a CPU a forward reads tens of megabytes through the caches that the host's co
 behind it takes two to four times as long as behind a pause. In turn a forward behind host code,
 behind another model's forwards, beside another rank's, or waiting for a rank that is late, takes
 longer than in a row of its like. A rehearsal measures both: phases without the forwards inside
-them, and the forwards.
+them, and the forwards, each of which is run once more at once: the clock of a shared processor
+drifts by some percent within a second, and leaves the difference of two neighbours alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,22 +26,34 @@ from mpissd.engine.workload.placement import timed_places
 
 LONGEST_S = 50e-3  # of a forward; behind longer ones the host's work does not count
 Table = NDArray[np.int64]
-Taken = Sequence[tuple[int, int, int]]  # forwards: (begin in ns of perf_counter, ns, rows)
+# Forwards: (begin in ns of perf_counter, ns, rows, ns of the repetition among them, or 0).
+Taken = Sequence[tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True)
+class Took:
+    """What the forwards of a round take together, in seconds.
+
+    beyond: of these, what they take beyond their repetitions; None if they were not repeated.
+    """
+
+    seconds: float
+    beyond: float | None = None
 
 
 class RehearsedForwards:
     """The forwards of a stepper behind the mean context, as where they are timed in a row.
 
-    taken: a row for each forward so far, (its begin in ns of perf_counter, its ns, its rows).
+    taken: every forward so far.
     """
 
-    def __init__(self, stepper: Stepper, sequences: int) -> None:
-        """Takes the stepper and the job's number of sequences."""
-        self._stepper, self._sequences = stepper, sequences
+    def __init__(self, stepper: Stepper, sequences: int, *, again: bool) -> None:
+        """Takes the stepper and the job's number of sequences; again: whether to repeat each."""
+        self._stepper, self._sequences, self._again = stepper, sequences, again
         counts = range(1, stepper.most_rows + 1)
         self._places = {n: timed_places(n, sequences, stepper.options) for n in counts}
         self._rows = 0
-        self.taken: list[tuple[int, int, int]] = []
+        self.taken: list[tuple[int, int, int, int]] = []
 
     @property
     def most_rows(self) -> int:
@@ -54,10 +68,14 @@ class RehearsedForwards:
         self._stepper.upload(rows, tokens, self._places[self._rows], lists=lists)
 
     def launch(self) -> None:
-        """Runs the forward, and notes what it took."""
+        """Runs the forward, once or twice, and notes what it took."""
         begin = time.perf_counter_ns()
         self._stepper.launch()
-        self.taken.append((begin, time.perf_counter_ns() - begin, self._rows))
+        end = between = time.perf_counter_ns()
+        if self._again:
+            self._stepper.launch()
+            end = time.perf_counter_ns()
+        self.taken.append((begin, end - begin, self._rows, end - between))
 
     def done(self) -> bool:
         """Returns whether the forward is over; never blocks."""
@@ -91,7 +109,7 @@ class RehearsedForwards:
 def host_slices(ledger: Ledger, taken: Taken, first: int, last: int) -> Table:
     """Returns the ledger's slices of rounds first … last-1, cut by the forwards inside them."""
     slices = ledger.slices(first, last)
-    begins, lengths, _ = np.array(taken, np.int64).reshape(-1, 3).T
+    begins, lengths, *_ = np.array(taken, np.int64).reshape(-1, 4).T
     inside = np.searchsorted(slices[:, 3], begins, side="right")  # the first slice to end later
     kept = inside < len(slices)
     kept[kept] = begins[kept] >= slices[inside[kept], 2]
@@ -109,15 +127,19 @@ def host_table(ledger: Ledger, taken: Taken, first: int, last: int) -> Table:
     return table
 
 
-def of_a_round(taken: Taken, per_round: int, skip: int, rows: int | None = None) -> float | None:
-    """Returns the median seconds that the forwards of a round take together; None without any.
+def of_a_round(taken: Taken, per_round: int, skip: int, rows: int | None = None) -> Took | None:
+    """Returns the medians over rounds of what their forwards take; None without any.
 
     per_round: forwards of a round. rows: count only forwards of so many rows (None: all). The first
     `skip` rounds are left out.
     """
-    lengths = [length for _, length, count in taken if rows is None or count == rows]
-    rounds = len(lengths) // per_round if per_round else 0
+    chosen = [each for each in taken if rows is None or each[2] == rows]
+    rounds = len(chosen) // per_round if per_round else 0
     if rounds <= skip:
         return None
-    each = np.array(lengths[: rounds * per_round]).reshape(rounds, per_round).sum(axis=1)
-    return float(np.median(each[skip:])) * 1e-9
+    _, both, _, again = np.array(chosen[: rounds * per_round]).T.reshape(4, rounds, per_round)
+    first = (both - again).sum(axis=1)[skip:] * 1e-9
+    if not again.any():
+        return Took(float(np.median(first)))
+    beyond = first - again.sum(axis=1)[skip:] * 1e-9
+    return Took(float(np.median(first)), float(np.median(beyond)))
