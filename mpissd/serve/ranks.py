@@ -14,13 +14,13 @@ from dataclasses import replace
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
-from mpissd.common.rounds import Request
+from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
 from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep, within
 from mpissd.engine.comm.topology import agree
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.goodput import Goodput, widths_of
+from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import TargetLoop
@@ -35,7 +35,7 @@ from mpissd.serve.line import Line
 from mpissd.serve.protocol import SOCKET_VARIABLE, Ready
 
 _POLL_S = 0.2  # between two looks at lost ranks, while nothing arrives
-_WARM_ID, _WARM_ROUNDS, _WARM_PROMPT = 1 << 30, 6, 3
+_WARM_ID, _WARM_ROUNDS, _WARM = 1 << 30, 6, (0, 1, 2)
 
 
 def execute_serve(config: ServeConfig) -> int:
@@ -167,23 +167,22 @@ def _warm(loop: TargetLoop, job: Job, times: RowTimes) -> None:
     No request waits for compilers and caches afterwards.
     """
     loop.ledger = NullLedger(LeadPhase)
-    prompt, first = tuple(range(_WARM_PROMPT)), _WARM_ID
-    sampled = [1.0] * (job.serving is not None and job.serving.samples)
-    for count in (*_sizes(job.config.batch_size), 1):
+    sampled = job.serving is not None and job.serving.samples
+    every = [(1, k, 0.0) for k in range(job.lookahead + 1)]
+    every += [(count, job.lookahead, 0.0) for count in warm_sizes(job)]
+    every += [(1, job.lookahead, 1.0)] * sampled
+    first = _WARM_ID
+    for count, lookahead, temperature in every:
         ids = range(first, first + count)
-        heat = 0.0 if count > 1 or first == _WARM_ID else sum(sampled)
-        loop.admit([Request(n, prompt[-1], 0, prompt, heat) for n in ids])
+        loop.control = Control(lookahead)
+        loop.admit([Request(n, _WARM[-1], 0, _WARM, temperature) for n in ids])
         for number in range(_WARM_ROUNDS):
             result = loop.step()
             if number > 1:
                 times.add(result.num_rows, result.t_target_s)
         loop.finish(list(ids))
         first += count
-
-
-def _sizes(most: int) -> list[int]:
-    """Returns the batch sizes 1, 2, 4, … and `most`."""
-    return sorted({most, *(1 << n for n in range(most.bit_length()))} - {0} - {most + 1})
+    loop.control = Control()
 
 
 def _connected() -> socket.socket:

@@ -19,7 +19,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.backend.profile import Profile, role_profiles
-from mpissd.engine.decode.goodput import Goodput, widths_of
+from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import RoundResult
@@ -73,22 +73,25 @@ def simulate(
     *,
     auto: bool = False,
     kv_tokens: int = 0,
+    costs: tuple[DeviceCosts, HostCosts] | None = None,
 ) -> Simulated:
     """Serves these arrivals in virtual time, at most batch_size at once; raises ConfigError.
 
     config: of an emulated device; its laws or its recording decide outcomes. auto: lets the
     controller choose the mode and K. kv_tokens: of the cache (0: each may be as long as it needs).
+    costs: measured ones, in place of those of the device's profile.
     """
     profile, drafts = role_profiles(config.device, config.draft_device)
     memory = profile.memory_bytes, drafts.memory_bytes
     job = resolve(
         config, tp, backend="emulated", memory_bytes=memory[0], draft_memory_bytes=memory[1]
     )
-    loop = VirtualLoop(job, costs_of(job, profile, drafts), host_of(profile, job))
+    modelled = costs_of(job, profile, drafts), host_of(profile, job)
+    loop = VirtualLoop(job, *(costs or modelled), pads=costs is None)
     mail = _Mail(loop, arrivals)
     driver = Driver(Scheduler(_room(job, arrivals, kv_tokens)), mail, clock=lambda: loop.now)
     driver.mode, driver.lookahead = config.mode, job.lookahead
-    driver.times = RowTimes(loop.buckets)
+    driver.times = loop.measured()
     if auto and job.lookahead:
         driver.goodput = Goodput(job.lookahead, widths_of(job), driver.times)
     while driver.wait(math.inf):
@@ -160,12 +163,15 @@ class VirtualLoop:
     draft_lost_round = None
     most_rows = _MOST_ROWS
 
-    def __init__(self, job: Job, device: DeviceCosts, host: HostCosts) -> None:
+    def __init__(
+        self, job: Job, device: DeviceCosts, host: HostCosts, *, pads: bool = True
+    ) -> None:
+        """Takes pads, whether forwards compute whole buckets of rows."""
         self._job, self._host = job, host
         self._verify_s = lru_cache(maxsize=None)(lambda rows: float(device.verify_s(rows)))
         self._drafts_s = lru_cache(maxsize=None)(lambda rows: float(device.draft_s(rows)))
-        self.buckets = list(device.verify.rows)
-        self._lanes = job.draft_buckets() if job.draft is not None else [1]
+        self.buckets = list(device.verify.rows) if pads else []
+        self._lanes = job.draft_buckets() if pads and job.draft is not None else []
         self._opened: dict[int, _Sequence] = {}
         self._live: dict[int, _Sequence] = {}
         self._prompts: dict[int, int] = {}  # tokens of each request's own prompt
@@ -175,6 +181,13 @@ class VirtualLoop:
         self.control = Control()
         self.ledger: Ledger = NullLedger(LeadPhase)
         self.meanwhile: Callable[[], None] | None = None
+
+    def measured(self) -> RowTimes:
+        """Returns what a server measures before its first request."""
+        times, width = RowTimes(self.buckets), self._job.lookahead + 1
+        for rows in (*range(1, width + 1), *(n * width for n in warm_sizes(self._job))):
+            times.add(rows, self._verify_s(_bucket(self.buckets, rows)))
+        return times
 
     @property
     def live_ids(self) -> list[int]:

@@ -15,23 +15,29 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.config import RunConfig, parse_flags
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.serve.simulated import Arrival, Simulated, simulate
 
 Floats = NDArray[np.float64]
 Seconds = dict[str, Floats]  # by way
 MOST_K = 7
+ROWS = Path(__file__).with_name("cpu_rows.json")
 LOOKAHEADS = (1, 3, 5, 7)
 RESAMPLES = 1000
 PAIRS = {
     "70b/1b": (4, (0.2, 1.0, 3.0, 6.0, 9.0, 14.0)),
     "8b/1b": (1, (0.5, 3.0, 8.0, 16.0, 24.0, 36.0)),
+    "smollm2": (1, (0.02, 0.1, 0.2, 0.4, 0.6, 0.9)),
 }
-RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2))}  # (T, servers) with D = 0
+CPU = "smollm2"  # with the forwards that were measured on one core (cpu_rows.py)
+# (T, servers) with D = 0
+RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2)), CPU: ((1, 1), (1, 2))}
 CHAT = "results/recordings/smollm2-chat.npz"
 LAWS = {
     "alpha=.8, power:A=1,r=1": {"alpha": "0.8"},
@@ -76,7 +82,15 @@ def config_of(pair: str, law: Mapping[str, str], flags: Mapping[str, str], seed:
     unread = {"ar": ("alpha", "hit_a", "hit_r"), "sd": ("hit_a", "hit_r"), "ssd": ()}
     rules = {name: text for name, text in law.items() if name not in unread[flags["mode"]]}
     told = {"pair": pair, "backend": "emulated", "device": "h200", "batch_size": "32"}
-    return parse_flags({**told, **rules, **flags, "seed": str(seed)})
+    real = {"forward": "transformer", "device": "null"} if pair == CPU else {}
+    return parse_flags({**told, **real, **rules, **flags, "seed": str(seed)})
+
+
+def costs(pair: str) -> tuple[DeviceCosts, HostCosts] | None:
+    """Returns measured costs of the CPU's pair; None: those of the emulated device."""
+    if pair != CPU:
+        return None
+    return DeviceCosts.from_dict(json.loads(ROWS.read_text())), HostCosts()
 
 
 def measured(pair: str, law: Mapping[str, str], asked: list[Arrival], seed: int) -> Seconds:
@@ -84,11 +98,13 @@ def measured(pair: str, law: Mapping[str, str], asked: list[Arrival], seed: int)
     found = {}
     for name, flags in ways():
         config = config_of(pair, law, flags, seed)
-        found[name] = seconds(simulate(config, PAIRS[pair][0], asked, auto=name == "auto"))
+        found[name] = seconds(
+            simulate(config, PAIRS[pair][0], asked, auto=name == "auto", costs=costs(pair))
+        )
     for name, tp, servers, flags in rivals(pair):
         config, every = config_of(pair, law, flags, seed), np.zeros(len(asked))
         for n in range(servers):
-            every[n::servers] = seconds(simulate(config, tp, asked[n::servers]))
+            every[n::servers] = seconds(simulate(config, tp, asked[n::servers], costs=costs(pair)))
         found[name] = every
     return found
 
@@ -125,10 +141,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     told = parser.parse_args()
-    for name in LAWS:
-        for pair, (_, rates) in PAIRS.items():
-            for rate in rates:
-                print(json.dumps(line(pair, name, rate, told.requests, told.seed)), flush=True)
+    every = [(name, pair, rate) for name in LAWS for pair, (_, s) in PAIRS.items() for rate in s]
+    every = [case for case in every if case[1] != CPU or case[0].startswith("recording")]
+    for name, pair, rate in every:
+        print(json.dumps(line(pair, name, rate, told.requests, told.seed)), flush=True)
 
 
 if __name__ == "__main__":

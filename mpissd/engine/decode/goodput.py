@@ -210,3 +210,10 @@ def widths_of(job: Job) -> list[int | None]:
     if not job.fan_outs.branches or job.inline:
         return []
     return [None, 1] if job.widest > 1 else [None]
+
+
+def warm_sizes(job: Job) -> list[int]:
+    """Returns the batch sizes whose forwards are measured before the first request: 2, 4, … and
+    the largest one."""
+    most = job.config.batch_size
+    return sorted({most, *(1 << n for n in range(1, most.bit_length()))})
