@@ -21,6 +21,7 @@ from mpissd.lab.predict.recurrence import expect_by_law
 from mpissd.serve import simulated
 from mpissd.serve.outcomes import outcomes_of
 from mpissd.serve.simulated import Arrival, simulate
+from mpissd.serve.virtual import costs_of
 
 RECORDING = "results/recordings/smollm2-chat.npz"
 EMULATED = {"backend": "emulated", "device": "h200", "batch_size": "16", "alpha": "0.8"}
@@ -104,7 +105,7 @@ def test_full_batches_are_as_fast_as_the_predictor_says(
     tokens = sum(at <= until for one in done.requests for at in one.token_s)
     profile, _ = role_profiles(told.device, None)
     job = resolve(told, 1, backend="emulated", memory_bytes=None)
-    costs = simulated.costs_of(job, profile, profile), host_of(profile, job)
+    costs = costs_of(job, profile, profile), host_of(profile, job)
     expected = expect_by_law(job, *costs, chains=64, num_rounds=64)
     noise = expected.tok_per_s_noise(done.requests[0].rounds)
     assert tokens / until == pytest.approx(expected.tok_per_s, abs=4 * noise, rel=0.005)

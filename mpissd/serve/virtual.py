@@ -1,0 +1,197 @@
+"""The target loop in virtual time: rounds that last as modelled forwards do."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
+from mpissd.common.trace import LeadPhase, Ledger, NullLedger
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.decode.goodput import warm_sizes
+from mpissd.engine.decode.row_times import RowTimes
+from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.job import Job, fine_buckets
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
+from mpissd.serve.outcomes import Outcomes, outcomes_of
+
+_MOST_ROWS = 512  # of a forward over a prompt alone
+
+
+def costs_of(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
+    """Returns the durations of a job's forwards, and of those over prompts."""
+    costs, batch = DeviceCosts.from_profile(profile, job, drafts), job.config.batch_size
+    rows = fine_buckets(max(_MOST_ROWS, job.verify_rows))
+    return replace(costs, verify=forwards(profile, job.target_shard, rows, batch, job.options))
+
+
+@dataclass
+class _Sequence:
+    """A live sequence: tokens emitted, and whether the draft has the branch of its outcome."""
+
+    request: Request
+    outcomes: Outcomes
+    left: int  # tokens of the prompt that are not stored
+    emitted: int  # before a preemption, too
+    hit: bool = False
+
+
+class VirtualLoop:
+    """The lead's loop with modelled rounds; `now` is its clock. T ranks and at most one draft."""
+
+    draft_lost_round = None
+    most_rows = _MOST_ROWS
+
+    def __init__(
+        self, job: Job, device: DeviceCosts, host: HostCosts, *, pads: bool = True
+    ) -> None:
+        """Takes pads, whether forwards compute whole buckets of rows."""
+        self._job, self._host = job, host
+        self._verify_s = lru_cache(maxsize=None)(lambda rows: float(device.verify_s(rows)))
+        self._drafts_s = lru_cache(maxsize=None)(lambda rows: float(device.draft_s(rows)))
+        self.buckets = list(device.verify.rows) if pads else []
+        self._lanes = job.draft_buckets() if pads and job.draft is not None else []
+        self._opened: dict[int, _Sequence] = {}
+        self._live: dict[int, _Sequence] = {}
+        self._prompts: dict[int, int] = {}  # tokens of each request's own prompt
+        self.now = 0.0
+        self._sent = self._grown_s = 0.0  # when the draft last replied; its glue and keys
+        self._step_s, self._most_steps = 0.0, 0  # of its growth; 0: nothing grows
+        self.control = Control()
+        self.ledger: Ledger = NullLedger(LeadPhase)
+        self.meanwhile: Callable[[], None] | None = None
+
+    def measured(self) -> RowTimes:
+        """Returns what a server measures before its first request."""
+        times, width = RowTimes(self.buckets), self._job.lookahead + 1
+        for rows in (*range(1, width + 1), *(n * width for n in warm_sizes(self._job))):
+            times.add(rows, self._verify_s(_bucket(self.buckets, rows)))
+        return times
+
+    @property
+    def live_ids(self) -> list[int]:
+        """The sequences that the next round verifies."""
+        return [*self._live, *(n for n, one in self._opened.items() if not one.left)]
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether prompts are being stored."""
+        return any(one.left for one in self._opened.values())
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Lets these sequences join once their prompts are stored."""
+        for request in requests:
+            name = request.request_id
+            emitted = len(request.prompt) - self._prompts.setdefault(name, len(request.prompt))
+            outcomes = outcomes_of(self._job, name)
+            self._opened[name] = _Sequence(request, outcomes, len(request.prompt) - 1, emitted)
+
+    def finish(self, request_ids: Sequence[int]) -> None:
+        """Releases these sequences."""
+        for name in request_ids:
+            self._opened.pop(name, None)
+            self._live.pop(name, None)
+
+    def step(self) -> RoundResult:
+        """Lets one round pass; returns its outcome."""
+        for name in [n for n, one in self._opened.items() if not one.left]:
+            self._live[name] = self._opened.pop(name)
+        start, control = self.now, self.control
+        most = self._job.lookahead
+        lookahead = most if control.lookahead is None else min(most, control.lookahead)
+        wait_s = self._answer_s(lookahead)
+        rows = len(self._live) * (lookahead + 1) + self._store(control.fill)
+        forward_s = self._verify_s(_bucket(self.buckets, rows))
+        self.now = start + self._host.ask_s + wait_s + self._host.lead_s
+        if self.meanwhile is not None:
+            self.meanwhile()
+        self.now += forward_s
+        speculation, outcome = self._outcome(lookahead)
+        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s)
+
+    def _store(self, most: int) -> int:
+        stored = 0
+        for one in self._opened.values():
+            part = min(one.left, most - stored)
+            one.left -= part
+            stored += part
+        return stored
+
+    def _answer_s(self, lookahead: int) -> float:
+        """Returns how long the lead waits for the draft, and begins what the draft does next."""
+        job, host, count = self._job, self._host, len(self._live)
+        hits = sum(one.hit for one in self._live.values())
+        if job.draft is None:
+            return 0.0
+        if job.inline:
+            return lookahead * self._draft_s(count) + host.draft_s if lookahead else 0.0
+        asked = self.now + host.lead_send + host.link
+        free, steps = self._grown(asked)
+        seen = max(asked, free)
+        if not lookahead:  # the draft stores what was committed, and nobody waits for it
+            self._sent, self._grown_s, self._step_s = seen, self._draft_s(count), 0.0
+            return 0.0
+        drafting = self._drafting_s(hits, count - hits, lookahead, steps)
+        self._sent = seen + host.reply_s + drafting
+        self._grow(lookahead, hits, count - hits)
+        return max(0.0, self._sent + host.link - self.now - host.ask_s)
+
+    def _grown(self, asked: float) -> tuple[float, int]:
+        """Returns when the draft is free to see the outcome, and the growth steps it has taken."""
+        free = self._sent + self._grown_s
+        if not self._step_s or asked <= free:
+            return free, 0
+        steps = min(self._most_steps, math.ceil((asked - free) / self._step_s))
+        return free + steps * self._step_s, steps
+
+    def _drafting_s(self, hits: int, misses: int, lookahead: int, steps: int) -> float:
+        """Returns the seconds of steps that finish hits and draft misses, in shared forwards."""
+        finish = max(0, lookahead - steps) if hits else 0
+        backup = lookahead if misses else 0
+        shared = min(finish, backup)
+        alone = (finish - shared) * self._draft_s(hits) + (backup - shared) * self._draft_s(misses)
+        return shared * self._draft_s(hits + misses) + alone
+
+    def _grow(self, lookahead: int, hits: int, misses: int) -> None:
+        """Begins the growth behind a reply."""
+        fans, host = self._job.fan_outs.within(self.control.width), self._host
+        lanes = hits * sum(fans.after_hit[: lookahead + 1])
+        lanes += misses * sum(fans.after_miss[: lookahead + 1])
+        self._most_steps, self._step_s, self._grown_s = lookahead, 0.0, 0.0
+        if lanes:
+            self._step_s = self._draft_s(lanes)
+            glue = self._draft_s((hits + misses) * (lookahead + 1)) - host.step + host.glue
+            self._grown_s = glue + host.keys + host.keys_lane * lanes
+
+    def _draft_s(self, rows: int) -> float:
+        if not rows:
+            return 0.0
+        return self._drafts_s(_bucket(self._lanes, rows)) + self._host.step
+
+    def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
+        """Draws what the round accepted, and which outcomes the draft will have a branch for."""
+        count, grows = len(self._live), self._step_s > 0
+        fans = self._job.fan_outs.within(self.control.width)
+        served = Speculation.empty(0, count, self._job.lookahead)
+        rows = np.zeros((count, Outcome.WIDTH), np.int32)
+        for n, (name, one) in enumerate(self._live.items()):
+            source = Source.CACHE if one.hit else Source.JIT
+            if lookahead:
+                served.rows[n, :3] = source, one.hit, lookahead
+            k = one.outcomes.accepted(one.emitted, lookahead, source) if lookahead else 0
+            rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
+            fan_out = fans.behind(source)
+            one.hit = grows and one.outcomes.hits(one.emitted, k, lookahead, fan_out)
+            one.emitted += k + 1
+        return served, Outcome(0, rows)
+
+
+def _bucket(buckets: Sequence[int], rows: int) -> int:
+    """Returns the smallest bucket that holds `rows`, or `rows` beyond the largest one."""
+    at = bisect_left(buckets, rows)
+    return buckets[at] if at < len(buckets) else rows
