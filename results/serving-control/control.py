@@ -33,9 +33,9 @@ RESAMPLES = 1000
 PAIRS = {
     "70b/1b": (4, (0.2, 1.0, 3.0, 6.0, 9.0, 14.0)),
     "8b/1b": (1, (0.5, 3.0, 8.0, 16.0, 24.0, 36.0)),
-    "smollm2": (1, (0.02, 0.1, 0.2, 0.4, 0.6, 0.9)),
+    "smollm2": (1, (0.05, 0.2, 0.4, 0.7, 1.0, 1.5)),
 }
-CPU = "smollm2"  # with the forwards that were measured on one core (cpu_rows.py)
+CPU = "smollm2"  # with the forwards of docs/performance.md, on one core each
 # (T, servers) with D = 0
 RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2)), CPU: ((1, 1), (1, 2))}
 CHAT = "results/recordings/smollm2-chat.npz"
