@@ -20,6 +20,7 @@ lm_head = true
 rounds = 400
 seed = 0..4
 mode = ssd
+hit_law = "power:A=0.75,r=1.0"
 """
 FLAGS = ("lookahead", "fan_out", "backup", "backup_lookahead", "on_late")
 OTHERS = """

@@ -17,7 +17,7 @@ advise() { # a block of a grid for each alpha, by the profile of `probe`
     local alpha
     for alpha in .5 .6 .7 .8 .9; do
         "$PYTHON" -m mpissd plan --profile="$out/probe/profiles/8b-1b-T1D1-head.json" --gpus=2 --pair=8b/1b \
-            --fuse --lm_head --alpha=$alpha >"$out/plan-$alpha.txt" 2>>"$out/plan.err" </dev/null &
+            --fuse --lm_head --hit_law=power:A=0.75,r=1.0 --alpha=$alpha >"$out/plan-$alpha.txt" 2>>"$out/plan.err" </dev/null &
     done
     wait
     "$PYTHON" "$here/grid.py" "$out"/plan-*.txt >"$out/advised.grid"

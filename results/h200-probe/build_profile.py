@@ -5,8 +5,9 @@
 
 Every probe adds its forwards, those that its jobs of other batches were measured by too, and its
 host costs; where several measured the same, each number is their median. A probe from before
-kernels were told apart (its forwards have no "kernel") adds its all-reduce alone. What no probe
-measured is derived, and says so in "from":
+kernels were told apart (its forwards have no "kernel") adds its all-reduce alone. One that has no
+"read_outs" read four candidates a row in all of its draft's forwards with LM head, if it grew
+branches: these are left out. What no probe measured is derived, and says so in "from":
 
     forwards with LM head     as without it, and what the LM head adds to the largest model that was
                               measured with and without it, at the T next to this one, row by row
@@ -42,6 +43,7 @@ from mpissd.lab.predict.costs import HostCosts
 
 Entry = dict[str, Any]
 FORWARD = ("model", "tp", "fuse", "lm_head", "kv_tokens", "params", "kernel", "most_rows")
+LISTS = ("columns", "forward", "candidates")
 HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead", "lanes")
 BEFORE = Path(__file__).with_name("before.json")
 FEW_ROWS = 32  # of the largest forward of a job that runs the chain
@@ -58,6 +60,15 @@ def merged(entries: Iterable[Entry], key: Sequence[str]) -> list[Entry]:
         {**dict(zip(key, identity, strict=True)), **_median(group)}
         for identity, group in alike.items()
     ]
+
+
+def single(probe: Entry) -> list[Entry]:
+    """The probe's forwards that read one candidate a row, those of its own jobs among them."""
+    forwards = [*probe["tables"]["forwards"], *of_jobs(probe)]
+    if probe["tables"].get("read_outs") or all(way["mode"] != "ssd" for way in probe["host"]):
+        return forwards
+    draft = min(probe["tables"]["forwards"], key=lambda entry: entry["params"])["model"]
+    return [each for each in forwards if each["model"] != draft or not each["lm_head"]]
 
 
 def _median(entries: Sequence[Entry]) -> Entry:
@@ -203,9 +214,10 @@ def build(probes: Sequence[Entry], base: Entry) -> Entry:
     new = [p for p in probes if all("kernel" in e for e in p["tables"]["forwards"])]
     if not new:
         raise ValueError("no probe that tells kernels apart")
-    forwards = merged((e for p in new for e in (*p["tables"]["forwards"], *of_jobs(p))), FORWARD)
+    forwards = merged((e for p in new for e in single(p)), FORWARD)
     forwards += with_heads(forwards)
     forwards += unfused(forwards)
+    lists = merged((e for p in new for e in p["tables"].get("read_outs", ())), LISTS)
     hosts = merged((e for p in new for e in p["host"]), HOST)
     made = [{k: (p["provenance"] or {}).get(k) for k in ("commit", "started_at")} for p in probes]
     return {
@@ -217,7 +229,7 @@ def build(probes: Sequence[Entry], base: Entry) -> Entry:
         "all_reduce": all_reduce(probes, base),
         "others": "modelled: forwards of no table, by the numbers",
         "other_kernels": list(OTHER_KERNELS),
-        "tables": {"forwards": forwards},
+        "tables": {"forwards": forwards, "read_outs": lists},
         "host": hosts + remote(hosts),
         "made_of": [{"name": p["name"], **m} for p, m in zip(probes, made, strict=True)],
     }

@@ -130,15 +130,20 @@ def test_imposed_hits_have_a_price(capfd: pytest.CaptureFixture[str]) -> None:
     assert "imposed" not in capfd.readouterr().out
 
 
-def test_more_candidates_than_were_probed_are_derived() -> None:
-    """A draft that reads out 24 candidates a row took 1.1 ms a step where the profile says .9."""
-    wide = {"lm_head": True, "mode": "ssd", "num_drafts": 1, "lookahead": 3}
-    for fan_out, is_derived in (("uniform:3", False), ("geometric:48", True)):
-        job = resolve(
-            RunConfig(pair="8b/1b", fuse=True, fan_out=fan_out, **wide),
-            1,
-            backend="emulated",
-            memory_bytes=None,
-        )
-        label = derived_from(H200, H200, job) or ""
-        assert ("candidates a row" in label) == is_derived, label
+@pytest.mark.parametrize(("most", "fan_out", "is_derived"), [
+    (64, "uniform:3", False), (64, "geometric:48", False),
+    (4, "uniform:3", False), (4, "geometric:48", True), (0, "uniform:3", True),
+])  # fmt: skip
+def test_more_candidates_than_were_probed_are_derived(
+    most: int, fan_out: str, is_derived: bool
+) -> None:
+    """Read-outs of up to `most` candidates a row; a profile without any knows of one alone."""
+    read_outs = {k: one for k, one in H200.tables.read_outs.items() if k[2] <= most}
+    known = replace(H200, tables=replace(H200.tables, read_outs=read_outs))
+    config = RunConfig(
+        pair="8b/1b", fuse=True, fan_out=fan_out, lm_head=True, mode="ssd", num_drafts=1,
+        lookahead=3,
+    )  # fmt: skip
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    label = derived_from(known, known, job) or ""
+    assert ("candidates a row" in label) == is_derived, label

@@ -15,10 +15,6 @@ from mpissd.lab.predict import hosts
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE
 from mpissd.lab.predict.derive import DERIVED
 
-# Candidates a row that the forwards of the built-in profile read out, where it has no read-outs of
-# more: its probes ran fan-out 3.
-_BUILT_IN, _CANDIDATES = "h200", 4
-
 
 def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
     """Returns what the job's forwards are derived from, as text beginning with "derived", or None.
@@ -55,7 +51,7 @@ def _forward(
     batch = job.config.batch_size
     cost = shard.cost(rows, batch, EMULATED_ITEMSIZE, options)
     curve, timed = known.tables.forward(cost), known.tables.candidates(cost)
-    lists = max(timed, default=_CANDIDATES if known.name == _BUILT_IN else 1)
+    lists = max(timed, default=1)
     source = known.sources["all_reduce"] if curve is None else curve.source
     if source.startswith(DERIVED):
         yield source
