@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
 
-from mpissd.common.errors import ConfigError
+from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.learn.config import DistillConfig
 
-if TYPE_CHECKING:
-    from mpissd.learn.job import Distillation
+Log = Callable[[str], None]
 
 
 def distill(config: DistillConfig) -> int:
@@ -18,29 +19,87 @@ def distill(config: DistillConfig) -> int:
         import torch
     except ModuleNotFoundError as error:
         raise ConfigError("PyTorch is missing: pip install 'mpissd[distill]'") from error
-    from mpissd.learn.job import Distillation
-
-    if config.device == "cuda" and not torch.cuda.is_available():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and not gpus:
         raise ConfigError("device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
-    job = Distillation(config, _log(time.monotonic()))
-    job.sample()
-    job.train()
-    job.save()
-    return _evaluated(job)
+    if config.device != "cpu" and gpus and config.processes > gpus:
+        raise ConfigError(f"processes={config.processes}: allowed: 1 to {gpus}, one a GPU")
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    if config.processes == 1:
+        return work(0, config, "", time.monotonic())
+    return _together(config)
 
 
-def _evaluated(job: Distillation) -> int:
-    """Evaluates the saved draft; returns 1 if the device fails, which leaves the draft saved."""
-    try:
-        job.evaluate()
-    except RuntimeError as error:
-        job.log(f"evaluation stopped: {error}")
-        return 1
+def _together(config: DistillConfig) -> int:
+    """Runs one process a GPU; returns the first one's exit code."""
+    import torch.multiprocessing as mp
+
+    from mpissd.learn.source import read
+
+    read(config)  # refuses what is wrong before any process starts
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            mp.start_processes(
+                _worker, (config, f"{place}/meet", time.monotonic()), nprocs=config.processes
+            )
+        except mp.ProcessExitedException as error:
+            if error.exit_code in (1, 2):
+                return int(error.exit_code)
+            raise MpissdError(f"distill: a process ended: {error}") from error
     return 0
 
 
-def _log(started: float) -> Any:
-    def log(text: str) -> None:
-        print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
+def _worker(rank: int, config: DistillConfig, place: str, started: float) -> None:
+    """Is one process of several; ends with exit code 1 in one line for an error of ours."""
+    try:
+        code = work(rank, config, place, started)
+    except MpissdError as error:
+        print(f"mpissd: {error}", flush=True)
+        code = error.exit_code
+    if code:
+        raise SystemExit(code)
 
-    return log
+
+def work(rank: int, config: DistillConfig, place: str, started: float) -> int:
+    """Samples, trains, saves and evaluates; all of them but the first process only help."""
+    from mpissd.learn.group import join
+    from mpissd.learn.job import Distillation
+    from mpissd.learn.source import read
+
+    def log(text: str) -> None:
+        if not rank or "batch" in text:
+            print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
+
+    source = read(config)
+    group = join(rank, config.processes, place, config.device != "cpu" and _has_gpu())
+    job = Distillation(config, source, log, group)
+    job.sample()
+    code = 0
+    for result in job.drafts():
+        if not rank:
+            code = max(code, _finished(job, result, config, log))
+    group.close()
+    return code
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _finished(job: object, result: object, config: DistillConfig, log: Log) -> int:
+    """Saves and evaluates a draft; returns 1 if the disk or the device fails."""
+    from mpissd.learn.job import Distillation
+    from mpissd.learn.result import Result
+
+    assert isinstance(job, Distillation) and isinstance(result, Result)
+    if not result.try_save(result.pair.draft, log):
+        return 1
+    deadline = min(job.deadline, time.monotonic() + config.seconds_evaluating)
+    try:
+        result.evaluate(job.answers(), deadline, log)
+    except (RuntimeError, OSError) as error:
+        log(f"evaluation stopped: {error}")
+        return 1
+    return 0

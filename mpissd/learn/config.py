@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
+from mpissd.learn.form import Form, form_of
 
 
 def _layers(name: str, text: str) -> str:
@@ -17,6 +18,20 @@ def _layers(name: str, text: str) -> str:
     return text
 
 
+def _lengths(name: str, text: str) -> str:
+    """Takes lengths of at least 48 tokens, a comma between."""
+    if any(not part.isdecimal() or int(part) < 48 for part in text.split(",")):
+        raise ConfigError(f"{name}={text}: allowed: whole numbers >= 48, a comma between")
+    return text
+
+
+def _shapes(name: str, text: str) -> str:
+    """Takes shapes of fresh layers, a comma between."""
+    for part in text.split(","):
+        form_of(part)
+    return text
+
+
 @dataclass(frozen=True)
 class DistillConfig(Checked):
     """Flags of `distill`: the target, the draft's shape, and how long each part may take."""
@@ -24,21 +39,41 @@ class DistillConfig(Checked):
     target: str = flag("", words, "the target: a Hugging Face folder or a .gguf file")
     out: str = flag("out/draft", words, "folder that the draft is written to")
     layers: str = flag("0,1,28,29", _layers, "the target's layers that the draft starts from")
+    shapes: str = flag(
+        "",
+        _shapes,
+        "fresh layers instead: LAYERSxHEADSxKV_HEADSxFFN; of several, a comma between, each is "
+        "trained on the same samples and written to OUT/SHAPE",
+    )
+    start: str = flag("", words, "an earlier draft of this target to go on from, instead of layers")
     vocab: int = flag(12288, integer(32), "rows of the draft's LM head: the most frequent tokens")
-    sequences: int = flag(7168, integer(1), "conversations that are sampled at a time")
-    length: int = flag(512, integer(48), "tokens of a conversation")
-    batch: int = flag(76, integer(1), "conversations in a training step")
-    batches: int = flag(1000, integer(1), "batches of samples at most")
+    head: str = flag(
+        "own", choice("own", "target"), "own: trained and stored; target: rows of the target's"
+    )
+    processes: int = flag(1, integer(1), "processes that sample and train together, one a GPU")
+    sequences: int = flag(8192, integer(1), "conversations that are sampled at a time")
+    length: str = flag(
+        "384", _lengths, "tokens of a conversation; of several, each process takes the next"
+    )
+    batch: int = flag(96, integer(1), "conversations of the first length in a process's step")
+    batches: int = flag(1000, integer(1), "batches of samples at most, of each process")
     steps: int = flag(10**6, integer(1), "training steps at most")
+    optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
     learning_rate: float = flag(1.5e-3, number(0, 1), "the highest of the schedule")
+    on_policy: float = flag(
+        0.0, number(0, 1), "share of the later steps on states that the draft itself proposes"
+    )
     seconds_sampling: float = flag(120.0, number(0), "time for samples; the last batch is finished")
-    seconds_training: float = flag(240.0, number(0), "time for training")
+    seconds_training: float = flag(240.0, number(0), "time for training, of each draft")
     seconds_evaluating: float = flag(60.0, number(0), "time for evaluation, answers included")
     seconds: float = flag(
         86400.0, number(0), "time for everything: training ends early enough for the evaluation"
     )
+    save_every: float = flag(300.0, number(1), "seconds of training between copies of the draft")
     prompts: str | None = flag(
-        None, words, "files .jsonl of people's prompts to evaluate on, a comma between"
+        None,
+        words,
+        "what to evaluate on, a comma between: people's prompts (.jsonl), recordings (.npz)",
     )
     held_out: int = flag(512, integer(1), "conversations of the target's own to evaluate on")
     answer: int = flag(128, integer(1), "tokens of an answer in the evaluation, at most")
@@ -53,7 +88,27 @@ class DistillConfig(Checked):
         """The target's layers that the draft starts from."""
         return tuple(int(part) for part in self.layers.split(","))
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a conversation, of each process in turn."""
+        return tuple(int(part) for part in self.length.split(","))
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The fresh drafts; none where the draft starts from layers."""
+        return tuple(form_of(part) for part in self.shapes.split(",") if part)
+
+    def length_of(self, rank: int) -> int:
+        """Returns the tokens of a conversation of one process."""
+        return self.lengths[rank % len(self.lengths)]
+
+    def scaled(self, count: int, rank: int) -> int:
+        """Returns how many conversations have as many tokens as `count` of the first length."""
+        return max(1, count * self.lengths[0] // self.length_of(rank))
+
     def check_target(self) -> None:
-        """Refuses a command without a target."""
+        """Refuses a command without a target, and two starting points."""
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
+        if self.shapes and self.start:
+            raise ConfigError("shapes and start: allowed: one of them")

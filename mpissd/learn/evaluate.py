@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from mpissd.learn.pair import Pair
 from mpissd.learn.rounds import Judged
 from mpissd.learn.sample import Samples
-from mpissd.learn.train import Pair
 
 AT_ONCE = 8  # sequences in a forward
 
@@ -33,14 +33,13 @@ def judge(pair: Pair, samples: Samples, deadline: float) -> Judged:
 
 
 def _judge_some(pair: Pair, tokens: Any, answered: Any, judged: Judged) -> None:
-    cos, sin = (part[: tokens.shape[1]] for part in pair.table)
+    angles = pair.angles(tokens.shape[1])
+    models = (pair.target, pair.blocks), (pair.draft, pair.draft_blocks)
     with torch.no_grad():
         before = answered[:, 1:]  # the rows whose next token is an answer's
         p, q = (
-            pair.blocks.product(
-                pair.blocks.hidden(model, tokens, cos, sin)[:, :-1][before], model.head
-            ).float()
-            for model in (pair.target, pair.draft)
+            blocks.product(blocks.hidden(m, tokens, *angles)[:, :-1][before], m.head).float()
+            for m, blocks in models
         )
         true = tokens[:, 1:][before]
         places = torch.full((p.shape[1],), -1, device=tokens.device)
@@ -49,6 +48,8 @@ def _judge_some(pair: Pair, tokens: Any, answered: Any, judged: Judged) -> None:
         mine = q.gather(1, place.clamp(min=0)[:, None])
         ranks = torch.where(place < 0, p.shape[1], (q > mine).sum(-1))
         overlap = torch.minimum(p.softmax(-1)[:, pair.head_ids], q.softmax(-1)).sum(-1)
+        surprise = q.logsumexp(-1) - mine[:, 0]
     sizes = before.sum(-1).tolist()
     judged.ranks += [part.tolist() for part in ranks.split(sizes)]
     judged.overlaps += overlap.tolist()
+    judged.surprises += surprise[place >= 0].tolist()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.learn.quantize import quantize
+from mpissd.engine.model.transformer.quantize import quantize
 
 SHARD_BYTES = 14_500_000  # bytes of tensors in a file; its header is not counted
 Array = NDArray[Any]
@@ -35,7 +37,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
 
     about: what config.json says of the draft's origin under "mpissd".
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save as packed
 
     folder.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(stored.items()))
@@ -43,15 +45,38 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
     size = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({k: np.ascontiguousarray(v) for k, v in shard.items()}, folder / name)
-        (folder / name).chmod(0o644)  # safetensors writes a file for its owner alone
+        data = packed({k: np.ascontiguousarray(v) for k, v in shard.items()})
+        (folder / name).write_bytes(data)
         places |= dict.fromkeys(shard, name)
-        size += (folder / name).stat().st_size
+        size += len(data)
     total = sum(values.nbytes for values in stored.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_json(folder / "model.safetensors.index.json", index)
     write_json(folder / "config.json", _config(config, about))
     return size
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder whose files replace those in `folder` once the block ends without an error.
+
+    With an error, such as a full disk, the files that `folder` had stay as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / ".new"
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        new.mkdir()
+        yield new
+        written = sorted(new.iterdir())
+        for path in written:
+            path.replace(folder / path.name)
+        if names := {path.name for path in written if path.suffix == ".safetensors"}:
+            for old in folder.glob("model-*.safetensors"):
+                if old.name not in names:
+                    old.unlink()
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _shards(items: Iterable[tuple[str, Array]]) -> Iterable[dict[str, Array]]:

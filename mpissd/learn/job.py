@@ -1,12 +1,11 @@
-"""The parts of a distillation in order; each leaves what the next one needs."""
+"""A distillation: the target's samples, then one draft or several that are trained on them."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,202 +13,204 @@ import numpy as np
 import torch
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import files_of
-from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.workload.text.tokenizer import load_tokenizer
-from mpissd.learn import card, exam, export
+from mpissd.learn import exam
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.evaluate import judge
-from mpissd.learn.llama import angles, blocks_of, draft_config, load, mapped, named
-from mpissd.learn.mould import OPENINGS, mould_of
-from mpissd.learn.quantize import dequantize, quantize
-from mpissd.learn.rounds import summary
+from mpissd.learn.form import Form, draft_config
+from mpissd.learn.group import Group
+from mpissd.learn.llama import angles, blocks_of, compiled, load, mapped
+from mpissd.learn.openings import Openings
+from mpissd.learn.pair import Pair
+from mpissd.learn.result import SAVING_S, Result
 from mpissd.learn.sample import USER, Sampler, Samples, blank
-from mpissd.learn.shape import cut, frequent_tokens
-from mpissd.learn.train import Pair, Plan, train
+from mpissd.learn.shape import cut, frequent_tokens, fresh, trained
+from mpissd.learn.source import Source
+from mpissd.learn.train import Plan, Told, train
 
-SAVING_S = 10.0  # what writing the files may take
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
+HELD = 32  # of the first batch, one conversation in so many is held out for the curves
+Ids = Any
 
 
 class Distillation:
-    """One draft in the making: its target, samples, training and evaluation."""
+    """Drafts in the making, in one of the processes that make them."""
 
-    def __init__(self, config: DistillConfig, log: Callable[[str], None]) -> None:
-        self.config, self.log, self.folder = config, log, Path(config.out)
+    def __init__(
+        self, config: DistillConfig, source: Source, log: Callable[[str], None], group: Group
+    ) -> None:
+        self.config, self.source, self.log, self.group = config, source, log, group
         self.deadline = time.monotonic() + config.seconds
-        self.folder.mkdir(parents=True, exist_ok=True)
         gpu = config.device != "cpu" and torch.cuda.is_available()
-        self.device = torch.device("cuda" if gpu else "cpu")
-        if not gpu:
-            torch.set_num_threads(os.cpu_count() or 1)
-        torch.manual_seed(config.seed)
+        self.device = torch.device("cuda", group.rank) if gpu else torch.device("cpu")
+        if not gpu and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
+        torch.manual_seed(config.seed + group.rank)
         torch.set_float32_matmul_precision("high")
-        self.checkpoint = open_checkpoint(config.target, config.seed)
-        self.tokenizer = load_tokenizer(_files(config.target))
-        self.mould = mould_of(self.tokenizer)
-        self.prompts = exam.read_prompts(config.prompts, self.tokenizer)
-        self.dtype = torch.bfloat16 if gpu else torch.float32
-        self.target = load(self.checkpoint, self.device, self.dtype)
-        self.blocks = blocks_of(self.checkpoint.config, self.dtype)
-        self.room = max(config.length, *(len(p) + config.answer for p in self._people()), 1)
-        self.table = angles(self.checkpoint.config, self.room, self.device)
-        self.curves: list[dict[str, Any]] = []
-        log(f"{self.checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
-
-    def _people(self) -> list[list[int]]:
-        return [prompt for prompts in self.prompts.values() for prompt in prompts]
+        torch._dynamo.config.cache_size_limit = 64
+        dtype = torch.bfloat16 if gpu else torch.float32
+        self.target = load(source.checkpoint, self.device, dtype)
+        self.blocks = blocks_of(source.checkpoint.config, dtype)
+        self.length = config.length_of(group.rank)
+        longest = [e.longest(config.answer) for e in source.exams.values()]
+        self.room = max(config.length_of(0), self.length, *longest, 1)
+        self.table = angles(source.checkpoint.config, self.room, self.device)
+        log(f"{source.checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
 
     def sample(self) -> None:
         """Has the target write conversations until the time for it is over."""
-        config, started, last = self.config, time.monotonic(), 0.0
-        sampler = Sampler(self.target, self.blocks, self.table, self.device.type == "cuda")
-        parts: list[Samples] = []
-        num = self._rows()
+        config, is_compiled = self.config, self.device.type == "cuda"
+        blocks = compiled(self.blocks) if is_compiled else self.blocks
+        sampler = Sampler(self.target, blocks, self.table, is_compiled)
+        self.openings = Openings(self.source.tokenizer)
+        self.parts: list[Samples] = []
+        started, num, last = time.monotonic(), self._rows(), 0.0
         for number in range(config.batches):
             elapsed = time.monotonic() - started
-            if parts and elapsed + last > config.seconds_sampling:
+            is_full = self._free() < 1.25 * self._bytes(num)
+            if self.parts and (elapsed + last > config.seconds_sampling or is_full):
                 break
-            parts.append(self._batch(sampler, number, num))
+            self.parts.append(self._batch(sampler, number, num))
+            answered = int(self.parts[-1].answered.sum())  # waits for the device
             last = time.monotonic() - started - elapsed
-            told = sum(int(part.answered.sum()) for part in parts)
-            self.log(
-                f"sampled batch {number + 1}: {told / 1e6:.2f} M answered tokens, {last:.1f} s"
-            )
-        self.samples = Samples(
-            torch.cat([part.tokens for part in parts]), torch.cat([part.answered for part in parts])
-        )
-        if self.device.type == "cuda":
+            rate = num * (self.length - len(self.source.mould.before)) / last
+            self.log(f"batch {number + 1}: {answered / 1e6:.2f} M answered, {rate:.0f} tokens/s")
+        seconds = time.monotonic() - started
+        self.held = self.parts[0].take(slice(0, -(-num // HELD)))
+        self.parts[0] = self.parts[0].take(slice(-(-num // HELD), num)) if num > 1 else self.held
+        self._count(seconds)
+        if is_compiled:
             self.log(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
             torch.cuda.empty_cache()
 
+    def _count(self, seconds: float) -> None:
+        """Adds up what all processes sampled: conversations, answered tokens, their counts."""
+        vocab = self.source.checkpoint.config.shape.vocab_size
+        counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
+        for part in self.parts:
+            counts += torch.bincount(part.tokens.flatten(), minlength=vocab)
+        self.counts = self.group.add(counts).cpu()
+        told = [[len(part.tokens), int(part.answered.sum())] for part in self.parts]
+        self.sampled = self.group.add(torch.tensor(told, device=self.device).sum(0)).tolist()
+        if not self.sampled[1]:
+            told = f"the target ended no user's message within {self.length} tokens"
+            raise ConfigError(f"length={self.config.length}: {told}: allowed: a greater length")
+        rate = self.sampled[0] * self.length / seconds
+        self.log(f"{self.sampled[1] / 1e6:.1f} M answered tokens, {rate:.0f} tokens/s together")
+
+    def _bytes(self, num: int) -> float:
+        """Returns the device memory of a batch while it is sampled."""
+        shape, size = self.source.checkpoint.config.shape, self.blocks.dtype.itemsize
+        cache = 2 * shape.num_layers * shape.kv_width * self.length * size
+        states = self.length * (shape.hidden * size + 16)
+        return float(num * (cache + states + 8 * shape.vocab_size))
+
+    def _free(self) -> float:
+        """Returns the device memory that a batch may take, in bytes."""
+        if self.device.type != "cuda":
+            return float("inf")
+        torch.cuda.empty_cache()
+        return 0.95 * float(torch.cuda.mem_get_info()[0])
+
     def _rows(self) -> int:
         """Returns how many conversations are sampled at a time: fewer where memory is short."""
-        config, shape = self.config, self.checkpoint.config.shape
-        if self.device.type != "cuda":
-            return config.sequences
-        cache = 2 * shape.num_layers * shape.kv_width * config.length * self.dtype.itemsize
-        free = torch.cuda.mem_get_info()[0]
-        return max(1, min(config.sequences, int(0.85 * free / (cache + 8 * shape.vocab_size))))
+        num = self.config.scaled(self.config.sequences, self.group.rank)
+        return max(1, int(min(num, 0.7 * self._free() / self._bytes(1))))
 
     def _batch(self, sampler: Sampler, number: int, num: int) -> Samples:
-        """Returns a batch of conversations; half of them start with one of the openings."""
-        config, choose = self.config, random.Random(f"{self.config.seed}, {number}")
-        openings = [(), *(tuple(self.tokenizer.encode(text)) for text in OPENINGS)]
-        shares = [len(OPENINGS), *[1] * len(OPENINGS)]
-        chosen = choose.choices(openings, shares, k=num)
-        given = blank(
-            [self.mould.before + opening for opening in chosen], config.length, self.device
-        )
+        """Returns a batch of conversations, most of which start with an opening."""
+        choose = random.Random(f"{self.config.seed}, {self.group.rank}, {number}")
+        before = self.source.mould.before
+        starts = [before + self.openings.draw(choose) for _ in range(num)]
         warmth = [
             torch.tensor(choose.choices(WARMTHS[who], k=num), device=self.device)
             for who in ("user", "answer")
         ]
-        return sampler.write(given, self.mould, USER, (warmth[0], warmth[1]))
+        given = blank(starts, self.length, self.device)
+        return sampler.write(given, self.source.mould, USER, (warmth[0], warmth[1]), keep=True)
 
-    def train(self) -> None:
-        """Cuts the draft out of the target and trains it."""
-        config, shape = self.config, self.checkpoint.config.shape
-        counts = torch.bincount(self.samples.tokens.flatten(), minlength=shape.vocab_size).cpu()
-        ids = frequent_tokens(counts.numpy(), config.vocab, sorted(self.tokenizer.stop_ids))
-        self.coverage = float(counts[torch.from_numpy(ids).long()].sum() / counts.sum())
-        self.log(f"{len(ids)} tokens cover {self.coverage:.4f} of the samples")
-        draft = cut(self.target, config.layer_numbers, ids)
-        self.pair = Pair(
-            self.target,
-            draft,
-            torch.from_numpy(ids).long().to(self.device),
-            self.blocks,
-            self.table,
-        )
+    def drafts(self) -> Iterator[Result]:
+        """Trains, and yields each draft as it is ready to be saved."""
+        forms = self.config.forms or (None,)
+        for form in forms:
+            folder = Path(self.config.out)
+            yield self._made(folder / form.name if len(forms) > 1 and form else folder, form)
+
+    def _made(self, folder: Path, form: Form | None) -> Result:
+        config = self.config
+        pair, architecture = self._start(form)
+        result = Result(config, self.source, pair, architecture, folder, self._facts(pair, form))
         plan = Plan(
             config.seconds_training,
             self.deadline - config.seconds_evaluating - SAVING_S,
             config.steps,
-            config.batch,
+            config.scaled(config.batch, self.group.rank),
             config.learning_rate,
             config.seed,
             self.device.type == "cuda",
+            config.optimizer,
+            config.on_policy,
+            config.save_every,
         )
-        trained = train(self.pair, self.samples, plan, self._point)
-        self.pair = dataclasses.replace(self.pair, draft=trained)
+        log = self.log
+        if self.group.rank:
+            told = Told(lambda point: None)
+        else:
+            told = Told(lambda p: result.point(p, log), lambda d: result.try_save(d, log))
+        draft = train(pair, self.parts, plan, told, held=self.held, group=self.group)
+        return result.trained(draft)
 
-    def _point(self, point: dict[str, Any]) -> None:
-        """Keeps a point of the training's curves, and shows some of them."""
-        self.curves.append(point)
-        if len(self.curves) % 5 == 1 or "stopped" in point:
-            self.log(f"trained {point}")
+    def _start(self, form: Form | None) -> tuple[Pair, Any]:
+        """Returns the pair with an untrained draft, and the draft's architecture."""
+        config, source = self.config, self.source
+        own = source.checkpoint.config
+        if config.start:
+            ids, architecture = source.start.head_ids(), source.start.config
+            draft = mapped(load(source.start, self.device, torch.float32), trained)
+            draft = draft._replace(embedding=self.target.embedding)
+        else:
+            ids = frequent_tokens(self.counts.numpy(), config.vocab, self.source.stop_ids)
+            form_or_layers = form or len(config.layer_numbers)
+            architecture = draft_config(own, form_or_layers, len(ids))
+            if form is None:
+                draft = cut(self.target, config.layer_numbers, ids)
+            else:
+                draft = fresh(self.target, architecture, ids, config.seed)
+        if config.head == "target":
+            draft = draft._replace(head=draft.head.detach())
+        head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
+        draft_blocks = blocks_of(architecture, self.blocks.dtype)
+        pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
+        return pair, architecture
 
-    def save(self) -> None:
-        """Writes the quantised draft, its curves and a report without an evaluation."""
-        own = self.checkpoint.config
-        self.made = draft_config(own, len(self.config.layer_numbers), self.config.vocab)
-        weights = named(self.pair.draft, self.made)
-        arrays = {name: tensor.float().cpu().numpy() for name, tensor in weights.items()}
-        ids = self.pair.head_ids.cpu().numpy().astype(np.int32)
-        stored = export.quantized(arrays, ids)
-        about = {"target": self.checkpoint.name, "target_sha256": self.checkpoint.sha256}
-        size = export.save(self.folder, self.made, stored, about)
-        export.write_lines(self.folder / "curves.jsonl", self.curves)
-        self.report = self._facts(sum(a.size for a in arrays.values()), size)
-        self._write_report()
-        self.log(f"wrote {self.folder}: {size / 1e6:.2f} MB of weights")
-
-    def _facts(self, parameters: int, size: int) -> dict[str, Any]:
-        answered = int(self.samples.answered.sum())
+    def _facts(self, pair: Pair, form: Form | None) -> dict[str, Any]:
+        ids = pair.head_ids.cpu()
+        gpu = self.device.type == "cuda"
+        origin = "the target's layers " + self.config.layers
+        if form is not None:
+            origin = "fresh layers"
+        elif self.config.start:
+            origin = "an earlier draft"
         return {
-            "target": self.checkpoint.name,
-            "sha256": self.checkpoint.sha256,
-            "layers": self.config.layers,
-            "num_layers": len(self.config.layer_numbers),
-            "head_vocab": self.config.vocab,
-            "coverage": round(self.coverage, 5),
-            "parameters": parameters / 1e6,
-            "bytes": size,
-            "sequences": len(self.samples.tokens),
-            "answered": answered / 1e6,
-            "steps": max([0, *(point.get("step", 0) for point in self.curves)]),
+            "origin": origin,
+            "head": self.config.head,
+            "num_layers": len(pair.draft.layers),
+            "head_vocab": len(ids),
+            "coverage": round(float(self.counts[ids].sum() / self.counts.sum()), 5),
+            "sequences": self.sampled[0],
+            "answered": self.sampled[1] / 1e6,
+            "processes": self.group.size,
+            "optimizer": self.config.optimizer,
+            "on_policy": self.config.on_policy,
             "answer": self.config.answer,
             "seed": self.config.seed,
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name() if gpu else "cpu",
         }
 
-    def _write_report(self) -> None:
-        export.write_json(self.folder / "report.json", self.report)
-        card.write(self.folder, self.report, self.config.license)
-
-    def evaluate(self) -> None:
-        """Judges the draft as stored, and as trained, on held-out answers; completes the report."""
-        config = self.config
-        deadline = min(self.deadline, time.monotonic() + config.seconds_evaluating)
-        rounded = dataclasses.replace(self.pair, draft=mapped(self.pair.draft, _rounded))
+    def answers(self) -> Iterator[tuple[str, Samples]]:
+        """Yields each set of prompts with the target's answers at temperature 0."""
         sampler = Sampler(self.target, self.blocks, self.table, False)
-        self.report |= {"evaluation": {}, "before_quantising": {}}
-        for name, prompts in [*self.prompts.items(), ("own", [])]:
-            if time.monotonic() > deadline:
-                break
-            if prompts:
-                asked = exam.answers(sampler, prompts, self.mould, config.answer, self.room)
-            else:
-                asked = exam.own(sampler, config.held_out, config.length, self.mould, config.answer)
-            self.report["evaluation"][name] = summary(judge(rounded, asked, deadline))
-            self.report["before_quantising"][name] = summary(judge(self.pair, asked, deadline))
-            self._write_report()
-            self.log(f"{name}: {self.report['evaluation'][name]}")
-
-
-def _files(target: str) -> str:
-    """Returns the path of a model's files; raises ConfigError for one that has none."""
-    path = files_of(target)
-    if path is None:
-        raise ConfigError(f"target={target}: allowed: a model with weights and a tokenizer")
-    return str(path)
-
-
-def _rounded(tensor: Any) -> Any:
-    """Returns a matrix rounded as quantising rounds it; a vector unchanged."""
-    if tensor.ndim == 1:
-        return tensor
-    stored = dequantize(*quantize(tensor.float().cpu().numpy()))
-    return torch.from_numpy(stored).to(tensor.device)
+        config, mould = self.config, self.source.mould
+        for name, asked in self.source.exams.items():
+            yield name, exam.answered(sampler, asked, mould, config.answer, self.room)
+        length = min(config.length_of(0), self.room)
+        yield "own", exam.own(sampler, config.held_out, length, mould, config.answer)

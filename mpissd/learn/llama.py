@@ -6,7 +6,8 @@ and one position at a time (sampling), and each part can be compiled by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Llama(NamedTuple):
     head: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """The arithmetic of one architecture: products in `dtype`, norms and the residual in float32.
 
@@ -102,6 +103,14 @@ def blocks_of(config: TransformerConfig, dtype: Any) -> Blocks:
     return Blocks(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.norm_eps, dtype)
 
 
+def compiled(blocks: Blocks) -> Blocks:
+    """Returns the blocks with a layer's two halves compiled: one graph for all layers."""
+    made = copy.copy(blocks)
+    for name in ("front", "back"):
+        object.__setattr__(made, name, torch.compile(getattr(blocks, name), dynamic=False))
+    return made
+
+
 def angles(config: TransformerConfig, length: int, device: Any) -> tuple[Tensor, Tensor]:
     """Returns cos and sin [length, 1, head_dim] of each position's angles, in float32."""
     frequencies = torch.tensor(config.frequencies(), device=device)
@@ -156,9 +165,3 @@ def mapped(model: Llama, change: Any) -> Llama:
     """Returns the model with `change` applied to every tensor but the embedding."""
     layers = tuple(Layer(*map(change, w)) for w in model.layers)
     return model._replace(layers=layers, norm=change(model.norm), head=change(model.head))
-
-
-def draft_config(target: TransformerConfig, num_layers: int, head_vocab: int) -> TransformerConfig:
-    """Returns the architecture of a draft with fewer layers and a reduced head."""
-    shape = replace(target.shape, name=f"{target.shape.name}-draft", num_layers=num_layers)
-    return replace(target, shape=shape, tied=False, head_vocab=head_vocab)

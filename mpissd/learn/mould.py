@@ -8,51 +8,6 @@ from typing import Any, Protocol
 
 from mpissd.common.errors import ConfigError
 
-# Openings of a user's message, so that the target also writes prompts that it seldom starts by
-# itself. They are general: none is a beginning of one evaluation prompt alone.
-OPENINGS = (
-    "How do I",
-    "How can I",
-    "What is",
-    "What are",
-    "What",
-    "Why",
-    "Who",
-    "When",
-    "Can you",
-    "Could you",
-    "Explain",
-    "Describe",
-    "Give me",
-    "Tell me",
-    "Write a",
-    "Write an email",
-    "Write a short",
-    "Write a poem",
-    "Write a story",
-    "Write a Python function",
-    "Write a function",
-    "Write a program",
-    "Summarize",
-    "Compare",
-    "List",
-    "Plan a",
-    "Help me",
-    "Suggest",
-    "Is it",
-    "I want to",
-    "I need",
-    "My",
-    "Please",
-    "def",
-    "\n\ndef",
-    "from typing import List\n\n\ndef",
-    "import math\n\n\ndef",
-    'def solve(values: list) -> int:\n    """',
-    "Complete this Python function:\n\ndef",
-    "Complete the following code",
-)
-
 
 class Chat(Protocol):
     """The methods that a tokenizer must have."""

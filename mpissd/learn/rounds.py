@@ -15,11 +15,13 @@ class Judged:
     """Ranks and overlaps of each answer: one array a sequence.
 
     ranks: how many tokens the draft finds likelier than the true one; the size of the whole
-    vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1.
+    vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1. surprises:
+    −log q of each true token that the draft can name, in nats.
     """
 
     ranks: list[list[int]] = field(default_factory=list)
     overlaps: list[float] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
 
 
 def summary(judged: Judged) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def summary(judged: Judged) -> dict[str, Any]:
         "tokens": len(ranks),
         "greedy_agreement": _mean(rank == 0 for rank in ranks),
         "alpha": _mean(judged.overlaps),
+        "cross_entropy": _mean(judged.surprises),
         "by_lookahead": by_lookahead,
     }
 

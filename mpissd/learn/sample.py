@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from mpissd.learn.attend import attend
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
 from mpissd.learn.mould import Mould
 
@@ -22,16 +22,36 @@ USER, OPENING, ANSWER, REOPENING = range(4)  # what a sequence is writing
 
 
 @dataclass(frozen=True)
+class States:
+    """What the target computed behind each position of sequences [n, length].
+
+    hidden: normalised last hidden rows, [n, length, hidden] in the samples' type. total: logsumexp
+    of the logits, float32. best: the likeliest next token, int32. Nothing stands at the last
+    position.
+    """
+
+    hidden: Tensor
+    total: Tensor
+    best: Tensor
+
+
+@dataclass(frozen=True)
 class Samples:
-    """Sequences of token ids, int32 [n, length], and which of them the target answered, bool."""
+    """Sequences of token ids, int32 [n, length], and which of them the target answered, bool.
+
+    states: None where the target's computations were not kept.
+    """
 
     tokens: Tensor
     answered: Tensor
+    states: States | None = None
 
-    def __add__(self, other: Samples) -> Samples:
-        return Samples(
-            torch.cat([self.tokens, other.tokens]), torch.cat([self.answered, other.answered])
-        )
+    def take(self, rows: slice | Tensor) -> Samples:
+        """Returns some of the sequences."""
+        states = self.states
+        if states is not None:
+            states = States(states.hidden[rows], states.total[rows], states.best[rows])
+        return Samples(self.tokens[rows], self.answered[rows], states)
 
 
 def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
@@ -45,7 +65,8 @@ def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
 class Sampler:
     """Writes conversations with a target, many at a time.
 
-    compiled: compiles the parts of a layer, which pays for many batches of one size.
+    compiled: compiles the choice of a token, which pays for many batches of one size; `blocks` may
+    be compiled too.
     """
 
     def __init__(
@@ -53,59 +74,82 @@ class Sampler:
     ) -> None:
         self.model, self.blocks = model, blocks
         self.cos, self.sin = table
-        compile_: Any = torch.compile if compiled else lambda function: function
-        self.front = compile_(blocks.front)
-        self.back = compile_(blocks.back)
-        self.pick = compile_(self._pick)
+        self.pick: Any = torch.compile(_pick, dynamic=False) if compiled else _pick
 
     def write(
-        self, given: Tensor, mould: Mould, first: int, warmth: tuple[Tensor, Tensor]
+        self,
+        given: Tensor,
+        mould: Mould,
+        first: int,
+        warmth: tuple[Tensor, Tensor],
+        *,
+        keep: bool = False,
     ) -> Samples:
         """Returns the conversations that start with `given` [n, length] (−1: to be written).
 
         first: what is written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
-        and of answers.
+        and of answers. keep: whether the target's states are kept.
         """
         with torch.no_grad():
-            return self._write(given, _Turns(given, mould, first), warmth)
+            turns = _Turns(given, mould, first)
+            states = self._blank(given) if keep else None
+            self._write(turns, warmth, states)
+            return Samples(turns.tokens, turns.answered, states)
 
-    def _write(self, given: Tensor, turns: _Turns, warmth: tuple[Tensor, Tensor]) -> Samples:
-        num, length = given.shape
-        shape = (num, self.blocks.kv_heads, length, self.blocks.head_dim)
-        caches = [
-            tuple(torch.empty(shape, dtype=self.blocks.dtype, device=given.device) for _ in "kv")
-            for _ in self.model.layers
-        ]
+    def _blank(self, given: Tensor) -> States:
+        hidden = given.new_zeros(*given.shape, self.model.head.shape[1], dtype=self.blocks.dtype)
+        total = torch.zeros_like(given, dtype=torch.float32)
+        return States(hidden, total, torch.zeros_like(given, dtype=torch.int32))
+
+    def _write(self, turns: _Turns, warmth: tuple[Tensor, Tensor], states: States | None) -> None:
+        num, length = turns.given.shape
+        caches = self._caches(num, length, turns.given.device)
         tokens = turns.next(0, None)
         for position in range(1, length):
             hidden = self._step(tokens, position - 1, caches)
             told = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
-            tokens = turns.next(position, self.pick(hidden, self.model.head, told))
-        return turns.samples()
+            logits = self.blocks.product(hidden, self.model.head)
+            picked, total, best = self.pick(logits, told)
+            if states is not None:
+                states.hidden[:, position - 1] = hidden
+                states.total[:, position - 1] = total
+                states.best[:, position - 1] = best
+            tokens = turns.next(position, picked)
+
+    def _caches(self, num: int, length: int, device: Any) -> list[tuple[Tensor, ...]]:
+        shape = (num, self.blocks.kv_heads, length, self.blocks.head_dim)
+        return [
+            tuple(torch.empty(shape, dtype=self.blocks.dtype, device=device) for _ in "kv")
+            for _ in self.model.layers
+        ]
 
     def _step(self, tokens: Tensor, at: int, caches: list[tuple[Tensor, ...]]) -> Tensor:
         """Returns the last hidden rows [n, hidden] behind one token of each sequence."""
         x = self.model.embedding[tokens]
         cos, sin = self.cos[at], self.sin[at]
         for w, cache in zip(self.model.layers, caches, strict=True):
-            x = self.back(x, self._attend(x, w, cos, sin, at, cache), w)
+            x = self.blocks.back(x, self._attend(x, w, cos, sin, at, cache), w)
         return self.blocks.norm(x, self.model.norm)
 
     def _attend(
         self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor, at: int, cache: tuple[Tensor, ...]
     ) -> Tensor:
-        q, k, v = self.front(x, w, cos, sin)
+        q, k, v = self.blocks.front(x, w, cos, sin)
         keys, values = cache
         keys[:, :, at], values[:, :, at] = k, v
-        rows = q.unflatten(1, (self.blocks.kv_heads, -1))  # query heads of a KV head, as rows
-        seen = keys[:, :, : at + 1], values[:, :, : at + 1]
-        return F.scaled_dot_product_attention(rows, *seen).flatten(1)
+        return attend(q, keys, values, at + 1)
 
-    def _pick(self, hidden: Tensor, head: Tensor, warmth: Tensor) -> Tensor:
-        """Returns a token of each row, by the Gumbel maximum; the likeliest at warmth 0."""
-        logits = self.blocks.product(hidden, head).float()
-        noise = -torch.log(-torch.log(torch.rand_like(logits)))
-        return torch.where(warmth[:, None] > 0, logits + warmth[:, None] * noise, logits).argmax(-1)
+
+def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a token of each row, by the Gumbel maximum; logsumexp; and the likeliest token.
+
+    At warmth 0 the likeliest one is the token.
+    """
+    logits = logits.float()
+    noise = -torch.log(-torch.log(torch.rand_like(logits)))
+    token = (logits + warmth[:, None] * noise.clamp(max=1e4)).argmax(-1)
+    best = logits.argmax(-1)
+    return torch.where(warmth > 0, token, best), logits.logsumexp(-1), best
 
 
 class _Turns:
@@ -145,7 +189,3 @@ class _Turns:
         is_over = (in_template & (self.count == size)) | (ends & ~in_template)
         self.state = torch.where(is_over, (state + 1) % 4, state)
         self.count = torch.where(is_over, 0, self.count)
-
-    def samples(self) -> Samples:
-        """Returns the conversations that were written."""
-        return Samples(self.tokens, self.answered)

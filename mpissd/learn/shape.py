@@ -1,4 +1,4 @@
-"""The draft's starting point: layers of the target and a head over its most frequent tokens."""
+"""The draft's starting point: layers of the target, fresh ones, or an earlier draft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
-from mpissd.learn.llama import Llama, Tensor, mapped
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.learn.llama import Layer, Llama, Tensor, mapped
+
+INITIAL = 0.02  # standard deviation of fresh weights
 
 
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:
@@ -32,11 +35,38 @@ def cut(target: Llama, layers: Sequence[int], head_ids: Ints) -> Llama:
     """
     if beyond := [number for number in layers if number >= len(target.layers)]:
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {len(target.layers) - 1}")
-    chosen = tuple(target.layers[number] for number in layers)
+    return started(target, tuple(target.layers[number] for number in layers), head_ids)
+
+
+def fresh(target: Llama, config: TransformerConfig, head_ids: Ints, seed: int) -> Llama:
+    """Returns a draft of random layers; its norm and its head's rows start as the target's."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, hidden, device = config.shape, config.shape.hidden, target.head.device
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # of what is added to the residual
+
+    def drawn(outputs: int, inputs: int, scale: float) -> Tensor:
+        return (torch.randn(outputs, inputs, generator=generator) * scale).to(device)
+
+    def layer() -> Layer:
+        return Layer(
+            drawn(shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
+            drawn(hidden, shape.q_width, residual),
+            drawn(2 * shape.ffn, hidden, INITIAL),
+            drawn(hidden, shape.ffn, residual),
+            torch.ones(hidden, device=device),
+            torch.ones(hidden, device=device),
+        )
+
+    return started(target, tuple(layer() for _ in range(shape.num_layers)), head_ids)
+
+
+def started(target: Llama, layers: tuple[Layer, ...], head_ids: Ints) -> Llama:
+    """Returns a draft of these layers that can be trained."""
     rows = torch.from_numpy(head_ids).long().to(target.head.device)
-    start = target._replace(layers=chosen, head=target.head[rows])
-    return mapped(start, _trained)
+    return mapped(target._replace(layers=layers, head=target.head[rows]), trained)
 
 
-def _trained(tensor: Tensor) -> Tensor:
-    return tensor.detach().float().clone().requires_grad_(True)
+def trained(tensor: Tensor) -> Tensor:
+    """Returns a float32 copy of a tensor that can be trained."""
+    made = tensor.detach().float().clone(memory_format=torch.contiguous_format)
+    return made.requires_grad_(True)

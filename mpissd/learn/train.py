@@ -1,28 +1,31 @@
 """Training the draft on the target's distributions over its own answers.
 
 The loss is the Kullback-Leibler divergence first; then mostly total variation, which is what
-decides acceptance: a token is accepted with probability 1 − TV (2211.17192, corollary 3.6).
+decides acceptance: a token is accepted with probability 1 − TV (2211.17192, corollary 3.6). Late
+steps may be on states that the draft itself proposes (2306.13649, 2310.08461).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpissd.learn.llama import Blocks, Llama, Tensor, mapped
+from mpissd.learn.batches import Batches, batch_of
+from mpissd.learn.group import Group
+from mpissd.learn.llama import Llama, mapped
+from mpissd.learn.muon import optimizer_of, parameters
+from mpissd.learn.pair import Losses, Pair
 from mpissd.learn.sample import Samples
 
 WARM_UP = 100  # steps until the learning rate is at its highest
-LEVEL, LAST_RATE = (
-    0.4,
-    0.01,
-)  # share of the time at the full learning rate; its last value, relative
+LEVEL, LAST_RATE = 0.3, 0.01  # share of the time at the full learning rate; its last value
 VARIATION_FROM = 0.5  # share of the time after which total variation is added
-EVERY = 50  # steps between two points of the curves
+CHECK = 10  # steps between two looks at the clock, at which the processes agree
+EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
 UNTIMED = 5  # steps before the clock starts: they compile
 
 
@@ -31,7 +34,8 @@ class Plan:
     """The duration and settings of a training.
 
     seconds: length of the training, without the first steps, which compile. until: when the
-    training has to be over, in seconds of time.monotonic().
+    training has to be over, in seconds of time.monotonic(). on_policy: the share of late steps on
+    the draft's own proposals. save_every: seconds between two copies of the draft so far.
     """
 
     seconds: float
@@ -41,116 +45,128 @@ class Plan:
     learning_rate: float
     seed: int
     compiled: bool
+    optimizer: str = "adamw"
+    on_policy: float = 0.0
+    save_every: float = float("inf")
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The target, the draft, the draft's token ids, and what both compute with."""
+class Told:
+    """Who is told of a training: of each point of the curves, and of the draft so far."""
 
-    target: Llama
-    draft: Llama
-    head_ids: Tensor
-    blocks: Blocks
-    table: tuple[Tensor, Tensor]
-
-    def losses(self, tokens: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        """Returns mean divergence, total variation and greedy agreement over chosen rows.
-
-        tokens: [b, n]. rows: positions in the flattened tokens. weights: [rows], 0 for one that
-        does not count. The target's probability outside the draft's vocabulary counts as lost.
-        """
-        cos, sin = (part[: tokens.shape[1]] for part in self.table)
-        with torch.no_grad():
-            hidden = self.blocks.hidden(self.target, tokens, cos, sin).flatten(0, 1)[rows]
-            logits = self.blocks.product(hidden, self.target.head)
-            total = logits.float().logsumexp(-1, keepdim=True)
-            p = (logits[:, self.head_ids].float() - total).exp()
-            is_best = self.head_ids[p.argmax(-1)] == logits.argmax(-1)
-        mine = self.blocks.hidden(self.draft, tokens, cos, sin).flatten(0, 1)[rows]
-        log_q = self.blocks.product(mine, self.draft.head).float().log_softmax(-1)
-        agrees = is_best & (log_q.argmax(-1) == p.argmax(-1))
-        told = -(p * log_q).sum(-1), 1 - torch.minimum(p, log_q.exp()).sum(-1), agrees.float()
-        size = weights.sum().clamp(min=1)
-        return tuple((part * weights).sum() / size for part in told)
+    point: Callable[[dict[str, Any]], None]
+    copy: Callable[[Llama], object] = lambda draft: None
 
 
 def train(
-    pair: Pair, samples: Samples, plan: Plan, keep: Callable[[dict[str, Any]], None]
+    pair: Pair,
+    parts: Sequence[Samples],
+    plan: Plan,
+    told: Told,
+    *,
+    held: Samples | None = None,
+    group: Group | None = None,
 ) -> Llama:
     """Trains the pair's draft in place and returns it without gradients.
 
-    keep: is called with each point of the curves. An error of the device behind the first point
-    ends the training early: the draft that it has reached is returned, and the last point says
-    what happened.
+    parts: samples of equal numbers of sequences. held: sequences whose losses are told but not
+    trained on. An error of the device behind the first point ends the training early: the draft
+    that it has reached is returned, and the last point says what happened.
     """
     first = None
     try:
-        for point in _steps(pair, samples, plan):
+        for point in _Training(pair, parts, plan, told, group or Group()).points(held):
             first = first or point
-            keep(point)
+            told.point(point)
     except RuntimeError as error:
         if first is None:
             raise
-        keep({"stopped": str(error).partition("\n")[0]})
+        told.point({"stopped": str(error).partition("\n")[0]})
     return mapped(pair.draft, lambda tensor: tensor.detach())
 
 
-def _steps(pair: Pair, samples: Samples, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Trains; yields a point of the curves every few steps."""
-    trained = [pair.draft.norm, pair.draft.head, *(t for w in pair.draft.layers for t in w)]
-    optimizer = torch.optim.AdamW(
-        trained, betas=(0.9, 0.95), weight_decay=0.01, fused=trained[0].is_cuda
-    )
-    losses: Any = torch.compile(pair.losses) if plan.compiled else pair.losses
-    choose = _Batches(samples, plan)
-    started, step, share, allowed = time.monotonic(), 0, 0.0, plan.seconds
-    while share < 1:
-        rate = plan.learning_rate * _rate(step, share)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        divergence, variation, agreement = losses(*choose.next())
-        late = share >= VARIATION_FROM
+class _Training:
+    """One training's clock, gradients and optimiser."""
+
+    def __init__(
+        self, pair: Pair, parts: Sequence[Samples], plan: Plan, told: Told, group: Group
+    ) -> None:
+        self.pair, self.plan, self.told, self.group = pair, plan, told, group
+        self.losses = Losses(pair, plan.compiled)
+        self.trained = parameters(pair.draft)
+        self.optimizer = optimizer_of(plan.optimizer, pair.draft)
+        self.batches = Batches(parts, plan.batch, plan.seed + group.rank)
+        sizes = [tensor.numel() for tensor in self.trained]
+        self.flat = torch.zeros(sum(sizes), device=self.trained[0].device)  # all gradients
+        for tensor, part in zip(self.trained, self.flat.split(sizes), strict=True):
+            tensor.grad = part.view_as(tensor)
+        self.step, self.share, self.seconds = 0, 0.0, 0.0
+        self.started, self.allowed, self.saved = time.monotonic(), plan.seconds, 0.0
+
+    def points(self, held: Samples | None) -> Iterator[dict[str, Any]]:
+        """Trains; yields a point of the curves every few steps."""
+        if self.plan.on_policy:
+            self.losses.of(self.losses.proposed(self.batches.next()))  # compiles, untimed
+        while self.share < 1:
+            rate = self.plan.learning_rate * _rate(self.step, self.share)
+            found = self._learn(rate)
+            self.step += 1
+            self._look()
+            if self.step % EVERY == 0 or self.share >= 1:
+                point: dict[str, Any] = {"step": self.step}
+                point |= {"seconds": round(self.seconds, 1), "rate": rate, **_rounded(found)}
+                if held is not None and (self.step % WATCHED == 0 or self.share >= 1):
+                    point["held"] = self._watched(held)
+                yield point
+
+    def _learn(self, rate: float) -> tuple[Any, ...]:
+        """Takes one step; returns its losses."""
+        late = self.share >= VARIATION_FROM
+        batch = self.batches.next()
+        if late and _is_due(self.step, self.plan.on_policy):
+            batch = self.losses.proposed(batch)
+        divergence, variation, agreement = self.losses.of(batch)
         loss = 0.3 * divergence + 3 * variation if late else divergence
+        self.flat.zero_()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step == UNTIMED:
-            float(loss.detach())  # waits for the device
-            started = time.monotonic()
-            allowed = max(min(plan.seconds, plan.until - started), 1e-9)
-        seconds = time.monotonic() - started if step >= UNTIMED else 0.0
-        share = max(seconds / allowed, step / plan.steps)
-        if step % EVERY == 0 or share >= 1:
-            told = {"kl": divergence, "tv": variation, "agreement": agreement}
-            values = {name: round(float(value.detach()), 5) for name, value in told.items()}
-            yield {"step": step, "seconds": round(seconds, 1), "rate": rate, **values}
+        self.group.add(self.flat)
+        self.flat /= self.flat.norm().clamp(min=self.group.size)  # the mean, of norm 1 at most
+        self.optimizer.step(rate)
+        return divergence, variation, agreement
+
+    def _look(self) -> None:
+        """Reads the clock every few steps; the processes agree on the share of time gone."""
+        plan, device = self.plan, self.flat.device
+        if self.step == UNTIMED:
+            self.group.largest(float(self.flat[0]), device)  # waits for all devices
+            self.started = time.monotonic()
+            self.allowed = max(min(plan.seconds, plan.until - self.started), 1e-9)
+        if self.step % CHECK == 0 or self.step >= plan.steps:
+            self.seconds = time.monotonic() - self.started if self.step >= UNTIMED else 0.0
+            share = max(self.seconds / self.allowed, self.step / plan.steps)
+            self.share = self.group.largest(share, device)
+            if self.seconds - self.saved >= plan.save_every and self.share < 1:
+                self.saved = self.seconds
+                self.told.copy(mapped(self.pair.draft, lambda tensor: tensor.detach()))
+
+    def _watched(self, held: Samples) -> dict[str, float]:
+        """Returns the mean losses on sequences that are not trained on."""
+        size = min(self.plan.batch, len(held.tokens))
+        batch = batch_of(held.take(slice(0, size)), self.batches.num_rows)
+        return _rounded(self.losses.of(batch))  # with gradients, for which it is compiled
+
+
+def _is_due(step: int, share: float) -> bool:
+    """Whether a step is one of the share that is spread evenly over all steps."""
+    return int((step + 1) * share) > int(step * share)
+
+
+def _rounded(found: Sequence[Any]) -> dict[str, float]:
+    names = ("cross_entropy", "tv", "agreement")
+    return {n: round(float(value.detach()), 5) for n, value in zip(names, found, strict=True)}
 
 
 def _rate(step: int, share: float) -> float:
     """Returns the learning rate's share of its highest: up, level, and down along a line."""
     falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
     return min(1.0, (step + 1) / WARM_UP) * falling
-
-
-class _Batches:
-    """Batches of sequences in epochs, each with the rows whose next token was answered."""
-
-    def __init__(self, samples: Samples, plan: Plan) -> None:
-        self.samples, self.size = samples, min(plan.batch, len(samples.tokens))
-        self.random = torch.Generator().manual_seed(plan.seed)
-        self.order = torch.empty(0, dtype=torch.int64)
-        share = float(samples.answered.float().mean())
-        self.num_rows = max(1, int(self.size * (samples.tokens.shape[1] - 1) * share))
-
-    def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns tokens [b, n − 1], row numbers and their weights."""
-        if len(self.order) < self.size:
-            self.order = torch.randperm(len(self.samples.tokens), generator=self.random)
-        chosen, self.order = self.order[: self.size], self.order[self.size :]
-        chosen = chosen.to(self.samples.tokens.device)
-        tokens = self.samples.tokens[chosen].long()
-        counts = self.samples.answered[chosen][:, 1:].flatten().float()
-        rows = (counts + 0.5 * torch.rand_like(counts)).topk(self.num_rows).indices
-        return tokens[:, :-1], rows, counts[rows]

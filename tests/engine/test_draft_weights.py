@@ -55,6 +55,42 @@ def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
     assert logits(draft, TOKENS).shape == (6, 5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_distilled_draft_may_read_its_head_s_rows_off_the_target(
+    tmp_path: Path, tied: bool
+) -> None:
+    target, values = folder(tmp_path, "target", tie_word_embeddings=tied)
+    whole, own = folder(tmp_path, "whole", 7, num_hidden_layers=1)
+    del own[EMBEDDING], own[HEAD]
+    ids = np.array([0, 4, 5, 30, 49])
+    save(tmp_path / "draft", config_of(str(whole)), quantized(own, ids), {"head": "target"})
+    draft = open_checkpoint(str(tmp_path / "draft"), target=str(target))
+    rows = values[EMBEDDING if tied else HEAD][ids]
+    assert np.abs(draft.matrix(HEAD) - rows).max() < 0.005 * np.abs(rows).max()
+    for part in (slice(1, 3), slice(3, 5), slice(2, 2)):
+        assert np.array_equal(draft.matrix(HEAD, part), draft.matrix(HEAD)[part])
+        weights, scales = draft.int8_part(HEAD, part)  # type: ignore[misc]
+        assert np.array_equal(weights * np.repeat(scales, 32, 1), draft.matrix(HEAD, part))
+    narrow = draft.int8_part(HEAD, slice(None), slice(32, 64))
+    assert narrow is not None and narrow[0].shape == (5, 32) and narrow[1].shape == (5, 1)
+    assert np.array_equal(draft.matrix(HEAD, columns=slice(3, 9)), draft.matrix(HEAD)[:, 3:9])
+    assert draft.int8_part(HEAD, slice(None), slice(3, 35)) is None
+    assert logits(draft, TOKENS).shape == (6, 5)
+
+
+def test_a_draft_of_another_version_is_refused(tmp_path: Path) -> None:
+    target, _ = folder(tmp_path, "target")
+    path, _ = distilled(tmp_path, [1, 2])
+    for key, value in (("head", "low-rank"), ("quantization", "int4-64")):
+        changed = json.loads((path / "config.json").read_text())
+        changed["mpissd"][key] = value
+        (path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=f"mpissd.{key}='{value}' is not supported"):
+            config_of(str(path), str(target))
+        changed["mpissd"][key] = {"head": "own", "quantization": "int8-32"}[key]
+        (path / "config.json").write_text(json.dumps(changed))
+
+
 def test_a_distilled_draft_needs_the_target_it_was_made_for(tmp_path: Path) -> None:
     path, _ = distilled(tmp_path, [1, 2])
     with pytest.raises(ConfigError, match="reads its target's embedding: allowed: as a draft"):

@@ -11,7 +11,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.mould import Mould, mould_of
-from mpissd.learn.quantize import BLOCK, dequantize, quantize
+from mpissd.engine.model.transformer.quantize import BLOCK, dequantize, quantize
 from mpissd.learn.rounds import Judged, rounds_of, summary
 
 

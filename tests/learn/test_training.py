@@ -21,11 +21,14 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn import exam, export  # noqa: E402
 from mpissd.learn.evaluate import judge  # noqa: E402
-from mpissd.learn.llama import Llama, angles, blocks_of, draft_config, load, named  # noqa: E402
+from mpissd.learn.form import draft_config, form_of  # noqa: E402
+from mpissd.learn.llama import Llama, angles, blocks_of, load, named  # noqa: E402
+from mpissd.learn.pair import Losses, Pair  # noqa: E402
+from mpissd.learn.batches import batch_of  # noqa: E402
 from mpissd.learn.rounds import summary  # noqa: E402
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402
-from mpissd.learn.shape import cut, frequent_tokens  # noqa: E402
-from mpissd.learn.train import Pair, Plan, train  # noqa: E402
+from mpissd.learn.shape import cut, frequent_tokens, fresh  # noqa: E402
+from mpissd.learn.train import Plan, Told, train  # noqa: E402
 
 LENGTH, END = 40, 2
 SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 96, True, 128)
@@ -44,13 +47,19 @@ def sampler() -> Sampler:
 @pytest.fixture(scope="module")
 def samples(sampler: Sampler) -> Samples:
     given = blank([(*MOULD.before, 11), *[MOULD.before] * 63], LENGTH, "cpu")
-    return sampler.write(given, MOULD, USER, (torch.ones(64), torch.ones(64)))
+    return sampler.write(given, MOULD, USER, (torch.ones(64), torch.ones(64)), keep=True)
 
 
-def pair_of(sampler: Sampler, num_tokens: int = 96) -> Pair:
+def pair_of(sampler: Sampler, num_tokens: int = 96, shape: str = "") -> Pair:
+    """A pair with a draft of the target's layers 0 and 3, or of a fresh shape."""
     ids = frequent_tokens(np.arange(128), num_tokens, [END])
-    draft = cut(sampler.model, (0, 3), ids)
-    return Pair(sampler.model, draft, torch.from_numpy(ids).long(), sampler.blocks, table(sampler))
+    head_ids, blocks = torch.from_numpy(ids).long(), sampler.blocks
+    if not shape:
+        draft = cut(sampler.model, (0, 3), ids)
+        return Pair(sampler.model, draft, head_ids, blocks, blocks, table(sampler))
+    config = draft_config(CONFIG, form_of(shape), num_tokens)
+    draft, own = fresh(sampler.model, config, ids, 0), blocks_of(config, torch.float32)
+    return Pair(sampler.model, draft, head_ids, blocks, own, table(sampler))
 
 
 def table(sampler: Sampler) -> tuple[Any, Any]:
@@ -95,23 +104,62 @@ def test_the_first_answers_stop_at_their_end() -> None:
     assert found.answered.int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
 
 
-def test_training_raises_agreement_and_the_written_draft_reloads(
-    sampler: Sampler, samples: Samples, tmp_path: Path
+def test_the_kept_states_are_those_of_a_whole_forward(sampler: Sampler, samples: Samples) -> None:
+    """Training on them is training on the target, without its forward."""
+    torch.manual_seed(1)
+    batch = batch_of(samples.take(slice(0, 8)), 60)
+    losses = Losses(pair_of(sampler), False)
+    kept = losses.of(batch)
+    anew = losses.of(dataclasses.replace(batch, states=None))
+    assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(kept, anew, strict=True))
+    best = sampler.pick(torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros(1))
+    assert best[0].item() == best[2].item() == 1
+
+
+def test_proposed_states_hold_the_draft_s_tokens_at_answered_positions(
+    sampler: Sampler, samples: Samples
 ) -> None:
-    pair, points = pair_of(sampler), list[dict[str, Any]]()
+    torch.manual_seed(1)
+    batch, pair = batch_of(samples, 230), pair_of(sampler, num_tokens=5)
+    made = Losses(pair, False).proposed(batch)
+    changed = (made.tokens != batch.tokens).flatten().nonzero()[:, 0]
+    assert 10 < len(changed) and made.states is None
+    answered = set((batch.rows[batch.weights > 0] + 1).tolist())
+    assert set(changed.tolist()) <= answered
+    assert set(made.tokens.flatten()[changed].tolist()) <= set(pair.head_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("shape", "optimizer", "on_policy"),
+    [("", "adamw", 0.0), ("", "muon", 0.25), ("2x8x4x64", "adamw", 0.0)],
+)
+def test_training_raises_agreement_and_the_written_draft_reloads(
+    sampler: Sampler,
+    samples: Samples,
+    tmp_path: Path,
+    shape: str,
+    optimizer: str,
+    on_policy: float,
+) -> None:
+    pair, points, copies = pair_of(sampler, shape=shape), list[dict[str, Any]](), list[Llama]()
     before = summary(judge(pair, samples, time.monotonic() + 60))
-    plan = Plan(60.0, time.monotonic() + 60, 100, 16, 5e-3, 0, False)
-    trained = train(pair, samples, plan, points.append)
+    plan = Plan(60.0, time.monotonic() + 60, 100, 16, 5e-3, 0, False, optimizer, on_policy, 1e-3)
+    told = Told(points.append, copies.append)
+    held, trained_on = samples.take(slice(0, 8)), samples.take(slice(8, 64))
+    trained = train(pair, [trained_on], plan, told, held=held)
     after_pair = dataclasses.replace(pair, draft=trained)
     after = summary(judge(after_pair, samples, time.monotonic() + 60))
     assert after["alpha"] > before["alpha"] + 0.05
+    assert after["cross_entropy"] < before["cross_entropy"]
     assert points[-1]["step"] == 100 and points[-1]["tv"] < points[0]["tv"]
-    reloaded(trained, pair.head_ids, tmp_path)
+    assert points[-1]["held"]["tv"] < 1 - before["alpha"]
+    assert len(copies) > 3 and not copies[0].head.requires_grad
+    reloaded(trained, pair.head_ids, tmp_path, shape)
 
 
-def reloaded(trained: Llama, head_ids: Any, folder: Path) -> None:
+def reloaded(trained: Llama, head_ids: Any, folder: Path, shape: str) -> None:
     """Writes a draft and compares what its files hold with what it was."""
-    config = draft_config(CONFIG, 2, len(head_ids))
+    config = draft_config(CONFIG, form_of(shape) if shape else 2, len(head_ids))
     arrays = {name: t.numpy() for name, t in named(trained, config).items()}
     export.save(folder, config, export.quantized(arrays, head_ids.numpy()), {})
     files = sorted(folder.glob("*.safetensors"))

@@ -200,6 +200,7 @@ def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
     packed = config.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
     told = ours.get("quantization") if isinstance(ours, dict) else ours
+    head = ours.get("head") if isinstance(ours, dict) else None
     return [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "llama3"), _ROPES),
@@ -207,6 +208,7 @@ def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
         ("layer_types", kinds, plain, "full_attention"),
         ("quantization_config", method, not packed, _DENSE),
         ("mpissd.quantization", told, told in (None, "int8-32"), "int8-32"),
+        ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias, "false"),
         ("mlp_bias", config.get("mlp_bias"), not config.get("mlp_bias"), "false"),

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.file_digest import digest
+from mpissd.engine.model.transformer.quantize import BLOCK, dequantize, quantize
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 HEAD_IDS = "head_ids"
@@ -41,15 +43,21 @@ class FileCheckpoint:
     """Weights of one model in files (a Checkpoint)."""
 
     def __init__(
-        self, files: Tensors, config: TransformerConfig, embedding: Checkpoint | None = None
+        self,
+        files: Tensors,
+        config: TransformerConfig,
+        embedding: Checkpoint | None = None,
+        *,
+        shares_head: bool = False,
     ) -> None:
         """Judges the tensors; embedding: the model whose input embedding this one reads, if not
-        its own.
+        its own. shares_head: its LM head too is that model's, the rows of head_ids.
 
         Raises ConfigError, one line that names the file and the tensor, if one is missing or has
         another shape than the configuration says.
         """
         self.name, self._files, self._embedding = config.shape.name, files, embedding
+        self._shares_head = shares_head
         self._head_ids = files.integers(HEAD_IDS)
         if self._head_ids is not None:
             _check_head_ids(_where(files), self._head_ids, config.shape.vocab_size)
@@ -57,8 +65,9 @@ class FileCheckpoint:
         self.config = replace(config, int8=_is_int8(files, config))
         if embedding is not None:
             _check_embedding(_where(files), config, embedding.config)
+        elsewhere = {EMBEDDING: embedding is not None, HEAD: shares_head}
         for name, size in tensors(config):
-            if name != EMBEDDING or embedding is None:
+            if not elsewhere.get(name):
                 _check_shape(files, name, size)
 
     @cached_property
@@ -80,14 +89,34 @@ class FileCheckpoint:
         name = EMBEDDING if name == HEAD and self.config.tied else name
         if name == EMBEDDING and self._embedding is not None:
             return self._embedding.matrix(name, rows, columns)
+        if name == HEAD and self._shares_head:
+            return dequantize(*self._target_rows(rows))[:, columns]
         return self._files.read(name, rows, columns)
+
+    def _target_rows(self, rows: slice) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+        """Returns rows of the target's LM head, quantised as a head of one's own is stored."""
+        assert self._embedding is not None
+        ids = np.arange(self.config.head_vocab) if self._head_ids is None else self._head_ids
+        ids = ids[rows]
+        span = slice(int(ids.min(initial=0)), int(ids.max(initial=-1)) + 1)
+        return quantize(self._embedding.matrix(HEAD, span)[ids - span.start])
 
     def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
         """Returns a part of a matrix as it is stored, if that is int8."""
         name = EMBEDDING if name == HEAD and self.config.tied else name
         if name == EMBEDDING and self._embedding is not None:
             return self._embedding.int8_part(name, rows, columns)
+        if name == HEAD and self._shares_head:
+            return self._int8_head(rows, columns)
         return self._files.int8(name, rows, columns)
+
+    def _int8_head(self, rows: slice, columns: slice) -> Int8 | None:
+        start, stop, _ = columns.indices(self.config.shape.hidden)
+        if start % BLOCK or stop % BLOCK:
+            return None
+        weights, scales = self._target_rows(rows)
+        part = slice(start // BLOCK, stop // BLOCK)
+        return weights[:, columns], scales[:, part].astype(np.float32)
 
     def vector(self, name: str, part: slice = ALL) -> Floats:
         """Returns a part of a norm's weight or of a bias, float32."""

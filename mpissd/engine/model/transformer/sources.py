@@ -85,4 +85,4 @@ def _open_folder(path: Path, shape: ModelShape, target: Checkpoint | None) -> Ch
         return FileCheckpoint(files, architecture)
     if target is None:
         raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
-    return FileCheckpoint(files, architecture, target)
+    return FileCheckpoint(files, architecture, target, shares_head=ours.get("head") == "target")

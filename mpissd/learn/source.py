@@ -1,0 +1,71 @@
+"""What a distillation reads before it starts: the target, its tokenizer, exams, an earlier draft.
+
+Everything that can be wrong with them is refused here, in one line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import files_of
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.learn.config import DistillConfig
+from mpissd.learn.exam import Exam, read_exams
+from mpissd.learn.mould import Mould, mould_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """The target's weights and tokenizer, its template's parts, exams by name, an earlier draft."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    mould: Mould
+    exams: dict[str, Exam]
+    start: Checkpoint
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end an answer."""
+        return sorted(self.tokenizer.stop_ids)
+
+
+def read(config: DistillConfig) -> Source:
+    """Opens and judges everything; raises ConfigError."""
+    path = files_of(config.target)
+    if path is None:
+        raise ConfigError(f"target={config.target}: allowed: a model with weights and a tokenizer")
+    checkpoint, tokenizer = open_checkpoint(config.target, config.seed), load_tokenizer(str(path))
+    vocab = checkpoint.config.shape.vocab_size
+    if tokenizer.vocab_size > vocab:
+        told = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
+        raise ConfigError(f"target={config.target}: {told}: allowed: the tokenizer of the weights")
+    exams = read_exams(config.prompts, tokenizer, vocab)
+    return Source(checkpoint, tokenizer, mould_of(tokenizer), exams, _start(config, checkpoint))
+
+
+def _start(config: DistillConfig, target: Checkpoint) -> Checkpoint:
+    """Returns the earlier draft, or the target where there is none.
+
+    Raises ConfigError for a draft of another target.
+    """
+    if not config.start:
+        return target
+    told = Path(config.start) / "config.json"
+    try:
+        own = json.loads(told.read_text("utf-8"))["mpissd"]
+        name, sha256 = own["target"], own["target_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"start={config.start}: allowed: a draft that distill wrote") from error
+    if sha256 != target.sha256:
+        made, found = (str(each)[:12] for each in (sha256, target.sha256))
+        raise ConfigError(
+            f"start={config.start}: a draft of {name}, sha256 {made}; the target's is {found}: "
+            "allowed: a draft of this very target"
+        )
+    return open_checkpoint(config.start, target=config.target)

@@ -1,0 +1,151 @@
+"""`distill` as a command, on a pair of two tiny layers: one process, two, bad input, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from tests.needs import module
+from tests.text import tiny
+from tests.weight_files import CONFIG, values_of, write_folder
+
+module("torch", "PyTorch")
+module("safetensors", "safetensors")
+ROOT = Path(__file__).resolve().parents[2]
+SHARP = 6.0  # scale of the LM head: a random target is else next to uniform
+SMALL = (
+    "--device=cpu --layers=0,1 --vocab=96 --sequences=64 --length=128 --batch=16 --batches=1 "
+    "--seconds_sampling=60 --seconds_training=40 --held_out=32 --answer=16 --learning_rate=0.004 "
+    "--seed=3"
+).split()
+
+
+def folder(home: Path, **tokenizer: object) -> Path:
+    """A target of four random layers with a tokenizer and a chat template."""
+    config = {**CONFIG, "num_hidden_layers": 4, "vocab_size": len(tiny.tokens())}
+    (home / "alone.json").write_text(json.dumps(config))
+    values = values_of(open_checkpoint(str(home / "alone.json"), 0))
+    values["lm_head.weight"] *= SHARP
+    write_folder(home / "target", config, values)
+    lines = [json.dumps({"prompt": text}) for text in ("hello w", "well", "he", "hell", "ll")]
+    (home / "asked.jsonl").write_text("\n".join(lines))
+    return tiny.write(home / "target", **tokenizer)
+
+
+def distill(*flags: object, limit: float = 120, before: str = "") -> tuple[int, str]:
+    """Runs the command; before: shell commands that come first."""
+    command = [sys.executable, "-m", "mpissd", "distill", *map(str, flags)]
+    line = f'{before} exec "$@"'
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    told = subprocess.run(
+        ["bash", "-c", line, "bash", *command],
+        **{"cwd": ROOT, "env": environment, "timeout": limit},  # type: ignore[call-overload]
+        capture_output=True,
+        text=True,
+    )
+    return told.returncode, told.stdout + told.stderr
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("target"))
+
+
+def report_of(out: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((out / "report.json").read_text())
+    return found
+
+
+def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path: Path) -> None:
+    out, more = tmp_path / "draft", tmp_path / "more"
+    flags = [f"--target={target}", f"--prompts={target.parent / 'asked.jsonl'}", *SMALL]
+    code, told = distill(*flags, f"--out={out}", "--steps=5")
+    assert code == 0, told
+    flags += [f"--start={out}", "--steps=60", "--optimizer=muon", "--on_policy=0.2"]
+    code, told = distill(*flags, f"--out={more}")
+    assert code == 0, told
+    before, after = (report_of(p)["evaluation"]["asked"] for p in (out, more))  # type: ignore[index]
+    assert after["alpha"] > before["alpha"] + 0.02
+    assert after["cross_entropy"] < before["cross_entropy"]
+    draft = open_checkpoint(str(more), target=str(target))
+    assert draft.config.head_vocab == 96 and np.isfinite(draft.matrix("lm_head.weight")).all()
+    card = (more / "README.md").read_text()
+    assert "started as an earlier draft" in card and "20% of it on the draft's own" in card
+
+
+def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
+    shapes = "1x8x4x192,2x4x2x96"
+    flags = [f"--target={target}", f"--out={tmp_path}", "--steps=20", f"--shapes={shapes}"]
+    code, told = distill(*flags, *SMALL, "--processes=2", "--length=128,96")
+    assert code == 0, told
+    for shape in shapes.split(","):
+        report = report_of(tmp_path / shape)
+        assert report["processes"] == 2 and report["sequences"] == 64 - 2 + 85 - 3
+        assert report["steps"] == 20 and report["origin"] == "fresh layers"
+        draft = open_checkpoint(str(tmp_path / shape), target=str(target))
+        assert str(draft.config.shape.num_layers) == shape[0]
+
+
+BAD = {
+    "no template": ({"chat_template": None}, [], "has no chat template"),
+    "no stop token": ({"eos_token": "<|pad|>"}, [], "does not end a message with a stop token"),
+    "shape": ({}, ["--shapes=2x3x2x64"], "heads a multiple of KV heads"),
+    "length": ({}, ["--length=48,x"], "whole numbers >= 48"),
+    "layer": ({}, ["--layers=0,9"], "layers=9: allowed: 0 to 3"),
+    "processes": ({}, ["--processes=0"], "processes=0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> None:
+    tokenizer, flags, expected = BAD[name]
+    path = folder(tmp_path, **tokenizer)
+    flags = [*SMALL, "--steps=1", *flags]
+    code, told = distill(f"--target={path}", f"--out={tmp_path / 'out'}", *flags)
+    lines = [line for line in told.splitlines() if line.startswith("mpissd: ")]
+    assert code == 2 and "Traceback" not in told, told
+    assert len(lines) == 1 and expected in lines[0], told
+    assert not list(tmp_path.glob("out/*")), "half written"
+
+
+def test_a_tokenizer_of_another_model_and_a_draft_of_another_target_are_refused(
+    target: Path, tmp_path: Path
+) -> None:
+    few = {**CONFIG, "vocab_size": 50}
+    (tmp_path / "few.json").write_text(json.dumps(few))
+    small = write_folder(tmp_path / "few", few, values_of(open_checkpoint(str(tmp_path / "few.json"), 0)))
+    tiny.write(small)
+    code, told = distill(f"--target={small}", f"--out={tmp_path / 'out'}", *SMALL)
+    assert code == 2 and f"its tokenizer has {len(tiny.tokens())} tokens, its weights 50" in told
+    draft = tmp_path / "draft"
+    code, told = distill(f"--target={target}", f"--out={draft}", "--steps=1", *SMALL)
+    assert code == 0, told
+    changed = json.loads((draft / "config.json").read_text())
+    changed["mpissd"]["target_sha256"] = "0" * 64
+    (draft / "config.json").write_text(json.dumps(changed))
+    code, told = distill(f"--target={target}", f"--start={draft}", f"--out={tmp_path / 'o'}", *SMALL)
+    assert code == 2 and "sha256 000000000000; the target's is" in told
+    code, told = distill(f"--target={target}", f"--start={target}", f"--out={tmp_path / 'o'}", *SMALL)
+    assert code == 2 and "a draft that distill wrote" in told
+
+
+def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
+    target: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "draft"
+    code, told = distill(f"--target={target}", f"--out={out}", "--steps=1", *SMALL)
+    assert code == 0, told
+    good = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+    limit = "ulimit -f 16;"  # files of 16 KiB at most: the weights are larger
+    flags = [f"--target={target}", f"--out={out}", "--steps=30", "--save_every=1", *SMALL]
+    code, told = distill(*flags, before=limit)
+    assert code == 1 and "Traceback" not in told, told
+    assert "not saved; the files of before are kept" in told.splitlines()[-1]
+    assert {path.name: path.read_bytes() for path in sorted(out.iterdir())} == good
