@@ -75,7 +75,7 @@ class DistillConfig(Checked):
         words,
         "what to evaluate on, a comma between: people's prompts (.jsonl), recordings (.npz)",
     )
-    held_out: int = flag(512, integer(1), "conversations of the target's own to evaluate on")
+    held_out: int = flag(512, integer(0), "conversations of the target's own to evaluate on")
     answer: int = flag(128, integer(1), "tokens of an answer in the evaluation, at most")
     seed: int = flag(0, integer(0), "of the samples and of the training's order")
     license: str = flag(

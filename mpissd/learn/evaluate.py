@@ -15,7 +15,7 @@ from mpissd.learn.pair import Pair
 from mpissd.learn.rounds import Judged
 from mpissd.learn.sample import Samples
 
-AT_ONCE = 8  # sequences in a forward
+AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
 
 def judge(pair: Pair, samples: Samples, deadline: float) -> Judged:
@@ -24,10 +24,11 @@ def judge(pair: Pair, samples: Samples, deadline: float) -> Judged:
     deadline: in seconds of time.monotonic().
     """
     judged = Judged()
-    for start in range(0, len(samples.tokens), AT_ONCE):
+    size = AT_ONCE[samples.tokens.device.type]
+    for start in range(0, len(samples.tokens), size):
         if time.monotonic() > deadline and judged.ranks:
             break
-        part = slice(start, start + AT_ONCE)
+        part = slice(start, start + size)
         _judge_some(pair, samples.tokens[part].long(), samples.answered[part], judged)
     return judged
 

@@ -87,7 +87,7 @@ class Distillation:
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         for part in self.parts:
-            counts += torch.bincount(part.tokens.flatten(), minlength=vocab)
+            counts += torch.bincount(part.tokens[part.answered], minlength=vocab)
         self.counts = self.group.add(counts).cpu()
         told = [[len(part.tokens), int(part.answered.sum())] for part in self.parts]
         self.sampled = self.group.add(torch.tensor(told, device=self.device).sum(0)).tolist()
@@ -212,5 +212,7 @@ class Distillation:
         config, mould = self.config, self.source.mould
         for name, asked in self.source.exams.items():
             yield name, exam.answered(sampler, asked, mould, config.answer, self.room)
+        if not config.held_out:
+            return
         length = min(config.length_of(0), self.room)
         yield "own", exam.own(sampler, config.held_out, length, mould, config.answer)
