@@ -131,7 +131,7 @@ def test_proposed_states_hold_the_draft_s_tokens_at_answered_positions(
 
 @pytest.mark.parametrize(
     ("shape", "optimizer", "on_policy"),
-    [("", "adamw", 0.0), ("", "muon", 0.25), ("2x8x4x64", "adamw", 0.0)],
+    [("", "adamw", 0.0), ("", "muon", 0.25), ("2x6x3x64", "adamw", 0.0)],
 )
 def test_training_raises_agreement_and_the_written_draft_reloads(
     sampler: Sampler,
