@@ -14,17 +14,18 @@ base_model: {target}
 ---
 # Draft of {target}
 
-A draft model for speculative decoding with {target}: {num_layers} layers that started as {origin},
-the target's own input embedding (not stored here), and an LM head over its {head_vocab} most
-frequent tokens{head_origin}: {parameters:.1f} million parameters are stored. It proposes tokens
-that the target then checks; it is not meant to be used alone.
+A draft model for speculative decoding with {target}:
+{num_layers} layers that started as {origin},
+the target's own input embedding (not stored here), and an LM head over the {head_vocab} most
+frequent tokens of its answers{head_origin}: {parameters:.1f} million parameters are stored.
+It proposes tokens that the target then checks; it is not meant to be used alone.
 
 `python -m mpissd distill` made it on {processes} × {device}: the target wrote its own prompts and
 answers ({sequences} conversations, {answered:.1f} million answered tokens), and the draft was
-trained on the target's distributions over them for {steps} steps: Kullback-Leibler divergence
-first, then total variation{on_policy_told}. No other text was used; the
-prompts of the evaluation below were not trained on. curves.jsonl: the training's losses, some of
-them on conversations that it held out.
+trained on the target's distributions over them for {steps} steps of all processes:
+Kullback-Leibler divergence first, then mostly total variation{on_policy_told}.
+No other text was used; the prompts of the evaluation below were not trained on. curves.jsonl holds
+the training's losses, some of them on conversations that were held out.
 
 ## Format
 `int8-32`: a matrix `X.weight` is int8 [outputs, inputs] and `X.scale` float16
@@ -45,8 +46,8 @@ _NOTICE = """\
 Draft of {target}
 
 This model is derived from {target} (sha256 {sha256}).
-Changes: kept {origin}; reduced the LM head to {head_vocab} tokens; trained them on texts that
-{target} wrote; quantised the weights to 8 bits (see README.md).
+Changes: kept {origin}; reduced the LM head to {head_vocab} tokens; trained on
+texts that {target} wrote; quantised the weights to 8 bits (see README.md).
 """
 
 
@@ -58,7 +59,7 @@ def write(folder: Path, report: Mapping[str, Any], license_name: str) -> None:
     told = {**report, "license": "other" if license_name == "target" else license_name}
     told["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
     share = report["on_policy"]
-    told["on_policy_told"] = f", {share:.0%} of it on the draft's own proposals" if share else ""
+    told["on_policy_told"] = f", {share:.0%} of it\non the draft's own proposals" if share else ""
     (folder / "README.md").write_text(_CARD.format(**told, rows=rows))
     notice = _NOTICE.format(**report)
     if license_name == "apache-2.0":

@@ -62,7 +62,7 @@ class FileCheckpoint:
         if self._head_ids is not None:
             _check_head_ids(_where(files), self._head_ids, config.shape.vocab_size)
             config = replace(config, head_vocab=len(self._head_ids))
-        self.config = replace(config, int8=_is_int8(files, config))
+        self.config = replace(config, int8=_is_int8(files, config, shares_head))
         if embedding is not None:
             _check_embedding(_where(files), config, embedding.config)
         elsewhere = {EMBEDDING: embedding is not None, HEAD: shares_head}
@@ -131,10 +131,10 @@ class FileCheckpoint:
         return self._head_ids
 
 
-def _is_int8(files: Tensors, config: TransformerConfig) -> bool:
-    """Returns whether the matrices that a forward reads are stored as int8."""
+def _is_int8(files: Tensors, config: TransformerConfig, shares_head: bool) -> bool:
+    """Returns whether the matrices that a forward reads are int8: stored, or a shared head's."""
     head = EMBEDDING if config.tied else HEAD
-    names = (head, "model.layers.0.mlp.down_proj.weight")
+    names = ["model.layers.0.mlp.down_proj.weight", *([] if shares_head else [head])]
     return all(files.shape(n) is not None and files.int8(n) is not None for n in names)
 
 
