@@ -103,7 +103,13 @@ MAY_NAME_TORCH = ("mpissd.learn", "mpissd.lab.limits.torch_graph", "mpissd.lab.l
 STARTS_TORCH = (
     "mpissd.lab.limits.torch_graph",
     "mpissd.lab.limits.torch_whole",
-    *(f"mpissd.learn.{name}" for name in "evaluate exam job llama sample shape train".split()),
+    *(
+        f"mpissd.learn.{name}"
+        for name in (
+            "attend batches evaluate exam group job llama muon pair result sample shape train "
+            "triton_attend"
+        ).split()
+    ),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.
 MAY_NAME_HTTP = ("mpissd.serve.http",)

@@ -52,5 +52,7 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
         )
     if shape.q_width % BLOCK:
         told = f"{shape.num_heads} heads of {shape.head_dim}"
-        raise ConfigError(f"shapes: {told}: allowed: heads that are {BLOCK} wide together, or 64, …")
+        raise ConfigError(
+            f"shapes: {told}: allowed: heads that are {BLOCK} wide together, or 64, …"
+        )
     return replace(target, shape=shape, tied=False, head_vocab=head_vocab)

@@ -120,7 +120,9 @@ def test_a_tokenizer_of_another_model_and_a_draft_of_another_target_are_refused(
 ) -> None:
     few = {**CONFIG, "vocab_size": 50}
     (tmp_path / "few.json").write_text(json.dumps(few))
-    small = write_folder(tmp_path / "few", few, values_of(open_checkpoint(str(tmp_path / "few.json"), 0)))
+    small = write_folder(
+        tmp_path / "few", few, values_of(open_checkpoint(str(tmp_path / "few.json"), 0))
+    )
     tiny.write(small)
     code, told = distill(f"--target={small}", f"--out={tmp_path / 'out'}", *SMALL)
     assert code == 2 and f"its tokenizer has {len(tiny.tokens())} tokens, its weights 50" in told
@@ -130,15 +132,17 @@ def test_a_tokenizer_of_another_model_and_a_draft_of_another_target_are_refused(
     changed = json.loads((draft / "config.json").read_text())
     changed["mpissd"]["target_sha256"] = "0" * 64
     (draft / "config.json").write_text(json.dumps(changed))
-    code, told = distill(f"--target={target}", f"--start={draft}", f"--out={tmp_path / 'o'}", *SMALL)
+    code, told = distill(
+        f"--target={target}", f"--start={draft}", f"--out={tmp_path / 'o'}", *SMALL
+    )
     assert code == 2 and "sha256 000000000000; the target's is" in told
-    code, told = distill(f"--target={target}", f"--start={target}", f"--out={tmp_path / 'o'}", *SMALL)
+    code, told = distill(
+        f"--target={target}", f"--start={target}", f"--out={tmp_path / 'o'}", *SMALL
+    )
     assert code == 2 and "a draft that distill wrote" in told
 
 
-def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
-    target: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_the_last_good_files_stay(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "draft"
     code, told = distill(f"--target={target}", f"--out={out}", "--steps=1", *SMALL)
     assert code == 0, told
