@@ -106,8 +106,8 @@ STARTS_TORCH = (
     *(
         f"mpissd.learn.{name}"
         for name in (
-            "attend batches evaluate exam group job llama muon pair result sample shape train "
-            "triton_attend"
+            "attend batches evaluate exam group job llama muon pair result sample shape source "
+            "train triton_attend"
         ).split()
     ),
 )

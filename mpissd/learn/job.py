@@ -92,8 +92,8 @@ class Distillation:
         told = [[len(part.tokens), int(part.answered.sum())] for part in self.parts]
         self.sampled = self.group.add(torch.tensor(told, device=self.device).sum(0)).tolist()
         if not self.sampled[1]:
-            told = f"the target ended no user's message within {self.length} tokens"
-            raise ConfigError(f"length={self.config.length}: {told}: allowed: a greater length")
+            why = f"the target ended no user's message within {self.length} tokens"
+            raise ConfigError(f"length={self.config.length}: {why}: allowed: a greater length")
         rate = self.sampled[0] * self.length / seconds
         self.log(f"{self.sampled[1] / 1e6:.1f} M answered tokens, {rate:.0f} tokens/s together")
 

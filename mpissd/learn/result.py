@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.quantize import dequantize, quantize
 from mpissd.learn import card, export
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.evaluate import judge
 from mpissd.learn.llama import Llama, mapped, named
 from mpissd.learn.pair import Pair
-from mpissd.engine.model.transformer.quantize import dequantize, quantize
 from mpissd.learn.rounds import summary
 from mpissd.learn.sample import Samples
 from mpissd.learn.source import Source

@@ -115,7 +115,8 @@ class _Training:
             if self.step % EVERY == 0 or self.share >= 1:
                 point: dict[str, Any] = {"step": self.step}
                 point |= {"seconds": round(self.seconds, 1), "rate": rate, **_rounded(found)}
-                if held is not None and (self.step % WATCHED == 0 or self.share >= 1):
+                is_watched = self.step % WATCHED == 0 or self.step == EVERY or self.share >= 1
+                if held is not None and is_watched:
                     point["held"] = self._watched(held)
                 yield point
 

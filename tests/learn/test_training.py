@@ -20,11 +20,11 @@ safetensors = module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
 from mpissd.learn import exam, export  # noqa: E402
+from mpissd.learn.batches import batch_of  # noqa: E402
 from mpissd.learn.evaluate import judge  # noqa: E402
 from mpissd.learn.form import draft_config, form_of  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, named  # noqa: E402
 from mpissd.learn.pair import Losses, Pair  # noqa: E402
-from mpissd.learn.batches import batch_of  # noqa: E402
 from mpissd.learn.rounds import summary  # noqa: E402
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402
 from mpissd.learn.shape import cut, frequent_tokens, fresh  # noqa: E402
@@ -52,7 +52,7 @@ def samples(sampler: Sampler) -> Samples:
 
 def pair_of(sampler: Sampler, num_tokens: int = 96, shape: str = "") -> Pair:
     """A pair with a draft of the target's layers 0 and 3, or of a fresh shape."""
-    ids = frequent_tokens(np.arange(128), num_tokens, [END])
+    ids = frequent_tokens(np.arange(128, dtype=np.int32), num_tokens, [END])
     head_ids, blocks = torch.from_numpy(ids).long(), sampler.blocks
     if not shape:
         draft = cut(sampler.model, (0, 3), ids)
@@ -123,7 +123,7 @@ def test_proposed_states_hold_the_draft_s_tokens_at_answered_positions(
     batch, pair = batch_of(samples, 230), pair_of(sampler, num_tokens=5)
     made = Losses(pair, False).proposed(batch)
     changed = (made.tokens != batch.tokens).flatten().nonzero()[:, 0]
-    assert 10 < len(changed) and made.states is None
+    assert len(changed) > 10 and made.states is None
     answered = set((batch.rows[batch.weights > 0] + 1).tolist())
     assert set(changed.tolist()) <= answered
     assert set(made.tokens.flatten()[changed].tolist()) <= set(pair.head_ids.tolist())
