@@ -3,6 +3,7 @@
 method       AR, SD, SD inline, SSD or auto
 use          method, T (+ D) and, if N servers share the requests, × N: SSD 4+1, AR 1 × 2
 gpus         world_size, drafts and replicas counted
+rate         NaN where all requests came at once: max_running of them then decode together
 latency_s, ttft_s    arrays [requests], NaN where a request was not answered
 folder, commit       as in a frame of runs
 """
@@ -25,7 +26,7 @@ COLUMNS = (
     "method use gpus latencies ttfts ttft_p50 ttft_p99 tpot_p50 tpot_p99 latency_mean max_running "
     "objective folder time acceptance hit_law"
 ).split()
-_NEEDED = ("load_id", "mode", "device_name", "tp", "world_size", "rate", "num_requests", "model")
+_NEEDED = ("load_id", "mode", "device_name", "tp", "world_size", "num_requests", "model")
 _BLOCKS = 1000
 
 
@@ -77,7 +78,9 @@ def _use(row: LoadRow) -> str:
 
 def tidy_loads(lines: list[Line]) -> pd.DataFrame:
     """Makes a frame of complete lines; it has all columns also without a line."""
-    return pd.DataFrame(lines, columns=COLUMNS)
+    frame = pd.DataFrame(lines, columns=COLUMNS)
+    frame["rate"] = pd.to_numeric(frame["rate"])
+    return frame
 
 
 def speedup(over: pd.DataFrame, rows: pd.DataFrame) -> tuple[float, float, float] | None:

@@ -119,37 +119,48 @@ def load_goodput(data: Data) -> Poster:
 
 
 def load_frontier(data: Data) -> Poster:
-    """Draws tok/s per GPU against tokens a second of one request, a point a rate."""
-    shown = [(name, part) for name, part in _cases(data) if part["rate"].nunique() >= 3]
-    need(shown, "loads at three or more rates")
-    poster = Poster(8.2)
-    grid = poster.panels(1, len(shown))[0]
-    for ax, (name, part) in zip(grid, shown, strict=True):
-        ax.set_title(name)
-        for label, style, rows in _series(part):
-            keys = ["tpot_p50", "tok_per_s", "gpus"]
-            medians = rows.groupby("rate")[keys].median().dropna()
-            x, y = 1 / medians["tpot_p50"], medians["tok_per_s"] / medians["gpus"]
-            poster.line(ax, label, x, y, also={"rate": medians.index}, **style)
-            for rate, (right, up) in zip(medians.index, zip(x, y, strict=True), strict=True):
-                ax.annotate(
-                    f"{rate:g}",
-                    (right, up),
-                    xytext=(5, 4),
-                    textcoords="offset points",
-                    fontsize=9.5,
-                    color=style["color"],
-                )
-        ax.set(xlabel="tokens a second of a request (1 / p50 TPOT)", yscale="log")
-        plain_ticks(ax.yaxis)
-    grid[0].set_ylabel("tok/s per GPU (throughput)")
-    told = "Number: requests a second that arrive. Up and right is better"
-    return poster.finish("Throughput against latency under load", _caption(shown, told))
+    """Draws tok/s per GPU against tokens a second of one request: above a point a rate, below,
+    where all requests came at once, a point a number b of sequences together."""
+    parts = {"rate": list(_cases(data)), "max_running": list(_cases(data, at_once=True))}
+    shown = {by: [(n, p) for n, p in found if p[by].nunique() >= 3] for by, found in parts.items()}
+    rows = {by: found for by, found in shown.items() if found}
+    need(rows, "loads at three or more rates, or of all at once by three or more sequences")
+    columns = max(map(len, rows.values()))
+    poster = Poster(2.2 + 6.0 * len(rows))
+    grid = poster.panels(len(rows), columns)
+    for axes, (by, found) in zip(grid, rows.items(), strict=True):
+        for ax, (name, part) in zip(axes, found, strict=False):
+            ax.set_title(name if by == "rate" else f"{name}, all at once")
+            _frontier(poster, ax, part, by)
+        for ax in axes[len(found) :]:
+            ax.remove()
+        axes[0].set_ylabel("tok/s per GPU (throughput)")
+    for ax in grid[-1][: len(list(rows.values())[-1])]:
+        ax.set_xlabel("tokens a second of a request (1 / p50 TPOT)")
+    told = "Number: requests a second that arrive; where all came at once, sequences b together"
+    used = [item for found in rows.values() for item in found]
+    return poster.finish("Throughput against latency under load", _caption(used, told))
 
 
-def _cases(data: Data) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yields the loads of each target, those with most rows first, _MOST at most."""
-    loads = data.loads
+def _frontier(poster: Poster, ax: Axes, part: pd.DataFrame, by: str) -> None:
+    for label, style, rows in _series(part):
+        keys = ["tpot_p50", "tok_per_s", "gpus"]
+        medians = rows.groupby(by)[keys].median().dropna()
+        x, y = 1 / medians["tpot_p50"], medians["tok_per_s"] / medians["gpus"]
+        poster.line(ax, label, x, y, also={by: medians.index}, **style)
+        for number, place in zip(medians.index, zip(x, y, strict=True), strict=True):
+            options = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 9.5}
+            ax.annotate(f"{number:g}", place, color=style["color"], **options)
+    ax.set(yscale="log")
+    plain_ticks(ax.yaxis)
+
+
+def _cases(data: Data, *, at_once: bool = False) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yields the loads of each target, those with most rows first, _MOST at most.
+
+    at_once: those whose requests came all at once, in place of those of a rate.
+    """
+    loads = data.loads[data.loads["rate"].isna() == at_once]
     for name in loads["model"].value_counts().index[:_MOST]:
         part = loads[loads["model"] == name]
         drafts = sorted(part["draft"].dropna().unique())
@@ -206,11 +217,12 @@ def _caption(shown: Sequence[tuple[str, pd.DataFrame]], told: str) -> str:
     most, seeds = int(used["num_requests"].max()), used["seed"].nunique()
     fewest = int(used["num_requests"].min())
     count = f"{most}" if most == fewest else f"{fewest} to {most}"
+    poisson = ", Poisson arrivals" if used["rate"].notna().any() else ""
     refused = int(used["num_refused"].sum())
     words = [
         f"{', '.join(names)} ({how})".replace(" (emulated)", ""),
-        f"{count} Poisson arrivals a point, {seeds} seed{'s' * (seeds > 1)}",
-        f"at most {_several(used['max_running'])} sequences together on a server",
+        f"{count} requests a point{poisson}, {seeds} seed{'s' * (seeds > 1)}",
+        f"at most {_most_together(used)} sequences together on a server",
         f"{refused} refused" if refused else "none refused",
         *(
             f"{what}: {_several(used[key])}"
@@ -220,6 +232,11 @@ def _caption(shown: Sequence[tuple[str, pd.DataFrame]], told: str) -> str:
     ]
     rows = f"{len(used)} loads of {_several(used['folder'])}"
     return ". ".join([" · ".join(words), told, rows]) + "."
+
+
+def _most_together(used: pd.DataFrame) -> str:
+    """Returns the limit of sequences, of loads that a rate has."""
+    return _several(used.loc[used["rate"].notna(), "max_running"]) or "b"
 
 
 def _several(values: pd.Series) -> str:

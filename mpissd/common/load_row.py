@@ -40,7 +40,9 @@ class LoadRow:
     arrivals: str = key('"poisson", or the file of arrivals')
     prompts: str = key("the file of prompts, and the beginning of its SHA-256")
     seed: int = key("seed of the arrivals")
-    rate: float = key("requests that arrive in a second, in the mean", "1/s")
+    rate: float | None = key(
+        "requests that arrive in a second, in the mean; null: all at once", "1/s"
+    )
     duration_s: float = key("time in which requests arrive", "s")
     num_requests: int = key("requests that arrived")
     num_answered: int = key("those that were answered to their end")

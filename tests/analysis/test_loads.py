@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.__main__ import main
@@ -82,8 +83,6 @@ def test_the_speedups_are_those_of_the_rows(data: Data) -> None:
 
 def test_an_interval_covers_a_known_gain() -> None:
     """Of 40 pairs of noisy loads, about two intervals in forty may miss."""
-    import pandas as pd
-
     missed = 0
     for seed in range(40):
         random = np.random.default_rng(seed)
@@ -120,7 +119,10 @@ def test_times_goodput_and_frontier(data: Data) -> None:
 def test_captions_say_what_is_shown(data: Data, name: str) -> None:
     item = drawn(data, name)
     caption = item.poster.caption
-    assert "NVIDIA H100 80GB SXM (EMULATED" in caption and f"{COUNT} Poisson arrivals" in caption
+    assert (
+        "NVIDIA H100 80GB SXM (EMULATED" in caption
+        and f"{COUNT} requests a point, Poisson arrivals" in caption
+    )
     assert "none refused" in caption and item.finding
     if name == "load_goodput":
         assert "1000 ms to the first token, 50 each further" in caption
@@ -141,12 +143,24 @@ def test_a_load_that_cannot_be_used_is_noted(tmp_path: Path) -> None:
     file = folder / "loads.jsonl"
     lines = file.read_text().splitlines()
     first = json.loads(lines[0])
-    broken = [json.dumps({**first, "load_id": "gone"}), json.dumps({**first, "rate": None}), '{"a"']
+    broken = [json.dumps({**first, "load_id": "gone"}), json.dumps({**first, "tp": None}), '{"a"']
     file.write_text("\n".join([*lines, *broken]))
     found = load([folder])
     assert len(found.loads) == len(lines)
     notes = "\n".join(found.notes.lines)
-    assert "it has no rate" in notes and "gone.npz" in notes and "cut off" in notes
+    assert "it has no tp" in notes and "gone.npz" in notes and "cut off" in notes
+
+
+def test_loads_that_came_at_once_are_a_frontier_by_sequences(data: Data) -> None:
+    once = data.loads.assign(rate=float("nan"), max_running=(4 * data.loads["rate"]).astype(int))
+    both = pd.concat([data.loads, once.assign(load_id=once["load_id"] + "-once")])
+    mixed = Data(data.rows, (), data.notes, both)
+    numbers = drawn(mixed, "load_frontier").poster.table()
+    below = numbers[numbers["panel"].str.endswith("all at once")]
+    assert len(numbers) == 2 * len(below) == 2 * len(USES) * 3
+    assert set(below["max_running"]) == {4, 8, 16}
+    speedups = drawn(mixed, "load_speedup").poster.table()  # over rates alone
+    assert speedups.equals(drawn(data, "load_speedup").poster.table())
 
 
 def test_too_few_rates_are_skipped(data: Data) -> None:

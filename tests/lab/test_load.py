@@ -78,6 +78,7 @@ def test_a_file_of_arrivals(tmp_path: Path) -> None:
         ({"rate": "2,x"}, "rate=x"),
         ({"rate": "-1"}, "rate=-1"),
         ({"duration": "nan"}, "duration"),
+        ({"rate": "inf"}, "rate=inf without requests"),
         ({"requests": "0"}, "requests=0"),
         ({"requests": "3", "arrivals": "f"}, "say the same thing"),
     ],
@@ -231,6 +232,14 @@ def test_replicas_share_the_requests(tmp_path: Path) -> None:
     assert (one.world_size, two.world_size, two.replicas) == (1, 2, 2)
     assert two.num_tokens == one.num_tokens
     assert (two.latency_s or {})["mean"] < 0.8 * (one.latency_s or {})["mean"]
+
+
+def test_all_at_once_decode_together_as_many_as_may(tmp_path: Path) -> None:
+    few, many = (
+        simulated(tmp_path / n, rate="inf", mode="ar", max_running=n)[0] for n in ("2", "20")
+    )
+    assert few.rate is many.rate is None and few.num_tokens == many.num_tokens
+    assert many.tok_per_s > 5 * few.tok_per_s
 
 
 def test_a_simulated_model_needs_lengths_and_no_url(tmp_path: Path) -> None:

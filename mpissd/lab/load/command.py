@@ -112,8 +112,9 @@ def line(row: LoadRow) -> str:
     """Returns a line of the table."""
     first, each = (_milliseconds(found) for found in (row.ttft_s, row.tpot_s))
     share = f"{row.num_answered}/{row.num_requests}"
+    rate = "at once" if row.rate is None else f"{row.rate:.3g}"
     return (
-        f"{row.rate:7.3g} {share:>9} {row.num_refused:7d} {row.tok_per_s:8.1f}   {first}      "
+        f"{rate:>7} {share:>9} {row.num_refused:7d} {row.tok_per_s:8.1f}   {first}      "
         f"{each}      {row.goodput_per_s:6.2f} ({row.good_share:.0%})"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -32,10 +33,11 @@ _SIMULATED = frozenset(flags_of(RunConfig)).difference(_UNREAD)
 
 
 def rates(name: str, text: str) -> tuple[float, ...]:
-    """Parses rates, separated by commas: numbers above 0."""
-    found = tuple(number(0)(name, part) for part in text.strip("()").split(",") if part.strip())
+    """Parses rates, separated by commas: numbers above 0, or inf (all at once)."""
+    parts = [part.strip() for part in text.strip("()").split(",") if part.strip()]
+    found = tuple(math.inf if part == "inf" else number(0)(name, part) for part in parts)
     if not found or 0 in found:
-        raise ConfigError(f"{name}={text}: allowed: numbers above 0, a comma between")
+        raise ConfigError(f"{name}={text}: allowed: numbers above 0 or inf, a comma between")
     return found
 
 
@@ -43,7 +45,9 @@ def rates(name: str, text: str) -> tuple[float, ...]:
 class LoadConfig(Checked):
     """Flags of `load`."""
 
-    rate: tuple[float, ...] = flag((1.0,), rates, "requests a second, in the mean: 2,4,8")
+    rate: tuple[float, ...] = flag(
+        (1.0,), rates, "requests a second, in the mean: 2,4,8; inf: all at once"
+    )
     duration: float = flag(60.0, number(0.01), "seconds in which requests arrive, at each rate")
     requests: int | None = flag(
         None, integer(1), "number of requests at each rate, instead of a duration"
@@ -112,6 +116,11 @@ class LoadConfig(Checked):
         if self.url is not None and said(self.run):
             name = min(said(self.run))
             raise ConfigError(f"{name} with url={self.url}: allowed: without url, to simulate it")
+
+    def check_rate(self) -> None:
+        """Refuses to send all at once what has no number."""
+        if math.inf in self.rate and self.requests is None:
+            raise ConfigError("rate=inf without requests: allowed: with requests=N, all at once")
 
     def check_prompts(self) -> None:
         """Refuses a load without prompts, or with two sources of arrivals."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ def row_of(
         **told,
         **named,
         arrivals=load.source,
-        rate=load.rate,
+        rate=load.rate if math.isfinite(load.rate) else None,
         duration_s=load.duration_s,
         num_requests=len(served),
         num_answered=len(answered),
