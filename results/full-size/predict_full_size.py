@@ -18,6 +18,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import MpissdError
+from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import DeviceCosts
@@ -100,7 +102,14 @@ def configurations(grid: str) -> Iterator[RunConfig]:
     """The valid configurations of a grid, once each."""
     for point in make_plan(read_grid(grid), RunConfig(backend="cupy"), 1, (1, 1)).points:
         if point.config is not None:
-            yield point.config
+            yield _under_its_law(point.config)
+
+
+def _under_its_law(config: RunConfig) -> RunConfig:
+    """Returns the configuration under the hit law that was the default when the grids were made."""
+    own = (config.p_hit, config.hit_a, config.hit_r, config.hit_law)
+    names_one = any(value is not None for value in own)
+    return config if names_one or config.mode != "ssd" else replace(config, hit_law=ASSUMED_LAW)
 
 
 def nearest(job: Job, files: list[JobFile]) -> JobFile:

@@ -87,10 +87,10 @@ def lookup(folder: Path) -> Poster:
         ax.set_xlabel("K, drafted tokens a round")
     grid[0].set_ylabel("tokens a round")
     text = (
-        "SmolLM2-135M-Instruct, temperature 0, answers of at most 128 tokens, replayed. Bars: 95% "
-        "intervals over resampled prompts. In brackets: the share of the answers' three-token runs "
-        "that their prompts hold. A small model also repeats itself, which lookups find as well: "
-        "a larger one repeats itself less."
+        "SmolLM2-135M-Instruct at temperature 0; answers have at most 128 tokens. Bars: 95% "
+        "intervals over prompts. In brackets: the share of an answer's three-token "
+        "runs\u00a0which\u00a0its\u00a0own prompt contains. A small model repeats itself, too, and "
+        "lookups find that: expect less of them with a large one."
     )
     return poster.finish("Drafts without a model, beside the pair's own draft", text)
 

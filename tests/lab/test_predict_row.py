@@ -53,18 +53,18 @@ def test_what_a_mode_lacks_is_null() -> None:
 
 
 def test_imposed_hits_have_a_price() -> None:
-    """p_hit = .7 on 15 branches is what the default law needs more of, at their own costs."""
-    row = predict(mode="ssd", rounds=20, p_hit=0.7)
+    """p_hit = .8 on 15 branches is what the default law needs more of, at their own costs."""
+    row = predict(mode="ssd", rounds=20, p_hit=0.8)
     hazards, width = [0.8] * LOOKAHEAD, LOOKAHEAD + 1
-    least = next(f for f in range(1, 99) if hit_rate(hazards, [f] * width, DEFAULT) >= 0.7)
-    assert least == least_uniform(0.7, hazards, DEFAULT, 99) > 3
+    least = next(f for f in range(1, 99) if hit_rate(hazards, [f] * width, DEFAULT) >= 0.8)
+    assert least == least_uniform(0.8, hazards, DEFAULT, 99) > 3
     honest = predict(mode="ssd", rounds=20, fan_out=f"uniform:{least}")
     assert row["imposed_hits"] == {
         "hit_law": resolve_hit_law(None, None, None).label,
         "branch_budget": least * width,
         "expected_tok_per_s": honest["expected_tok_per_s"],
     }
-    named = predict(mode="ssd", rounds=20, hit_law="p_hit:0.7")
+    named = predict(mode="ssd", rounds=20, hit_law="p_hit:0.8")
     assert named["imposed_hits"] == row["imposed_hits"]
     # Imposed on fewer branches, the law's own hit rate costs less wherever a branch costs anything.
     costly = dataclasses.replace(HOST, keys_lane=2e-6)
