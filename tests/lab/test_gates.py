@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from mpissd.common.row import Row
 from mpissd.common.trace import LeadPhase
+from mpissd.lab.gates import timed
 from tests.common.clean_row import K, Line, Rounds, device_means, judge, make, make_row
 
 Spoil = Callable[[Line, Rounds], None]
@@ -323,3 +326,37 @@ def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Line, Rounds]) -> 
     few["round_s"][7] *= 1.5
     row = make_row(few)
     assert row["ledger_closure"] < 0.9 and judge(row, few) == []
+
+
+CHAINED = {
+    "graph": True,
+    "num_drafts": 0,
+    "tp": 1,
+    "forward": "transformer",
+    "backup": "jit",
+    "temperature": None,
+}
+
+
+@pytest.mark.parametrize(
+    "other, counts",
+    [
+        ({}, True),
+        ({"backup": None}, True),
+        ({"forward": "gemm"}, False),
+        ({"backup": "fast"}, False),
+        ({"tp": 2}, False),
+        ({"num_drafts": 1}, False),
+        ({"graph": False}, False),
+        ({"temperature": 1.0}, False),
+    ],
+)
+def test_a_forward_may_begin_in_the_round_before_where_rounds_are_chained(
+    other: Line, counts: bool
+) -> None:
+    row = cast(Row, SimpleNamespace(**{**CHAINED, **other}))
+    # ns of two rounds: their number, wall, launch and device_wait
+    ledger = np.array([[0, 1e6, 0, 0], [1, 1e6, 100e3, 100e3]])
+    rounds = {"lead_phases": np.array(["launch", "device_wait"]), "lead_ledger_ns": ledger}
+    found = timed.host_s(row, rounds)
+    assert found.tolist() == pytest.approx([0, 1.2e-3 if counts else 0.2e-3])

@@ -75,15 +75,27 @@ def _least_s(row: Row) -> Iterator[tuple[float, str]]:
         yield least, f"{flops / 1e9:.1f} Gflop at {peak / 1e9:.1f} Gflop/s"
 
 
+def _may_be_chained(row: Row) -> bool:
+    """Whether a round's forwards may have been launched in the round before (decode.chained)."""
+    is_alone = row.graph and row.tp == 1 and not row.num_drafts and not row.temperature
+    return is_alone and row.forward == "transformer" and row.backup in (None, "jit")
+
+
+def host_s(row: Row, rounds: Rounds) -> NDArray[np.float64]:
+    """Returns the seconds [rounds] within which the host launched a forward and waited for it."""
+    names = rounds["lead_phases"].tolist()
+    columns = [2 + names.index(name) for name in ("launch", "device_wait")]
+    seconds: NDArray[np.float64] = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
+    if _may_be_chained(row):  # launched in the round before
+        seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
+    return seconds
+
+
 def device(row: Row, rounds: Rounds) -> Iterator[str]:
     """Reports forwards that took longer on the device's clock than the host waited for them."""
     if "t_target_s" not in rounds or "lead_ledger_ns" not in rounds:
         return
-    names = rounds["lead_phases"].tolist()
-    columns = [2 + names.index(name) for name in ("launch", "device_wait")]
-    host = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
-    if row.graph and not row.num_drafts:  # launched in the round before (decode.chained)
-        host[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
+    host = host_s(row, rounds)
     took = rounds["t_target_s"]
     for n in np.flatnonzero(took > host * _AT_MOST + _EVENTS_S)[:1]:
         yield (
