@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mpissd.engine import Decoder
-from mpissd.serve.protocol import Cancel, RefusedRequest, Stats, Submit
+from mpissd.serve.protocol import Cancel, RefusedRequest, Stats, Submit, Tokens
+from tests.loop.text_rig import logits_behind
 from tests.mpi.harness import needs_mpi
 from tests.mpi.test_draft_loss import is_open_mpi_5
 from tests.needs import lack
@@ -126,3 +127,33 @@ def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
             assert time.monotonic() - struck < 5.0
             server.job.finish()
             assert time.monotonic() - struck < 10.0
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_idle_ranks_rest_and_a_greedy_server_knows_probabilities(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    flags = [f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--tp=2"]
+    flags.append("--sampling=false")
+    with serving(tmp_path, 3, *flags, "--context=256") as server:
+        server.send(Submit(0, [5, 6, 7], 20))
+        server.ends([0])
+        pids = [pid_of(server.job, rank) for rank in range(3)]
+        before = [cpu_s(pid) for pid in pids]
+        time.sleep(2.0)
+        taken = [cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
+        assert max(taken) < 0.3, taken
+        server.send(Submit(1, [5, 6, 7], 20, logprobs=True))
+        server.ends([1])
+        assert server.tokens(0) == server.tokens(1)
+    told = [one for m in server.heard if isinstance(m, Tokens) for one in m.logprobs or ()]
+    context = (5, 6, 7)
+    for token, logprob in zip(server.tokens(1), told, strict=True):
+        logits = logits_behind(str(pair.target), context).astype(np.float64)
+        assert logprob == pytest.approx(logits[token] - np.log(np.exp(logits).sum()), abs=1e-3)
+        context = (*context, token)

@@ -72,6 +72,8 @@ class Script:
 
 
 def config(pair: TinyPair, **flags: object) -> RunConfig:
+    if flags["mode"] == "inline":
+        flags |= {"mode": "sd", "num_drafts": 0}
     return text_config(pair, lookahead=K, batch_size=SLOTS, **flags)
 
 
@@ -133,7 +135,7 @@ def all_returned(loops: Loops) -> bool:
     return len(pages.free) == pages.sizes.num_pages and not any(pages.held)
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("mode", ["ar", "inline", "sd", "ssd"])
 def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
     pair: TinyPair, mode: str
 ) -> None:
@@ -199,7 +201,7 @@ def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyP
     assert driver.scheduler.free_pages == driver.scheduler.room.pages and all_returned(loops)
 
 
-@pytest.mark.parametrize("mode", ["ar", "ssd"])
+@pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]
     mail = Script((0, Submit(0, [5, 6, 7], 150)), (6, Submit(1, long, 12)))

@@ -81,6 +81,8 @@ class InlineSpeculator(Speculator):
         speculation = self._drafter.answer(self._outcome)
         self._proposals = self._drafter.proposals_by_row()
         self._drafter.hear(speculation)
+        if self._drafter.is_storing:
+            self._drafter.store_opened()
         self._drafter.close_round(speculation)
         return speculation
 

@@ -102,7 +102,8 @@ class TextWorkload(Workload):
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
         ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
-        gathers = self.samples and open_gather is not None and job.tp > 1
+        reads = self.samples or job.serving is not None  # for a request's log-probabilities
+        gathers = reads and open_gather is not None and job.tp > 1
         return TextTargetWorker(
             stepper,
             job.config.seed,
