@@ -17,6 +17,7 @@ again while that costs at most EXPLORE of the time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -83,12 +84,26 @@ class ByLoad:
 
 @dataclass
 class _Growth:
-    """What is known of one width: its hits, and what the lead waits for the draft, over K."""
+    """What is known of one width: its hits, and what the lead waits for the draft."""
 
-    width: int | None
     hits: float = 0.7  # share of sequences
-    all_hit_s: ByLoad = field(default_factory=ByLoad)
-    a_miss_s: ByLoad = field(default_factory=ByLoad)
+    all_hit_s: defaultdict[int, ByLoad] = field(default_factory=lambda: defaultdict(ByLoad))  # by K
+    a_miss_s: ByLoad = field(default_factory=ByLoad)  # over K, whose steps follow one another
+
+    def late_s(self, lookahead: int, count: int, step_s: float) -> float:
+        """Returns the wait where all sequences hit: for steps that did not fit beside the target.
+
+        Of the nearest K that was tried, and a step more or less for each token of the difference;
+        where nothing was waited for, one more is taken to fit.
+        """
+        if not self.all_hit_s:
+            return 0.0
+        near = min(self.all_hit_s, key=lambda k: (abs(k - lookahead), k))
+        known = self.all_hit_s[near].at(count, 0.0)
+        more = lookahead - near
+        if more > 0 and known < step_s / 4:
+            more -= 1
+        return max(0.0, known + more * step_s)
 
 
 class Goodput:
@@ -97,7 +112,7 @@ class Goodput:
     def __init__(self, lookahead: int, widths: Sequence[int | None], times: RowTimes) -> None:
         """Takes K, the widths that SSD may have (none: SD alone), and the target's times."""
         self._lookahead, self._times = lookahead, times
-        self._growths = {width: _Growth(width) for width in (0, *widths)}
+        self._growths = {width: _Growth() for width in (0, *widths)}
         self._reached, self._accepted = np.zeros((2, lookahead))
         self._host = {True: ByLoad(), False: ByLoad()}  # by whether a draft takes part
         self._seen: dict[tuple[int | None, int], int] = {}  # (width or −1 for AR, load): last round
@@ -132,14 +147,16 @@ class Goodput:
         self._reached = keep * self._reached + reached.sum(axis=0)
 
     def _waited(self, way: Way, result: RoundResult, count: int) -> None:
-        """Takes the wait for the draft, over K: of SD, or of SSD with and without a miss."""
-        growth, each = self._growths[way.width], result.wait_s / way.lookahead
+        """Takes the wait for the draft: of SD, or of SSD with and without a miss."""
+        growth, wait_s = self._growths[way.width], result.wait_s
         hits = int((result.speculation.source == Source.CACHE).sum())
         if way.width != 0:
             keep = (1 - _HITS) ** count
             growth.hits = keep * growth.hits + (1 - keep) * hits / count
-        where = growth.all_hit_s if hits == count else growth.a_miss_s
-        where.add(count, each)
+        if hits == count:
+            growth.all_hit_s[way.lookahead].add(count, wait_s)
+        else:
+            growth.a_miss_s.add(count, wait_s / way.lookahead)
 
     @staticmethod
     def _kind(way: Way) -> int | None:
@@ -172,22 +189,28 @@ class Goodput:
 
     def _rates(self, count: int, tokens: Floats) -> Iterator[tuple[Way, float]]:
         """Yields the goodput of every way."""
-        waits = [(width, self._wait_s(growth, count)) for width, growth in self._growths.items()]
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
+        drafting = self._drafting_s(count)
         for lookahead, expected in enumerate(tokens.tolist()):
             base = self._times.seconds(count * (lookahead + 1)) + host[lookahead > 0]
-            for width, wait in waits if lookahead else waits[:1]:
-                yield Way(lookahead, width), expected / max(base + wait * lookahead, 1e-9)
+            for width, growth in self._growths.items():
+                if not lookahead and width != 0:
+                    continue
+                wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
+                yield Way(lookahead, width), expected / max(base + wait, 1e-9)
 
-    def _wait_s(self, growth: _Growth, count: int) -> float:
-        """Returns the expected wait for the draft, over K."""
-        known = [each.a_miss_s.at(count, 0.0) for each in self._growths.values()]
-        drafting = known[0] or max(known)
-        if growth.width == 0:
-            return drafting
+    def _drafting_s(self, count: int) -> float:
+        """Returns the seconds of a draft's step for all sequences."""
+        known = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
+        return known[0] or max(known)
+
+    def _wait_s(self, growth: _Growth, lookahead: int, count: int, drafting: float) -> float:
+        """Returns the expected wait for the draft."""
+        miss = growth.a_miss_s.at(count, drafting) * lookahead
+        if growth is self._growths[0]:
+            return miss
         alone: float = growth.hits**count
-        miss, hit = growth.a_miss_s.at(count, drafting), growth.all_hit_s.at(count, 0.0)
-        return alone * hit + (1 - alone) * miss
+        return alone * growth.late_s(lookahead, count, drafting) + (1 - alone) * miss
 
     def _tried(self, rates: dict[Way, float], best: Way, count: int, tokens: Floats) -> Way:
         """Returns the best way, or another one that was not tried for long and costs little."""
