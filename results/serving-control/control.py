@@ -35,12 +35,12 @@ PAIRS = {
     "8b/1b": (1, (0.5, 3.0, 8.0, 16.0, 24.0, 36.0)),
     "smollm2": (1, (0.05, 0.2, 0.4, 0.7, 1.0, 1.5)),
 }
-CPU = "smollm2"  # with the forwards of docs/performance.md, on one core each
+CPU = "smollm2"  # on one core a model, with the forwards of cpu_rows.json
 # (T, servers) with D = 0
 RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2)), CPU: ((1, 1), (1, 2))}
 CHAT = "results/recordings/smollm2-chat.npz"
 LAWS = {
-    "alpha=.8, power:A=1,r=1": {"alpha": "0.8"},
+    "alpha=.8, power:A=.75,r=1": {"alpha": "0.8", "hit_a": "0.75", "hit_r": "1"},
     "alpha=.6, power:A=.7,r=.35": {"alpha": "0.6", "hit_a": "0.7", "hit_r": "0.35"},
     "recording smollm2-chat": {"workload": "replay", "recording": CHAT},
 }
