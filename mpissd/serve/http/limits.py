@@ -12,7 +12,7 @@ DRAINED_BYTES = 1 << 25  # of a body that is refused, which most clients send be
 BODY_S = 20.0  # in which a body has to arrive
 HEAD_S = 15.0  # in which a request's headers have to, from the connection or the last answer on
 WRITE_S = 30.0  # in which a client has to take what waits for it
-CONNECTIONS = 1024
+CONNECTIONS = 512  # below the usual limit of 1,024 open files
 
 
 class BoundedProtocol(H11Protocol):
