@@ -255,3 +255,35 @@ def test_correlations_are_found_where_they_are() -> None:
 def test_the_shipped_recordings_say_what_their_readme_says() -> None:
     chat = of_recording(load("results/recordings/smollm2-chat.npz"), 4)
     assert 1 + chat.accepted.mean() == pytest.approx(2.591, abs=1e-3)
+
+
+def test_a_row_of_text_is_a_source(tmp_path: Path) -> None:
+    """Two sequences, K = 2: rounds, hits of the rounds behind, and the ranks that it counted."""
+    newest = max(
+        (json.loads(line) for path in sorted(Path("results").glob("*/*.jsonl"))
+         for line in path.read_text().splitlines() if '"round_us"' in line),
+        key=len,
+    )  # fmt: skip
+    counts = {
+        "ranks_rejected": [[3, 0, 5], [3, 1, 7]],
+        "ranks_all_accepted": [[3, 1, 9], [3, 2, 1]],
+    }
+    told = {"workload": "text", "mode": "ssd", "lookahead": 2, "temperature": 0.7, "run_id": "r"}
+    told |= {"learned": counts, "weights": None, "fan_out": [3, 3, 3]}
+    (tmp_path / "runs.jsonl").write_text(json.dumps({**newest, **told}) + "\n")
+    (tmp_path / "rounds").mkdir()
+    # round, id, epoch, k, bonus, source, hit, num_draft; the last line served one token alone
+    text = "0 4 0 2 9 2 0 2; 0 7 0 0 9 2 0 2; 1 4 0 1 9 1 1 2; 1 7 0 1 9 2 0 2; 2 4 0 0 9 2 0 2"
+    lines = [line.split() for line in (text + "; 3 4 0 1 9 1 1 1").split(";")]
+    np.savez(tmp_path / "rounds" / "r.npz", sequences=np.array(lines, np.int64))
+    (source,) = read(str(tmp_path))
+    of = source.at(2)
+    assert of is not None and source.at(3) is None and of.temperature == 0.7
+    assert of.sequence.tolist() == [0, 0, 0, 1, 1] and of.accepted.tolist() == [2, 1, 0, 0, 1]
+    assert of.position.tolist() == [0, 3, 5, 0, 1]
+    missed = [None if np.isnan(x) else x for x in of.missed]
+    assert missed == [0, 1, None, 1, None]
+    (at,) = measured([source], 2)["laws"]
+    assert at["accepted"] == [2, 2, 1] and at["fast"] == {}
+    assert at["rejected"]["ranks"] == [7, 0, 0] and at["rejected"]["beyond"] == 5
+    assert at["complete"]["ranks"] == [9, 1, 0] and at["complete"]["outside"] is None
