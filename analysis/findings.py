@@ -192,6 +192,8 @@ def _only(dots: pd.DataFrame, whole: pd.DataFrame, series: str) -> str:
 
 def drafts(numbers: pd.DataFrame) -> str:
     """Reports the time cost of depth, and the savings of the wide twin."""
+    if "tokens a round" in set(numbers["panel"]):
+        return _distilled(numbers)
     parts = []
     deep = numbers[numbers["series"] == "draft step"].dropna(subset=["x"]).sort_values("x")
     if len(deep) > 1:
@@ -211,6 +213,20 @@ def drafts(numbers: pd.DataFrame) -> str:
     if changes:
         parts.append("NoFT-Wide against NoFT: " + ", ".join(changes))
     return ". ".join(parts) + "."
+
+
+def _distilled(numbers: pd.DataFrame) -> str:
+    """Reports each distilled draft's best tok/s and the tokens a round there, by layers."""
+    parts = []
+    rates = numbers[(numbers["panel"] == "tok/s") & (numbers["series"] != "AR")]
+    tokens = numbers[numbers["panel"] == "tokens a round"]
+    for layers, here in rates.groupby("x"):
+        best = here.loc[here["y"].idxmax()]
+        there = tokens[(tokens["x"] == layers) & (tokens["series"] == best["series"])]["y"]
+        parts.append(f"{layers:g} layers {best['y']:.0f} ({best['series']}, {there.iloc[0]:.2f})")
+    alone = numbers[numbers["series"] == "AR"]["y"]
+    beside = f"; AR {alone.iloc[0]:.0f}" if len(alone) else ""
+    return "At equal parameters, best tok/s (tokens a round): " + ", ".join(parts) + beside + "."
 
 
 def saguaro(numbers: pd.DataFrame) -> str:

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, need, no_claim
+from analysis.figures.distilled import distilled, rows_of
 from analysis.gain import gain
 from analysis.load import Data
 from analysis.select import CONDITIONS, plain, points, short, usual
@@ -19,7 +20,12 @@ _NOFT = ("noft-1.3b", "noft-wide-1.3b")
 
 
 def drafts(data: Data) -> Poster:
-    """Left: a draft step over its layers at one size. Right: NoFT-1.3B and its wide twin."""
+    """Left: a draft step over its layers at one size. Right: NoFT-1.3B and its wide twin.
+
+    Where there are drafts that were distilled to be compared, they are drawn instead.
+    """
+    if len(made := rows_of(data)):
+        return distilled(data, made)
     rows = data.rows
     wanted = rows[plain(rows) & (rows["num_drafts"] == 1) & (rows["batch_size"] == 1)]
     wanted = wanted[wanted["draft"].notna() & wanted["step_s"].notna()]
