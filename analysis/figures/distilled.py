@@ -41,9 +41,9 @@ def distilled(data: Data, rows: pd.DataFrame) -> Poster:
     text = caption(
         data,
         [rows],
-        f"target {short(rows['target'].iloc[0])}, T=1, SD inline. Drafts (layers x heads x KV heads "
-        f"x FFN) of equal parameters, distilled on the same samples for equal times; KV heads in "
-        f"all layers {told}",
+        f"target {short(rows['target'].iloc[0])}, T=1, SD inline. Drafts (layers x heads x KV "
+        f"heads x FFN) of equal parameters, distilled on the same samples for equal times; "
+        f"KV heads in all layers {told}",
         no_claim([rows]),
         what="transformer forwards, SmolLM2's answers at temperature 0",
     )
