@@ -177,8 +177,8 @@ class Row(Origin, Mapping[str, Any]):
     )
     learned: Mapping[str, Any] | None = key(
         "what the draft estimated from committed outcomes: their number, the last lists, hazards, "
-        "ranks ([candidates kept, rank, how often]; rank 0: none of them) and the fitted (A, r) with "
-        "95% intervals, for a bonus that replaces a rejection and for one behind k' accepted "
+        "ranks ([candidates kept, rank, how often]; rank 0: none of them) and the fitted (A, r) "
+        "with 95% intervals, for a bonus that replaces a rejection and for one behind k' accepted "
         "tokens; null where nothing adapts and outcomes are imposed"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
