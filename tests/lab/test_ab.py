@@ -59,12 +59,14 @@ def inline(pause_s: float, per_block: int) -> tuple[TargetLoop, Drafter]:
     scenario = Scenario(mode="sd", lookahead=4, inline=True)
     rig = Rig(scenario)
     steps = rig.draft_worker.twin(
-        PausedForwards(lambda rows: pause_s / 20, np.zeros(64, np.int32), sleep=False)
+        PausedForwards(lambda rows, lists: pause_s / 20, np.zeros(64, np.int32), sleep=False)
     )
     drafter = Drafter(steps, DraftPolicy(4, FanOuts(), Source.JIT, 4), 1, WAITER)
     alternate(drafter, per_block)
     target = rig.target_worker(rig.target_forwards)
-    paused = target.twin(PausedForwards(lambda rows: pause_s, np.zeros(64, np.int32), sleep=False))
+    paused = target.twin(
+        PausedForwards(lambda rows, lists: pause_s, np.zeros(64, np.int32), sleep=False)
+    )
     loop = TargetLoop(paused, InlineSpeculator(drafter), NoPlans(), 1, WAITER)
     loop.admit(requests(1))
     return loop, drafter

@@ -25,6 +25,7 @@ _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
     "stop_token recording top_p stop prompts_sha256"
 ).split()
+_LATER = ("top_p", "stop", "prompts_sha256")  # not told by rows of text of before
 # Keys that may differ; differences are printed.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
@@ -120,7 +121,8 @@ def check_alike(a: Row, b: Row) -> None:
         for row in (a, b):
             if key not in row and key not in _SAME:
                 raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
-        if key in _SAME and key in a and key in b and a.get(key) != b.get(key):
+        is_unknown = key in _LATER and not (key in a and key in b)
+        if key in _SAME and not is_unknown and a.get(key) != b.get(key):
             if key == "lm_head" and a.forward == b.forward == "transformer":
                 continue  # each has its head, whatever older rows say
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
