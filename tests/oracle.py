@@ -78,6 +78,9 @@ class Law:
             return math.inf
         return float(max(1, math.ceil((a / (u - floor)) ** (1 / r))))
 
-    def hits(self, sequence: int, length: int, k: int) -> bool:
-        """Whether the outcome (k, t*) of a verification behind `length` tokens is a key."""
-        return bool(self.fan_out) and self.rank(sequence, length + k) <= self.fan_out[k]
+    def hits(self, sequence: int, length: int, k: int, end: bool = False) -> bool:
+        """Whether the outcome (k, t*) of a verification behind `length` tokens is a key.
+
+        end: whether all served tokens were accepted.
+        """
+        return bool(self.fan_out) and self.rank(sequence, length + k, end) <= self.fan_out[k]

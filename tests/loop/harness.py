@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.real_pairs import ASSUMED_LAW
+from mpissd.common.real_pairs import ASSUMED, ASSUMED_LAW, PairHits
 from mpissd.common.records import RoundRecords, outcome_digest, token_digest
 from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.common.trace import DraftPhase, LeadPhase
@@ -66,6 +66,7 @@ class Scenario:
     seed: int = 0
     inline: bool = False
     num_followers: int = 0
+    pair: PairHits = ASSUMED  # whose hits are imposed where p_hit is None
 
     @property
     def K(self) -> int:
@@ -94,7 +95,7 @@ class Scenario:
         }
 
     def law(self) -> Law:
-        return Law(self.seed, self.vocab, self.hazards(), self.fans, self.p_hit)
+        return Law(self.seed, self.vocab, self.hazards(), self.fans, self.p_hit, self.pair.laws)
 
 
 class CountingForwards:
@@ -328,11 +329,14 @@ def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
     """Every source, hit, k and t* that was recorded is what the law says; returns the tokens."""
     law, emitted = s.law(), dict[int, list[int]]()
     length: dict[tuple[int, int], int] = {}
-    last_k: dict[tuple[int, int], int] = {}
+    last_k: dict[tuple[int, int], tuple[int, bool]] = {}
     for round_, id_, epoch, k, bonus, source, hit, num_draft in rows.tolist():
         key = id_, epoch
         n = length.setdefault(key, 1)
-        known = key in last_k and law.hits(id_, n - last_k[key] - 1, last_k[key])
+        known = False
+        if key in last_k:
+            last, was_end = last_k[key]
+            known = law.hits(id_, n - last - 1, last, was_end)
         where = f"round {round_} of sequence {id_}"
         assert hit == int(known), where
         if s.mode == "ar":
@@ -346,7 +350,7 @@ def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
         drafts = law.proposals(id_, n, num_draft, source)
         assert (k, bonus) == law.judge(id_, n, drafts), where
         emitted.setdefault(id_, []).extend([*drafts[:k], bonus])
-        length[key], last_k[key] = n + k + 1, k
+        length[key], last_k[key] = n + k + 1, (k, k == num_draft)
     return emitted
 
 

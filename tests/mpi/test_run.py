@@ -12,6 +12,7 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.presets import resolve_model
+from mpissd.common.real_pairs import DEFAULT
 from mpissd.common.records import outcome_digest, token_digest
 from mpissd.common.row import KEYS
 from mpissd.engine.backend.profile import load_profile
@@ -24,7 +25,7 @@ pytestmark = needs_mpi
 DRAFT_KEYS = """draft fan_out branch_budget acceptance hit_law hit_rate t_draft_s t_growth_s
 T_SD""".split()
 
-TOY = Scenario(batch=2, lookahead=3, rounds=20, seed=3)
+TOY = Scenario(batch=2, lookahead=3, rounds=20, seed=3, pair=DEFAULT)
 COMMON = "--pair=toy --batch_size=2 --lookahead=3 --rounds=20 --seed=3 --warmup_rounds=2".split()
 NUMPY = ("--backend=numpy", *COMMON)
 NULL = ("--backend=emulated", "--device=null", *COMMON)
