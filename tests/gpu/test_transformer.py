@@ -46,16 +46,17 @@ def capable(backend: Any) -> None:
         lack(f"compute capability {FIRST_CAPABILITY}")
 
 
-@pytest.fixture(params=[False, True], ids=["one after another", "early"])
-def early(request: Any) -> Iterator[bool]:
-    """Whether kernels may start before the one before them ends."""
-    before, CupyOps.early = CupyOps.early, request.param
+@pytest.fixture(params=["one after another", "early", "whole"])
+def way(request: Any) -> Iterator[str]:
+    """Whether kernels may start before the one before them ends, and few rows are one kernel."""
+    before = CupyOps.early, CupyOps.whole
+    CupyOps.early, CupyOps.whole = request.param != "one after another", request.param == "whole"
     yield request.param
-    CupyOps.early = before
+    CupyOps.early, CupyOps.whole = before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forward_is_the_references(backend: Any, family: str, early: bool) -> None:
+def test_a_forward_is_the_references(backend: Any, family: str, way: str) -> None:
     rig = Rig(backend, tiny(family), capacity=1024)
     tokens = prompt(rig, 300)
     assert relative_error(rig.fill(tokens, 8), rig.reference(tokens)) < 5e-3
@@ -80,19 +81,35 @@ def test_candidates_are_the_best_logits(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, early: bool) -> None:
+def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, way: str) -> None:
     rig = Rig(backend, tiny(family), max_rows=128, capacity=512, page=256)
     check_rows_alone(rig, 290, [2, 3, 5, 8, 9, 16, 17, 24, 31, 32, 100, 128])
 
 
-@pytest.mark.parametrize("where", ["llama-3.2-1b@2L", "llama-3.1-8b@1L"])
+WIDE = ["llama-3.2-1b@2L", "llama-3.1-8b@1L"]
+
+
+@pytest.mark.parametrize("where", WIDE)
 def test_a_row_at_full_width_is_the_same_in_any_forward(backend: Any, where: str) -> None:
+    """Up to 32 rows are one kernel, 128 are not."""
     rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
     check_rows_alone(rig, 128, [*range(2, 33), 128])
 
 
+@pytest.mark.parametrize("where", WIDE)
+def test_one_kernel_has_the_bits_of_many(
+    backend: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for whole in (False, True):
+        monkeypatch.setattr(CupyOps, "whole", whole)
+        rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
+        found.append(rig.fill(prompt(rig, 200), 5))
+    assert np.array_equal(*found)
+
+
 @pytest.mark.parametrize("trunk", [0, 3, 126, 250, 256])
-def test_a_lane_is_a_trunk(backend: Any, trunk: int, early: bool) -> None:
+def test_a_lane_is_a_trunk(backend: Any, trunk: int, way: str) -> None:
     rig = Rig(backend, tiny("llama"), max_rows=32, num_lanes=24, capacity=512, page=256)
     check_lanes(rig, trunk, 7)
 

@@ -25,7 +25,7 @@ ENTRIES = (
 )
 EXCHANGE = ("types", "system", "inbox", "exchange")  # The sources of the kernel `exchange`.
 # The sources of the kernel `chain`, for compute capability 9.0 or more.
-CHAIN = ("types", "system", "hopper", "inbox", "plan", "columns", "chain")
+CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "units", "chain")
 
 
 def source(files: tuple[str, ...] = FILES) -> str:

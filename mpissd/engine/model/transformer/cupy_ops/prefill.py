@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
+from mpissd.engine.model.transformer.cupy_ops.attention import FILES, Attention, Seated
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer
 
-_FILES = ("types", "ampere", "attention", "prefill")
+_FILES = (*FILES, "attention", "prefill")
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
 _SPARE_BYTES = 16 << 30  # left free beside a second copy of the weights
 
@@ -152,7 +152,10 @@ class CupyChunks:
             self._unpack(weight, rows)
 
     def _unpack(self, weight: PackedWeight, rows: Any) -> None:
-        """Writes the rows of a weight; those of gate come before those of up."""
+        """Writes the rows of a weight; those of gate come before those of up.
+
+        Rows of q, k and v stay in the order of their columns, which `rotate` reads.
+        """
         half, pairs = TILE // 2, weight.depth // 32
         # Of a pair of columns the second one lies 8 columns on, or among those of up.
         apart = weight.columns if weight.gated else half

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.cupy_ops.norms import Normed
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
 _THREADS = 256
-_FILES = ("types", "ampere", "skinny")
+_FILES = ("types", "ampere", "arithmetic", "skinny")
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
@@ -48,7 +49,13 @@ class Products:
         self._launcher = launcher
 
     def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
+        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up.
+
+        If x is Normed, the sums are those over its norm.
+        """
+        factors = None
+        if isinstance(x, Normed):
+            x, factors = x.values, x.factors
         tiles, row_tiles, stages = self._kind(weight.tiles, rows)
         macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
         shared = _shared_bytes(tiles, row_tiles, stages)
@@ -58,7 +65,7 @@ class Products:
         source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
         to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns))
         assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
-        self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
+        self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to, factors), shared)
 
     def _kind(self, every: int, rows: int) -> tuple[int, int, int]:
         """Returns a block's tiles of columns, its tiles of rows, and the copies under way."""
