@@ -3,10 +3,9 @@
     python3 results/h200-transformer/measure.py [CASE…]    # all cases of CASES without arguments
 
 Prints a table: median device time of a captured forward, and the share of its floor: weights, LM
-head and the context's keys and values over the measured read rate. EARLY=0: no kernel starts
-before the one before them ends. WHOLE=0: no forward is one kernel. With CHUNKS in the environment, also
-chunks of a prompt. With PARTS in the environment, also the time of each kind of
-operation alone, over all layers.
+head and the context's keys and values over the measured read rate. In the environment, EARLY=0: no
+kernel starts before the one before them ends; WHOLE=0: no forward is one kernel; CHUNKS: also
+chunks of a prompt; PARTS: also the time of each kind of operation alone, over all layers.
 """
 
 from __future__ import annotations

@@ -199,7 +199,9 @@ def counters(layers: int, kv_heads: int) -> int:
 def shared_bytes(head_dim: int) -> int:
     """Returns the shared memory of a task: values, or the warps' sums in their place, and tops."""
     queries = SPLIT // 32 * 16 * QUERY_TILES
-    return max(SPLIT * (2 * head_dim + 16), queries * 4 * (head_dim + 4)) + 8 * queries + 4 * queries
+    return (
+        max(SPLIT * (2 * head_dim + 16), queries * 4 * (head_dim + 4)) + 8 * queries + 4 * queries
+    )
 
 
 def turns(config: TransformerConfig, positions: int) -> Any:

@@ -16,9 +16,10 @@ TILE = 16
 class Normed:
     """Rows of the residual stream times a norm's weight, and what is missing to their norm.
 
-    values: float16 [rows, width], times a power of two. squares: float32 [2, rows, width / 16], each
-    tile's sum. norms, powers, factors: float32 [rows], 1 / rms, the power of two, and the factor of
-    sums over `values`. A whole forward in one kernel has two norms in turn, the others the first.
+    values: float16 [rows, width], times a power of two. squares: float32 [2, rows, width / 16], the
+    sum of each tile. norms, powers, factors: float32 [rows], 1 / rms, the power of two, and the
+    factor of sums over `values`. A whole forward in one kernel has two norms in turn, the others
+    the first.
     """
 
     values: Any

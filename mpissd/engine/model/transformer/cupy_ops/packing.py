@@ -75,7 +75,8 @@ class Packer:
     ) -> PackedWeight:
         """Packs parts side by side; each has a size (outputs, inputs).
 
-        head: the columns of a head, if those that rotate together shall share a tile. Raises ConfigError for widths that the kernels do not support.
+        head: the columns of a head, if those that rotate together shall share a tile. Raises
+        ConfigError for widths that the kernels do not support.
         """
         every = [_Tiles(part, part, *size, head) for part, size in parts]
         depth, widths = every[0].depth, [tiles.outputs for tiles in every]

@@ -16,8 +16,15 @@ from mpissd.engine.model.transformer.cupy_ops import whole_plan
 from mpissd.engine.model.transformer.cupy_ops.attention import FILES, OPERATIONS, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
-from mpissd.engine.model.transformer.cupy_ops.whole_plan import ADD, ATTEND, FFN_NORM, GATED
-from mpissd.engine.model.transformer.cupy_ops.whole_plan import LOGITS, QKV, Step
+from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
+    ADD,
+    ATTEND,
+    FFN_NORM,
+    GATED,
+    LOGITS,
+    QKV,
+    Step,
+)
 
 FIRST_CAPABILITY = 90
 _MIN_SLOTS = 4

@@ -36,7 +36,12 @@ MODEL = np.dtype(  # struct Model
 _WARPS, _SLOT_BYTES, _LANE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 8, 16 << 10, 32, 88, 24
 _SUM_BYTES = _WARPS * 4 * 129 * 4
 _TEAMS, _MOST_SLOTS = 2, 12
-_TILES = {1: 4, 2: 4, 3: 4, 4: 4}  # of a unit, by row tiles; then slots of x ahead, copies under way
+_TILES = {
+    1: 4,
+    2: 4,
+    3: 4,
+    4: 4,
+}  # of a unit, by row tiles; then slots of x ahead, copies under way
 _AHEAD = {1: 4, 2: 3, 3: 3, 4: 2}
 _FLYING = {1: 3, 2: 4, 3: 4, 4: 4}
 _MORE: tuple[tuple[str, int], ...] = ()
@@ -118,4 +123,3 @@ def table(steps: Iterator[Step], rows: int) -> NDArray[Any]:
         row["x_step"], row["out_step"], row["rows"] = step.depth, step.columns, rows
         row["pairs"], row["group_tiles"] = step.depth // PAIR, step.tiles
     return out
-
