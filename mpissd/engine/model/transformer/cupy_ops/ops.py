@@ -69,7 +69,7 @@ class CupyOps:
         self._gathered: dict[int, Any] = {}
         self._unpacked: dict[int, Any] = {}  # see CupyChunks
         self._whole: Whole | None = None
-        if self.whole and not self._is_shard and _capability(backend) >= FIRST_CAPABILITY:
+        if not self._is_shard and _capability(backend) >= FIRST_CAPABILITY:
             self._whole = Whole(self._launcher, config, self._attention, backend.stop)
 
     def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
@@ -138,7 +138,7 @@ class CupyOps:
         self._products.multiply(x, gate_up, inner, rows)
 
     def at_once(self, weights: Any, memory: Any, cache: Cache, rows: int) -> bool:
-        if self._whole is None or not self._whole.suits(rows):
+        if not self.whole or self._whole is None or not self._whole.suits(rows):
             return False
         self.norm(memory.hidden, None, weights.layers[0].attention_norm, memory.x, rows)
         self._whole.launch(weights, memory, cache, rows)
