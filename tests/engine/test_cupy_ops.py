@@ -12,6 +12,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.cupy_ops import packing, products
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.cupy_ops.whole import Whole
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
@@ -31,6 +32,12 @@ pytestmark = pytest.mark.slow  # builds the kernels
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
     return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets models of any width be one kernel."""
+    monkeypatch.setattr(Whole, "least_hidden", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.cupy_ops.whole import Whole
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import OPERATION, Step, geometry, table
 from tests.emulator.launcher import EmulatedGpu
-from tests.gpu.transformer_rig import Rig, prompt, tiny
+from tests.gpu.transformer_rig import Rig, joined, prompt, tiny
 from tests.whole_twin import differences
 
 ROOM = 227 << 10
@@ -20,6 +23,12 @@ ROOM = 227 << 10
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
     return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets models of any width be one kernel."""
+    monkeypatch.setattr(Whole, "least_hidden", 0)
 
 
 @pytest.mark.slow
@@ -43,6 +52,27 @@ def test_one_kernel_has_the_bits_of_many(gpu: Any, monkeypatch: pytest.MonkeyPat
         found.append(rig.fill(prompt(rig, 130), 12))
     assert np.array_equal(*found)
     assert "whole" in gpu.launcher(early=False).launches
+
+
+@pytest.mark.slow
+def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that one forward stores and reads: two rows of a lane beside rows of its trunk."""
+    found = []
+    for whole in (False, True):
+        monkeypatch.setattr(CupyOps, "whole", whole)
+        rig = Rig(gpu, tiny("llama", layers=2), max_rows=8)
+        tokens = prompt(rig, 132)
+        rig.fill(tokens[:124], 8)
+        for first in (126, 128):  # behind two new tokens of the trunk, then across a page
+            place = np.arange(first, first + 2, dtype=np.int32)
+            of = np.zeros(2, np.int32)
+            lane = Places(of, place, of, np.full(2, 126, np.int32))
+            trunk = trunk_rows(0, 124, 126)
+            rows = [*tokens[first : first + 2], *tokens[124:126]]
+            found.append(rig.forward(rows, joined(lane, trunk), bucket=5)[:4])
+    assert np.array_equal(found[0], found[2]) and np.array_equal(found[1], found[3])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 24, 32])

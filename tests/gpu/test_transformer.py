@@ -14,6 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.cupy_ops.whole import Whole
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
@@ -28,6 +29,7 @@ from tests.gpu.transformer_rig import (
     tiny,
 )
 from tests.needs import lack
+from tests.whole_twin import differences
 
 pytestmark = pytest.mark.gpu
 FIRST_CAPABILITY = 8.0
@@ -49,10 +51,11 @@ def capable(backend: Any) -> None:
 @pytest.fixture(params=["one after another", "early", "whole"])
 def way(request: Any) -> Iterator[str]:
     """Whether kernels may start before the one before them ends, and few rows are one kernel."""
-    before = CupyOps.early, CupyOps.whole
+    before = CupyOps.early, CupyOps.whole, Whole.least_hidden
     CupyOps.early, CupyOps.whole = request.param != "one after another", request.param == "whole"
+    Whole.least_hidden = 0
     yield request.param
-    CupyOps.early, CupyOps.whole = before
+    CupyOps.early, CupyOps.whole, Whole.least_hidden = before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,6 +139,14 @@ def test_long_contexts_at_full_size(backend: Any, where: str, rows: int) -> None
     at = len(tokens)
     found = rig.forward(grown, trunk_rows(0, at, at + rows))
     assert np.array_equal(found, np.stack(alone))
+
+
+@pytest.mark.parametrize("where, rows", [("llama-3.2-1b@2L", 5), ("llama-3.2-1b@2L", 24)])
+def test_each_operation_of_the_one_kernel_is_its_twins(backend: Any, where: str, rows: int) -> None:
+    """200 tokens before the rows: their splits are whole and begun."""
+    rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
+    found = dict(differences(rig, 200, rows))
+    assert max(found.values()) < 2e-3, found
 
 
 @cache

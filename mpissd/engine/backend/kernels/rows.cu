@@ -34,23 +34,26 @@ __device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, cons
   wait_for_last();
   const int row = blockIdx.x, tiles = width / 16, group = threadIdx.x / 8, c = threadIdx.x % 8;
   const long long from = (long long)row * width + c;
-  Both values[NORM_TILES];
+  Both values[NORM_TILES], deltas[NORM_TILES];
   float power = delta ? power_of_two(to.norms[row]) : 0;
+#pragma unroll
+  for (int j = 0; j < NORM_TILES; ++j) {  // all loads are under way before the first store
+    const int tile = group + j * (NORM_THREADS / 8), i = 16 * tile;
+    values[j] = deltas[j] = {0, 0};
+    if (tile >= tiles) continue;
+    values[j] = {hidden[from + i], hidden[from + i + 8]};
+    if (delta) deltas[j] = {value_of(delta[from + i]), value_of(delta[from + i + 8])};
+  }
 #pragma unroll
   for (int j = 0; j < NORM_TILES; ++j) {
     const int tile = group + j * (NORM_THREADS / 8), i = 16 * tile;
     if (j * (NORM_THREADS / 8) >= tiles) break;
-    Both v = {0, 0};
-    if (tile < tiles) {
-      v = {hidden[from + i], hidden[from + i + 8]};
-      if (delta) {
-        v = {v.a + value_of(delta[from + i]), v.b + value_of(delta[from + i + 8])};
-        hidden[from + i] = v.a;
-        hidden[from + i + 8] = v.b;
-      }
+    if (delta && tile < tiles) {
+      values[j] = {values[j].a + deltas[j].a, values[j].b + deltas[j].b};
+      hidden[from + i] = values[j].a;
+      hidden[from + i + 8] = values[j].b;
     }
-    values[j] = v;
-    const float sum = squares_of_tile(v);
+    const float sum = squares_of_tile(values[j]);
     if (tile < tiles && c == 0) squares[tile] = to.squares[(long long)row * tiles + tile] = sum;
   }
   __syncthreads();

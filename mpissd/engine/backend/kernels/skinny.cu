@@ -73,11 +73,14 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Depth& depth, i
   }
 }
 
-__device__ __forceinline__ void multiply(Sums& sums, const Depth& depth) {
+// factor: loaded when what kernels before this one wrote is there.
+__device__ __forceinline__ void multiply(Sums& sums, const Depth& depth, const float* from,
+                                         float& factor) {
   const int steps = (depth.pairs + SKINNY_WARPS - 1) / SKINNY_WARPS;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) depth.copy_weights(i, i);
   wait_for_last();
+  factor = from ? *from : 1.0f;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     depth.copy_rows(i, i);
@@ -161,7 +164,10 @@ __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
-  multiply(sums, depth);
+  constexpr int WIDTH = Out::WIDTH;
+  const int own_row = min((int)threadIdx.x / (TILES * WIDTH), depth.rows - 1);
+  float own;  // the factor of the first row that this thread writes
+  multiply(sums, depth, factors ? factors + first_row + own_row : nullptr, own);
   __syncthreads();
   float* words = (float*)block_memory();
 #pragma unroll
@@ -172,12 +178,11 @@ __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16
       for (int j = 0; j < 4; ++j)
         words[depth.warp * SUM_WORDS + (t * ROW_TILES + m) * 128 + 32 * j + depth.lane] = sums[t][m][j];
   __syncthreads();
-  constexpr int WIDTH = Out::WIDTH;
   for (int i = threadIdx.x; i < depth.rows * TILES * WIDTH; i += SKINNY_THREADS) {
     const int row = i / (TILES * WIDTH), tile = i / WIDTH % TILES, column = i % WIDTH;
     const int to = (first + tile) * WIDTH + column;
     const long long at = (first_row + row) * out_step + to;
-    const float by = factors ? factors[first_row + row] : 1.0f;
+    const float by = i < SKINNY_THREADS || !factors ? own : factors[first_row + row];
     if (to < columns) Out::put(out, at, words, tile, row / 8, row % 8, column, by);
   }
 }

@@ -38,7 +38,7 @@ struct Model {
 struct Seat {
   long long at;
   int position, head_step;
-  int fresh;  // what lies in the sequence's pages below this position was there before this forward
+  int fresh;  // what the row sees below this position was there before this forward
   bool in_lane, is_padding;
 };
 
@@ -66,7 +66,8 @@ __device__ __forceinline__ Seat found_seat(const Model& model, int row, int coun
   const int slot = rows.slots[row], lane = rows.lanes[row], position = rows.positions[row];
   int fresh = 1 << 30;
   for (int r = 0; r < count; ++r)
-    if (rows.slots[r] == slot && rows.lanes[r] < 0) fresh = min(fresh, rows.positions[r]);
+    if (rows.slots[r] == slot && (rows.lanes[r] < 0 || rows.lanes[r] == lane))
+      fresh = min(fresh, rows.positions[r]);
   if (slot < 0) return {0, 0, 0, 0, false, true};
   if (lane < 0)
     return {cache.in_page(slot, 0, position), position, PAGE * HEAD, fresh, false, false};
@@ -294,8 +295,7 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
       MARK(number, 1);
     }
     if (!is_there) break;
-    const Seat& seat = seat_of(task.row);
-    refresh_values(sources.values, task.own() ? min(seat.fresh, seat.position) : seat.fresh, team);
+    refresh_values(sources.values, seat_of(task.row).fresh, team);
     finish_task(model.attention, sources.keys, rows, task, kv_heads, head, team,
                 [&] { if (team.thread == 0) store_word(hold, 0); }, number);
     if (team.thread == 0) add_release(model.merged + op.layer * kv_heads + head);

@@ -44,7 +44,7 @@ _TILES = {
 }  # of a unit, by row tiles; then slots of x ahead, copies under way
 _AHEAD = {1: 4, 2: 3, 3: 3, 4: 2}
 _FLYING = {1: 3, 2: 4, 3: 4, 4: 4}
-_MORE: tuple[tuple[str, int], ...] = ()
+extra_macros: tuple[tuple[str, int], ...] = ()  # of a trace (results/h200-transformer/trace.py)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Geometry:
             ("HEAD", self.head),
             ("PAGE", self.page),
             ("QUERY_TILES", attention.QUERY_TILES),
-            *_MORE,
+            *extra_macros,
         )
 
 
