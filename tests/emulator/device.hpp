@@ -119,6 +119,15 @@ inline u32 __ballot_sync(u32, bool vote) {
 inline void multiply_add(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   multiply_add(sums, uint4{a0, a1, a2, a3}, b0, b1);
 }
+inline uint4 load_blocks(u32 at) {
+  u32 words[4];
+  for (int b = 0; b < 4; ++b) {
+    const u32 from = emulator::exchange_lanes(at, 8 * b + emulator::lane() / 4);
+    if (from % 16) abort();
+    memcpy(&words[b], emulator::block().memory.data() + from + 4 * (emulator::lane() % 4), 4);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
 inline uint4 load_transposed(u32 at) {
   u32 words[4];
   const int row = 2 * (emulator::lane() % 4), column = emulator::lane() / 4;

@@ -76,14 +76,6 @@ extern "C" __global__ void swiglu_chunk(const uint4* both, uint4* inner, int wor
                         silu_times(g.w, u.w));
 }
 
-// Four 8 x 8 blocks of float16: lane l receives columns 2 (l % 4) and the next of row l / 4 of each.
-__device__ __forceinline__ uint4 load_blocks(u32 at) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-
 // Starts the copies of a tile's keys and values to `at`, keys first.
 __device__ __forceinline__ void copy_tile(u32 at, const Cache& cache, int slot, int head, int tile) {
   const long long from = cache.in_page(slot, head, tile * TILE_POSITIONS);

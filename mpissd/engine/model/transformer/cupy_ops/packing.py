@@ -86,7 +86,7 @@ class Packer:
         for tiles, size in zip(every, sizes, strict=True):
             self._fill(checkpoint, values[start : start + size], tiles)
             start += size
-        return PackedWeight(values, depth, sum(widths))
+        return PackedWeight(values, depth, sum(widths), head=head)
 
     def gate_up(
         self, checkpoint: Checkpoint, gate: Part, up: Part, size: tuple[int, int]

@@ -135,7 +135,7 @@ class CupyChunks:
         if rows is None:
             rows = self._launcher.empty((_outputs(weight) * weight.depth,), np.float16)
             self._unpack(weight, rows)
-        return rows.reshape(-1, weight.depth)
+        return natural(rows.reshape(-1, weight.depth), weight.head)
 
     def _unpack_all(self, layers: tuple[Layer, ...]) -> None:
         """Unpacks all weights if they fit, else allocates the scratch of the largest."""
@@ -169,6 +169,14 @@ class CupyChunks:
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
         kernel = self._launcher.function(name, _FILES, self._attention.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
+
+
+def natural(rows: Any, head: int) -> Any:
+    """Returns the rows of q, k and v, unpacked from tiles of rotated pairs, in their own order."""
+    if not head:
+        return rows
+    tiles = rows.reshape(-1, head // TILE, 2, TILE // 2, rows.shape[1])
+    return tiles.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _outputs(weight: PackedWeight) -> int:

@@ -28,13 +28,15 @@ _MIN_BLOCKS = 96  # Of a large kind: with fewer, much of a GPU has none.
 class PackedWeight:
     """A weight in the order of skinny.cu: `columns` outputs, padded to tiles of 16.
 
-    gated: the columns of gate and up alternate by 8, and an output is a pair of them.
+    gated: the columns of gate and up alternate by 8, and an output is a pair of them. head: with
+    heads of so many columns, a tile has 8 of a head's first half and those that rotate with them.
     """
 
     values: Any
     depth: int
     columns: int
     gated: bool = False
+    head: int = 0
 
     @property
     def tiles(self) -> int:
