@@ -36,8 +36,9 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
 
 
 @pytest.fixture(autouse=True)
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets models of any width be one kernel."""
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets few rows of models of any width be one kernel."""
+    monkeypatch.setattr(CupyOps, "whole", True)
     monkeypatch.setattr(Whole, "least_hidden", 0)
 
 

@@ -93,8 +93,11 @@ WIDE = ["llama-3.2-1b@2L", "llama-3.1-8b@1L"]
 
 
 @pytest.mark.parametrize("where", WIDE)
-def test_a_row_at_full_width_is_the_same_in_any_forward(backend: Any, where: str) -> None:
+def test_a_row_at_full_width_is_the_same_in_any_forward(
+    backend: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to 32 rows are one kernel, 128 are not."""
+    monkeypatch.setattr(CupyOps, "whole", True)
     rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
     check_rows_alone(rig, 128, [*range(2, 33), 128])
 
@@ -158,7 +161,7 @@ def smollm2() -> str:
         lack(str(error))
 
 
-def test_the_real_models_greedy_tokens(backend: Any, capsys: Any) -> None:
+def test_the_real_models_greedy_tokens(backend: Any, way: str, capsys: Any) -> None:
     """Each token is the reference's, or the reference's margin between both is below rounding."""
     from mpissd.engine.workload.text.tokenizer import load_tokenizer
 

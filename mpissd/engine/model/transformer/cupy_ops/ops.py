@@ -46,7 +46,9 @@ class CupyOps:
     itemsize = 2
     computes_padding = True
     early = True  # whether kernels may start before the one before them ends
-    whole = True  # whether a forward of few rows is one kernel, where the GPU has it
+    # Whether a forward of few rows is one kernel, where the GPU has it. Off until the committed
+    # form has run on a GPU (docs/performance.md, "One kernel").
+    whole = False
 
     def __init__(
         self,
