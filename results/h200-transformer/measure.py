@@ -3,9 +3,9 @@
     python3 results/h200-transformer/measure.py [CASE…]    # all cases of CASES without arguments
 
 Prints a table: median device time of a captured forward, and the share of its floor: weights, LM
-head and the context's keys and values over the measured read rate. In the environment, EARLY=0: no
-kernel starts before the one before them ends; WHOLE=0: no forward is one kernel; CHUNKS: also
-chunks of a prompt; PARTS: also the time of each kind of operation alone, over all layers.
+head and the context's keys and values over the measured read rate. `early`: kernels may start
+before the one before them ends. With PARTS in the environment, also the time of each kind of
+operation alone, over all layers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.weights import load_weights
 
 CASES = {  # (model, rows, contexts)
-    "8b": ("llama-3.1-8b", (1, 5, 8, 16), (512, 4096)),
-    "1b": ("llama-3.2-1b", (1, 5, 24), (128, 1024)),
-    "smollm2": ("smollm2-135m-instruct", (1, 5), (256,)),
+    "8b": ("llama-3.1-8b", (1, 5, 8, 40), (512, 4096)),
+    "1b": ("llama-3.2-1b", (1, 24), (512, 4096)),
+    "smollm2": ("smollm2-135m-instruct", (1, 5), (512,)),
 }
 CHUNK, LAUNCHES, WARM_UP = 128, 40, 5
 BLOCKS = {"both": products._LARGE, "no large": (), "64 x 64": products._LARGE[:1]}
-HEADER = f"{'model':24}{'whole':>6}{'rows':>5}{'context':>8}{'ms':>9}{'floor':>8}{'share':>7}"
+HEADER = f"{'model':24}{'early':>6}{'rows':>5}{'context':>8}{'ms':>9}{'floor':>8}{'share':>7}"
 
 
 class Bench:
@@ -151,7 +151,6 @@ def main(names: list[str]) -> None:
     backend = CupyBackend(0)
     rate = backend.read_bandwidth(4 * 10**9) or 0.0
     CupyOps.early = os.environ.get("EARLY", "1") != "0"
-    CupyOps.whole = os.environ.get("WHOLE", "1") != "0"
     print(f"{backend.info.name}, read rate {rate / 1e9:.0f} GB/s, graphs: {backend.capture}")
     for name in names or list(CASES):
         measure(backend, rate, *CASES[name])
@@ -169,11 +168,11 @@ def measure(
         for rows in every_rows:
             floor, took = bench.floor_s(rows, context, rate), bench.forward_s(rows, context)
             print(
-                f"{where:24}{CupyOps.whole!s:>6}{rows:5}{context:8}{1e3 * took:9.3f}"
+                f"{where:24}{CupyOps.early!s:>6}{rows:5}{context:8}{1e3 * took:9.3f}"
                 f"{1e3 * floor:8.3f}{floor / took:7.3f}",
                 flush=True,
             )
-        for kind, products._LARGE in BLOCKS.items() if "CHUNKS" in os.environ else ():
+        for kind, products._LARGE in BLOCKS.items():
             chunk = bench.forward_s(CHUNK, context)
             print(f"a chunk of {CHUNK} up to {context}, large blocks: {kind}: {1e3 * chunk:.2f} ms")
         products._LARGE = BLOCKS["both"]

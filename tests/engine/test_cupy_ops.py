@@ -10,10 +10,8 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.model.transformer.cupy_ops import packing, prefill, products
+from mpissd.engine.model.transformer.cupy_ops import packing, products
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
-from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.ops import Part
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
@@ -33,13 +31,6 @@ pytestmark = pytest.mark.slow  # builds the kernels
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
     return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets few rows of models of any width be one kernel."""
-    monkeypatch.setattr(CupyOps, "whole", True)
-    monkeypatch.setattr(Whole, "least_hidden", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,22 +127,6 @@ def test_top_k_of_float32(gpu: Any, width: int, k: int) -> None:
     expected_ids, expected = oracle.top_buffers(2, k)
     oracle.top_k(values, k, expected_ids, expected)
     assert np.array_equal(ids, expected_ids) and np.array_equal(tops, expected)
-
-
-@pytest.mark.parametrize("head", [0, 32])
-def test_a_packed_weight_is_unpacked_in_its_own_order(gpu: Any, head: int) -> None:
-    config = tiny("llama", layers=1)
-    checkpoint, name = RandomCheckpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
-    launcher = gpu.launcher(early=False)
-    packed = packing.Packer(launcher).matrix(checkpoint, [(Part(name), (128, 64))], head)
-    left = launcher.zeros((128 * 64,), np.float16)
-    sizes = (np.int32(128), np.int32(120), np.int32(16))
-    args = (packed.values, np.int64(8 * 2 * 32), np.int32(2), left, left[8 * 64 :], *sizes)
-    macros = (("HEAD", 32), ("PAGE", 128), ("QUERY_TILES", 1))
-    unpack = launcher.function("unpack_rows", prefill._FILES, macros)
-    launcher.launch(unpack, (4,), (256,), args)
-    found = prefill.natural(left.reshape(128, 64), head)
-    assert np.array_equal(found, checkpoint.matrix(name).astype(np.float16))
 
 
 def test_what_the_kernels_lack_is_refused(gpu: Any) -> None:

@@ -1,4 +1,43 @@
-// Kernels of attention over a paged cache (cache.cu, attend.cu).
+// Attention of a few rows over a paged cache, split at absolute positions.
+//
+// Macros: HEAD (head_dim, a multiple of 32), PAGE (positions of a page, a multiple of SPLIT),
+// QUERY_TILES (of 16 query rows in a task).
+//
+// A split is SPLIT positions from a multiple of SPLIT on. For each query row a block gives a split's
+// largest score, its sum of weights and its weighted sum of values; combine adds the splits up in
+// rising order. Within a split every warp has 32 positions, added up in rising order too. What a
+// row gets from a split depends on nothing but its own query, and keys and values of the positions
+// that it sees: not on other rows, nor on whether they lie in pages or in a lane's scratch.
+constexpr int SPLIT = 128, WARPS = SPLIT / 32, ATTEND_THREADS = 32 * WARPS;
+constexpr int QUERIES = 16 * QUERY_TILES, CHUNKS = HEAD / 32, BLOCKS = HEAD / 8;
+constexpr int VALUE_STEP = 2 * HEAD + 16;  // bytes from position to position: no bank conflicts
+constexpr int VALUE_BYTES = SPLIT * VALUE_STEP, SUM_STEP = HEAD + 4;
+constexpr int SUMS_BYTES = 4 * WARPS * QUERIES * SUM_STEP;
+constexpr int TOPS_AT = VALUE_BYTES > SUMS_BYTES ? VALUE_BYTES : SUMS_BYTES;  // of shared memory
+constexpr float NONE = -1e30f;  // the score of a position that is not seen
+
+// Where rows of a forward lie: a slot (-1: padding), a position, a lane (-1: none) and its trunk.
+struct Rows {
+  const int *slots, *positions, *lanes, *trunks;
+  __device__ __forceinline__ Rows(const int* seats, int most_rows)
+      : slots(seats), positions(seats + most_rows), lanes(seats + 2 * most_rows),
+        trunks(seats + 3 * most_rows) {}
+};
+
+// One layer's cache: pages [page][kv head][PAGE][HEAD], lanes [lane][kv head][step][HEAD].
+struct Cache {
+  u16 *keys, *values, *lane_keys, *lane_values;
+  const int* table;  // [slot][most_pages]
+  int most_pages, kv_heads, steps;
+
+  __device__ __forceinline__ long long in_page(int slot, int head, int position) const {
+    const int page = max(0, table[slot * most_pages + position / PAGE]);
+    return (((long long)page * kv_heads + head) * PAGE + position % PAGE) * HEAD;
+  }
+  __device__ __forceinline__ long long in_lane(int lane, int head, int step) const {
+    return (((long long)lane * kv_heads + head) * steps + step) * HEAD;
+  }
+};
 
 // CuPy passes no structures by value.
 #define CACHE                                                                                  \
@@ -7,8 +46,8 @@
 #define THE_CACHE \
   { keys, values, lane_keys, lane_values, table, most_pages, kv_heads, steps }
 
-// q, k and v of a forward [rows][heads + 2 kv_heads][HEAD], float32, pairs that rotate together 8
-// columns apart (packing.py): adds the biases, normalises and rotates; q goes to `queries` in float16, scaled, k and v to the cache. One warp a row and head.
+// q, k and v of a forward [rows][heads + 2 kv_heads][HEAD], float32: adds the biases, normalises and
+// rotates; q goes to `queries` in float16, scaled, k and v to the cache. One warp a row and head.
 extern "C" __global__ void rotate(const float* qkv, const float* bias, const float* q_weight,
                                   const float* k_weight, float eps, const float2* turns,
                                   const int* seats, int most_rows, CACHE, int heads, float scale,
@@ -31,8 +70,8 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
     const int i = lane + 32 * j;
     low[j] = high[j] = 0;
     if (i < HEAD / 2) {
-      low[j] = from[2 * i - i % 8];
-      high[j] = from[2 * i - i % 8 + 8];
+      low[j] = from[i];
+      high[j] = from[i + HEAD / 2];
       if (bias) {
         low[j] += bias[head * HEAD + i];
         high[j] += bias[head * HEAD + i + HEAD / 2];
@@ -66,27 +105,36 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
   for (int j = 0; j < PAIRS; ++j) {
     const int i = lane + 32 * j;
     if (i >= HEAD / 2) continue;
-    Both both = {low[j], high[j]};
-    if (is_q || is_k) both = turned(both, turns[(long long)position * (HEAD / 2) + i]);
+    float a = low[j], b = high[j];
+    if (is_q || is_k) {
+      const float2 turn = turns[(long long)position * (HEAD / 2) + i];  // cosine, sine
+      a = low[j] * turn.x - high[j] * turn.y;
+      b = high[j] * turn.x + low[j] * turn.y;
+    }
     const float by = is_q ? scale : 1.0f;
-    to[i] = to_finite_half(both.a * by);
-    to[i + HEAD / 2] = to_finite_half(both.b * by);
+    to[i] = to_finite_half(a * by);
+    to[i + HEAD / 2] = to_finite_half(b * by);
   }
 }
 
+// A task: query rows from `first` on of `rows` rows from row `row` on, which have one slot and see
+// the same cache; the split; and whether row `row` (then alone) also sees its lane's scratch.
+struct Task {
+  int row, rows_and_own, first, split;
+  __device__ __forceinline__ int rows() const { return rows_and_own >> 1; }
+  __device__ __forceinline__ bool own() const { return rows_and_own & 1; }
+};
+
 // Brings the seats of a forward (see cache.Seats) from page-locked host memory, and lists its tasks:
 // rows side by side with one slot, and one trunk if they are lanes, share the splits that they all
-// see in pages; a lane's other splits are its own. Block 0 does the rows, the others the page table and set some
-// counters to 0.
+// see in pages; a lane's other splits are its own. Block 0 does the rows, the others the page table.
 extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int table_words, int count,
-                                 int shared, int* task_count, Task* tasks, u32* counters,
-                                 int counter_words) {
+                                 int shared, int* task_count, Task* tasks) {
   may_start_next();
   wait_for_last();
   if (blockIdx.x) {
     const int i = ((int)blockIdx.x - 1) * blockDim.x + threadIdx.x;
     if (i < table_words) seats[4 * most_rows + i] = host[4 * most_rows + i];
-    if (i < counter_words) counters[i] = 0;
     return;
   }
   int *slots = (int*)block_memory(), *positions = slots + count, *lanes = positions + count;
@@ -133,33 +181,216 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
   if (threadIdx.x == 0) *task_count = next;
 }
 
-// grid (blocks that share the tasks, kv heads).
+// The keys, or the values, of this task's positions: in pages below `edge`, from it on in the lane.
+struct Source {
+  const u16 *page, *lane;  // of the split's first position, and of position `edge`
+  int start, edge, stop;   // positions from `stop` on are not read
+  __device__ __forceinline__ const u16* at(int i) const {
+    const int position = start + i;
+    return position < edge ? page + i * HEAD : lane + (position - edge) * HEAD;
+  }
+  __device__ __forceinline__ bool there(int i) const { return start + i < stop; }
+};
+
+__device__ __forceinline__ void load_queries(uint4 (&query)[QUERY_TILES][2][CHUNKS], const u16* queries,
+                                             const Task& task, int heads, int kv_heads, int head) {
+  const int lane = threadIdx.x % 32, shared = heads / kv_heads;
+#pragma unroll
+  for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q = task.first + 16 * m + 8 * half + lane / 4;
+      const bool there = q < task.rows() * shared;
+      const long long row = task.row + (there ? q / shared : 0);
+      const u16* from = queries + (row * heads + head * shared + (there ? q % shared : 0)) * HEAD;
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j)
+        query[m][half][j] = *(const uint4*)(from + 32 * j + 8 * (lane % 4));
+    }
+}
+
+// The scores of this warp's 32 positions; element j of block t of lane l: query row l / 4 + 8 (j / 2),
+// position 8 t + 2 (l % 4) + j % 2.
+__device__ __forceinline__ void score(float (&scores)[QUERY_TILES][4][4],
+                                      const uint4 (&query)[QUERY_TILES][2][CHUNKS],
+                                      const Source& keys, int first) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int i = first + 8 * t + lane / 4;
+    const u16* from = keys.at(keys.there(i) ? i : 0) + 8 * (lane % 4);
+    uint4 key[CHUNKS];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) key[j] = *(const uint4*)(from + 32 * j);
+#pragma unroll
+    for (int m = 0; m < QUERY_TILES; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) scores[m][t][n] = 0;
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j) {
+        const uint4 a = query[m][0][j], b = query[m][1][j], k = key[j];
+        multiply_add(scores[m][t], a.x, b.x, a.y, b.y, k.x, k.y);
+        multiply_add(scores[m][t], a.z, b.z, a.w, b.w, k.z, k.w);
+      }
+    }
+  }
+}
+
+// Turns scores into weights 2^(score - largest); returns the largest and the sum of a query row.
+// seen: how many of this warp's positions the row sees.
+__device__ __forceinline__ float2 weigh(float (&scores)[4][4], int half, int seen) {
+  const int lane = threadIdx.x % 32;
+  float most = NONE;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float& s = scores[t][2 * half + n];
+      if (8 * t + 2 * (lane % 4) + n >= seen) s = NONE;
+      most = fmaxf(most, s);
+    }
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+  float sum = 0;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float& s = scores[t][2 * half + n];
+      s = s > NONE ? exp2_of(s - most) : 0.0f;
+      sum += s;
+    }
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+  return make_float2(most, sum);
+}
+
+// sums[16 query rows][HEAD] = weights of 32 positions times their values.
+__device__ __forceinline__ void add_values(float (&sums)[BLOCKS][4], const float (&weights)[4][4],
+                                           u32 values) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 0; d < BLOCKS; ++d)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) sums[d][n] = 0;
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    const float(&low)[4] = weights[2 * step], (&high)[4] = weights[2 * step + 1];
+    const u32 a0 = halves(low[0], low[1]), a1 = halves(low[2], low[3]);
+    const u32 a2 = halves(high[0], high[1]), a3 = halves(high[2], high[3]);
+    const u32 row = values + (16 * step + lane % 16) * VALUE_STEP + lane / 16 * 16;
+#pragma unroll
+    for (int d = 0; d < BLOCKS; d += 2) {
+      const uint4 v = load_transposed(row + 16 * d);
+      multiply_add(sums[d], a0, a1, a2, a3, v.x, v.y);
+      multiply_add(sums[d + 1], a0, a1, a2, a3, v.z, v.w);
+    }
+  }
+}
+
+// grid (blocks that share the tasks, kv heads). partial: [row][head][splits][HEAD], and largest and
+// sum [row][head][splits], for combine.
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     attend(const u16* queries, const int* seats, int most_rows, CACHE, int heads, const int* count,
            const Task* tasks, int splits, float* partial, float2* tops) {
   const Rows rows(seats, most_rows);
   const Cache cache = THE_CACHE;
-  const Attended to = {queries, partial, tops, heads, splits};
-  const Team team = {(int)threadIdx.x, 0, 0};
+  float* all = (float*)block_memory();  // first the values, then the warps' sums
+  float2(*warp_tops)[QUERIES] = (float2(*)[QUERIES])(block_memory() + TOPS_AT);
   may_start_next();
   wait_for_last();
-  const int total = *count;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
+  const int shared = heads / cache.kv_heads, total = *count;
   for (int number = blockIdx.x; number < total; number += gridDim.x) {
     const Task task = tasks[number];
-    const Sources sources(cache, rows, task, blockIdx.y);
-    copy_values(sources.values, 0, team);
-    finish_task(to, sources.keys, rows, task, kv_heads, blockIdx.y, team, [] {});
+    const int slot = rows.slots[task.row], start = task.split * SPLIT, queries_here = task.rows() * shared;
+    const int own = task.own() ? rows.lanes[task.row] : -1;
+    const int edge = own < 0 ? start + SPLIT : rows.trunks[task.row];
+    const int stop = own < 0 ? start + SPLIT : rows.positions[task.row] + 1;
+    const long long in_page = cache.in_page(slot, head, start);
+    const long long in_lane = cache.in_lane(max(own, 0), head, 0);
+    const Source from_keys = {keys + in_page, lane_keys + in_lane, start, edge, stop};
+    const Source from_values = {values + in_page, lane_values + in_lane, start, edge, stop};
+    const u32 mine = shared_address(block_memory()) + 32 * warp * VALUE_STEP;
+#pragma unroll
+    for (int i = lane; i < 32 * BLOCKS; i += 32) {
+      const int position = i / BLOCKS, there = from_values.there(32 * warp + position);
+      copy_own(mine + position * VALUE_STEP + 16 * (i % BLOCKS),
+               from_values.at(there ? 32 * warp + position : 0) + 8 * (i % BLOCKS), there);
+    }
+    end_of_copies();
+    float scores[QUERY_TILES][4][4], sums[QUERY_TILES][BLOCKS][4];
+    {
+      uint4 query[QUERY_TILES][2][CHUNKS];
+      load_queries(query, queries, task, heads, cache.kv_heads, head);
+      score(scores, query, from_keys, 32 * warp);
+    }
+#pragma unroll
+    for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int q = 16 * m + 8 * half + lane / 4, row = task.row + (task.first + q) / shared;
+        const int seen = task.first + q < queries_here ? rows.positions[row] + 1 - start - 32 * warp : 0;
+        const float2 top = weigh(scores[m], half, seen);
+        if (lane % 4 == 0) warp_tops[warp][q] = top;
+      }
+    wait_for_copies<0>();
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < QUERY_TILES; ++m) add_values(sums[m], scores[m], mine);
+    __syncthreads();  // the sums take the place of the values
+#pragma unroll
+    for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+      for (int d = 0; d < BLOCKS; ++d)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int q = 16 * m + 8 * half + lane / 4;
+          *(float2*)(all + (warp * QUERIES + q) * SUM_STEP + 8 * d + 2 * (lane % 4)) =
+              make_float2(sums[m][d][2 * half], sums[m][d][2 * half + 1]);
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < QUERIES * HEAD; i += ATTEND_THREADS) {
+      const int q = i / HEAD, d = i % HEAD, index = task.first + q;
+      if (index >= queries_here) break;
+      float most = NONE, sum = 0, weight = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) most = fmaxf(most, warp_tops[w][q].x);
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float2 top = warp_tops[w][q];
+        const float by = exp2_of(top.x - most);
+        weight += by * top.y;
+        sum += by * all[(w * QUERIES + q) * SUM_STEP + d];
+      }
+      const long long at =
+          ((long long)(task.row + index / shared) * heads + head * shared + index % shared) * splits +
+          task.split;
+      partial[at * HEAD + d] = sum;
+      if (d == 0) tops[at] = make_float2(most, weight);
+    }
+    __syncthreads();
   }
 }
 
-// Adds up a query row's splits. grid (rows, heads), a warp each.
+// Adds up a query row's splits in rising order. grid (rows, heads), HEAD threads.
 extern "C" __global__ void combine(const int* seats, int most_rows, int heads, int splits,
-                                   float* partial, float2* tops, u16* out) {
+                                   const float* partial, const float2* tops, u16* out) {
   const Rows rows(seats, most_rows);
   may_start_next();
   wait_for_last();
-  const int row = blockIdx.x, head = blockIdx.y;
+  const int row = blockIdx.x, d = threadIdx.x;
   if (rows.slots[row] < 0) return;
-  const Attended from = {nullptr, partial, tops, heads, splits};
-  merge_splits(from, row, head, rows.positions[row] / SPLIT + 1, out + ((long long)row * heads + head) * HEAD);
+  const int count = rows.positions[row] / SPLIT + 1;
+  const long long query = (long long)row * heads + blockIdx.y, at = query * splits;
+  float most = NONE, weight = 0, sum = 0;
+  for (int s = 0; s < count; ++s) most = fmaxf(most, tops[at + s].x);
+#pragma unroll 4
+  for (int s = 0; s < count; ++s) {
+    const float2 top = tops[at + s];
+    const float by = exp2_of(top.x - most);
+    weight += by * top.y;
+    sum += by * partial[(at + s) * HEAD + d];
+  }
+  out[query * HEAD + d] = to_finite_half(sum / weight);
 }

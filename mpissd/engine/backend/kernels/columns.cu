@@ -15,8 +15,6 @@ class ColumnsAhead {
   // Starts a product of so many units; each unit runs through the whole depth once.
   __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units) {
     left_ = units * depth.slots;
-    mine_ = product.x + (long long)(at_.lane / 4) * product.x_step + 32 * Depth::pair_of(at_.warp) +
-            8 * (at_.lane % 4);
     slot_ = place_ = free_ = 0;
 #pragma unroll
     for (int i = 0; i < AHEAD - 1; ++i) fetch(product, depth);
@@ -37,14 +35,14 @@ class ColumnsAhead {
   __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
     const u32 to = memory_ + free_ * (LANE_BYTES * MULTIPLIERS);
     if (left_ > 0) {
-      const int first = depth.start(slot_), pair = first + Depth::pair_of(at_.warp);
-      const u16* from = mine_ + 32 * first;
+      const int pair = depth.start(slot_) + 2 * at_.warp;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int m = i % ROW_TILES, p = i / ROW_TILES;
-        const bool wanted = pair + p * PAIR_STEP < depth.pairs && 8 * m + at_.lane / 4 < product.rows;
-        const u16* part = from + 8 * m * (long long)product.x_step + 32 * p * PAIR_STEP;
-        copy_own(to + i * (16 * MULTIPLIERS), wanted ? part : product.x, wanted);
+        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
+        const bool wanted = mine < depth.pairs && row < product.rows;
+        const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
+                          8 * (at_.lane % 4);
+        copy_own(to + i * (16 * MULTIPLIERS), wanted ? from : product.x, wanted);
       }
       if (++slot_ == depth.slots) slot_ = 0;
       --left_;
@@ -53,7 +51,6 @@ class ColumnsAhead {
     if (++free_ == AHEAD) free_ = 0;
   }
   u32 memory_;
-  const u16* mine_;  // the lane's part of the first row tile
   const Place& at_;
   int left_ = 0, slot_ = 0, place_ = 0, free_ = 0;
 };

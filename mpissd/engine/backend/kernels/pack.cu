@@ -1,23 +1,19 @@
 // Fills packed weights (the order of skinny.cu) and embedding tables of a transformer.
 //
-// Columns c and c + 8 of a tile may come from two places ("halves"). `fold` tiles advance by 8 columns
-// each, then all together by `step`: halves 8 apart, fold 1 and step 16 give a matrix in its own order;
-// step 8 puts gate beside up; fold head_dim / 16, step head_dim and halves head_dim / 2 apart put pairs
-// that rotate together 8 columns apart. What lies outside rows x columns of a half is zero.
-__device__ __forceinline__ int first_column(int tile, int fold, int step) {
-  return tile / fold * step + tile % fold * 8;
-}
+// Columns c and c + 8 of a tile may come from two places ("halves") that advance by `step` columns a
+// tile: step 16 and halves 8 apart give a matrix in its own order; step 8 puts gate beside up. What
+// lies outside rows x columns of a half is zero.
 
 __device__ __forceinline__ u32 pair_of(u16 low, u16 high) { return low | (u32)high << 16; }
 
 // From matrices [columns][depth], as Hugging Face stores them; a thread writes 16 bytes.
 extern "C" __global__ void pack_lanes(uint4* out, long long lanes, int pairs, int depth,
                                       const float* left, const float* right, long long stride,
-                                      int left_columns, int right_columns, int fold, int step) {
+                                      int left_columns, int right_columns, int step) {
   const long long all = (long long)gridDim.x * blockDim.x;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < lanes; i += all) {
     const int lane = i % 32, half = i / 32 % 2, pair = i / 64 % pairs, tile = (int)(i / 64 / pairs);
-    const int row = 32 * pair + 8 * (lane % 4) + 4 * half, column = first_column(tile, fold, step) + lane / 4;
+    const int row = 32 * pair + 8 * (lane % 4) + 4 * half, column = tile * step + lane / 4;
     u32 words[4];
     for (int w = 0; w < 4; ++w) {
       const float* from = w % 2 ? right : left;
@@ -33,12 +29,12 @@ extern "C" __global__ void pack_lanes(uint4* out, long long lanes, int pairs, in
 // The same from the random matrix of fill.cu: element (row, first column of the half + column).
 extern "C" __global__ void pack_random(uint4* out, long long lanes, int pairs, int depth,
                                        u32 first_row, u32 left_key, u32 left, u32 right_key,
-                                       u32 right, int left_columns, int right_columns, int fold,
-                                       int step, float scale) {
+                                       u32 right, int left_columns, int right_columns, int step,
+                                       float scale) {
   const long long all = (long long)gridDim.x * blockDim.x;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < lanes; i += all) {
     const int lane = i % 32, half = i / 32 % 2, pair = i / 64 % pairs, tile = (int)(i / 64 / pairs);
-    const int row = 32 * pair + 8 * (lane % 4) + 4 * half, column = first_column(tile, fold, step) + lane / 4;
+    const int row = 32 * pair + 8 * (lane % 4) + 4 * half, column = tile * step + lane / 4;
     u32 words[4];
     for (int w = 0; w < 4; ++w) {
       const u32 key = w % 2 ? right_key : left_key, c = column + (w % 2 ? right : left);

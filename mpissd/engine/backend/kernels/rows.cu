@@ -14,76 +14,71 @@ extern "C" __global__ void embed(const u16* table, int entries, int width, const
     out[(long long)blockIdx.x * width + c] = to_float(from[c]);
 }
 
-constexpr int NORM_THREADS = 512, NORM_TILES = 16;  // tiles a thread: rows of up to 16384
+constexpr int NORM_THREADS = 512, NORM_WORDS = 8;  // of 16 bytes a thread: rows of up to 16384
 
-__device__ __forceinline__ float value_of(float x) { return x; }
-__device__ __forceinline__ float value_of(u16 x) { return to_float(x); }
+__device__ __forceinline__ float sum_of_block(float sum) {
+  float* warps = (float*)block_memory();
+#pragma unroll
+  for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0;
+#pragma unroll
+  for (int w = 0; w < NORM_THREADS / 32; ++w) sum += warps[w];
+  return sum;
+}
 
-// What norms keep of each row (see arithmetic.cu): the squares of its tiles, 1 / rms, the power of two
-// of x, and the factor of the sums over x.
-struct Norms {
-  float *squares, *norms, *powers, *factors;
-};
+__device__ __forceinline__ float4 four(const float* from, int i) { return ((const float4*)from)[i]; }
 
-// hidden += delta (where there is one); x = hidden * weight * power. Eight threads have a tile.
+__device__ __forceinline__ float4 four(const u16* from, int i) {
+  const uint2 v = ((const uint2*)from)[i];
+  return make_float4(to_float(v.x & 0xFFFF), to_float(v.x >> 16), to_float(v.y & 0xFFFF),
+                     to_float(v.y >> 16));
+}
+
+// hidden += delta (where there is one); out = hidden / rms(hidden) * weight.
 template <class Delta>
-__device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, const float* weight, u16* x,
-                                         const Norms& to, int width, float eps) {
-  float* squares = (float*)block_memory();
+__device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, const float* weight,
+                                         u16* out, int width, float eps) {
   may_start_next();
   wait_for_last();
-  const int row = blockIdx.x, tiles = width / 16, group = threadIdx.x / 8, c = threadIdx.x % 8;
-  const long long from = (long long)row * width + c;
-  Both values[NORM_TILES], deltas[NORM_TILES];
-  float power = delta ? power_of_two(to.norms[row]) : 0;
+  const long long row = (long long)blockIdx.x * width;
+  float4 values[NORM_WORDS];
+  float sum = 0;
 #pragma unroll
-  for (int j = 0; j < NORM_TILES; ++j) {  // all loads are under way before the first store
-    const int tile = group + j * (NORM_THREADS / 8), i = 16 * tile;
-    values[j] = deltas[j] = {0, 0};
-    if (tile >= tiles) continue;
-    values[j] = {hidden[from + i], hidden[from + i + 8]};
-    if (delta) deltas[j] = {value_of(delta[from + i]), value_of(delta[from + i + 8])};
-  }
-#pragma unroll
-  for (int j = 0; j < NORM_TILES; ++j) {
-    const int tile = group + j * (NORM_THREADS / 8), i = 16 * tile;
-    if (j * (NORM_THREADS / 8) >= tiles) break;
-    if (delta && tile < tiles) {
-      values[j] = {values[j].a + deltas[j].a, values[j].b + deltas[j].b};
-      hidden[from + i] = values[j].a;
-      hidden[from + i + 8] = values[j].b;
+  for (int j = 0; j < NORM_WORDS; ++j) {
+    const int i = threadIdx.x + j * NORM_THREADS;
+    if (4 * i >= width) break;
+    float4 v = four(hidden + row, i);
+    if (delta) {
+      const float4 d = four(delta + row, i);
+      v = make_float4(v.x + d.x, v.y + d.y, v.z + d.z, v.w + d.w);
+      ((float4*)(hidden + row))[i] = v;
     }
-    const float sum = squares_of_tile(values[j]);
-    if (tile < tiles && c == 0) squares[tile] = to.squares[(long long)row * tiles + tile] = sum;
+    values[j] = v;
+    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
   }
-  __syncthreads();
-  const float mine = squares_of_lane([&](int t) { return squares[t]; }, tiles);
-  const float norm = norm_of_row(mine, tiles, eps);
-  if (!delta) power = power_of_two(norm);
+  const float scale = 1.0f / sqrtf(sum_of_block(sum) / width + eps);
 #pragma unroll
-  for (int j = 0; j < NORM_TILES; ++j) {
-    const int tile = group + j * (NORM_THREADS / 8), i = 16 * tile;
-    if (tile >= tiles) break;
-    x[from + i] = before_norm(values[j].a, weight[c + i], power);
-    x[from + i + 8] = before_norm(values[j].b, weight[c + i + 8], power);
+  for (int j = 0; j < NORM_WORDS; ++j) {
+    const int i = threadIdx.x + j * NORM_THREADS;
+    if (4 * i >= width) break;
+    const float4 v = values[j], w = four(weight, i);
+    uint2 words;
+    words.x = halves(v.x * scale * w.x, v.y * scale * w.y);
+    words.y = halves(v.z * scale * w.z, v.w * scale * w.w);
+    ((uint2*)(out + row))[i] = words;
   }
-  if (threadIdx.x) return;
-  to.norms[row] = norm;
-  to.powers[row] = power;
-  to.factors[row] = __fmul_rn(norm, inverse(power));
-}
-
-#define NORMS float *squares, float *norms, float *powers, float *factors
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    norm_float32(float* hidden, const float* delta, const float* weight, u16* x, NORMS, int width,
-                 float eps) {
-  norm_row(hidden, delta, weight, x, {squares, norms, powers, factors}, width, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    norm_float16(float* hidden, const u16* delta, const float* weight, u16* x, NORMS, int width,
-                 float eps) {
-  norm_row(hidden, delta, weight, x, {squares, norms, powers, factors}, width, eps);
+    norm_float32(float* hidden, const float* delta, const float* weight, u16* out, int width, float eps) {
+  norm_row(hidden, delta, weight, out, width, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    norm_float16(float* hidden, const u16* delta, const float* weight, u16* out, int width, float eps) {
+  norm_row(hidden, delta, weight, out, width, eps);
 }
 
 // gathered: [ranks][words] of two float16; out = their sums in rank order, rounded once.
@@ -98,5 +93,5 @@ extern "C" __global__ void add_ranks(const u32* gathered, int ranks, long long w
     low += to_float(word & 0xFFFF);
     high += to_float(word >> 16);
   }
-  out[i] = finite_halves(low, high);
+  out[i] = halves(low, high);
 }

@@ -73,14 +73,11 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Depth& depth, i
   }
 }
 
-// factor: loaded when what kernels before this one wrote is there.
-__device__ __forceinline__ void multiply(Sums& sums, const Depth& depth, const float* from,
-                                         float& factor) {
+__device__ __forceinline__ void multiply(Sums& sums, const Depth& depth) {
   const int steps = (depth.pairs + SKINNY_WARPS - 1) / SKINNY_WARPS;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) depth.copy_weights(i, i);
   wait_for_last();
-  factor = from ? *from : 1.0f;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     depth.copy_rows(i, i);
@@ -112,37 +109,37 @@ __device__ __forceinline__ float sum_of_warps(const float* words, int tile, int 
 }
 
 // How the sums of a tile leave: as float32, as float16, or gate and up (columns below and from 8
-// of a tile) as one float16 silu(gate) up. `by`: the factor of a row that was normalised, else 1.
+// of a tile) as one float16 silu(gate) up.
 struct Float32 {
   static constexpr int WIDTH = 16;
   static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column, float by) {
-    ((float*)out)[at] = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
+                                             int m, int row, int column) {
+    ((float*)out)[at] = sum_of_warps(words, tile, m, row, column);
   }
 };
 
 struct Float16 {
   static constexpr int WIDTH = 16;
   static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column, float by) {
-    ((u16*)out)[at] = to_finite_half(__fmul_rn(sum_of_warps(words, tile, m, row, column), by));
+                                             int m, int row, int column) {
+    ((u16*)out)[at] = to_finite_half(sum_of_warps(words, tile, m, row, column));
   }
 };
 
 struct Gated {
   static constexpr int WIDTH = 8;
   static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column, float by) {
-    const float gate = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
-    const float up = __fmul_rn(sum_of_warps(words, tile, m, row, column + 8), by);
-    ((u16*)out)[at] = gated(gate, up);
+                                             int m, int row, int column) {
+    const float gate = sum_of_warps(words, tile, m, row, column);
+    const float up = sum_of_warps(words, tile, m, row, column + 8);
+    ((u16*)out)[at] = to_finite_half(gate / (1.0f + __expf(-gate)) * up);
   }
 };
 
 template <class Out>
 __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16* weight, int pairs,
                                        void* out, long long out_step, int rows,
-                                       int columns, const float* factors) {
+                                       int columns) {
   const int groups = (rows + 8 * ROW_TILES - 1) / (8 * ROW_TILES);
   const int first_row = (int)blockIdx.x % groups * 8 * ROW_TILES;
   const int first = (int)blockIdx.x / groups * TILES;
@@ -164,10 +161,7 @@ __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
-  constexpr int WIDTH = Out::WIDTH;
-  const int own_row = min((int)threadIdx.x / (TILES * WIDTH), depth.rows - 1);
-  float own;  // the factor of the first row that this thread writes
-  multiply(sums, depth, factors ? factors + first_row + own_row : nullptr, own);
+  multiply(sums, depth);
   __syncthreads();
   float* words = (float*)block_memory();
 #pragma unroll
@@ -178,29 +172,29 @@ __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16
       for (int j = 0; j < 4; ++j)
         words[depth.warp * SUM_WORDS + (t * ROW_TILES + m) * 128 + 32 * j + depth.lane] = sums[t][m][j];
   __syncthreads();
+  constexpr int WIDTH = Out::WIDTH;
   for (int i = threadIdx.x; i < depth.rows * TILES * WIDTH; i += SKINNY_THREADS) {
     const int row = i / (TILES * WIDTH), tile = i / WIDTH % TILES, column = i % WIDTH;
     const int to = (first + tile) * WIDTH + column;
     const long long at = (first_row + row) * out_step + to;
-    const float by = i < SKINNY_THREADS || !factors ? own : factors[first_row + row];
-    if (to < columns) Out::put(out, at, words, tile, row / 8, row % 8, column, by);
+    if (to < columns) Out::put(out, at, words, tile, row / 8, row % 8, column);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
     skinny_float32(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
-                   long long out_step, int rows, int columns, const float* factors) {
-  skinny<Float32>(x, x_step, weight, pairs, out, out_step, rows, columns, factors);
+                   long long out_step, int rows, int columns) {
+  skinny<Float32>(x, x_step, weight, pairs, out, out_step, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
     skinny_float16(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
-                   long long out_step, int rows, int columns, const float* factors) {
-  skinny<Float16>(x, x_step, weight, pairs, out, out_step, rows, columns, factors);
+                   long long out_step, int rows, int columns) {
+  skinny<Float16>(x, x_step, weight, pairs, out, out_step, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
     skinny_gated(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
-                 long long out_step, int rows, int columns, const float* factors) {
-  skinny<Gated>(x, x_step, weight, pairs, out, out_step, rows, columns, factors);
+                 long long out_step, int rows, int columns) {
+  skinny<Gated>(x, x_step, weight, pairs, out, out_step, rows, columns);
 }

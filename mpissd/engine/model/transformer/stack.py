@@ -129,14 +129,11 @@ class TransformerStack:
             count = self._rows(rows)
             ops.begin(self.cache, count)
             ops.embed(self.weights.table, memory.tokens, memory.hidden, count)
-            reads = self._reads or ops.computes_padding
-            if not ops.at_once(self.weights, memory, self.cache, count):
-                for number in range(len(self.weights.layers)):
-                    self._attention(ops, number, count)
-                    self._feed_forward(ops, number, count)
-                if reads:
-                    self._head(ops, count)
-            if reads:
+            for number in range(len(self.weights.layers)):
+                self._attention(ops, number, count)
+                self._feed_forward(ops, number, count)
+            if self._reads or ops.computes_padding:
+                self._head(ops, count)
                 self.candidates.issue(self.best(count), count, k)
 
         return forward
@@ -201,7 +198,7 @@ def _buffers(backend: Backend, shard: TransformerShard, ops: Ops | None, rows: i
     return Buffers(
         tokens=backend.host_ints(rows),
         hidden=ops.hidden(rows),
-        x=ops.normed(rows, hidden),
+        x=ops.buffer(rows, hidden),
         delta=ops.delta(rows),
         q=ops.buffer(rows, q),
         attended=ops.buffer(rows, q),

@@ -82,7 +82,7 @@ class _Loader:
         gate, up = (Part(f"{mlp}{name}_proj.weight", shard.ffn) for name in ("gate", "up"))
         return Layer(
             attention_norm=self.vector(f"{prefix}input_layernorm.weight"),
-            qkv=ops.qkv_matrix(checkpoint, parts),
+            qkv=ops.matrix(checkpoint, parts),
             qkv_bias=self.joined(biases) if config.qkv_bias else None,
             q_norm=self.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
             k_norm=self.vector(f"{attention}k_norm.weight") if config.qk_norm else None,

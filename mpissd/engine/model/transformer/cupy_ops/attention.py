@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,14 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.ops import Layer
 
-OPERATIONS = 5  # of a layer
 SPLIT = 128  # A split of the attention covers this many positions.
-QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
+_QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
 _THREADS = 128
 _BEGIN_THREADS = 256
 _TASK_WORDS = 4
 # The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
 _BLOCKS = 264
-FILES = ("types", "ampere", "trace", "arithmetic", "cache", "attend")
-_FILES = (*FILES, "attention")
+_FILES = ("types", "ampere", "attention")
 _LOG2_E = 1.4426950408889634
 
 
@@ -32,8 +30,7 @@ class Cache:
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
     same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
     [position, pair, 2]. words: the seats on the device. qkv: a forward's q, k and v, float32.
-    partial, tops: each split's sums, and its largest score with the sum of weights. counters: what
-    a forward finds at 0 (see whole.py), uint32. tables: of whole.py, by rows.
+    partial, tops: each split's sums, and its largest score with the sum of weights.
     """
 
     sizes: CacheSizes
@@ -49,9 +46,7 @@ class Cache:
     tasks: Any
     partial: Any
     tops: Any
-    counters: Any
     splits: int
-    tables: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,13 +66,8 @@ class Attention:
     ) -> None:
         self._launcher, self._config = launcher, config
         self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
-        self._head, self.page = config.shape.head_dim, page
-        self.macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", QUERY_TILES))
-
-    @property
-    def scale(self) -> float:
-        """What queries are multiplied by, so that 2 to the power of a score is its weight."""
-        return float(self._head**-0.5 * _LOG2_E)
+        self._head = config.shape.head_dim
+        self.macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", _QUERY_TILES))
 
     def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
         """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
@@ -89,7 +79,7 @@ class Attention:
         )
         rows, splits = seats.rows.shape[1], ceil_div(sizes.num_positions, SPLIT)
         queries = rows * self._heads * splits
-        per_row = ceil_div(self._heads // self._kv_heads, 16 * QUERY_TILES)
+        per_row = ceil_div(self._heads // self._kv_heads, 16 * _QUERY_TILES)
         return Cache(
             sizes=sizes,
             seats=seats,
@@ -104,7 +94,6 @@ class Attention:
             tasks=self._launcher.empty((rows * per_row * (splits + 1), _TASK_WORDS), np.int32),
             partial=self._launcher.empty((queries, width), np.float32),
             tops=self._launcher.empty((queries, 2), np.float32),
-            counters=self._launcher.zeros((counters(layers, heads),), np.int32),
             splits=splits,
         )
 
@@ -120,10 +109,8 @@ class Attention:
             np.int32(self._heads // self._kv_heads),
             cache.count,
             cache.tasks,
-            cache.counters,
-            np.int32(cache.counters.size),
         )
-        grid = (1 + ceil_div(max(table, cache.counters.size), _BEGIN_THREADS),)
+        grid = (1 + ceil_div(table, _BEGIN_THREADS),)
         self._launch("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
 
     def rotate(
@@ -137,6 +124,7 @@ class Attention:
     ) -> None:
         """Takes q, k and v (None: those of the forward) to the queries and the cache."""
         own = seated or Seated(cache.qkv, *self._seats(cache))
+        scale = self._head**-0.5 * _LOG2_E
         args = (
             own.qkv,
             layer.qkv_bias,
@@ -148,7 +136,7 @@ class Attention:
             np.int32(own.most_rows),
             *self.arguments(cache, number),
             np.int32(self._heads),
-            np.float32(self.scale),
+            np.float32(scale),
             q,
         )
         self._launch("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
@@ -170,11 +158,13 @@ class Attention:
         blocks = min(_BLOCKS, rows * cache.splits)
         self._launch("attend", (blocks, self._kv_heads), (_THREADS,), args, self._shared_bytes)
         parts = (*self._seats(cache), heads, splits, cache.partial, cache.tops, out)
-        self._launch("combine", (rows, self._heads), (32,), parts)
+        self._launch("combine", (rows, self._heads), (self._head,), parts)
 
     @property
     def _shared_bytes(self) -> int:
-        return shared_bytes(self._head)
+        """Shared memory of `attend`: values, or the warps' sums in their place, and their tops."""
+        queries = SPLIT // 32 * 16 * _QUERY_TILES
+        return max(SPLIT * (2 * self._head + 16), queries * 4 * (self._head + 4)) + 8 * queries
 
     def _seats(self, cache: Cache) -> tuple[Any, Any]:
         return cache.words, np.int32(cache.seats.rows.shape[1])
@@ -189,19 +179,6 @@ class Attention:
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
         kernel = self._launcher.function(name, _FILES, self.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
-
-
-def counters(layers: int, kv_heads: int) -> int:
-    """Returns the counters of a forward: of blocks by operation, of tasks by layer and KV head."""
-    return OPERATIONS * layers + 1 + layers * kv_heads
-
-
-def shared_bytes(head_dim: int) -> int:
-    """Returns the shared memory of a task: values, or the warps' sums in their place, and tops."""
-    queries = SPLIT // 32 * 16 * QUERY_TILES
-    return (
-        max(SPLIT * (2 * head_dim + 16), queries * 4 * (head_dim + 4)) + 8 * queries + 4 * queries
-    )
 
 
 def turns(config: TransformerConfig, positions: int) -> Any:

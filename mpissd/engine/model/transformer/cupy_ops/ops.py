@@ -15,11 +15,9 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
-from mpissd.engine.model.transformer.cupy_ops.norms import Normed, normed
 from mpissd.engine.model.transformer.cupy_ops.packing import Packer
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight, Products
-from mpissd.engine.model.transformer.cupy_ops.whole import FIRST_CAPABILITY, Whole
 from mpissd.engine.model.transformer.ops import Layer, Part
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
@@ -28,11 +26,11 @@ if TYPE_CHECKING:
     from mpissd.engine.model.transformer.stack import TransformerStack
 
 _PAGE = 256
-_LEAST_CAPABILITY = 80
+_FIRST_CAPABILITY = 80
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
-_FILES = ("types", "ampere", "arithmetic", "rows")
+_FILES = ("types", "ampere", "rows")
 _CHAINED_FILES, _CHAINED_THREADS = ("types", "ampere", "chained"), 64
-_SHARED_BYTES = 4 * _MAX_WIDTH // 16  # of a norm: its tiles' squares
+_SHARED_BYTES = 4 * _NORM_THREADS // 32
 
 
 class CupyOps:
@@ -46,9 +44,6 @@ class CupyOps:
     itemsize = 2
     computes_padding = True
     early = True  # whether kernels may start before the one before them ends
-    # Whether a forward of few rows is one kernel, where the GPU has it. Off until the committed
-    # form has run on a GPU (docs/performance.md, "One kernel").
-    whole = False
 
     def __init__(
         self,
@@ -70,13 +65,6 @@ class CupyOps:
         self._sizes = dict(tensors(config))
         self._gathered: dict[int, Any] = {}
         self._unpacked: dict[int, Any] = {}  # see CupyChunks
-        self._whole: Whole | None = None
-        if not self._is_shard and _capability(backend) >= FIRST_CAPABILITY:
-            self._whole = Whole(self._launcher, config, self._attention, backend.stop)
-
-    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
-        sized = [(part, self._size(part)) for part in parts]
-        return self._packer.matrix(checkpoint, sized, head=self._config.shape.head_dim)
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
         return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
@@ -92,9 +80,6 @@ class CupyOps:
 
     def buffer(self, rows: int, width: int) -> Any:
         return self._backend.activation(rows, width)
-
-    def normed(self, rows: int, width: int) -> Normed:
-        return normed(self._launcher, self.buffer(rows, width))
 
     def hidden(self, rows: int) -> Any:
         return self._launcher.empty((rows, self._config.shape.hidden), np.float32)
@@ -120,13 +105,13 @@ class CupyOps:
         args = (table, np.int32(entries), np.int32(width), host, hidden)
         self._launch("embed", (rows,), (256,), args)
 
-    def norm(self, hidden: Any, delta: Any | None, weight: Any, x: Normed, rows: int) -> None:
+    def norm(self, hidden: Any, delta: Any | None, weight: Any, x: Any, rows: int) -> None:
         kind = "float32" if delta is None else str(delta.dtype)
         sizes = (np.int32(hidden.shape[1]), np.float32(self._config.norm_eps))
-        args = (hidden, delta, weight, x.values, *x.state, *sizes)
+        args = (hidden, delta, weight, x, *sizes)
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
-    def qkv(self, x: Normed, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
+    def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
         self._products.multiply(x, layer.qkv, cache.qkv, rows)
         self._attention.rotate(layer, cache, number, q, rows)
 
@@ -136,15 +121,8 @@ class CupyOps:
     def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
         self._products.multiply(x, weight, out, rows)
 
-    def gated(self, x: Normed, gate_up: PackedWeight, inner: Any, rows: int) -> None:
+    def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
         self._products.multiply(x, gate_up, inner, rows)
-
-    def at_once(self, weights: Any, memory: Any, cache: Cache, rows: int) -> bool:
-        if not self.whole or self._whole is None or not self._whole.suits(rows):
-            return False
-        self.norm(memory.hidden, None, weights.layers[0].attention_norm, memory.x, rows)
-        self._whole.launch(weights, memory, cache, rows)
-        return True
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums in rank order: by the group's own kernel if it does, else gathers and adds."""
@@ -219,11 +197,10 @@ def _rows(stack: TransformerStack) -> tuple[Any, Any, Any]:
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
     """Raises ConfigError for what the kernels do not support."""
-    shape = config.shape
-    if _capability(backend) < _LEAST_CAPABILITY:
+    shape, capability = config.shape, backend.info.compute_capability
+    if int(str(capability).replace(".", "")) < _FIRST_CAPABILITY:
         raise ConfigError(
-            f"forward=transformer on compute capability {backend.info.compute_capability}: "
-            "allowed: 8.0 or more"
+            f"forward=transformer on compute capability {capability}: allowed: 8.0 or more"
         )
     wrong = {
         "hidden": (shape.hidden, shape.hidden % PAIR == 0 and shape.hidden <= _MAX_WIDTH),
@@ -236,8 +213,3 @@ def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
                 f"{shape.name} on a GPU: {what}={value}: allowed: multiples of "
                 f"{SPLIT if what == 'page' else PAIR}"
             )
-
-
-def _capability(backend: Any) -> int:
-    """Returns the compute capability as CUDA's compilers write it, such as 90."""
-    return int(str(backend.info.compute_capability).replace(".", ""))

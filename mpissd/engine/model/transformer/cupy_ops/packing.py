@@ -20,48 +20,39 @@ _STAGING_ELEMENTS = 1 << 26  # Of a checkpoint's matrix, brought to the device a
 
 @dataclass(frozen=True)
 class _Tiles:
-    """What fills tiles of 16 columns: 8 of `left`, then 8 of `right`.
+    """What fills tiles of 16 columns: 8 of `left`, then 8 of `right`, `step` columns a tile apart.
 
-    outputs: columns of each part. A part fills both halves of its own tiles, or gate and up
-    alternate. head: with rotated heads of so many columns, a tile has 8 columns of a head's first
-    half and those that rotate with them (pack.cu: fold); 0: without.
+    outputs: columns of each part. A part fills both halves of its own tiles (step 16), or gate and
+    up alternate (step 8).
     """
 
     left: Part
     right: Part
     outputs: int
     depth: int
-    head: int = 0
 
     @property
     def step(self) -> int:
-        """Columns of a part between two tiles, or between two heads."""
-        return self.head or (TILE if self.left is self.right else TILE // 2)
-
-    @property
-    def fold(self) -> int:
-        """Tiles of a head; 1 without heads."""
-        return max(1, self.head // TILE)
+        """Columns of a part between two tiles."""
+        return TILE if self.left is self.right else TILE // 2
 
     @property
     def shift(self) -> int:
         """The right half's first column."""
-        return self.head // 2 if self.head else self.step - TILE // 2
+        return self.step - TILE // 2
 
     def lanes(self, outputs: int) -> Any:
         """The lanes (of 16 bytes) that the tiles of so many outputs take."""
-        tiles = ceil_div(outputs, self.step) * self.fold
-        return np.int64(tiles * TILE * self.depth // 8)
+        return np.int64(ceil_div(outputs, self.step) * TILE * self.depth // 8)
 
     @property
     def depths(self) -> tuple[Any, Any]:
         """The depth in pairs of 16, and in elements."""
         return np.int32(self.depth // PAIR), np.int32(self.depth)
 
-    def columns(self, outputs: int) -> tuple[Any, Any, Any, Any]:
-        """The columns that each half has from its first one on, their fold and step."""
-        halves = np.int32(outputs), np.int32(outputs - self.shift)
-        return *halves, np.int32(self.fold), np.int32(self.step)
+    def columns(self, outputs: int) -> tuple[Any, Any, Any]:
+        """The columns that each half has from its first one on, and their step."""
+        return np.int32(outputs), np.int32(outputs - self.shift), np.int32(self.step)
 
 
 class Packer:
@@ -71,14 +62,13 @@ class Packer:
         self._launcher = launcher
 
     def matrix(
-        self, checkpoint: Checkpoint, parts: list[tuple[Part, tuple[int, int]]], head: int = 0
+        self, checkpoint: Checkpoint, parts: list[tuple[Part, tuple[int, int]]]
     ) -> PackedWeight:
         """Packs parts side by side; each has a size (outputs, inputs).
 
-        head: the columns of a head, if those that rotate together shall share a tile. Raises
-        ConfigError for widths that the kernels do not support.
+        Raises ConfigError for widths that the kernels do not support.
         """
-        every = [_Tiles(part, part, *size, head) for part, size in parts]
+        every = [_Tiles(part, part, *size) for part, size in parts]
         depth, widths = every[0].depth, [tiles.outputs for tiles in every]
         _check(checkpoint, depth, widths[:-1])
         sizes = [int(tiles.lanes(tiles.outputs)) * 8 for tiles in every]
@@ -86,7 +76,7 @@ class Packer:
         for tiles, size in zip(every, sizes, strict=True):
             self._fill(checkpoint, values[start : start + size], tiles)
             start += size
-        return PackedWeight(values, depth, sum(widths), head=head)
+        return PackedWeight(values, depth, sum(widths))
 
     def gate_up(
         self, checkpoint: Checkpoint, gate: Part, up: Part, size: tuple[int, int]
@@ -142,7 +132,7 @@ class Packer:
             right = right.ravel()[tiles.shift * depth :]
             lanes, columns = tiles.lanes(last - first), tiles.columns(last - first)
             sources = (left, right if right.size else None, np.int64(depth))
-            to = out[first // step * tiles.fold * TILE * depth :]
+            to = out[first // step * TILE * depth :]
             self._launch("pack_lanes", int(lanes), (to, lanes, *tiles.depths, *sources, *columns))
 
     def _staged(self, checkpoint: Checkpoint, part: Part, first: int, last: int) -> Any:

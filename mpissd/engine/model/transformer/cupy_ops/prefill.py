@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.cupy_ops.attention import FILES, Attention, Seated
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer
 
-_FILES = (*FILES, "attention", "prefill")
+_FILES = ("types", "ampere", "attention", "prefill")
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
 _SPARE_BYTES = 16 << 30  # left free beside a second copy of the weights
 
@@ -135,7 +135,7 @@ class CupyChunks:
         if rows is None:
             rows = self._launcher.empty((_outputs(weight) * weight.depth,), np.float16)
             self._unpack(weight, rows)
-        return natural(rows.reshape(-1, weight.depth), weight.head)
+        return rows.reshape(-1, weight.depth)
 
     def _unpack_all(self, layers: tuple[Layer, ...]) -> None:
         """Unpacks all weights if they fit, else allocates the scratch of the largest."""
@@ -152,10 +152,7 @@ class CupyChunks:
             self._unpack(weight, rows)
 
     def _unpack(self, weight: PackedWeight, rows: Any) -> None:
-        """Writes the rows of a weight; those of gate come before those of up.
-
-        Rows of q, k and v stay in the order of their columns, which `rotate` reads.
-        """
+        """Writes the rows of a weight; those of gate come before those of up."""
         half, pairs = TILE // 2, weight.depth // 32
         # Of a pair of columns the second one lies 8 columns on, or among those of up.
         apart = weight.columns if weight.gated else half
@@ -169,14 +166,6 @@ class CupyChunks:
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
         kernel = self._launcher.function(name, _FILES, self._attention.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
-
-
-def natural(rows: Any, head: int) -> Any:
-    """Returns the rows of q, k and v, unpacked from tiles of rotated pairs, in their own order."""
-    if not head:
-        return rows
-    tiles = rows.reshape(-1, head // TILE, 2, TILE // 2, rows.shape[1])
-    return tiles.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _outputs(weight: PackedWeight) -> int:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
-from mpissd.engine.model.transformer.cupy_ops.norms import Normed
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
 _THREADS = 256
-_FILES = ("types", "ampere", "arithmetic", "skinny")
+_FILES = ("types", "ampere", "skinny")
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
@@ -28,15 +27,13 @@ _MIN_BLOCKS = 96  # Of a large kind: with fewer, much of a GPU has none.
 class PackedWeight:
     """A weight in the order of skinny.cu: `columns` outputs, padded to tiles of 16.
 
-    gated: the columns of gate and up alternate by 8, and an output is a pair of them. head: with
-    heads of so many columns, a tile has 8 of a head's first half and those that rotate with them.
+    gated: the columns of gate and up alternate by 8, and an output is a pair of them.
     """
 
     values: Any
     depth: int
     columns: int
     gated: bool = False
-    head: int = 0
 
     @property
     def tiles(self) -> int:
@@ -51,13 +48,7 @@ class Products:
         self._launcher = launcher
 
     def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up.
-
-        If x is Normed, the sums are those over its norm.
-        """
-        factors = None
-        if isinstance(x, Normed):
-            x, factors = x.values, x.factors
+        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
         tiles, row_tiles, stages = self._kind(weight.tiles, rows)
         macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
         shared = _shared_bytes(tiles, row_tiles, stages)
@@ -67,7 +58,7 @@ class Products:
         source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
         to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns))
         assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
-        self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to, factors), shared)
+        self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
 
     def _kind(self, every: int, rows: int) -> tuple[int, int, int]:
         """Returns a block's tiles of columns, its tiles of rows, and the copies under way."""
