@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mpissd.common.rounds import Outcome, Source, Speculation
+from mpissd.common.rounds import Event, Outcome, Source, Speculation
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Task
@@ -94,6 +96,25 @@ def test_trying_what_seems_worse_costs_little() -> None:
     lost = 1 - np.mean([world.goodput(way, 8) for way in ways[200:]]) / world.goodput(Way(0), 8)
     assert lost < 0.005
     assert {way.mode for way in ways[1000:]} >= {"ar", "ssd"}, "it looks again, now and then"
+
+
+def test_sequences_that_join_are_no_part_of_the_round_before() -> None:
+    world, tasks, ways = World(0.9, 1.0, 2e-3), [Task(0, (1,), 99)], list[list[Way]]()
+    for joining in (0, 3):
+        goodput = Goodput(K, [None], RowTimes())
+        rows = np.full((joining, Outcome.WIDTH), Event.JOIN, np.int32)
+        nothing = RoundResult(Speculation.empty(0, 0, K), Outcome(0, rows), 0.01)
+        goodput.observe(Way(K, None), nothing, 0.5)
+        assert sum(goodput.rounds_by.values()) == 0
+        world.rng = np.random.default_rng(0)
+        ways.append([])
+        for _ in range(50):
+            result, round_s = world.round(Way(K, None), tasks)
+            both = np.concatenate([result.outcome.rows, rows])
+            told = replace(result, outcome=Outcome(0, both), wait_s=0.004)
+            goodput.observe(Way(K, None), told, round_s)
+            ways[-1].append(goodput.choose(tasks))
+    assert ways[0] == ways[1]
 
 
 def test_sequences_that_accept_little_lower_the_lookahead() -> None:

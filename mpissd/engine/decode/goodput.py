@@ -123,7 +123,7 @@ class Goodput:
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         """Takes a round that was decoded in this way, in round_s seconds as a whole."""
-        count = len(result.outcome.rows)
+        count = len(result.speculation.rows)  # the outcome has those that join now as well
         if not count:
             return
         self._round += 1

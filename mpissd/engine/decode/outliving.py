@@ -24,6 +24,8 @@ class OutlivingSpeculator(RemoteSpeculator):
     def ask(self, outcome: Outcome) -> None:
         if self.lost_round is None and not self._is_lost():
             super().ask(outcome)
+        else:
+            self._answers = True  # `answer` notes the loss, also in a round without drafting
 
     def answer(self, round_: int, count: int) -> Speculation:
         link = self._link
