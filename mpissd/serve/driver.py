@@ -9,9 +9,10 @@ from typing import Protocol
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
+from mpissd.engine.comm.wire import MOST_FILL
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
-from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task
+from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
@@ -97,48 +98,60 @@ class Driver:
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._told_s = -_STATS_S
+        self._turn = Turn([], [], [])  # what changes before the next round
         # What waits for the next verification: to be said, and to be shown to the controller.
         self._unsaid: list[Emitted | Ended] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
-        """Waits for a request; returns whether there is something to decode."""
+        """Waits for a request; returns whether one runs now.
+
+        Then `drive` decodes at least a round, since it reads no mail before: a pass without a round
+        would end the job.
+        """
         self._read(wait_s)
-        if self.scheduler.is_idle:
+        self._take_turn()
+        if not self._has_round:
             self._say()
             self._tell_stats()
             self._mail.flush()
-        return not self.scheduler.is_idle
+        return self._has_round
 
     def drive(self, loop: Rounds) -> None:
         """Decodes until nothing is left, or the front has left."""
         loop.ledger = NullLedger(LeadPhase)
         loop.meanwhile = self._send
-        while not self.is_over:
-            self._read()
-            self._turn(loop)
-            if not self.scheduler.running:
-                break
+        self._change(loop)
+        while self._has_round:
             given = self.scheduler.take(self._round(loop))  # says what was there before
             self._unsaid += given
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
+            self._read()
+            self._take_turn()
+            self._change(loop)
         loop.meanwhile = None
         self._send()
 
     def finish(self) -> None:
         """Ends every request, and sends what is left to say."""
         self.scheduler.cancel_all()
-        self._unsaid += self.scheduler.turn(self._clock()).ended
+        self._take_turn()
         self._say()
         self._mail.flush()
 
-    def _turn(self, loop: Rounds) -> None:
-        turn = self.scheduler.turn(self._clock())
-        self._unsaid += turn.ended
-        if turn.leave:
-            loop.finish(turn.leave)
-        if turn.join:
-            loop.open(turn.join)
+    @property
+    def _has_round(self) -> bool:
+        return bool(self.scheduler.running) and not self.is_over
+
+    def _take_turn(self) -> None:
+        self._turn = self.scheduler.turn(self._clock())
+        self._unsaid += self._turn.ended
+
+    def _change(self, loop: Rounds) -> None:
+        if self._turn.leave:
+            loop.finish(self._turn.leave)
+        if self._turn.join:
+            loop.open(self._turn.join)
 
     def _round(self, loop: Rounds) -> RoundResult:
         """Decodes one round in the way that promises most."""
@@ -147,6 +160,7 @@ class Driver:
         fill = 0
         if loop.is_storing:
             fill = self.times.beside(len(live) * (way.lookahead + 1), loop.most_rows)
+            fill = min(fill, MOST_FILL)  # as many as other ranks are told
         fixed = self.goodput is None
         loop.control = Control(fill=fill) if fixed else Control(*way, fill)
         start = self._clock()

@@ -14,16 +14,14 @@ from dataclasses import replace
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
-from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
-from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
+from mpissd.common.trace import DraftPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep, within
 from mpissd.engine.comm.topology import agree
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
+from mpissd.engine.decode.goodput import Goodput, widths_of
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
@@ -33,9 +31,9 @@ from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
 from mpissd.serve.line import Line
 from mpissd.serve.protocol import SOCKET_VARIABLE, Ready
+from mpissd.serve.warm import warm
 
 _POLL_S = 0.2  # between two looks at lost ranks, while nothing arrives
-_WARM_ID, _WARM_ROUNDS, _WARM = 1 << 30, 6, (0, 1, 2)
 
 
 def execute_serve(config: ServeConfig) -> int:
@@ -112,12 +110,12 @@ def _follow(rank: Rank) -> None:
 def _lead(rank: Rank, config: ServeConfig) -> None:
     job, workload = rank.session.job, rank.session.workload
     assert isinstance(workload, TextWorkload), "serving text"
-    times = RowTimes(_stepper(rank).sizes)
-    rank.run_pass(rank.target, _drafter(rank), lambda loop: _warm(loop, job, times))
+    times, room = RowTimes(_stepper(rank).sizes), room_of(job, rank)
+    rank.run_pass(rank.target, _drafter(rank), lambda loop: warm(loop, job, times, room))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
     driver = Driver(
-        Scheduler(room_of(job, rank)),
+        Scheduler(room),
         line,
         stop_ids=workload.stop_ids,
         vocab=workload.vocab,
@@ -140,7 +138,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     )
     while not driver.is_over:
         driver.draft_lost = driver.draft_lost or bool(guard.lost())
-        if driver.wait(_POLL_S) and not driver.is_over:
+        if driver.wait(_POLL_S):
             rank.run_pass(rank.target, _drafter(rank), driver.drive)
     driver.finish()
     line.close()
@@ -159,30 +157,6 @@ def room_of(job: Job, rank: Rank) -> Room:
     sizes = pages.sizes
     ahead = job.lookahead + 1
     return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
-
-
-def _warm(loop: TargetLoop, job: Job, times: RowTimes) -> None:
-    """Decodes a few rounds of batches of several sizes, and measures their forwards.
-
-    No request waits for compilers and caches afterwards.
-    """
-    loop.ledger = NullLedger(LeadPhase)
-    sampled = job.serving is not None and job.serving.samples
-    every = [(1, k, 0.0) for k in range(job.lookahead + 1)]
-    every += [(count, job.lookahead, 0.0) for count in warm_sizes(job)]
-    every += [(1, job.lookahead, 1.0)] * sampled
-    first = _WARM_ID
-    for count, lookahead, temperature in every:
-        ids = range(first, first + count)
-        loop.control = Control(lookahead)
-        loop.admit([Request(n, _WARM[-1], 0, _WARM, temperature) for n in ids])
-        for number in range(_WARM_ROUNDS):
-            result = loop.step()
-            if number > 1:
-                times.add(result.num_rows, result.t_target_s)
-        loop.finish(list(ids))
-        first += count
-    loop.control = Control()
 
 
 def _connected() -> socket.socket:

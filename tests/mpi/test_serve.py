@@ -65,6 +65,10 @@ def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
         server.send(Submit(20, [3, 4, 5], 200), Cancel(20), Submit(21, [vocab], 4))
         assert server.wait_for(RefusedRequest).id == 21
         assert server.ends([20])[20].reason == "cancelled"
+        server.send(Submit(22, [3, 4, 5], 200, deadline_s=1e-9))
+        assert server.ends([22])[22].reason == "deadline"
+        server.send(Submit(23, [3, 4, 5], 8))  # the ranks are still there
+        server.ends([23])
         stops = list(server.ready.stop_ids)
     for n, prompt, count in asked:
         assert server.tokens(n) == alone(pair, prompt, count, stops), n

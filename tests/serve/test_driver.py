@@ -10,13 +10,15 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
+from mpissd.engine.comm.wire import MOST_FILL
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stop, Submit, Tokens
+from mpissd.serve.warm import warm
 from tests.loop.text_rig import logits_behind
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -128,6 +130,13 @@ class ThreeRows(RowTimes):
         return 3 if rows else most
 
 
+class AlwaysThree(ThreeRows):
+    """Allows no more where nobody runs."""
+
+    def beside(self, rows: int, most: int) -> int:
+        return 3
+
+
 def all_returned(loops: Loops) -> bool:
     """Whether the target's pages are all in the pool again, and those of no slot are held."""
     pages = loops.target_stepper.pages
@@ -160,6 +169,84 @@ def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, m
     assert driver.scheduler.room.pages == 5  # of 64 tokens
     assert driver.scheduler.num_preempted >= 1 and all_returned(loops)
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+
+
+def test_a_sequence_takes_no_pages_over_from_the_one_whose_beginning_it_shares(
+    pair: TinyPair,
+) -> None:
+    same = [7, 8, 9]
+    asked = [(0, [*same, *range(60)] * 3, 6), (1, [*same, 4], 40), (2, [*same, *range(70)] * 2, 6)]
+    mail = Script(*((0, Submit(*one)) for one in asked))
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving(kv_tokens=320))) as loops:
+        driver = served(loops, mail)
+    assert driver.scheduler.room.pages == 5 and all_returned(loops)
+    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
+    pair: TinyPair, mode: str
+) -> None:
+    first, other = [*range(40)], [3, *range(90, 60, -1)] * 5
+    mail = Script(
+        (0, Submit(0, first, 4)),
+        (0, Submit(1, other, 4)),
+        (0, Submit(2, [*first, 50], 12)),
+        (30, Cancel(1)),
+    )
+    one = text_config(pair, lookahead=K, batch_size=1, mode=mode)
+    with Loops(*in_one_process(one, Serving())) as loops:
+        served(loops, mail, times=AlwaysThree())
+    assert mail.ends()[1].reason == "cancelled" and 1 not in mail.tokens() and all_returned(loops)
+    assert mail.tokens()[2] == alone(pair, [*first, 50], 12)
+
+
+def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> None:
+    many = text_config(pair, lookahead=K, batch_size=8, mode="ssd")
+    times = RowTimes()
+    with Loops(*in_one_process(many, Serving(kv_tokens=64))) as loops:
+        room = room_of(loops)
+        assert room.pages < 8
+        warm(loops.loop, loops.job, times, room)
+        mail = Script((0, Submit(0, [5, 6, 7], 12)))
+        served(loops, mail, times=times)
+    assert times.seconds(K + 1) > 0
+    assert mail.tokens()[0] == alone(pair, [5, 6, 7], 12)
+
+
+@pytest.mark.parametrize(
+    "second", [Cancel(0), Submit(1, [5], 9, deadline_s=1e-9)], ids=["cancelled", "late"]
+)
+def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: Message) -> None:
+    first = Submit(0, [5], 9, deadline_s=1e-9 if isinstance(second, Submit) else None)
+    mail, ticks = Script((0, first), (0, second)), iter(range(100))
+    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
+        driver = Driver(Scheduler(room_of(loops)), mail, clock=lambda: float(next(ticks)))
+        assert not driver.wait(1.0), "other ranks would take a pass without a round for the end"
+    assert {end.reason for end in mail.ends().values()} <= {"cancelled", "deadline"}
+    assert len(mail.ends()) == 1 + isinstance(second, Submit)
+
+
+def test_a_pass_has_a_round_though_its_only_request_is_cancelled_meanwhile(pair: TinyPair) -> None:
+    mail = Script((0, Submit(0, [5], 9)), (1, Cancel(0)))
+    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
+        driver = Driver(Scheduler(room_of(loops)), mail)
+        assert driver.wait(1.0)
+        driver.drive(loops.loop)
+        assert loops.loop.round == 1
+    assert mail.ends()[0].reason == "cancelled"
+
+
+def test_no_round_stores_more_rows_of_prompts_than_a_message_says(pair: TinyPair) -> None:
+    mail, times = Script((0, Submit(0, [5, 6], 9)), (1, Stop())), RowTimes()
+    times.beside = lambda rows, most: 1 << 20  # type: ignore[method-assign]
+    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
+        driver = Driver(Scheduler(room_of(loops)), mail)
+        driver.times = times
+        assert driver.wait(1.0)
+        driver.drive(loops.loop)
+        assert loops.loop.control.fill == MOST_FILL
+    assert driver.is_over
 
 
 class Dice(Goodput):

@@ -67,8 +67,14 @@ class PlacedWorker(ABC):
 
     def reusable(self, slot: int, request: Request) -> int:
         """Returns how many tokens of a new prompt need no forward, since the slot's cache holds
-        them."""
-        held = 0 if self.placement is None else int(self.placement.filled[slot])
+        them.
+
+        None where sequences share the pages: those that a longer sequence has left there belong to
+        others, and of one that never joined nobody knows the tokens.
+        """
+        if self.placement is None or self.placement.pooled:
+            return 0
+        held = int(self.placement.filled[slot])
         return min(self.shared(slot, request), held)
 
     def shared(self, slot: int, request: Request) -> int:
