@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import field
 from functools import partial
@@ -204,6 +204,19 @@ def flags_read(check: Check, config: Checked) -> set[str]:
     with contextlib.suppress(ConfigError):
         check(Reading())
     return names
+
+
+def without(arguments: Sequence[str], name: str) -> list[str]:
+    """Returns a command's arguments without a flag and its value, in every form that is read:
+    --name=…, --name …, and with hyphens."""
+    kept, was_flag = list[str](), False
+    for word in arguments:
+        flag, is_value, was_flag = word.lstrip("-"), was_flag, False
+        if word.startswith("-") and flag.partition("=")[0].replace("-", "_") == name:
+            was_flag = "=" not in flag
+        elif not is_value or word.startswith("--"):
+            kept.append(word)
+    return kept
 
 
 def documented(command: Any, about: str, kind: type) -> Any:

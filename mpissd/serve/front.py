@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
@@ -31,6 +32,7 @@ from mpissd.serve.protocol import SOCKET_VARIABLE
 
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
+_DIE_S = 3.0  # likewise, behind each signal
 _LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
 
 
@@ -57,7 +59,7 @@ def _for_ranks(
     The key stays here: a command line can be read by every user. Where the launcher can let the
     target live when its draft dies, it does.
     """
-    words = [word for word in arguments if not word.lstrip("-").startswith("api_key=")]
+    words = without(arguments, "api_key")
     said = any(word.lstrip("-").startswith("on_draft_loss") for word in arguments)
     if config.drafts and not said and _can_recover():
         return [*words, "--on_draft_loss=ar"], config.num_ranks, ["--enable-recovery"]
@@ -110,9 +112,7 @@ class Front:
         try:
             code = await asyncio.wait_for(ranks.wait(), _LEAVE_S)
         except asyncio.TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                ranks.terminate()  # the launcher ends its ranks
-            code = await ranks.wait()
+            code = await ended(ranks)
         if is_asked:
             return 0
         sys.stderr.write(f"mpissd: serve: the ranks have ended (exit code {code})\n")
@@ -126,6 +126,19 @@ class Front:
         mode = "auto" if self._config.auto else ready.mode
         sys.stdout.write(f"{place} serves {ready.model}{draft} ({mode}); Ctrl-C ends it\n")
         sys.stdout.flush()
+
+
+async def ended(ranks: asyncio.subprocess.Process) -> int:
+    """Ends the launcher, which ends its ranks; returns its exit code.
+
+    One that does not listen is killed: its ranks end when the front's socket is closed.
+    """
+    for end in (ranks.terminate, ranks.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end()
+        with contextlib.suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(ranks.wait(), _DIE_S)
+    return await ranks.wait()
 
 
 async def _started(command: Sequence[str], path: str) -> asyncio.subprocess.Process:

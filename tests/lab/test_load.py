@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import parse_into
+from mpissd.common.flags import parse_into, without
 from mpissd.common.load_row import LoadRow
 from mpissd.lab.load.arrivals import Load, loads, poisson
 from mpissd.lab.load.config import LoadConfig
@@ -250,3 +251,13 @@ def test_a_simulated_model_needs_lengths_and_no_url(tmp_path: Path) -> None:
         load(parse_into(LoadConfig, {**told, "pair": "8b/1b", "mode": "ar"}))
     with pytest.raises(ConfigError, match="with url="):
         parse_into(LoadConfig, {**told, "pair": "8b/1b", "url": "http://h/v1"})
+
+
+@pytest.mark.parametrize(
+    "form", [["--api_key=k"], ["--api-key=k"], ["--api_key", "k"], ["-api_key=k"]]
+)
+def test_no_row_keeps_a_key_in_any_form_that_is_read(form: list[str]) -> None:
+    before, behind = ["load", "--prompts=p"], ["--seed=1"]
+    command = parse([*before, *form, *behind])
+    assert command.config.api_key == "k" and command.config.seed == 1
+    assert without([*before, *form, *behind], "api_key") == [*before, *behind]

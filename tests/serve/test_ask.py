@@ -86,3 +86,12 @@ def test_a_null_is_as_if_it_were_not_there() -> None:
     named = "model max_tokens stream stream_options temperature top_p seed stop n logprobs echo"
     body = json.dumps({**dict.fromkeys(named.split()), "prompt": "x"})
     assert parse(body.encode(), is_chat=False) == Ask(is_chat=False, about="x")
+
+
+def test_values_of_any_depth_are_refused() -> None:
+    """Some are just not too deep for the parser, and too deep to be shown."""
+    for depth in range(1, 2200):
+        body = b'{"prompt": "x", "seed": ' + b"[" * depth + b"]" * depth + b"}"
+        with pytest.raises(Problem) as refused:
+            parse(body, is_chat=False)
+        assert refused.value.status == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mpissd.serve import front
 from tests.needs import module
 from tests.serve.rig import answered, until
 from tests.text import tiny
@@ -143,6 +145,21 @@ def test_the_front_is_killed_and_the_ranks_end(pair: TinyPair, tmp_path: Path) -
         ranks = serving.ranks
         serving.process.kill()
         until(lambda: not Path(f"/proc/{ranks}").exists())
+
+
+def test_a_launcher_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "_DIE_S", 0.3)
+    deaf = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(9)"
+    )
+
+    async def code() -> int:
+        made = await asyncio.create_subprocess_exec(sys.executable, "-c", deaf, stdout=-1)
+        assert made.stdout is not None
+        await made.stdout.readline()
+        return await asyncio.wait_for(front.ended(made), 5)
+
+    assert asyncio.run(code()) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

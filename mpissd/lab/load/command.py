@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.flags import without
 from mpissd.common.load_row import LoadRow
 from mpissd.common.output import append_row, check_output
 from mpissd.lab.load.arrivals import Load, digest, loads
@@ -87,7 +88,7 @@ def _kept(
 
 def provenance() -> dict[str, Any]:
     """Returns where, when and by which command a load was measured; a key is left out."""
-    words = [word for word in sys.argv[1:] if not word.lstrip("-").startswith("api_key")]
+    words = without(sys.argv[1:], "api_key")
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {
         "time": now,

@@ -18,7 +18,10 @@ _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer"
 
 def shown(value: Any) -> str:
     """Returns a JSON value as text, cut to a length that fits a message."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # as deep as the parser just takes
+        text = type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
