@@ -4,17 +4,15 @@
 
 Forwards are captured, over random float16 weights, with keys and values that were computed; the
 floor is weights, LM head and the keys and values that a forward reads, over the read rate of the
-same job. Beside them, in the same job: our separate kernels, PyTorch compiled with a static cache
-in a CUDA graph, and Hugging Face generate, over the same weights. A row counts only where the same
-kernels say Hugging Face's tokens in float32 (`parity`). Rows go to OUT/T1.jsonl; bars.py makes the
-table.
+same job. Beside them, in the same job: PyTorch compiled with a static cache in a CUDA graph, and
+Hugging Face generate, over the same weights. A row counts only where the same kernels say Hugging
+Face's tokens in float32 (`parity`). Rows go to OUT/T1.jsonl; bars.py makes the table.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from mpissd.common.errors import GateError
 from mpissd.common.records import is_stable
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.lab.limits.bar import RUNS
+from mpissd.lab.limits.bar import OURS, RUNS
 from mpissd.lab.limits.bars import add
 from mpissd.lab.limits.model import (
     WholeModel,
@@ -105,9 +103,8 @@ class Whole:
         parity = self._parity(model, others)
         for case in sorted(cases, key=lambda case: case.context):
             model.fill(case.context, len(case.counts))
-            for way, whole in (("whole", True), ("separate", False)):
-                for _ in range(RUNS if whole else 1):
-                    self._forward(model, case, way, self._taken(model, case, whole), parity)
+            for _ in range(RUNS):
+                self._forward(model, case, OURS, self._taken(model, case), parity)
         self._launches(model)
         if name == "8b":
             self._prompt(model)
@@ -143,15 +140,14 @@ class Whole:
             raise GateError(f"{model.name}: not Hugging Face's tokens, by a margin of {worst:.1e}")
         return is_equal
 
-    def _taken(self, model: WholeModel, case: Case, whole: bool) -> list[float]:
+    def _taken(self, model: WholeModel, case: Case) -> list[float]:
         """Returns the device seconds of this case's forwards."""
-        with chosen(model, whole):
-            program, taken = model.program(case.rows), []
-            tokens = model.tokens(case.rows, slot=99)
-            for places in case.places():
-                model.set(tokens, places)
-                taken.append(timed(program))
-            program.close()
+        program, taken = model.program(case.rows), []
+        tokens = model.tokens(case.rows, slot=99)
+        for places in case.places():
+            model.set(tokens, places)
+            taken.append(timed(program))
+        program.close()
         return [float(seconds) for seconds in np.mean(taken, axis=0)]
 
     def _forward(
@@ -216,18 +212,6 @@ class Whole:
         row = {"what": what, "tp": 1, "device": self._backend.info.name, **values}
         add(self._out, [row])
         print(line_of(row), flush=True)
-
-
-@contextmanager
-def chosen(model: WholeModel, whole: bool) -> Iterator[None]:
-    """Chooses, inside the block, the fused kernel or separate ones."""
-    ops: Any = type(model.stack.weights.ops)
-    before = getattr(ops, "whole", False)
-    ops.whole = whole
-    try:
-        yield
-    finally:
-        ops.whole = before
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mpissd.lab.limits.bar import FRACTION, MS, US, Bar
+from mpissd.lab.limits.bar import FRACTION, MS, OURS, US, Bar
 
 _MODELS = {"8B": "llama-3.1-8b", "1B": "llama-3.2-1b", "SmolLM2": "smollm2-135m-instruct"}
 
@@ -31,7 +31,7 @@ def whole_bars() -> Iterator[Bar]:
 def _forward(number: int, what: str, model: str, limit: float, **at: Any) -> Bar:
     """Returns the bar of a forward: at least a share of the floor, or at most some seconds."""
     beside = {"what": "whole", "model": _MODELS[model], **at}
-    where = {**beside, "way": "whole", "parity": True}
+    where = {**beside, "way": OURS, "parity": True}
     if limit > 0.1:
         return Bar(number, what, "floor_fraction", where, limit, least=True, beside=beside)
     return Bar(number, what, "seconds", where, limit, unit=MS, beside=beside)
