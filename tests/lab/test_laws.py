@@ -272,18 +272,29 @@ def test_a_row_of_text_is_a_source(tmp_path: Path) -> None:
     told |= {"learned": counts, "weights": None, "fan_out": [3, 3, 3]}
     (tmp_path / "runs.jsonl").write_text(json.dumps({**newest, **told}) + "\n")
     (tmp_path / "rounds").mkdir()
-    # round, id, epoch, k, bonus, source, hit, num_draft; the last line served one token alone
+    # round, id, epoch, k, bonus, source, hit, num_draft; two lines served one token alone, and a
+    # fast backup (source 3) served one
     text = "0 4 0 2 9 2 0 2; 0 7 0 0 9 2 0 2; 1 4 0 1 9 1 1 2; 1 7 0 1 9 2 0 2; 2 4 0 0 9 2 0 2"
-    lines = [line.split() for line in (text + "; 3 4 0 1 9 1 1 1").split(";")]
+    text += "; 2 7 0 1 9 2 0 1; 3 4 0 1 9 1 1 1; 3 7 0 2 9 3 0 2; 4 7 0 2 9 1 1 2"
+    lines = [line.split() for line in text.split(";")]
     np.savez(tmp_path / "rounds" / "r.npz", sequences=np.array(lines, np.int64))
     (source,) = read(str(tmp_path))
     of = source.at(2)
     assert of is not None and source.at(3) is None and of.temperature == 0.7
-    assert of.sequence.tolist() == [0, 0, 0, 1, 1] and of.accepted.tolist() == [2, 1, 0, 0, 1]
-    assert of.position.tolist() == [0, 3, 5, 0, 1]
+    assert of.sequence.tolist() == [0, 0, 0, 1, 1, 1]
+    assert of.accepted.tolist() == [2, 1, 0, 0, 1, 2]
+    assert of.position.tolist() == [0, 3, 5, 0, 1, 8]
     missed = [None if np.isnan(x) else x for x in of.missed]
-    assert missed == [0, 1, None, 1, None]
+    assert missed == [0, 1, 0, 1, 1, None]
     (at,) = measured([source], 2)["laws"]
-    assert at["accepted"] == [2, 2, 1] and at["fast"] == {}
+    assert at["accepted"] == [2, 2, 2] and at["fast"] == {}
     assert at["rejected"]["ranks"] == [7, 0, 0] and at["rejected"]["beyond"] == 5
     assert at["complete"]["ranks"] == [9, 1, 0] and at["complete"]["outside"] is None
+    short = np.array(lines, np.int64)
+    short[:, 7] = 1
+    np.savez(tmp_path / "rounds" / "r.npz", sequences=short)
+    with pytest.raises(ConfigError, match="no round of 2 tokens"):
+        [*read(str(tmp_path))]
+    (tmp_path / "rounds" / "r.npz").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(ConfigError, match=r"r\.npz"):
+        [*read(str(tmp_path))]

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.workload.replay.recording import Ids, Recorded, Recording
 from mpissd.engine.workload.replay.stream import copied
@@ -132,24 +134,38 @@ def of_row(row: Row, rounds: Path) -> Outcomes:
     try:
         with np.load(rounds, allow_pickle=False) as archive:
             lines = archive["sequences"]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
-    whole = lines[lines[:, 7] == row.lookahead]  # shorter speculations have other laws
-    order = np.lexsort((whole[:, 0], whole[:, 1]))
-    ids, k = whole[order, 1], whole[order, 3]
+    lines = lines[np.lexsort((lines[:, 0], lines[:, 1]))]
+    position = _emitted_before(lines[:, 1], lines[:, 3])
+    missed = _missed(lines[:, 1], lines[:, 6], row.mode == "ssd")
+    kept = _drafted_whole(lines, row)
+    ids, k = lines[kept, 1], lines[kept, 3]
+    if not len(ids):
+        what = f"row {row.run_id!r}: no round of {row.lookahead} tokens by the draft"
+        raise ConfigError(f"{what}: allowed: longer answers")
     return Outcomes(
         source=f"{row.run_id}",
         lookahead=row.lookahead,
         temperature=row.temperature or 0.0,
         sequence=np.unique(ids, return_inverse=True)[1].reshape(-1),
-        position=_emitted_before(ids, k),
+        position=position[kept],
         accepted=k,
         rank=None,
         limit=max(row.fan_out or [0]),
-        missed=_missed(ids, whole[order, 6], row.mode == "ssd"),
+        missed=missed[kept],
         knows_vocabulary=False,
         counted=_counted(row.learned or {}),
     )
+
+
+def _drafted_whole(lines: Array, row: Row) -> NDArray[np.bool_]:
+    """Returns which rounds served K tokens of the draft's.
+
+    Shorter speculations, and in SSD those that a fast backup looked up, have other laws.
+    """
+    whole = lines[:, 7] == row.lookahead
+    return np.asarray(whole & (lines[:, 5] != Source.FAST) if row.mode == "ssd" else whole)
 
 
 def _emitted_before(ids: Array, accepted: Array) -> Array:
