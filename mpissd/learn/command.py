@@ -71,7 +71,8 @@ def work(rank: int, config: DistillConfig, place: str, started: float) -> int:
             print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
 
     source = read(config)
-    group = join(rank, config.processes, place, config.device != "cpu" and _has_gpu())
+    gpu = config.device != "cpu" and _has_gpu()
+    group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
     job = Distillation(config, source, log, group)
     job.sample()
     code = 0

@@ -46,6 +46,8 @@ def _asked(name: str, tokenizer: Chat) -> Exam:
         texts = [str(line["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f'prompts={name!r}: allowed: lines {{"prompt": …}}: {error}') from error
+    if not texts:
+        raise ConfigError(f"prompts={name!r}: no prompt: allowed: one or more")
     return Exam([tokenizer.chat([{"role": "user", "content": text}]) for text in texts])
 
 

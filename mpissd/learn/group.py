@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WAIT = timedelta(seconds=300)  # for the slowest process, whose first steps may still compile
+WAIT_S = 300  # for the slowest process, whose first steps may still compile
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,15 @@ class Group:
             dist.destroy_process_group()
 
 
-def join(rank: int, size: int, place: str, gpu: bool) -> Group:
-    """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo."""
+def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> Group:
+    """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo.
+
+    busy_s: how long one of them may do something alone, while the others wait for it.
+    """
     if size > 1:
         if gpu:
             torch.cuda.set_device(rank)
         where = {"init_method": f"file://{place}", "rank": rank, "world_size": size}
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=WAIT, **where)
+        wait = timedelta(seconds=WAIT_S + min(busy_s, 86400.0))
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=wait, **where)
     return Group(rank, size)

@@ -175,9 +175,9 @@ class Distillation:
                 draft = cut(self.target, config.layer_numbers, ids)
             else:
                 draft = fresh(self.target, architecture, ids, config.seed)
-        if config.head == "target":
-            draft = draft._replace(head=draft.head.detach())
         head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
+        if config.head == "target":  # an earlier draft may have come with a head of its own
+            draft = draft._replace(head=self.target.head[head_ids].float())
         draft_blocks = blocks_of(architecture, self.blocks.dtype)
         pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
         return pair, architecture

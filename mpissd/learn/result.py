@@ -97,10 +97,6 @@ class Result:
         answers: (name, samples) each; those that are reached before the deadline.
         """
         rounded = dataclasses.replace(self.pair, draft=mapped(self.pair.draft, _rounded))
-        if self.config.head == "target":  # it is read from the target, which is not rounded again
-            rounded = dataclasses.replace(
-                rounded, draft=rounded.draft._replace(head=self.pair.draft.head)
-            )
         self.report |= {"evaluation": {}, "before_quantising": {}}
         for name, asked in answers:
             self._judged(name, asked, rounded, deadline, log)

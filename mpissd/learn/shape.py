@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.llama import Layer, Llama, Tensor, mapped
@@ -30,11 +29,8 @@ def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Int
 def cut(target: Llama, layers: Sequence[int], head_ids: Ints) -> Llama:
     """Returns a draft of the target's layers that can be trained, in float32.
 
-    Its embedding is the target's own, whole and frozen. Raises ConfigError for a layer that the
-    target does not have.
+    Its embedding is the target's own, whole and frozen.
     """
-    if beyond := [number for number in layers if number >= len(target.layers)]:
-        raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {len(target.layers) - 1}")
     return started(target, tuple(target.layers[number] for number in layers), head_ids)
 
 

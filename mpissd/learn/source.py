@@ -16,6 +16,7 @@ from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.exam import Exam, read_exams
+from mpissd.learn.form import draft_config
 from mpissd.learn.mould import Mould, mould_of
 
 
@@ -45,8 +46,19 @@ def read(config: DistillConfig) -> Source:
     if tokenizer.vocab_size > vocab:
         told = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
         raise ConfigError(f"target={config.target}: {told}: allowed: the tokenizer of the weights")
+    _check_draft(config, checkpoint)
     exams = read_exams(config.prompts, tokenizer, vocab)
     return Source(checkpoint, tokenizer, mould_of(tokenizer), exams, _start(config, checkpoint))
+
+
+def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
+    """Refuses layers and shapes of which no draft can be made, before time goes into samples."""
+    for form in config.forms:
+        draft_config(target.config, form, 0)
+    last = target.config.shape.num_layers - 1
+    beyond = [number for number in config.layer_numbers if number > last]
+    if beyond and not config.forms and not config.start:
+        raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
 
 
 def _start(config: DistillConfig, target: Checkpoint) -> Checkpoint:

@@ -86,6 +86,27 @@ def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path
     assert "started as an earlier draft" in card and "20% of it" in card
 
 
+def test_a_head_that_is_the_target_s_replaces_an_earlier_draft_s_own(
+    target: Path, tmp_path: Path
+) -> None:
+    """The later draft's files hold no head, so that it must not be trained with another one."""
+    import torch
+
+    from mpissd.learn.config import DistillConfig
+    from mpissd.learn.group import Group
+    from mpissd.learn.job import Distillation
+    from mpissd.learn.source import read
+
+    out = tmp_path / "own"
+    code, told = distill(f"--target={target}", f"--out={out}", "--steps=5", *SMALL)
+    assert code == 0, told
+    config = DistillConfig(target=str(target), start=str(out), head="target", device="cpu")
+    job = Distillation(config, read(config), lambda text: None, Group())
+    pair, _ = job._start(None)
+    assert torch.equal(pair.draft.head, job.target.head[pair.head_ids])
+    assert not pair.draft.head.requires_grad
+
+
 def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
     shapes = "1x8x4x192,2x4x2x96"
     flags = [f"--target={target}", f"--out={tmp_path}", "--steps=20", f"--shapes={shapes}"]
@@ -105,6 +126,8 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "shape": ({}, ["--shapes=2x3x2x64"], "heads a multiple of KV heads"),
     "length": ({}, ["--length=48,x"], "whole numbers >= 48"),
     "layer": ({}, ["--layers=0,9"], "layers=9: allowed: 0 to 3"),
+    "width": ({}, ["--shapes=2x1x1x64"], "heads that are 32 wide together"),
+    "no prompt": ({}, ["--prompts={home}/none.jsonl"], "no prompt: allowed: one or more"),
     "processes": ({}, ["--processes=0"], "processes=0"),
 }
 
@@ -113,12 +136,14 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> None:
     tokenizer, flags, expected = BAD[name]
     path = folder(tmp_path, **tokenizer)
-    flags = [*SMALL, "--steps=1", *flags]
+    (tmp_path / "none.jsonl").write_text("")
+    flags = [*SMALL, "--steps=1", *(each.format(home=tmp_path) for each in flags)]
     code, told = distill(f"--target={path}", f"--out={tmp_path / 'out'}", *flags)
     lines = [line for line in told.splitlines() if line.startswith("mpissd: ")]
     assert code == 2 and "Traceback" not in told, told
     assert len(lines) == 1 and expected in lines[0], told
     assert not list(tmp_path.glob("out/*")), "half written"
+    assert " s  " not in told, "refused before anything is sampled"
 
 
 def test_a_tokenizer_of_another_model_and_a_draft_of_another_target_are_refused(
