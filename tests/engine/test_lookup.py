@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,25 @@ def test_a_sequence_may_arrive_in_pieces(kind: str, tokens: list[int], data: st.
         assert piecewise.drafted(3) == before.drafted(3)
     piecewise.follow(tokens)
     assert piecewise.drafted(5) == at_once.drafted(5)
+
+
+class Counted(list[int]):
+    """A list that counts how often it is written to."""
+
+    writes = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.writes += 1
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_token_takes_bounded_time_in_a_text_that_repeats_itself(period: int) -> None:
+    lookup, tokens = SuffixLookup(), [n % period for n in range(3000)]
+    lookup._end = counted = Counted(lookup._end)
+    lookup.follow(tokens)
+    assert counted.writes < 260 * len(tokens), "time grows with the context"
+    assert lookup.drafted(1) == [tokens[-period]]
 
 
 def test_a_short_occurrence_is_padded() -> None:

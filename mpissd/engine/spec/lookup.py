@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 LOOKUPS = ("prompt", "suffix")
 LONGEST = 3  # tokens that prompt lookup compares, by default
+_DEEPEST = 256  # nested suffixes whose latest place a token updates; a text of one token has n
 
 
 class Lookup(ABC):
@@ -80,7 +81,9 @@ class SuffixLookup(Lookup):
     """Finds the latest earlier occurrence of the longest suffix that occurred before.
 
     A state of the automaton stands for the substrings that end at the same places. The longest
-    suffix that also ends elsewhere is the one that the newest state's link stands for.
+    suffix that also ends elsewhere is the one that the newest state's link stands for. Beyond
+    _DEEPEST nested suffixes, in a text that says one thing over and over, a shorter one's place
+    may be an earlier than its latest.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,9 @@ class SuffixLookup(Lookup):
         self._last = new
         above = self._link[new]
         self._found = self._end[above] if above else 0
-        while above > 0:  # these substrings have just occurred again
+        for _ in range(_DEEPEST):  # these substrings have just occurred again
+            if above <= 0:
+                break
             self._end[above] = len(self.tokens)
             above = self._link[above]
 
