@@ -42,9 +42,7 @@ def load_goodput(numbers: pd.DataFrame) -> str:
     told = []
     for name, part in _panels(numbers):
         best = part.loc[part.groupby("x")["y"].idxmax()]
-        uses = ", ".join(
-            f"{p['x']:g} GPUs {p['y']:.2f}/s ({p['series']})" for _, p in best.iterrows()
-        )
+        uses = ", ".join(_good(point) for _, point in best.iterrows())
         most = part.loc[part["per_gpu"].idxmax()]
         told.append(f"{name}: {uses}; most per GPU: {most['series']}.")
     return " ".join(told)

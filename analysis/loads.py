@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import pandas as pd
@@ -36,7 +37,7 @@ def complete(line: Mapping[str, Any], folder: Path) -> Line:
         raise ValueError(f"it has no {missing[0]}")
     try:
         return _columns(LoadRow.from_dict(line), folder)
-    except OSError as error:
+    except (OSError, EOFError, BadZipFile) as error:
         raise ValueError(str(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not as a load's values are: {error!r}") from error

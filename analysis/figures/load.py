@@ -45,12 +45,8 @@ def load_speedup(data: Data) -> Poster:
         for label, style, rows in _series(part):
             if rows["load_id"].isin(base["load_id"]).all():
                 continue
-            found = [
-                (rate, speedup(base[base["rate"] == rate], x)) for rate, x in rows.groupby("rate")
-            ]
-            known = [(rate, *gain) for rate, gain in found if gain is not None]
-            if known:
-                x, y, low, high = zip(*known, strict=True)
+            if gains := _gains(base, rows):
+                x, y, low, high = zip(*gains, strict=True)
                 poster.line(ax, label, x, y, low=low, high=high, **style)
         parity(ax, text="AR")
         _over_rate(ax)
