@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.cli.arguments import parse
-from mpissd.common.errors import ConfigError
+from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
 from mpissd.common.load_row import LoadRow
 from mpissd.lab.load.arrivals import Load, loads, poisson
@@ -261,3 +262,36 @@ def test_no_row_keeps_a_key_in_any_form_that_is_read(form: list[str]) -> None:
     command = parse([*before, *form, *behind])
     assert command.config.api_key == "k" and command.config.seed == 1
     assert without([*before, *form, *behind], "api_key") == [*before, *behind]
+
+
+def test_a_server_of_another_kind_fails_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    httpx = module("httpx", "the extra serve")
+    from mpissd.lab.load.client import Client
+    from mpissd.lab.load.command import load
+
+    with pytest.raises(ConfigError, match="url=http://h:port/v1"):
+        load(config(tmp_path, url="http://h:port/v1"))
+    given = config(tmp_path, url="http://h/v1", requests="2", rate="100")
+
+    async def asked(models: Any, line: str) -> list[int]:
+        def answer(request: Any) -> Any:
+            if request.method == "GET":
+                return httpx.Response(200, json=models)
+            return httpx.Response(200, text=f"data: {line}\n\n")
+
+        async with Client(given) as client:
+            client._http = httpx.AsyncClient(
+                base_url="http://h/v1/", transport=httpx.MockTransport(answer)
+            )
+            await client.about()
+            (planned,) = loads(given)
+            return [each.status for each in await client.send_all(planned)]
+
+    models = {"data": [{"id": "m"}]}
+    for line in ("[]", "5", '{"choices": [7]}', "{"):
+        assert asyncio.run(asked(models, line)) == [599, 599]
+    for other in ([], {"data": ["m"]}, {"data": 5}):
+        with pytest.raises(FaultError, match="no models there"):
+            asyncio.run(asked(other, "{}"))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import httpx
 
 _FAILED = 599  # a connection that broke, or an answer that did
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
 _KEY_VARIABLE = "MPISSD_API_KEY"
 
 
@@ -25,7 +26,7 @@ class Client:
     """Asks one server. Use it in an `async with` block."""
 
     def __init__(self, config: LoadConfig) -> None:
-        """Raises ConfigError without httpx."""
+        """Raises ConfigError without httpx, and for a URL that is none."""
         try:
             import httpx
         except ImportError as error:
@@ -33,8 +34,12 @@ class Client:
         key = config.api_key or os.environ.get(_KEY_VARIABLE)
         self._broken = httpx.HTTPError
         self._config, self.url = config, config.url or DEFAULT_URL
+        try:
+            base = httpx.URL(self.url.rstrip("/") + "/")
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"url={self.url}: {error}: allowed: http://HOST:PORT/v1") from error
         self._http = httpx.AsyncClient(
-            base_url=self.url.rstrip("/") + "/",
+            base_url=base,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=config.deadline_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -57,13 +62,10 @@ class Client:
             answer = await self._http.get("models")
             found = answer.raise_for_status().json()["data"]
             self.model = self.model or found[0]["id"]
-        except (self._broken, ValueError, LookupError, TypeError) as error:
+            of_model = [each.get("mpissd") for each in found if each["id"] == self.model]
+        except (self._broken, *_DAMAGED) as error:
             raise FaultError(f"url={self.url}: no models there: {error}") from error
-        about: Mapping[str, Any] = {}
-        for each in found:
-            if each["id"] == self.model:
-                about = each.get("mpissd") or {}
-        return about
+        return next((about for about in of_model if about), {})
 
     async def send_all(self, load: Load) -> list[Served]:
         """Sends each request of a load at its time; returns what became of them."""
@@ -76,7 +78,7 @@ class Client:
         late = time.monotonic() - due
         try:
             return await self._asked(due, arrival, late)
-        except (self._broken, ValueError, LookupError, TypeError):
+        except (self._broken, *_DAMAGED):
             return Served(arrival.at_s, _FAILED, late_s=late)
 
     async def _asked(self, due: float, arrival: Arrival, late: float) -> Served:
