@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.quantize import BLOCK
 
 
 @dataclass(frozen=True)
@@ -32,27 +30,3 @@ def form_of(text: str) -> Form:
         told = "allowed: LAYERSxHEADSxKV_HEADSxFFN, heads a multiple of KV heads, FFN of 32"
         raise ConfigError(f"shapes={text}: {told}")
     return Form(text, *numbers)
-
-
-def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
-    """Returns the architecture of a draft with a reduced head; form: or a number of layers.
-
-    Raises ConfigError for heads whose outputs cannot be quantised in blocks.
-    """
-    shape = replace(target.shape, name=f"{target.shape.name}-draft")
-    if isinstance(form, int):
-        shape = replace(shape, num_layers=form)
-    else:
-        shape = replace(
-            shape,
-            num_layers=form.layers,
-            num_heads=form.heads,
-            num_kv_heads=form.kv_heads,
-            ffn=form.ffn,
-        )
-    if shape.q_width % BLOCK:
-        told = f"{shape.num_heads} heads of {shape.head_dim}"
-        raise ConfigError(
-            f"shapes: {told}: allowed: heads that are {BLOCK} wide together, or 64, …"
-        )
-    return replace(target, shape=shape, tied=False, head_vocab=head_vocab)

@@ -15,14 +15,14 @@ import torch
 from mpissd.common.errors import ConfigError
 from mpissd.learn import exam
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.form import Form, draft_config
+from mpissd.learn.form import Form
 from mpissd.learn.group import Group
 from mpissd.learn.llama import angles, blocks_of, compiled, load, mapped
 from mpissd.learn.openings import Openings
 from mpissd.learn.pair import Pair
 from mpissd.learn.result import SAVING_S, Result
 from mpissd.learn.sample import USER, Sampler, Samples, blank
-from mpissd.learn.shape import cut, frequent_tokens, fresh, trained
+from mpissd.learn.shape import cut, draft_config, frequent_tokens, fresh, trained
 from mpissd.learn.source import Source
 from mpissd.learn.train import Plan, Told, train
 

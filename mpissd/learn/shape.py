@@ -1,17 +1,46 @@
-"""The draft's starting point: layers of the target, fresh ones, or an earlier draft."""
+"""The draft's architecture, and its starting point: layers of the target, fresh ones, or an earlier
+draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.quantize import BLOCK
+from mpissd.learn.form import Form
 from mpissd.learn.llama import Layer, Llama, Tensor, mapped
 
 INITIAL = 0.02  # standard deviation of fresh weights
+
+
+def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
+    """Returns the architecture of a draft with a reduced head; form: or a number of layers.
+
+    Raises ConfigError for heads whose outputs cannot be quantised in blocks.
+    """
+    shape = replace(target.shape, name=f"{target.shape.name}-draft")
+    if isinstance(form, int):
+        shape = replace(shape, num_layers=form)
+    else:
+        shape = replace(
+            shape,
+            num_layers=form.layers,
+            num_heads=form.heads,
+            num_kv_heads=form.kv_heads,
+            ffn=form.ffn,
+        )
+    if shape.q_width % BLOCK:
+        told = f"{shape.num_heads} heads of {shape.head_dim}"
+        raise ConfigError(
+            f"shapes: {told}: allowed: heads that are {BLOCK} wide together, or 64, …"
+        )
+    return replace(target, shape=shape, tied=False, head_vocab=head_vocab)
 
 
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:

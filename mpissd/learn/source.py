@@ -16,8 +16,8 @@ from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.exam import Exam, read_exams
-from mpissd.learn.form import draft_config
 from mpissd.learn.mould import Mould, mould_of
+from mpissd.learn.shape import draft_config
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str
         (("--fan_out=list:0,1,1,1,1", "--p_hit=0.5"), "every F_k from 1"),
         (("--p_hit=0.5", "--hit_a=1"), "allowed: one law"),
         (("--p_hit=0.5", "--hit_law=smollm2-own"), "allowed: one law"),
-        (("--hit_law=smollm2",), "unknown hit_law 'smollm2': did you mean 'smollm2-own'?"),
+        (("--hit_law=smollm2-on",), "unknown hit_law 'smollm2-on': did you mean 'smollm2-own'?"),
         (("--hit_r=0",), "hit_r=0.0: allowed: above 0"),
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--acceptance=beta:3",), "unknown acceptance 'beta'"),

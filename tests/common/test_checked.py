@@ -21,7 +21,8 @@ from mpissd.lab.sweep.plan import make_plan
 from tests.common.refusals import REFUSED
 
 COMMANDS = [spec.config for spec in SPECS.values()]
-HOLDERS = [kind for kind in COMMANDS if {"mode", "alpha"} < flags_of(kind).keys()]
+# Those that take all flags of a run; chat, serve and load take some of them.
+HOLDERS = [kind for kind in COMMANDS if {"mode", "alpha", "rounds"} < flags_of(kind).keys()]
 GROUPS = RunConfig.__bases__
 NEEDED = {"SweepConfig": {"grid": "seed=0,1"}}
 

@@ -66,12 +66,12 @@ def check_rows(rollout: SampledRollout, starts: list[list[int]], fans: tuple[int
     assert rollout.q is not None
     for lane, start in enumerate(starts):
         tokens = rollout.tokens[lane].tolist()
-        for place, row in enumerate(rollout.proposals(lane)):
+        for place, row in enumerate(rollout.proposals(lane, K)):
             logits = MODEL.logits(MODEL.context([*start, *tokens[:place]]))
             damped = sampling.probabilities(logits, 0.8, fans[place], 0.25)
             assert row.tobytes() == damped.astype(np.float32).tobytes()
             assert rollout.q[lane, place] == sampling.recorded(row)[tokens[place]]
-        assert len(rollout.proposals(lane)) == K
+        assert len(rollout.proposals(lane, K)) == K
 
 
 def test_branches_draw_from_what_a_hit_will_keep() -> None:
@@ -86,10 +86,10 @@ def test_branches_draw_from_what_a_hit_will_keep() -> None:
     starts = [[*behind(row, k), token] for row, k, token in lanes]
     check_rows(rollout, starts, FANS.after_hit)
     chosen = [len(starts) - 1, 0, 5]
-    kept = [(rollout.tokens[n].tolist(), rollout.proposals(n)) for n in chosen]
+    kept = [(rollout.tokens[n].tolist(), rollout.proposals(n, K)) for n in chosen]
     rollout.keep(chosen, [1, 0, 1])
     for lane, (tokens, proposals) in enumerate(kept):
-        assert rollout.tokens[lane].tolist() == tokens and rollout.proposals(lane) == proposals
+        assert rollout.tokens[lane].tolist() == tokens and rollout.proposals(lane, K) == proposals
     check_rows(rollout, [starts[n] for n in chosen], FANS.after_hit)
 
 
@@ -117,4 +117,4 @@ def test_a_fast_backup_looks_its_tokens_up() -> None:
     rollout = worker.restart(batch, [0, 1], Source.FAST)
     assert rollout.tokens[0].tolist() == [second, 8, 6]
     assert rollout.tokens[1].tolist() == [MODEL.likeliest] * K
-    assert rollout.q is not None and (rollout.q == 1).all() and rollout.proposals(0) == []
+    assert rollout.q is not None and (rollout.q == 1).all() and rollout.proposals(0, K) == []

@@ -32,7 +32,7 @@ if "mpirun" in sys.argv[0]:
 def box(tmp_path: Path) -> Path:
     """The scripts, and a Python and an mpirun that only report."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    for name in ("study.sh", MEASURE):
+    for name in ("study.sh", MEASURE, "h200-whole/measure.sh"):
         (tmp_path / "results" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "results" / name, tmp_path / "results" / name)
     shutil.copy(ROOT / "Makefile", tmp_path)

@@ -22,12 +22,17 @@ torch = module("torch", "PyTorch")
 from mpissd.learn import exam, export  # noqa: E402
 from mpissd.learn.batches import batch_of  # noqa: E402
 from mpissd.learn.evaluate import judge  # noqa: E402
-from mpissd.learn.form import draft_config, form_of  # noqa: E402
+from mpissd.learn.form import form_of  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, named  # noqa: E402
 from mpissd.learn.pair import Losses, Pair  # noqa: E402
 from mpissd.learn.rounds import summary  # noqa: E402
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402
-from mpissd.learn.shape import cut, frequent_tokens, fresh  # noqa: E402
+from mpissd.learn.shape import (  # noqa: E402
+    cut,
+    draft_config,
+    frequent_tokens,
+    fresh,
+)
 from mpissd.learn.train import Plan, Told, train  # noqa: E402
 
 LENGTH, END = 40, 2
