@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.decode.chained import ChainedTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.tiny_pair import TinyPair, config, tiny_pair
 
 V, TOKENS, PAIR = 97, 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}
 # With the answers they cross pages of 64 positions; more prompts than sequences at once.
@@ -88,10 +89,15 @@ def test_a_stop_token_ends_answers(pair: TinyPair, chained: dict[str, int]) -> N
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "mode": "ar"},
 ], ids=["replay", "laws", "one sequence", "AR"])  # fmt: skip
 def test_imposed_outcomes_stay(
-    flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, Any],
+    chained: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    told = {"forward": "transformer", "context": 20, **flags}
-    told |= {"target": "smollm2-135m-instruct@1L", "draft": "smollm2-135m-instruct@1L"}
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(config(1, vocab=49152, heads=2, kv_heads=1, hidden=32)))
+    models = dict.fromkeys(("target", "draft"), str(shape))
+    told = {"forward": "transformer", "context": 20, **models, **flags}
     rounds = 24
     found = decode(rounds, **told).records.sequences()
     assert 0 < chained["ahead"] < chained["rounds"] > 5
