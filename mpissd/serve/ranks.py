@@ -13,11 +13,10 @@ from dataclasses import replace
 
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, FaultError, MpissdError
+from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.stage import Stage
 from mpissd.common.trace import DraftPhase, NullLedger
-from mpissd.common.wait import sharpen_sleep, within
-from mpissd.engine.comm.topology import agree
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.goodput import Goodput, widths_of
 from mpissd.engine.decode.row_times import RowTimes
@@ -25,7 +24,7 @@ from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Machine, Session, open_machine
+from mpissd.engine.session.session import Machine, opened_machine, session_of
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
@@ -40,17 +39,9 @@ def execute_serve(config: ServeConfig) -> int:
     """Serves on all ranks until the front leaves; returns the exit code."""
     sharpen_sleep()
     run = _run_of(config)
-    machine = open_machine(run, run.drafts)
-    try:
+    with opened_machine(run, run.drafts) as machine:
         _serve(machine, config)
-        return 0
-    except FaultError:
-        machine.group.abort()  # a collective that waits for a dead peer would block the device
-        raise
-    finally:
-        guard.stage(Stage.TEARDOWN)
-        with within(config.run.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
-            machine.close()
+    return 0
 
 
 def _run_of(config: ServeConfig) -> RunConfig:
@@ -59,7 +50,7 @@ def _run_of(config: ServeConfig) -> RunConfig:
 
 
 def _serve(machine: Machine, config: ServeConfig) -> None:
-    session = _session(machine, config)
+    session = session_of(machine, _run_of(config), Serving(config.kv_tokens, config.sampling))
     rank = Rank(session)
     gc.collect()
     gc.freeze()  # what lives as long as the job; collections look at the rest alone
@@ -71,21 +62,6 @@ def _serve(machine: Machine, config: ServeConfig) -> None:
     finally:
         session.resources.close()
     rank.close()
-
-
-def _session(machine: Machine, config: ServeConfig) -> Session:
-    """Opens the one session of the job; collective. Raises Refused on every rank."""
-    job, error = None, None
-    try:
-        job = machine.resolve(_run_of(config), Serving(config.kv_tokens, config.sampling))
-    except MpissdError as refused:
-        error = refused
-    agree(machine.topology.world, error)
-    assert job is not None
-    machine.models.expect([job])
-    session = machine.session(job)
-    assert session is not None, "a rank without a part in the job"
-    return session
 
 
 def _drafter(rank: Rank) -> Drafter | None:

@@ -17,10 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
 from mpissd.common.output import make_output
 from mpissd.common.rounds import Request
+from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
 from mpissd.engine.backend.registry import open_backend
@@ -186,14 +188,30 @@ def opened(config: RunConfig) -> Iterator[Session]:
             session.resources.close()
 
 
-def session_of(machine: Machine, config: RunConfig) -> Session:
-    """Returns the session of a machine that runs only this configuration.
+@contextmanager
+def opened_machine(config: RunConfig, num_drafts: int) -> Iterator[Machine]:
+    """Opens this rank's part of a job of several passes, and always closes it within the
+    deadline."""
+    machine = open_machine(config, num_drafts)
+    try:
+        yield machine
+    except FaultError:
+        machine.group.abort()  # a collective that waits for a dead peer would block the device
+        raise
+    finally:
+        guard.stage(Stage.TEARDOWN)
+        with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
+            machine.close()
 
-    Raises Refused on every rank if the configuration cannot run there.
+
+def session_of(machine: Machine, config: RunConfig, serving: Serving | None = None) -> Session:
+    """Returns the session of a machine that runs only this configuration; collective.
+
+    serving: None for a run. Raises Refused on every rank if the configuration cannot run there.
     """
     job, error = None, None
     try:
-        job = machine.resolve(config)
+        job = machine.resolve(config, serving)
     except MpissdError as refused:
         error = refused
     agree(machine.topology.world, error)

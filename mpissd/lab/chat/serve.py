@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from mpissd.common import guard
-from mpissd.common.errors import ConfigError, FaultError, MpissdError
+from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.stage import Stage
 from mpissd.common.trace import LeadPhase
-from mpissd.common.wait import sharpen_sleep, within
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import agree
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Machine, Session, open_machine
+from mpissd.engine.session.session import Machine, Session, opened_machine
 from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 from mpissd.engine.workload.text.workload import TextWorkload
@@ -37,17 +37,9 @@ _SLOT = 0  # of the one sequence
 def execute_chat(config: ChatConfig) -> int:
     """Serves a chat on all ranks until its front leaves; returns the exit code."""
     sharpen_sleep()
-    machine = open_machine(config.of_mode(config.run.mode), config.drafts)
-    try:
+    with opened_machine(config.of_mode(config.run.mode), config.drafts) as machine:
         Server(machine, config).run()
-        return 0
-    except FaultError:
-        machine.group.abort()  # a collective that waits for a dead peer would block the device
-        raise
-    finally:
-        guard.stage(Stage.TEARDOWN)
-        with within(config.run.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
-            machine.close()
+    return 0
 
 
 class Server:

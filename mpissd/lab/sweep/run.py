@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common import guard
-from mpissd.common.errors import ConfigError, FaultError, GateError
+from mpissd.common.errors import ConfigError, GateError
 from mpissd.common.output import append_row, read_rows
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
-from mpissd.common.wait import sharpen_sleep, within
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
-from mpissd.engine.session.session import Machine, open_machine
+from mpissd.engine.session.session import Machine, opened_machine
 from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.commands import planned
@@ -56,16 +56,8 @@ def execute_sweep(config: SweepConfig) -> int:
     """
     sharpen_sleep()
     plan = planned(config)
-    machine = open_machine(config.run, plan.num_drafts)
-    try:
+    with opened_machine(config.run, plan.num_drafts) as machine:
         return Sweep(machine, plan, config).run()
-    except FaultError:
-        machine.group.abort()  # a collective that waits for a dead peer would block the device
-        raise
-    finally:
-        guard.stage(Stage.TEARDOWN)
-        with within(config.run.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
-            machine.close()
 
 
 class Sweep:
