@@ -5,7 +5,7 @@
 #   AS=root|user  DEBIAN=bookworm  BIND="files and folders that pip's configuration names"
 set -eu
 cd "${0%/*}/.."
-command=${2:-make run TP=2 MODE=ssd && make test}
+command=${2:-make run TP=2 MODE=ssd && make check && make test}
 user=${AS:-root} root=$(realpath -m "$1")/${DEBIAN:-bookworm}
 if [ ! -e "$root/home/user" ]; then
     debootstrap --variant=minbase --include=ca-certificates,python3-venv,make,git \
