@@ -50,10 +50,7 @@ LAYERS = {
     "mpissd.ops": 7,
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
-    "mpissd.serve": 10,
-    "mpissd.serve.config": 7,
-    "mpissd.serve.http": 7,
-    "mpissd.serve.protocol": 7,
+    "mpissd.serve": 7,
     "mpissd.ops.doctor": 11,
     "mpissd.cli": 11,
     "mpissd.__main__": 12,
@@ -221,6 +218,18 @@ def test_nothing_imports_itself_around_a_corner() -> None:
         for name, found in all_imports().items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_no_two_wings_need_each_other() -> None:
+    wings = {
+        ".".join(name.split(".")[:2]): set[str]() for name in all_imports() if name.count(".") > 1
+    }
+    for name, found in all_imports().items():
+        here = ".".join(name.split(".")[:2])
+        named = {".".join(i.module.split(".")[:2]) for i in found}
+        wings.get(here, set()).update(named.intersection(wings) - {here})
+    order = list(TopologicalSorter(wings).static_order())
+    assert {"mpissd.serve", "mpissd.lab", "mpissd.engine"} <= set(order)
 
 
 @pytest.mark.parametrize(

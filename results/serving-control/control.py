@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.config import RunConfig, parse_flags
+from mpissd.lab.load.virtual.server import Arrival, Simulated, simulate
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.serve.simulated import Arrival, Simulated, simulate
 
 Floats = NDArray[np.float64]
 Seconds = dict[str, Floats]  # by way

@@ -16,12 +16,12 @@ from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import resolve
+from mpissd.lab.load.virtual import server
+from mpissd.lab.load.virtual.loop import costs_of
+from mpissd.lab.load.virtual.outcomes import outcomes_of
+from mpissd.lab.load.virtual.server import Arrival, simulate
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.recurrence import expect_by_law
-from mpissd.serve import simulated
-from mpissd.serve.outcomes import outcomes_of
-from mpissd.serve.simulated import Arrival, simulate
-from mpissd.serve.virtual import costs_of
 
 RECORDING = "results/recordings/smollm2-chat.npz"
 EMULATED = {"backend": "emulated", "device": "h200", "batch_size": "16", "alpha": "0.8"}
@@ -121,7 +121,7 @@ def test_ssd_is_back_within_20_rounds_of_a_burst(monkeypatch: pytest.MonkeyPatch
             ways.append((len(result.outcome.rows), way.mode))
             super().observe(way, result, round_s)
 
-    monkeypatch.setattr(simulated, "Goodput", Noted)
+    monkeypatch.setattr(server, "Goodput", Noted)
     asked = [Arrival(0.0, 20, 2000), *(Arrival(1.0, 20, 150) for _ in range(60))]
     simulate(config("ssd", 6, batch_size="64", alpha="0.2"), 1, asked, auto=True)
     busy = [n for n, (count, _) in enumerate(ways) if count > 30]

@@ -10,8 +10,8 @@ from mpissd.engine.job import resolve_unopened
 from mpissd.lab.load.arrivals import Load
 from mpissd.lab.load.config import AUTO, LoadConfig
 from mpissd.lab.load.served import ANSWERED, Served
-from mpissd.serve.simulated import Arrival, simulate
-from mpissd.serve.simulated import Served as Answered
+from mpissd.lab.load.virtual.server import Arrival, simulate
+from mpissd.lab.load.virtual.server import Served as Answered
 
 _TOLD = ("drafted", "accepted", "hits", "rounds")
 

@@ -16,11 +16,11 @@ from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.decode.goodput import Goodput, widths_of
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, resolve
+from mpissd.lab.load.virtual.loop import VirtualLoop, costs_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import End, Message, Submit, Tokens
-from mpissd.serve.virtual import VirtualLoop, costs_of
 
 _PAGE = 64
 

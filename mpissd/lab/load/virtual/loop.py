@@ -17,8 +17,8 @@ from mpissd.engine.decode.goodput import warm_sizes
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job, fine_buckets
+from mpissd.lab.load.virtual.outcomes import Outcomes, outcomes_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.serve.outcomes import Outcomes, outcomes_of
 
 _MOST_ROWS = 512  # of a forward over a prompt alone
 

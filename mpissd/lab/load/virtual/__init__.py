@@ -1,0 +1,1 @@
+"""A server in virtual time: the real driver, scheduler and controller over modelled rounds."""
