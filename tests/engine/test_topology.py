@@ -45,6 +45,15 @@ def test_a_world_is_t_and_d() -> None:
             check_world(size, drafts)
 
 
+def test_a_world_of_groups_divides_its_targets() -> None:
+    assert [check_world(size, 1, 2) for size in (3, 5, 17)] == [1, 2, 8]
+    assert check_world(10, 2, 4) == 2
+    with pytest.raises(ConfigError, match=r"groups=2 and num_drafts=1, .* T=0 .* at least 3"):
+        check_world(2, 1, 2)
+    with pytest.raises(ConfigError, match="3 target ranks do not divide into 2 groups"):
+        check_world(4, 1, 2)
+
+
 def test_this_process_has_a_core() -> None:
     assert usable_cores()
 

@@ -174,9 +174,24 @@ def topology(world: MPI.Intracomm) -> None:
         open_topology(world.size)
 
 
+def target_groups(world: MPI.Intracomm) -> None:
+    """Groups of equal size, then drafts; each group has a communicator and a lead of its own."""
+    found = open_topology(1, groups=2)
+    tp = (world.size - 1) // 2
+    assert (found.tp, found.groups, found.num_drafts) == (tp, 2, 1)
+    assert found.first_draft == world.size - 1
+    assert found.is_draft == (world.rank == world.size - 1)
+    assert found.is_lead == (world.rank == 0)
+    assert found.leads_group == (world.rank in (0, tp))
+    assert found.group.size == (1 if found.is_draft else tp)
+    assert found.group_index == world.rank // tp
+    together = found.group.allgather(world.rank)
+    assert together == [r for r in range(world.size) if r // tp == world.rank // tp]
+
+
 CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
     check.__name__: check
-    for check in (group, transformer, missing_rank, plans, link, refused, topology)
+    for check in (group, transformer, missing_rank, plans, link, refused, topology, target_groups)
 }
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ pytestmark = needs_mpi
         ("group transformer", 2),
         ("group", 4),
         ("missing_rank", 2),
-        ("group transformer plans link refused topology", 3),
+        ("group transformer plans link refused topology target_groups", 3),
+        ("target_groups", 5),
     ],
 )
 def test_between_ranks(checks: str, num_ranks: int) -> None:

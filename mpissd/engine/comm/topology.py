@@ -1,4 +1,4 @@
-"""The ranks' roles: T target ranks, then D draft ranks; target rank 0 is the lead.
+"""The ranks' roles: G groups of T target ranks, then D draft ranks; rank 0 is the job's lead.
 
 The functions launcher_… read from the environment what the launcher says of this process, before
 MPI starts.
@@ -44,29 +44,44 @@ def _launcher(environ: Mapping[str, str], which: int) -> int | None:
     return None
 
 
-def check_world(world_size: int, num_drafts: int) -> int:
-    """Returns T = world_size - num_drafts; raises ConfigError where that leaves no target rank."""
-    tp = world_size - num_drafts
-    if tp < 1:
+def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
+    """Returns T = (world_size - num_drafts) / groups.
+
+    Raises ConfigError where that leaves a group without target ranks, or divides into unequal ones.
+    """
+    targets = world_size - num_drafts
+    if targets < groups:
+        each = "" if groups == 1 else f"groups={groups} and "
         raise ConfigError(
             f"world of {world_size} rank{'s' * (world_size != 1)} is too small for "
-            f"num_drafts={num_drafts}, which leaves T={max(0, tp)} beside D={num_drafts}: "
-            f"mpirun -np T+D needs at least {num_drafts + 1}"
+            f"{each}num_drafts={num_drafts}, which leaves T={max(0, targets) // groups} beside "
+            f"D={num_drafts}: mpirun -np {'G·' * (groups > 1)}T+D needs at least "
+            f"{num_drafts + groups}"
         )
-    return tp
+    if targets % groups:
+        raise ConfigError(
+            f"world of {world_size} ranks with groups={groups} and num_drafts={num_drafts}: "
+            f"{targets} target ranks do not divide into {groups} groups: mpirun -np G·T+D"
+        )
+    return targets // groups
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place in the world. Ranks 0 … T-1 are targets, ranks T … T+D-1 are drafts."""
+    """This rank's place in the world.
+
+    Ranks g·T … g·T+T-1 are the targets of group g of G; ranks G·T … G·T+D-1 are the drafts, which
+    all groups share.
+    """
 
     world: MPI.Comm
-    group: MPI.Comm  # the ranks with this rank's role
+    group: MPI.Comm  # the ranks with this rank's role; of targets, those of one group
     tp: int
     num_drafts: int
     local_rank: int
     hosts: tuple[str, ...]  # the name of each world rank's host
     cores_a_rank: float  # usable cores for each rank, on the host with the fewest
+    groups: int = 1  # G, the target groups
 
     def waiter(self, deadline_s: float) -> Waiter:
         """Returns how this rank waits.
@@ -81,17 +96,32 @@ class Topology:
         return Waiter(deadline_s, spin=False)
 
     @property
+    def first_draft(self) -> int:
+        """World rank of the first draft, G·T."""
+        return self.groups * self.tp
+
+    @property
     def is_lead(self) -> bool:
-        """Whether this is target rank 0."""
+        """Whether this is the job's lead, world rank 0, which prints and writes the files."""
         return self.world.rank == 0
 
     @property
     def is_draft(self) -> bool:
         """Whether this rank drafts."""
-        return self.world.rank >= self.tp
+        return self.world.rank >= self.first_draft
+
+    @property
+    def leads_group(self) -> bool:
+        """Whether this is the lead of a target group: its first rank."""
+        return not self.is_draft and self.world.rank % self.tp == 0
+
+    @property
+    def group_index(self) -> int:
+        """The number of this target rank's group, 0 … G-1; G on a draft."""
+        return min(self.world.rank // self.tp, self.groups)
 
 
-def open_topology(num_drafts: int) -> Topology:
+def open_topology(num_drafts: int, groups: int = 1) -> Topology:
     """Starts MPI and splits the world into targets and drafts. Collective.
 
     Raises ConfigError on every rank where the world is too small, or where the launcher belongs to
@@ -109,19 +139,20 @@ def open_topology(num_drafts: int) -> Topology:
             f"launcher mismatch: it started {launched} processes, but MPI sees {world.size}; use "
             f"the mpirun that belongs to mpi4py's library ({library})"
         )
-    return placed(world, check_world(world.size, num_drafts))
+    return placed(world, check_world(world.size, num_drafts, groups), groups)
 
 
-def placed(world: MPI.Comm, tp: int) -> Topology:
-    """Returns this rank's place in `world`, whose first `tp` ranks are targets. Collective."""
+def placed(world: MPI.Comm, tp: int, groups: int = 1) -> Topology:
+    """Returns this rank's place in `world`, whose first groups·tp ranks are targets. Collective."""
     from mpi4py import MPI
 
-    group = world.Split(int(world.rank >= tp), world.rank)
+    group = world.Split(min(world.rank // tp, groups), world.rank)
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     cores: set[int] = set().union(*node.allgather(usable_cores()))
     cores_a_rank = float(world.allreduce(len(cores) / node.size, op=MPI.MIN))
     hosts = label_hosts(world.allgather((socket.gethostname(), node.bcast(world.rank))))
-    return Topology(world, group, tp, world.size - tp, node.rank, hosts, cores_a_rank)
+    drafts = world.size - groups * tp
+    return Topology(world, group, tp, drafts, node.rank, hosts, cores_a_rank, groups)
 
 
 def label_hosts(names: Sequence[tuple[str, int]]) -> tuple[str, ...]:
@@ -143,10 +174,10 @@ def part_of(topology: Topology, num_drafts: int) -> Topology | None:
 
     if num_drafts == topology.num_drafts:
         return topology
-    world, tp = topology.world, topology.tp
-    works = world.rank < tp + num_drafts
+    world = topology.world
+    works = world.rank < topology.first_draft + num_drafts
     part = world.Split(0 if works else MPI.UNDEFINED, world.rank)
-    return placed(part, tp) if works else None
+    return placed(part, topology.tp, topology.groups) if works else None
 
 
 def usable_cores() -> set[int]:
