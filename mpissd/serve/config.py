@@ -14,6 +14,7 @@ from mpissd.common.implied import with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
+FRONT_FLAGS = ("host", "port", "api_key")  # which the ranks are not told
 AUTO = "auto"
 
 

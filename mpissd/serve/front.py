@@ -25,7 +25,7 @@ from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
-from mpissd.serve.config import KEY_VARIABLE, ServeConfig
+from mpissd.serve.config import FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.http.lead import Lead
 from mpissd.serve.http.listen import bound
 from mpissd.serve.protocol import SOCKET_VARIABLE
@@ -56,10 +56,12 @@ def _for_ranks(
 ) -> tuple[list[str], int, Sequence[str]]:
     """Returns the ranks' arguments, their number, and options of the launcher.
 
-    The key stays here: a command line can be read by every user. Where the launcher can let the
-    target live when its draft dies, it does.
+    What the front alone reads stays here: a command line, and so a key, can be read by every user.
+    Where the launcher can let the target live when its draft dies, it does.
     """
-    words = without(arguments, "api_key")
+    words = list(arguments)
+    for name in FRONT_FLAGS:
+        words = without(words, name)
     said = any(word.lstrip("-").startswith("on_draft_loss") for word in arguments)
     if config.drafts and not said and _can_recover():
         return [*words, "--on_draft_loss=ar"], config.num_ranks, ["--enable-recovery"]

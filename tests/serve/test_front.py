@@ -120,6 +120,14 @@ def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Pat
         assert b"unseen" not in Path(f"/proc/{serving.ranks}/environ").read_bytes()
 
 
+def test_the_ranks_are_not_told_where_the_front_listens(pair: TinyPair, tmp_path: Path) -> None:
+    """They have no key, and would refuse another host than this machine without one."""
+    with started(pair, tmp_path, "--host=localhost", MPISSD_API_KEY="unseen") as serving:
+        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode()
+        assert "--target=" in line
+        assert not any(f"--{name}" in line for name in ("host", "port", "api_key"))
+
+
 def test_the_ranks_are_killed(pair: TinyPair, tmp_path: Path) -> None:
     """Who waits gets 503 at once, and the server ends within ten seconds."""
     with started(pair, tmp_path) as serving, serving.asked() as waiting, serving.asked() as other:
