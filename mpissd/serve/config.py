@@ -14,7 +14,7 @@ from mpissd.common.implied import with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-FRONT_FLAGS = ("host", "port", "api_key")  # which the ranks are not told
+FRONT_FLAGS = ("host", "port", "api_key", "drain_s")  # which the ranks are not told
 AUTO = "auto"
 
 
@@ -43,6 +43,12 @@ class ServeConfig(RanksFlags):
     max_queue: int = flag(64, integer(0, 65536), "most requests that wait; further ones get 429")
     max_wait_s: float = flag(
         600.0, number(0.1), "longest time of a request, from its arrival to its last token"
+    )
+
+    drain_s: float = flag(
+        0.0,
+        number(0, 86400),
+        "seconds that requests have to end behind SIGTERM, which are cut off then",
     )
 
     @classmethod

@@ -90,6 +90,7 @@ class Front:
         from mpissd.serve.http.server import make_server
 
         server = make_server(self._config, self._job, self._lead)
+        server.drain.on_begin = self._begin_to_leave
         with tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder, _quiet_signals():
             path = str(Path(folder, "lead"))
             async with await self._lead.accept(path):
@@ -119,6 +120,10 @@ class Front:
             return 0
         sys.stderr.write(f"mpissd: serve: the ranks have ended (exit code {code})\n")
         return code if code > 0 else FaultError.exit_code
+
+    def _begin_to_leave(self) -> None:
+        told = f"{self._lead.outstanding} requests have {self._config.drain_s:g} s to end"
+        sys.stderr.write(f"mpissd: serve: SIGTERM: {told}\n")
 
     def _announce(self) -> None:
         host, port = self._listener.getsockname()[:2]

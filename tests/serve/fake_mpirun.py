@@ -1,7 +1,7 @@
 """Stands in for mpirun in tests of `serve`: one process that plays the lead, and no ranks.
 
-It answers "hello there" to everything, slowly. Says its arguments on stdout, and its process in
-the file that FAKE_PID names.
+It answers "hello there" to everything, a round each FAKE_PACE_S seconds and FAKE_RUNNING requests
+at a time. Says its arguments on stdout, and its process in the file that FAKE_PID names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def main() -> int:
     Path(os.environ["FAKE_PID"]).write_text(str(os.getpid()))
     target = next(word for word in sys.argv if word.startswith("--target=")).partition("=")[2]
     answer = [*load_tokenizer(target).encode("hello there"), 1]
-    fake = FakeLead(os.environ[SOCKET_VARIABLE], Script(answer, pace_s=0.05, max_running=1))
+    pace_s = float(os.environ.get("FAKE_PACE_S", "0.05"))
+    script = Script(answer, pace_s=pace_s, max_running=int(os.environ.get("FAKE_RUNNING", "1")))
+    fake = FakeLead(os.environ[SOCKET_VARIABLE], script)
     fake.thread.join()
     return 0 if fake.script.stopped else 5
 

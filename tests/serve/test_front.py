@@ -94,7 +94,7 @@ def command(pair: TinyPair, *flags: str) -> Sequence[str]:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path, sent: int) -> None:
-    with started(pair, tmp_path) as serving:
+    with started(pair, tmp_path, FAKE_PACE_S="0.3") as serving:
         assert serving.line.endswith("serves tiny with draft (ssd); Ctrl-C ends it\n")
         assert serving.ask()[1]["choices"][0]["text"] == "hello there"
         assert serving.ask("/ready")[1]["ready"]

@@ -226,7 +226,7 @@ class Endpoints:
         stats = self._lead.stats
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
         try:
-            self._lead.check()
+            self._lead.check_ready()
         except Problem as problem:
             return JSONResponse({"ready": False, "reason": problem.message, **state}, 503)
         return JSONResponse({"ready": True, "reason": None, **state})

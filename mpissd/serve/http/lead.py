@@ -31,6 +31,7 @@ from mpissd.serve.protocol import (
 
 _LINE_LIMIT = 1 << 22
 _LONGEST_RETRY_S = 60
+_RETRY_S = "5"  # until a server is ready, or another one is found
 
 
 class Ticket:
@@ -77,6 +78,8 @@ class Lead:
         self.gone: str | None = None
         self.on_ready: Callable[[], object] = lambda: None
         self.ended = asyncio.Event()
+        self.is_leaving = False  # /ready is 503
+        self.is_refusing = False  # so is every new request
         self._max_queue = max_queue
         self._open: dict[int, Ticket] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -93,11 +96,24 @@ class Lead:
         if self.gone is not None:
             raise _gone(self.gone)
         if self.ready is None:
-            raise Problem(503, "the models are being loaded", headers={"retry-after": "5"})
+            raise Problem(503, "the models are being loaded", headers={"retry-after": _RETRY_S})
         return self.ready
 
+    def check_ready(self) -> Ready:
+        """As `check`; raises Problem(503) for a server that will end as well."""
+        if self.is_leaving:
+            raise _leaving()
+        return self.check()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are decoded: the lead has come, and is not gone."""
+        return self.ready is not None and self.gone is None
+
     def check_room(self) -> None:
-        """Raises Problem(429) if the queue is full."""
+        """Raises Problem(429) if the queue is full, Problem(503) where nothing new is taken."""
+        if self.is_refusing:
+            raise _leaving()
         most = self.check().max_running + self._max_queue
         if self.outstanding >= most:
             after = str(self._retry_after())
@@ -175,6 +191,11 @@ class Lead:
         elif isinstance(message, (End, RefusedRequest)) and message.id in self._open:
             self._ends.append(time.monotonic())
             self._open.pop(message.id).put(message)
+
+
+def _leaving() -> Problem:
+    told = "the server finishes what it has, and ends"
+    return Problem(503, told, code="draining", headers={"retry-after": _RETRY_S})
 
 
 def _gone(why: str) -> Problem:

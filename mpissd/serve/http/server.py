@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -13,6 +15,7 @@ from mpissd.engine.job import Job
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.http.app import Defaults, Endpoints
+from mpissd.serve.http.drain import Drain
 from mpissd.serve.http.lead import Lead
 from mpissd.serve.http.limits import CONNECTIONS, BoundedProtocol
 
@@ -20,11 +23,21 @@ _GRACE_S = 2
 
 
 class Server(uvicorn.Server):
-    """A server whose requests end with it, each with an answer."""
+    """A server whose requests end with it, each with an answer; SIGTERM drains it before."""
 
-    def __init__(self, config: uvicorn.Config, lead: Lead) -> None:
+    def __init__(self, config: uvicorn.Config, lead: Lead, drain: Drain | None = None) -> None:
         super().__init__(config)
-        self._lead = lead
+        self._lead, self.drain = lead, drain or Drain(lead)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to drain at the first SIGTERM; any other signal ends the server at once."""
+        if sig != signal.SIGTERM or not self.drain.begin():
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks at the drain ten times a second; returns whether the server shall end."""
+        is_over = self.drain.is_over(len(self.server_state.tasks))
+        return await super().on_tick(counter) or is_over
 
     def end(self) -> None:
         """Ends the server as a signal does."""
@@ -50,7 +63,8 @@ def make_server(config: ServeConfig, job: Job, lead: Lead) -> Server:
         about=_about(config, job),
     )
     app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
-    return Server(settings(app), lead)
+    drain = Drain(lead, config.drain_s)
+    return Server(settings(app), lead, drain)
 
 
 def _about(config: ServeConfig, job: Job) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""SIGTERM drains a server: it finishes what it has, takes nothing new, and ends."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.needs import module
+from tests.serve.rig import answered, until
+from tests.serve.test_front import pair, started
+from tests.tiny_pair import TinyPair
+
+module("uvicorn", "the extra serve")
+from mpissd.serve.http.drain import Drain  # noqa: E402
+from mpissd.serve.http.lead import Lead  # noqa: E402
+from mpissd.serve.http.problem import Problem  # noqa: E402
+from mpissd.serve.protocol import Ready  # noqa: E402
+
+__all__ = ["pair"]  # a fixture
+
+
+def test_it_finishes_what_it_has(pair: TinyPair, tmp_path: Path) -> None:
+    with started(pair, tmp_path, "--drain_s=30", FAKE_PACE_S="0.5") as serving:
+        with serving.asked() as unfinished:
+            until(lambda: "mpissd_outstanding 1.0" in metrics(serving.port))
+            serving.process.send_signal(signal.SIGTERM)
+            until(lambda: serving.ask("/ready")[0] == 503)
+            with serving.asked() as late:
+                status, refused, headers = answered(late)
+            assert (status, refused["error"]["code"]) == (503, "draining")
+            assert headers["retry-after"] == "5"
+            assert serving.ask("/health")[0] == 200
+            status, answer, _ = answered(unfinished)
+        assert (status, answer["choices"][0]["text"]) == (200, "hello there")
+        assert serving.process.wait(15) == 0
+    assert "SIGTERM: 1 requests have 30 s to end" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
+def test_it_waits_no_longer_than_it_was_told(
+    pair: TinyPair, tmp_path: Path, second: signal.Signals | None
+) -> None:
+    """Behind the deadline, or at a second signal, requests are failed as without a drain."""
+    longest = "--drain_s=1.5" if second is None else "--drain_s=60"
+    with started(pair, tmp_path, longest, FAKE_PACE_S="20") as serving:
+        with serving.asked() as unfinished:
+            until(lambda: "mpissd_outstanding 1.0" in metrics(serving.port))
+            began = time.monotonic()
+            serving.process.send_signal(signal.SIGTERM)
+            until(lambda: serving.ask("/ready")[0] == 503)
+            if second is not None:
+                serving.process.send_signal(second)
+            assert answered(unfinished)[0] == 503
+        assert serving.process.wait(15) == 0
+        assert time.monotonic() - began >= (1.5 if second is None else 0)
+
+
+def metrics(port: int) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
+
+
+def lead(*, is_there: bool = True) -> Lead:
+    found = Lead(8)
+    if is_there:
+        found.ready = Ready("tiny", 400, [1], 4, "ssd")
+    return found
+
+
+def refuses(lead: Lead) -> bool:
+    try:
+        lead.check_room()
+    except Problem as problem:
+        return problem.status == 503
+    return False
+
+
+def test_behind_a_balancer_it_first_turns_it_away() -> None:
+    now = [100.0]
+    found = lead()
+    drain = Drain(found, longest_s=30, notice_s=5, clock=lambda: now[0])
+    assert not drain.is_over(0) and found.check_ready()
+    assert drain.begin() and not drain.begin()
+    assert not drain.is_over(0)
+    with pytest.raises(Problem):
+        found.check_ready()
+    assert not refuses(found)
+    now[0] += 4.9
+    assert not drain.is_over(0) and not refuses(found)
+    now[0] += 0.2
+    assert not drain.is_over(1) and refuses(found)
+    assert drain.is_over(0)
+    now[0] += 25
+    assert drain.is_over(1)
+
+
+def test_a_server_that_never_was_ready_has_nobody_to_turn_away() -> None:
+    drain = Drain(lead(is_there=False), longest_s=30, notice_s=5, clock=lambda: 0.0)
+    assert drain.begin() and drain.is_over(0)
+    assert not Drain(lead()).begin()  # one that does not drain
