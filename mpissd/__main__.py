@@ -119,6 +119,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.lab.laws.command import laws
 
         return laws(command.config)
+    if command.name == "replicas":
+        from mpissd.serve.replicas.command import replicas
+
+        return replicas(command.config)
     if command.name == "load":
         from mpissd.lab.load.command import load
 

@@ -36,6 +36,7 @@ from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.serve.config import ServeConfig
+from mpissd.serve.replicas.config import ReplicasConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,9 @@ SPECS = {
     "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
     "chat": Spec(ChatConfig, "Talks to a model in the terminal; starts its ranks by itself."),
     "serve": Spec(ServeConfig, "Serves a model over HTTP; starts its ranks by itself."),
+    "replicas": Spec(
+        ReplicasConfig, "Lists the servers of a folder; makes HAProxy's file of them.", ("folder",)
+    ),
     "load": Spec(LoadConfig, "Sends requests to a server as they arrive; takes their times."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),

@@ -14,7 +14,8 @@ from mpissd.common.implied import with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-FRONT_FLAGS = ("host", "port", "api_key", "drain_s")  # which the ranks are not told
+FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s")  # which the ranks are not told
+DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
 AUTO = "auto"
 
 
@@ -45,10 +46,14 @@ class ServeConfig(RanksFlags):
         600.0, number(0.1), "longest time of a request, from its arrival to its last token"
     )
 
+    register: str | None = flag(
+        None, words, "shared folder in which to say the address, while requests are taken"
+    )
     drain_s: float = flag(
         0.0,
         number(0, 86400),
-        "seconds that requests have to end behind SIGTERM, which are cut off then",
+        "seconds that requests have to end behind SIGTERM, which are cut off then; with register: "
+        f"{DRAIN_S:g}",
     )
 
     @classmethod
@@ -60,6 +65,8 @@ class ServeConfig(RanksFlags):
             given |= {"mode": "ssd", "auto": "true"}
         if given.get("mode") == "ar":
             given.setdefault("drafts", "0")
+        if given.get("register"):
+            given.setdefault("drain_s", str(DRAIN_S))
         return given
 
     def check_auto(self) -> None:

@@ -29,6 +29,7 @@ from mpissd.serve.config import FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.http.lead import Lead
 from mpissd.serve.http.listen import bound
 from mpissd.serve.protocol import SOCKET_VARIABLE
+from mpissd.serve.replicas.member import Member, entry_of, new_id
 
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
@@ -84,14 +85,31 @@ class Front:
         self._config, self._job, self._listener = config, job, listener
         self._lead = Lead(config.max_queue)
         self._lead.on_ready = self._announce
+        self._member = self._membership()
+
+    def _membership(self) -> Member | None:
+        """Returns what says this server's address in the folder, where one is named."""
+        if self._config.register is None:
+            return None
+        from mpissd.serve.http.server import about
+
+        host, port = self._listener.getsockname()[:2]
+        told = {"model": self._job.target.name, **about(self._config, self._job)}
+        entry = entry_of(new_id(), host, port, self._config.max_wait_s, told)
+        return Member(self._config.register, entry)
 
     async def run(self, command: Sequence[str]) -> int:
         """Serves until a signal or the end of the job; returns the exit code."""
         from mpissd.serve.http.server import make_server
 
-        server = make_server(self._config, self._job, self._lead)
+        member = self._member
+        server = make_server(self._config, self._job, self._lead, member.id if member else None)
         server.drain.on_begin = self._begin_to_leave
-        with tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder, _quiet_signals():
+        with (
+            tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
+            _quiet_signals(),
+            member or contextlib.nullcontext(),
+        ):
             path = str(Path(folder, "lead"))
             async with await self._lead.accept(path):
                 ranks = await _started(command, path)
@@ -106,6 +124,8 @@ class Front:
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         self._lead.lose("the job is gone")
         self._lead.ended.set()
+        if self._member is not None:
+            self._member.leave()
         await asyncio.sleep(_LAST_WORDS_S)
         end()
 
@@ -122,10 +142,15 @@ class Front:
         return code if code > 0 else FaultError.exit_code
 
     def _begin_to_leave(self) -> None:
+        """Takes the address out of the folder, and says what is waited for."""
+        if self._member is not None:
+            self._member.leave()
         told = f"{self._lead.outstanding} requests have {self._config.drain_s:g} s to end"
         sys.stderr.write(f"mpissd: serve: SIGTERM: {told}\n")
 
     def _announce(self) -> None:
+        if self._member is not None:
+            self._member.join()
         host, port = self._listener.getsockname()[:2]
         ready = self._lead.check()
         place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

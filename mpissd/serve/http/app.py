@@ -33,7 +33,7 @@ from mpissd.serve.protocol import End, Ready, Tokens
 @dataclass(frozen=True)
 class Defaults:
     """What holds for requests that do not say it, and at most. names: of the model. about: what
-    the server tells of itself beside each of them."""
+    the server tells of itself beside each of them. replica: its id among several."""
 
     names: tuple[str, ...]
     num_tokens: int = 512
@@ -41,6 +41,7 @@ class Defaults:
     max_wait_s: float = 600.0
     key: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    replica: str | None = None
 
 
 class Answering:
@@ -225,11 +226,16 @@ class Endpoints:
     async def _ready(self, request: Request) -> Response:
         stats = self._lead.stats
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
+        replica = self._defaults.replica
+        headers = {} if replica is None else {"x-replica": replica}
         try:
             self._lead.check_ready()
+            if (meant := request.headers.get("x-replica")) not in (None, replica):
+                raise Problem(503, f"this is not replica {meant}")  # its port is another's now
         except Problem as problem:
-            return JSONResponse({"ready": False, "reason": problem.message, **state}, 503)
-        return JSONResponse({"ready": True, "reason": None, **state})
+            told = {"ready": False, "reason": problem.message, **state}
+            return JSONResponse(told, 503, headers)
+        return JSONResponse({"ready": True, "reason": None, **state}, headers=headers)
 
     async def _page(self, request: Request) -> Response:
         return Response(self._metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})

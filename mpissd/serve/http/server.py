@@ -20,6 +20,7 @@ from mpissd.serve.http.lead import Lead
 from mpissd.serve.http.limits import CONNECTIONS, BoundedProtocol
 
 _GRACE_S = 2
+NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks need two (replicas/haproxy.py)
 
 
 class Server(uvicorn.Server):
@@ -51,8 +52,11 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(config: ServeConfig, job: Job, lead: Lead) -> Server:
-    """Returns the server of a configuration; it serves the sockets that it is given."""
+def make_server(config: ServeConfig, job: Job, lead: Lead, replica: str | None = None) -> Server:
+    """Returns the server of a configuration; it serves the sockets that it is given.
+
+    replica: its id, where it is one of several.
+    """
     run = config.run
     defaults = Defaults(
         names=tuple(dict.fromkeys(name for name in (job.target.name, run.pair) if name)),
@@ -60,14 +64,15 @@ def make_server(config: ServeConfig, job: Job, lead: Lead) -> Server:
         temperature=run.temperature,
         max_wait_s=config.max_wait_s,
         key=config.key,
-        about=_about(config, job),
+        about=about(config, job),
+        replica=replica,
     )
     app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
-    drain = Drain(lead, config.drain_s)
+    drain = Drain(lead, config.drain_s, NOTICE_S if replica else 0.0)
     return Server(settings(app), lead, drain)
 
 
-def _about(config: ServeConfig, job: Job) -> dict[str, Any]:
+def about(config: ServeConfig, job: Job) -> dict[str, Any]:
     """Returns what a load's row tells of the server."""
     return {
         "mode": AUTO if config.auto else config.run.mode,

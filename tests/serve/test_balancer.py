@@ -1,0 +1,54 @@
+"""Two replicas behind HAProxy, whose ranks are stand-ins: one is killed, one is replaced."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.needs import module
+from tests.serve.balancer import cluster, needs_haproxy
+from tests.serve.test_front import FAKE, pair
+from tests.tiny_pair import TinyPair
+
+module("uvicorn", "the extra serve")
+module("httpx", "the extra serve")
+pytestmark = [needs_haproxy, pytest.mark.slow]
+__all__ = ["pair"]  # a fixture
+
+
+def test_one_is_killed_under_load(pair: TinyPair, tmp_path: Path) -> None:
+    """What it had fails, within seconds; what comes behind it is answered by the other."""
+    with cluster(pair, tmp_path, FAKE) as found:
+        one, other = found.start(), found.start()
+        found.balance()
+
+        def kill() -> None:
+            time.sleep(4)
+            one.kill()
+
+        began = time.monotonic()
+        row = found.under_load(kill, rate=10, duration=10, tokens=8)
+        assert time.monotonic() - began < 30
+        assert row["num_refused"] == 0 and row["num_requests"] > 50
+        assert row["num_failed"] <= 10  # at most those that it had
+        after = found.load(rate=10, duration=3, tokens=8)
+        assert after["num_answered"] == after["num_requests"]
+        assert found.ids == {one.id, other.id}  # nobody has said that it is gone
+
+
+def test_a_rolling_restart_loses_none(pair: TinyPair, tmp_path: Path) -> None:
+    with cluster(pair, tmp_path, FAKE) as found:
+        old = [found.start(), found.start()]
+        found.balance()
+
+        def replace() -> None:
+            for each in old:
+                new = found.start()
+                assert each.drain() == 0
+                assert each.id not in found.ids and new.id in found.ids
+
+        row = found.under_load(replace, rate=10, duration=30, tokens=8)
+        assert row["num_answered"] == row["num_requests"] > 200
+        assert len(found.ids) == 2

@@ -1,0 +1,327 @@
+"""The folder in which servers say their addresses, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.serve.replicas import command, haproxy, member
+from mpissd.serve.replicas import entry as entries
+from mpissd.serve.replicas.config import ReplicasConfig
+from mpissd.serve.replicas.entry import Entry
+from mpissd.serve.replicas.living import Living
+from mpissd.serve.replicas.member import Member, entry_of, new_id
+from tests.needs import missing, needs
+from tests.serve.rig import answered, until
+from tests.serve.test_front import pair, started
+from tests.tiny_pair import TinyPair
+
+__all__ = ["pair"]  # a fixture
+needs_haproxy = needs("haproxy", not missing("haproxy"))
+ONE = Entry("r-one", "node1", 8001)
+TWO = Entry("r-two", "::1", 8002)
+BIND = "127.0.0.1:8000"
+
+
+def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
+    for each in (TWO, ONE, replace(ONE, beat=2)):
+        entries.write(tmp_path, each)
+    assert entries.read(tmp_path) == [replace(ONE, beat=2), TWO]
+    assert sorted(os.listdir(tmp_path)) == ["r-one.json", "r-two.json"]
+    entries.remove(tmp_path, "r-one")
+    entries.remove(tmp_path, "r-one")  # again is no fault
+    assert entries.read(tmp_path) == [TWO]
+    assert entries.read(tmp_path / "none") == []
+    assert (ONE.address, TWO.address) == ("node1:8001", "[::1]:8002")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": "node1\n    server evil 10.0.0.1:80"},
+        {"host": "node1 check"},
+        {"host": ""},
+        {"id": "r-other"},
+        {"id": "../r-one"},
+        {"port": 0},
+        {"port": "80 weight 256"},
+        {"port": True},
+        {"max_wait_s": "1s\n"},
+        {"max_wait_s": -1},
+        {"beat": None},
+        {"schema": 2},
+        {"host": 5},
+    ],
+)
+def test_a_file_that_is_no_entry_is_passed_over(tmp_path: Path, change: dict[str, object]) -> None:
+    """Among them all that would be more than a word of HAProxy's configuration."""
+    entries.write(tmp_path, ONE)
+    entries.write(tmp_path, TWO)
+    path = tmp_path / "r-one.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    (tmp_path / "notes.json").write_text("{")
+    assert entries.read(tmp_path) == [TWO]
+
+
+def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
+    """Neither a node whose clock is a day off nor a file's time make a live one dead."""
+    now = [1e6]
+    living = Living(tmp_path, expire_s=60, clock=lambda: now[0])
+    for beat in range(20):
+        entries.write(tmp_path, replace(ONE, beat=beat))
+        if beat < 3:
+            entries.write(tmp_path, replace(TWO, beat=beat))
+        for path in tmp_path.glob("*.json"):
+            day = 86400 * (-1 if beat % 2 else 1)
+            os.utime(path, (path.stat().st_mtime + day,) * 2)
+        alive = [each.id for each in living.look()]
+        assert alive == (["r-one", "r-two"] if beat <= 8 else ["r-one"]), beat  # 2 + 60 s / 10 s
+        now[0] += 10
+    assert not (tmp_path / "r-two.json").exists()
+    entries.write(tmp_path, replace(TWO, beat=3))  # it was only slow
+    assert [each.id for each in living.look()] == ["r-one", "r-two"]
+
+
+def test_an_observer_that_just_started_calls_nothing_dead(tmp_path: Path) -> None:
+    entries.write(tmp_path, ONE)
+    os.utime(tmp_path / "r-one.json", (0, 0))
+    assert Living(tmp_path, expire_s=1, clock=lambda: 1e9).look() == [ONE]
+
+
+def test_a_member_beats_until_it_leaves_and_removes_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "Living", lambda folder: Living(folder, 0.3))
+    folder = tmp_path / "not" / "yet"
+    with Member(str(folder), replace(ONE, beat_s=0.05)) as found:
+        assert folder.stat().st_mode & 0o077 == 0 and entries.read(folder) == []
+        entries.write(folder, TWO)
+        found.join()
+        until(lambda: [each.beat > 3 for each in entries.read(folder)] == [True])
+        (folder / "r-one.json").unlink()
+        until(lambda: entries.read(folder))  # a live one comes back
+        found.leave()
+        until(lambda: not entries.read(folder))
+        found.join()  # too late
+    assert os.listdir(folder) == []
+
+
+@needs("a user who is not root", os.geteuid() != 0)
+def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        Member(str(tmp_path / "folder"), ONE)
+
+
+def test_a_folder_that_is_a_file_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"register=.*: allowed: a folder"):
+        Member(str(tmp_path / "file"), ONE)
+
+
+def test_the_address_of_a_server_that_listens_everywhere_is_its_nodes_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    name = new_id()
+    assert name.startswith("r-77-3-") and name != new_id()
+    found = entry_of(name, "0.0.0.0", 99, 600, {"mode": "ssd"})
+    assert found.host == os.uname().nodename and found.about["mode"] == "ssd"
+    assert entry_of(name, "10.1.2.3", 99, 600, {}).host == "10.1.2.3"
+
+
+def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    folder = tmp_path / "replicas"
+    with started(pair, tmp_path, f"--register={folder}", FAKE_PACE_S="0.3") as serving:
+        until(lambda: entries.read(folder))
+        (found,) = entries.read(folder)
+        assert (found.host, found.port) == ("127.0.0.1", serving.port)
+        assert found.about["mode"] == "ssd" and found.about["model"] == "target"
+        assert command.ask(found) == "ready"
+        assert command.ask(replace(found, id="r-other")) == "another server"
+        with serving.asked() as unfinished:
+            serving.process.send_signal(signal.SIGTERM)
+            until(lambda: not entries.read(folder))
+            assert serving.ask("/ready")[0] == 503
+            assert command.ask(found) == "the server finishes what it has, and ends"
+            assert answered(unfinished)[0] == 200
+            assert serving.ask()[0] == 200  # a balancer may not have seen it yet
+        assert serving.process.wait(30) == 0
+    assert command.ask(found) == "no answer"
+    assert f"--register={folder}" not in (tmp_path / "log").read_text()  # the ranks do not
+
+
+@pytest.mark.parametrize("way", ["ranks", "interrupt", "load"])
+def test_it_leaves_however_it_ends(pair: TinyPair, tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "replicas"
+    env = {"FAKE_WAY": "die"} if way == "load" else {}
+    with started(pair, tmp_path, f"--register={folder}", **env) as serving:
+        if way == "load":
+            assert serving.process.wait(30) == 4
+        else:
+            until(lambda: entries.read(folder))
+            if way == "ranks":
+                os.kill(serving.ranks, signal.SIGKILL)
+            else:
+                serving.process.send_signal(signal.SIGINT)
+            assert serving.process.wait(30) == (5 if way == "ranks" else 0)
+    assert os.listdir(folder) == []
+
+
+def test_a_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering({"ready": False, "reason": "the models are being loaded"}, "r-one") as port:
+        entries.write(tmp_path, Entry("r-one", "127.0.0.1", port, about={"mode": "ssd", "job": 7}))
+        entries.write(tmp_path, Entry("r-two", "127.0.0.1", 1))
+        assert command.replicas(ReplicasConfig(str(tmp_path))) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in table] == [
+        ["replica", "address"],
+        ["r-one", f"127.0.0.1:{port}"],
+        ["r-two", "127.0.0.1:1"],
+    ]
+    assert table[1].endswith("ssd   the models are being loaded")
+    assert [each["state"] for each in json.loads(last)["replicas"]] == [
+        "the models are being loaded",
+        "no answer",
+    ]
+    command.replicas(ReplicasConfig(str(tmp_path / "none")))
+    assert "no replica in " in capsys.readouterr().out
+
+
+class answering:
+    """A server that says one thing, as a replica."""
+
+    def __init__(self, told: dict[str, object], name: str) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(503)
+                self.send_header("x-replica", name)
+                self.end_headers()
+                self.wfile.write(json.dumps(told).encode())
+
+            def log_message(self, *words: object) -> None:
+                return None
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def __enter__(self) -> int:
+        self._thread.start()
+        return int(self._server.server_address[1])
+
+    def __exit__(self, *failure: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def test_the_configuration_says_what_matters(tmp_path: Path) -> None:
+    text = haproxy.text_of("x\ny", [ONE, replace(TWO, max_wait_s=900.5)], BIND)
+    assert "    server r-one node1:8001\n    server r-two [::1]:8002\n" in text
+    assert "balance leastconn" in text and "uri /ready" in text
+    assert "retry-on conn-failure\n" in text  # and nothing that was sent
+    assert "timeout server 930s" in text and "timeout client 930s" in text
+    assert "of x y." in text
+    again = haproxy.text_of("x\ny", [replace(ONE, beat=9), replace(TWO, max_wait_s=900.5)], BIND)
+    assert again == text
+
+
+@needs_haproxy
+@pytest.mark.parametrize("replicas", [[], [ONE], [ONE, TWO]], ids=len)
+def test_haproxy_takes_it(tmp_path: Path, replicas: list[Entry]) -> None:
+    """Also where a node's name is not known (yet)."""
+    file = tmp_path / "haproxy.cfg"
+    assert haproxy.install(haproxy.text_of("out", replicas, BIND), file)
+    assert not haproxy.install(haproxy.text_of("out", replicas, BIND), file)
+    assert os.listdir(tmp_path) == ["haproxy.cfg"]
+
+
+@needs_haproxy
+def test_what_haproxy_refuses_does_not_take_the_files_place(tmp_path: Path) -> None:
+    file = tmp_path / "haproxy.cfg"
+    file.write_text("before")
+    with pytest.raises(ConfigError, match="haproxy -c refuses"):
+        haproxy.install(haproxy.text_of("out", [ONE], "300.1.1.1.:70000"), file)
+    assert file.read_text() == "before" and os.listdir(tmp_path) == ["haproxy.cfg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--watch"], "watch without haproxy"),
+        (["--pid_file=x"], "pid_file without haproxy"),
+        (["--bind=8000"], "bind=8000: allowed: HOST:PORT"),
+        (["--bind=:80 ssl"], "bind=:80 ssl: allowed"),
+        (["--haproxy=none/such/file"], "haproxy=none/such/file: No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpissd", "replicas", str(tmp_path), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
+    """A process that counts its signals stands for HAProxy's master."""
+    folder, file, told = tmp_path / "replicas", tmp_path / "haproxy.cfg", tmp_path / "told"
+    counts = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: print('reload', flush=True))\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(.05)\n"
+    )
+    with told.open("w") as out:
+        master = subprocess.Popen([sys.executable, "-c", counts], stdout=out)
+    (tmp_path / "pid").write_text(f"{master.pid}\n")
+    words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch --expire_s=2"
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "mpissd", "replicas", *words.split()],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def holds(*names: str) -> Callable[[], bool]:
+        return lambda: (
+            file.exists()
+            and [line.split()[1] for line in file.read_text().splitlines() if "    server " in line]
+            == [*names]
+        )
+
+    try:
+        until(lambda: "up" in told.read_text())
+        until(holds())
+        folder.mkdir()
+        entries.write(folder, ONE)
+        until(holds("r-one"))
+        until(holds())  # it has no beat
+        until(lambda: told.read_text().count("reload") == 3)
+        watch.send_signal(signal.SIGTERM)
+        said, _ = watch.communicate(timeout=20)
+        assert watch.returncode == 0
+        assert [line.split(": ", 1)[1] for line in said.splitlines()] == [
+            "0 replicas: none",
+            "1 replicas: r-one node1:8001",
+            "0 replicas: none",
+        ]
+    finally:
+        for process in (watch, master):
+            process.kill()
+            process.wait()
