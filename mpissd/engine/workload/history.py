@@ -24,7 +24,7 @@ class History:
     """The state of one sequence: its tokens and the number of its rounds.
 
     tokens: committed tokens with the prompt. age: rounds so far. served: tokens under verification.
-    lookup: what a fast backup looks its tokens up in, once it has been asked.
+    lookups: by kind, the sequence's index that tokens are looked up in, once it has been asked.
     """
 
     request: Request
@@ -32,7 +32,7 @@ class History:
     committed: int  # Batch.lengths, which counts the prompt as one token
     age: int = 0
     served: list[int] = field(default_factory=list)
-    lookup: Lookup | None = None
+    lookups: dict[str, Lookup] = field(default_factory=dict)
 
     def first_draw(self, later: int = 0) -> int:
         """Returns the index of the round's first draw in the sequence's random streams.
@@ -50,10 +50,15 @@ class History:
         self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
     ) -> list[int]:
         """Returns the `count` tokens that a fast backup drafts, by this kind of lookup."""
-        if self.lookup is None:
-            self.lookup = make_lookup(kind, longest)
-        self.lookup.follow(self.tokens)
-        return self.lookup.padded(count, filler)
+        return self.lookup(kind, longest).padded(count, filler)
+
+    def lookup(self, kind: str, longest: int = LONGEST) -> Lookup:
+        """Returns this kind of index of the committed tokens; all calls give the same `longest`."""
+        found = self.lookups.get(kind)
+        if found is None:
+            found = self.lookups[kind] = make_lookup(kind, longest)
+        found.follow(self.tokens)
+        return found
 
 
 class Histories:
