@@ -30,6 +30,7 @@ UNSEEN = {
     "time_to_first_token_s",
 }
 UNSEEN |= {"proposal_bytes_per_round", "proposal_wait_us"}  # keys that no committed row has yet
+UNSEEN |= {"draft_lookup", "draft_forwards", "draft_lookup_offered", "draft_lookup_accepted"}
 RANKS = [{"device": "A"}, {"device": "A"}, {"device": "B"}]
 OWN = {"device_name": "A", "num_drafts": 1, "tp": 2}
 

@@ -48,7 +48,10 @@ class DraftPolicy:
 class Drafter:
     """One draft's state between rounds: the batch, the growth, and the cache of its outcomes."""
 
-    COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
+    COLUMNS = (
+        *("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready"),
+        *("draft_forwards", "guessed", "guessed_right"),
+    )
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Drafter:
         self._rows = Tape("d")  # The values of COLUMNS, round after round.
         self._draft_s = self._growth_s = float("nan")
         self._num_jit = self._steps_ready = 0
+        self._forwards = self._guessed = self._guessed_right = 0  # of the answer's drafting
         self._control = Control()  # of the round that is answered now
 
     @property
@@ -177,6 +181,8 @@ class Drafter:
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._num_jit = len(rows)
+            if backup.guesses is not None:
+                backup.guesses.wanted = min(self._policy.backup_lookahead, self._most)
         else:
             # FAST tokens cost no draft step.
             backup.steps = min(self._policy.backup_lookahead, self._most)
@@ -190,6 +196,10 @@ class Drafter:
             self._step(short)
             steps += 1
         drafting_s = perf_counter() - start
+        self._forwards = steps
+        guesses = [one.guesses for one in rollouts if one.guesses is not None]
+        self._guessed = sum(one.offered for one in guesses)
+        self._guessed_right = sum(one.accepted for one in guesses)
         if self._observer is not None:
             has_misses = bool(rollouts) and rollouts[-1] is not self._growth
             self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)
@@ -331,13 +341,16 @@ class Drafter:
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
-        # Five calls of append take a third of the time of one extend().
+        # Eight calls of append take less time than one extend().
         add = self._rows.tail.append
         add(speculation.round)
         add(self._draft_s)
         add(self._growth_s)
         add(self._num_jit)
         add(self._steps_ready)
+        add(self._forwards)
+        add(self._guessed)
+        add(self._guessed_right)
         self._growth_s = float("nan")
         self._steps_ready = 0
         if speculation.round % SPILL_ROUNDS == LAST:

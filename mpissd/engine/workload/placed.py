@@ -15,7 +15,15 @@ from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards, Places
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.placement import LEAST_CHUNK, Gap, Placement, chunk, cut, joined
+from mpissd.engine.workload.placement import (
+    LEAST_CHUNK,
+    Gap,
+    LanePlaces,
+    Placement,
+    chunk,
+    cut,
+    joined,
+)
 from mpissd.engine.workload.rollout import Rollout
 
 Admissions = Sequence[tuple[int, Request]]
@@ -195,13 +203,21 @@ class PlacedWorker(ABC):
         for rollout in rollouts:
             assert rollout.places is not None, "a lane without a place"
             gaps += placement.missing(rollout.places, rollout.steps)
-            parts.append(placement.step(rollout.places, rollout.steps))
+            parts.append(_step(placement, rollout, rollout.places))
         if gaps:
             tokens = [*(self.committed(*gap) for gap in gaps), *tokens]
             parts = [placement.places_of(gaps), *parts]
         every = np.concatenate(tokens)
         self.stepper.upload(len(every), every, joined(parts))
         return sum(gap.stop - gap.start for gap in gaps)
+
+
+def _step(placement: Placement, rollout: Rollout, places: LanePlaces) -> Places:
+    """Returns the places of the rows that a rollout's next step reads."""
+    if rollout.guesses is None:
+        return placement.step(places, rollout.steps)
+    counts = np.array([len(chain) for chain in rollout.guesses.chains], np.int64)
+    return placement.chains(places, rollout.guesses.grown, counts)
 
 
 def _chunk_rows(stepper: Forwards) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,8 +141,7 @@ class Placement:
         """Returns the places of each sequence's last token and its num_draft served tokens."""
         counts = num_draft + 1
         last = self.last(batch)
-        rows = np.repeat(np.arange(len(batch)), counts)
-        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows, ahead = _consecutive(counts)
         assert (self.filled[batch.slots] >= last).all(), "a trunk behind tokens that are missing"
         self.filled[batch.slots] = last + counts
         return _trunk(batch.slots[rows], last[rows] + ahead)
@@ -176,6 +175,16 @@ class Placement:
         in_trunk = lanes.ids == TRUNK
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1
         return _places(lanes.slots, positions, lanes.ids, lanes.first)
+
+    def chains(self, lanes: LanePlaces, grown: Index, counts: Index) -> Places:
+        """Returns the places of the next `counts` tokens of lanes in the cache, which have grown
+        `grown` tokens, both [lanes]."""
+        rows, ahead = _consecutive(counts)
+        return _trunk(lanes.slots[rows], (lanes.first + grown)[rows] + ahead)
+
+    def hold(self, lanes: LanePlaces, grown: Index) -> None:
+        """Notes that lanes in the cache hold all of their `grown` tokens but the last, [lanes]."""
+        self.filled[lanes.slots] = lanes.first + grown
 
     def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
         """Returns the gaps that lanes in the trunk have to fill before their first token."""
@@ -232,6 +241,13 @@ def chunk(places: Places, part: slice) -> Places:
     """Returns the places of some of the rows of a prompt, whose candidates nobody reads."""
     rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
     return Places(*rows, False)
+
+
+def _consecutive(counts: NDArray[np.integer[Any]]) -> tuple[Index, Index]:
+    """Returns (n, i) of each row, where group n has counts[n] rows, i = 0 …, behind one another."""
+    groups = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return groups, np.arange(len(groups)) - starts[groups]
 
 
 def _trunk(slots: Index, positions: Index) -> Places:

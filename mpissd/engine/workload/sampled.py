@@ -26,6 +26,7 @@ from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.rollout import Rollout
 
 Logits = NDArray[np.float32]
+Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
 
 
 @dataclass
@@ -80,20 +81,26 @@ class SamplingDraftWorker(DraftWorker):
         self._histories.serve(batch, speculation)
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        drawn: Draws = {}
         for rollout in rollouts:
-            assert isinstance(rollout, SampledRollout) and rollout.q is not None
-            place = rollout.steps
-            # Lanes of a sequence share a draw.
-            drawn: dict[tuple[int, int, int], float] = {}
-            for n, lane in enumerate(rollout.lanes):
-                seed = self._seed if lane.seed is None else lane.seed
-                key = seed, lane.sequence, lane.first_draw + place
-                if key not in drawn:
-                    drawn[key] = uniforms(seed, Purpose.DRAFT, *key[1:], 1)[0]
-                token, q, row = self._propose(lane, place, drawn[key])
-                rollout.tokens[n, place], rollout.q[n, place] = token, q
-                rollout.recorded[n].append(row if q < 1 else None)
+            assert isinstance(rollout, SampledRollout)
+            for n in range(len(rollout.lanes)):
+                self._draw(rollout, n, rollout.steps, drawn)
             rollout.steps += 1
+
+    def _draw(self, rollout: SampledRollout, n: int, place: int, drawn: Draws) -> int:
+        """Draws and records token `place` of a rollout's lane n; lanes of a sequence share
+        draws."""
+        assert rollout.q is not None
+        lane = rollout.lanes[n]
+        seed = self._seed if lane.seed is None else lane.seed
+        key = seed, lane.sequence, lane.first_draw + place
+        if key not in drawn:
+            drawn[key] = uniforms(seed, Purpose.DRAFT, *key[1:], 1)[0]
+        token, q, row = self._propose(lane, place, drawn[key])
+        rollout.tokens[n, place], rollout.q[n, place] = token, q
+        rollout.recorded[n].append(row if q < 1 else None)
+        return token
 
     @abstractmethod
     def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:

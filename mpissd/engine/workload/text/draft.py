@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,9 +13,11 @@ from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker
 from mpissd.engine.workload.placement import Index
-from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
+from mpissd.engine.workload.rollout import Branches, Guesses, Lanes, Rollout
 from mpissd.engine.workload.sampled import (
+    Draws,
     Lane,
+    Logits,
     SampledRollout,
     SamplingDraftWorker,
     check_finite,
@@ -22,6 +25,16 @@ from mpissd.engine.workload.sampled import (
 from mpissd.engine.workload.text.sequences import PromptHistories
 
 _NOBODY = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step's rows say: their likeliest tokens, [rows], and where tokens are sampled their
+    logits, [rows, V]; and what was drawn so far."""
+
+    best: Ints
+    logits: Logits | None = None
+    drawn: Draws = field(default_factory=dict)
 
 
 class TextDraftWorker(SamplingDraftWorker):
@@ -42,10 +55,12 @@ class TextDraftWorker(SamplingDraftWorker):
         saguaro_c: float = 1.0,
         ids: Ints | None = None,
         lookup: str = "prompt",
+        draft_lookup: str | None = None,
     ) -> None:
         """Makes a worker.
 
-        lookup: how a fast backup finds what to copy.
+        lookup: how a fast backup finds what to copy. draft_lookup: how tokens are found that the
+        draft verifies while it drafts (None: it drafts token by token).
         twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
         logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
         given others.
@@ -54,7 +69,7 @@ class TextDraftWorker(SamplingDraftWorker):
         self.lookahead = twin.lookahead
         self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
-        self._lookup = lookup
+        self._lookup, self._draft_lookup = lookup, draft_lookup
         self._histories = PromptHistories()
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
@@ -96,6 +111,10 @@ class TextDraftWorker(SamplingDraftWorker):
             histories = self._histories.rows(batch)
             for lane, row in enumerate(rows):
                 rollout.tokens[lane] = histories[row].copied(self.lookahead, self._lookup)
+        elif self._draft_lookup is not None:
+            histories = self._histories.rows(batch)
+            found = [histories[row].lookup(self._draft_lookup) for row in rows]
+            rollout.guesses = Guesses(found, self.lookahead)
         return rollout
 
     def _rollout(
@@ -125,22 +144,66 @@ class TextDraftWorker(SamplingDraftWorker):
         return SampledRollout(chosen, first, lanes, self.lookahead)
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
-        start = self.first_row
-        lanes = [lane for rollout in rollouts for lane in getattr(rollout, "lanes", ())]
-        if any(lane.temperature > 0 for lane in lanes):
-            logits = self.stepper.logits(range(start, start + len(lanes)))
-            for lane, row in zip(lanes, logits, strict=True):
-                lane.logits = row
-            super().collect_step(rollouts)
-            return
-        best = self.stepper.results().ids[0, :, 0]
+        step = self._step_of(rollouts)
+        row = 0
         for rollout in rollouts:
-            rollout.tokens[:, rollout.steps] = best[start : start + len(rollout)]
+            if rollout.guesses is None:
+                self._collect(rollout, step, row)
+            else:
+                self._verify(rollout, rollout.guesses, step, row)
+            row += rollout.num_rows
+
+    def _step_of(self, rollouts: Sequence[Rollout]) -> _Step:
+        """Reads the finished forward's results of these rollouts' rows."""
+        count = sum(rollout.num_rows for rollout in rollouts)
+        start, lanes = self.first_row, (getattr(rollout, "lanes", ()) for rollout in rollouts)
+        best = self.stepper.results().ids[0, start : start + count, 0]
+        if not any(lane.temperature > 0 for each in lanes for lane in each):
+            return _Step(best)
+        return _Step(best, self.stepper.logits(range(start, start + count)))
+
+    def _collect(self, rollout: Rollout, step: _Step, start: int) -> None:
+        """Stores the next token of every lane, whose rows begin at `start`."""
+        if step.logits is None:
+            rollout.tokens[:, rollout.steps] = step.best[start : start + len(rollout)]
             if isinstance(rollout, SampledRollout):
                 for row in rollout.recorded:
                     row.append(None)  # a certain token has no distribution
-            start += len(rollout)
-            rollout.steps += 1
+        else:
+            for n in range(len(rollout)):
+                self._token(rollout, n, rollout.steps, step, start + n)
+        rollout.steps += 1
+
+    def _verify(self, rollout: Rollout, guesses: Guesses, step: _Step, row: int) -> None:
+        """Stores each lane's tokens up to the first one that its lookup did not guess."""
+        for n, chain in enumerate(guesses.chains):
+            grown, count = int(guesses.grown[n]), 0
+            for guess in (*chain[1:], None) if chain else ():
+                token = self._token(rollout, n, grown + count, step, row + count)
+                count += 1
+                if token != guess:
+                    break
+            guesses.take(n, count)
+            row += len(chain)
+        rollout.steps = int(guesses.grown.min())
+        if self.placement is not None and rollout.places is not None:
+            self.placement.hold(rollout.places, guesses.grown)
+
+    def _token(self, rollout: Rollout, n: int, place: int, step: _Step, row: int) -> int:
+        """Stores token `place` of lane n, which row `row` of the finished forward decides.
+
+        A guess is right if it is the token that the draft draws itself. With the draft's
+        probability q(x) it is, and what is drawn in its place otherwise follows q without x: that
+        is rejection sampling of a certain proposal [Leviathan et al. 2023, theorem 1], by draws
+        that do not depend on the guess.
+        """
+        if isinstance(rollout, SampledRollout):
+            if step.logits is not None and rollout.lanes[n].temperature > 0:
+                rollout.lanes[n].logits = step.logits[row]
+                return self._draw(rollout, n, place, step.drawn)
+            rollout.recorded[n].append(None)
+        rollout.tokens[n, place] = step.best[row]
+        return int(step.best[row])
 
     def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""

@@ -125,6 +125,7 @@ class TextWorkload(Workload):
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             ids=self.draft_ids,
             lookup=config.lookup,
+            draft_lookup=config.draft_lookup,
         )
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
@@ -163,6 +164,7 @@ class TextWorkload(Workload):
             vocab=self.vocab,
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             lookup=config.fast_lookup,
+            draft_lookup=config.draft_lookup,
             laws=laws_label(config),
             top_p=config.top_p,
             stop=list(config.stop_strings),
