@@ -113,6 +113,8 @@ MAY_NAME_HTTP = ("mpissd.serve.http",)
 STARTS_HTTP = tuple(
     f"mpissd.serve.http.{name}" for name in "app body guard limits metrics server".split()
 )
+# For the type checker alone: a job has a workload, whose methods take the job.
+NAMED_ABOVE = ("mpissd.engine.job.job",)
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
 
@@ -214,7 +216,11 @@ def test_imports_go_downward(module: str) -> None:
 
 def test_nothing_imports_itself_around_a_corner() -> None:
     graph = {
-        name: {i.module for i in found if ours(i.module) and i.runs and i.module != name}
+        name: {
+            i.module
+            for i in found
+            if ours(i.module) and i.module != name and (i.runs or i.module not in NAMED_ABOVE)
+        }
         for name, found in all_imports().items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
-from mpissd.engine.model.transformer import chained
-from mpissd.engine.model.transformer.chained import ChainedForwards, Sheet, Stage, run_stage
+from mpissd.engine.model.transformer.chained import ChainedForwards, ends_of
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
+from mpissd.engine.model.transformer.numba_ops.chained import run_stage
+from mpissd.engine.model.transformer.stages import BEFORE, SLOT, Ends, Sheet, Stage
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.workload import placement
@@ -24,13 +26,6 @@ from tests.tiny_pair import TinyPair, tiny_pair
 pytestmark = pytest.mark.gpu
 BACKEND = "cupy"
 PROMPTS = ";".join(",".join(str((7 * n + j * j) % 97) for j in range(3 + 90 * n)) for n in range(4))
-
-
-class Best(NamedTuple):
-    """Candidates on the host, where the twin reads them."""
-
-    ids: Any
-    values: Any
 
 
 @pytest.fixture(scope="module")
@@ -119,27 +114,30 @@ def test_every_stage_is_its_twins(backend: Any) -> None:
     ahead, sequences = 3, 4
     ids = rng.permutation(200)[:101].astype(np.int32)
     sheet = Sheet(backend.host_ints(Sheet.size(sequences, ahead)), sequences, ahead)
-    draft, target = (rig.stack for rig in rigs)
-    on_device = draft.weights.ops.ids(ids)  # type: ignore[union-attr]
+    ops = rigs[1].stack.weights.ops
+    draft, target = (ends_of(rig.stack) for rig in rigs)
+    on_device = rigs[0].stack.weights.ops.ids(ids)  # type: ignore[union-attr]
     for turn in range(3):
         for number in range(ahead + 2):
             _randomise(rng, sheet, rigs)
             before = [part.copy() for part in _host(sheet, rigs)]
-            target.weights.ops.chained(  # type: ignore[union-attr]
+            ops.chained(  # type: ignore[union-attr]
                 Stage(number, turn, sheet, draft, target, on_device)
             )
             backend.synchronize()
             found = [part.copy() for part in _host(sheet, rigs)]
             for part, value in zip(_host(sheet, rigs), before, strict=True):
                 part[...] = value
-            with pytest.MonkeyPatch.context() as patch:
-                for stack in (draft, target):
-                    best = stack.candidates.by_k[1]
-                    ids_and_values = map(backend.to_host, (best.ids, best.values))
-                    patch.setitem(stack.candidates.by_k, 1, Best(*ids_and_values))
-                run_stage(Stage(number, turn, sheet, draft, target, ids))
+            twins = (_on_host(backend, ends) for ends in (draft, target))
+            run_stage(Stage(number, turn, sheet, *twins, ids))
             for mine, twins in zip(found, _host(sheet, rigs), strict=True):
                 assert np.array_equal(mine, twins)
+
+
+def _on_host(backend: Any, ends: Ends) -> Ends:
+    best = ends.best
+    ids, values = map(backend.to_host, (best.ids, best.values))
+    return replace(ends, best=replace(best, ids=ids, values=values))
 
 
 def _host(sheet: Sheet, rigs: list[Rig]) -> list[Any]:
@@ -151,8 +149,8 @@ def _host(sheet: Sheet, rigs: list[Rig]) -> list[Any]:
 def _randomise(rng: Any, sheet: Sheet, rigs: list[Rig]) -> None:
     count = sheet.sequences
     sheet.state[...] = rng.integers(5, 9, (count, 4))
-    sheet.state[:, chained.SLOT] = rng.permutation(count) - 1
-    sheet.state[:, chained.BEFORE] = rng.integers(-1, 2, count)
+    sheet.state[:, SLOT] = rng.permutation(count) - 1
+    sheet.state[:, BEFORE] = rng.integers(-1, 2, count)
     sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
     sheet.told[...] = rng.integers(0, 3, sheet.told.shape)
     for rig in rigs:

@@ -22,8 +22,9 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, Speculator
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards
+from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.stages import NOBODY, NOT_FINITE
 from mpissd.engine.workload.base import DraftWorker, Proposals, TargetWorker
 from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.registry import workload_of

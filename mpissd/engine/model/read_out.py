@@ -22,7 +22,7 @@ Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes this rank's k
 
 
 @dataclass(frozen=True)
-class _Buffers:
+class Best:
     """Device buffers for k candidates a row: this rank's, and those of all ranks."""
 
     ids: Any
@@ -86,5 +86,5 @@ class ReadOut:
         return self.ids[:size].reshape(shape), values
 
 
-def _buffers(backend: Backend, ranks: int, rows: int, k: int) -> _Buffers:
-    return _Buffers(*backend.top_buffers(rows, k), *backend.top_buffers(rows * ranks, k))
+def _buffers(backend: Backend, ranks: int, rows: int, k: int) -> Best:
+    return Best(*backend.top_buffers(rows, k), *backend.top_buffers(rows * ranks, k))

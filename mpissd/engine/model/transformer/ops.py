@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
@@ -20,10 +20,8 @@ from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.libraries import library
-
-if TYPE_CHECKING:
-    from mpissd.engine.model.transformer.chained import Stage
-    from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.stages import Stage
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.ops", "CupyOps")}
 
@@ -132,8 +130,10 @@ class Ops(Protocol):
         Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
         """
 
-    def chunks(self, stack: TransformerStack) -> Chunks | None:
-        """Returns what computes large chunks of a prompt; None: nothing does."""
+    def chunks(
+        self, shard: TransformerShard, table: Array, layers: Sequence[Layer], cache: Array
+    ) -> Chunks | None:
+        """Returns what computes large chunks of a prompt by these weights; None: nothing does."""
 
     def ids(self, ids: Ints) -> Array:
         """Returns the tokens of an LM head's outputs, as `chained` reads them."""

@@ -101,7 +101,10 @@ class TransformerStack:
     @cached_property
     def chunks(self) -> Chunks | None:
         """What computes the chunks, made when a long prompt needs it."""
-        return None if self.weights.ops is None else self.weights.ops.chunks(self)
+        weights = self.weights
+        if weights.ops is None:
+            return None
+        return weights.ops.chunks(self.shard, weights.table, weights.layers, self.cache)
 
     def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
         """Sets the next chunk, and takes the pages that it needs; returns the chunks' body."""

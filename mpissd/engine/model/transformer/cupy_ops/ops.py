@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,9 @@ from mpissd.engine.model.transformer.cupy_ops.packing import Packer
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight, Products
 from mpissd.engine.model.transformer.ops import Layer, Part
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.stages import Ends, Stage
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
-
-if TYPE_CHECKING:
-    from mpissd.engine.model.transformer.chained import Stage
-    from mpissd.engine.model.transformer.stack import TransformerStack
 
 _PAGE = 256
 _FIRST_CAPABILITY = 80
@@ -141,12 +139,14 @@ class CupyOps:
     def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
         self._backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
 
-    def chunks(self, stack: TransformerStack) -> CupyChunks | None:
+    def chunks(
+        self, shard: TransformerShard, table: Any, layers: Sequence[Layer], cache: Any
+    ) -> CupyChunks | None:
         """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
         if self._is_shard or not self._backend.capture:
             return None
-        parts = self._backend, self._launcher, self._attention, self.embed, stack
-        return CupyChunks(*parts, self._unpacked)
+        tools = self._backend, self._launcher, self._attention, self.embed
+        return CupyChunks(*tools, shard, table, layers, cache, self._unpacked)
 
     def ids(self, ids: Ints) -> Any:
         return self._launcher.uploaded(ids, np.int32)
@@ -155,7 +155,7 @@ class CupyOps:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
         sheet = stage.sheet
         both = stage.draft or stage.target, stage.target  # without a draft, nothing is read of it
-        draft, target = (stack.candidates.by_k[1] for stack in both)
+        draft, target = (ends.best for ends in both)
         state, forced, told, spent = (
             np.uintp(part.ctypes.data)
             for part in (
@@ -188,10 +188,10 @@ class CupyOps:
         return outputs, inputs
 
 
-def _rows(stack: TransformerStack) -> tuple[Any, Any, Any]:
+def _rows(ends: Ends) -> tuple[Any, Any, Any]:
     """Returns where the host keeps the tokens and the seats of a forward, and their most rows."""
-    seats = stack.pages.seats
-    tokens = np.uintp(stack.buffers.tokens.ctypes.data)
+    seats = ends.seats
+    tokens = np.uintp(ends.tokens.ctypes.data)
     return tokens, np.uintp(seats.ints.ctypes.data), np.int32(seats.rows.shape[1])
 
 

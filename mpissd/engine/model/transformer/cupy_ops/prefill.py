@@ -7,6 +7,7 @@ row's, equal up to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer
+from mpissd.engine.model.transformer.shard import TransformerShard
 
 _FILES = ("types", "ampere", "attention", "prefill")
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
@@ -38,30 +40,32 @@ class CupyChunks:
         launcher: Launcher,
         attention: Attention,
         embed: Any,
-        stack: Any,
+        shard: TransformerShard,
+        table: Any,
+        layers: Sequence[Layer],
+        cache: Any,
         unpacked: dict[int, Any],
     ) -> None:
         """Allocates the buffers.
 
-        embed: the operation of the ops. stack: whose chunks they are. unpacked: the rows of the
-        weights by their identity, which all stacks over the same weights share.
+        embed: the operation of the ops, which reads `table`. unpacked: the rows of the weights by
+        their identity, which all stacks over the same weights share.
         """
         self._backend, self._launcher, self._attention = backend, launcher, attention
-        self._embed, self._weights, self._cache = embed, stack.weights, stack.cache
-        shape, rows, empty = stack.shard.shape, self.rows, launcher.empty
-        self._eps, self._heads = stack.weights.config.norm_eps, stack.shard.heads
-        self._ffn = stack.shard.ffn_width
-        every = stack.shard.q_width + 2 * stack.shard.kv_width
+        self._embed, self._table, self._layers, self._cache = embed, table, layers, cache
+        shape, rows, empty = shard.shape, self.rows, launcher.empty
+        self._eps, self._heads, self._ffn = shard.config.norm_eps, shard.heads, shard.ffn_width
+        every = shard.q_width + 2 * shard.kv_width
         self._tokens, self._place = backend.host_ints(rows), backend.host_ints(3)
         self._seats = empty((4 * rows,), np.int32)
         self._hidden, self._delta = (empty((rows, shape.hidden), np.float32) for _ in range(2))
         self._x = empty((rows, shape.hidden), np.float16)
-        self._q, self._attended = launcher.zeros((2, rows, stack.shard.q_width), np.float16)
+        self._q, self._attended = launcher.zeros((2, rows, shard.q_width), np.float16)
         self._qkv = empty((rows, every), np.float32)
         self._both = empty((rows, 2 * self._ffn), np.float16)
         self._inner = empty((rows, self._ffn), np.float16)
         self._kept = unpacked
-        self._unpack_all(stack.weights.layers)
+        self._unpack_all(layers)
 
     def upload(self, slot: int, start: int, tokens: Ints) -> None:
         """Sets the chunk: tokens of positions start … of a slot."""
@@ -72,8 +76,8 @@ class CupyChunks:
     def body(self) -> None:
         """Enqueues the chunk's forward, which stores keys and values and nothing else."""
         self._begin()
-        self._embed(self._weights.table, self._tokens, self._hidden, self.rows)
-        *whole, last = enumerate(self._weights.layers)
+        self._embed(self._table, self._tokens, self._hidden, self.rows)
+        *whole, last = enumerate(self._layers)
         for number, layer in whole:
             self._store(layer, number)
             self._attend(number)
@@ -137,7 +141,7 @@ class CupyChunks:
             self._unpack(weight, rows)
         return rows.reshape(-1, weight.depth)
 
-    def _unpack_all(self, layers: tuple[Layer, ...]) -> None:
+    def _unpack_all(self, layers: Sequence[Layer]) -> None:
         """Unpacks all weights if they fit, else allocates the scratch of the largest."""
         every = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         sizes = [_outputs(weight) * weight.depth for weight in every]

@@ -13,12 +13,14 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
-from mpissd.engine.model.transformer.chained import Stage, run_stage
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
+from mpissd.engine.model.transformer.numba_ops.chained import run_stage
 from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Part
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.stages import Stage
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -220,7 +222,9 @@ class NumbaOps:
         """Writes the k largest logits of each row and their columns; ties to the lower column."""
         rows.top_k(logits.scores, logits.width, k, ids, values, count)
 
-    def chunks(self, stack: object) -> None:
+    def chunks(
+        self, shard: TransformerShard, table: object, layers: Sequence[Layer], cache: object
+    ) -> None:
         """Returns None: a prompt's rows are computed like others."""
 
     def ids(self, ids: Ints) -> Ints:
