@@ -157,9 +157,9 @@ class Driver:
         """Decodes one round in the way that promises most."""
         live = loop.live_ids
         way = self._way(live)
-        fill = 0
+        fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
-            fill = self.times.beside(len(live) * (way.lookahead + 1), loop.most_rows)
+            fill = self.times.beside(rows, loop.most_rows, way.lookahead)
             fill = min(fill, MOST_FILL)  # as many as other ranks are told
         fixed = self.goodput is None
         loop.control = Control(fill=fill) if fixed else Control(*way, fill)
@@ -167,8 +167,11 @@ class Driver:
         result = loop.step()
         if len(live):
             self.times.add(result.num_rows, result.t_target_s)
+            if result.stored_s and result.num_rows > rows:
+                stored = result.num_rows - rows, result.stored_s
+                self.times.stored(*stored, way.lookahead, result.wait_s)
         if self.goodput is not None and not self.draft_lost:
-            self._unseen = way, result, self._clock() - start
+            self._unseen = way, result, self._clock() - start - result.stored_s
         return result
 
     def _way(self, live: list[int]) -> Way:

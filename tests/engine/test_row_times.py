@@ -56,6 +56,36 @@ def test_rounds_take_at_most_30_percent_longer_on_average(
     assert stored * cost(512) / 512 >= 0.5 * free
 
 
+@pytest.mark.parametrize(("cost", "buckets"), CASES)
+@pytest.mark.parametrize("rows", [1, 5, 7, 20, 32, 64, 100])
+def test_nine_rounds_in_ten_take_at_most_30_percent_longer(
+    cost: Callable[[int], float], buckets: Sequence[int], rows: int
+) -> None:
+    times, own_s = known(cost, buckets), cost(padded(rows, buckets))
+    stored = [times.beside(rows, 512) for _ in range(400)]
+    growth = [cost(padded(rows + more, buckets)) / own_s - 1 for more in stored]
+    assert sorted(growth)[int(0.9 * len(growth))] <= 0.3 + 1e-9
+    assert max(growth) <= 1.0
+    assert sum(stored) >= 400 / 11  # no prompt waits for ever
+
+
+def test_a_forward_that_takes_far_longer_is_paid_for_in_time() -> None:
+    def cliff(rows: int) -> float:
+        return 1.0 if rows <= 8 else 9.0
+
+    times = known(cliff, [8, 16])
+    stored = [times.beside(8, 16) for _ in range(400)]
+    assert set(stored) == {0, 8}
+    assert stored.count(8) * 8.0 == pytest.approx(400 * 0.3, rel=0.1)
+
+
+def known(cost: Callable[[int], float], buckets: Sequence[int]) -> RowTimes:
+    times = RowTimes(buckets)
+    for rows in buckets or (1, 2, 4, 8, 16, 32, 64, 128, 200, 256, 512):
+        times.add(rows, cost(rows))
+    return times
+
+
 def test_prompts_alone_fill_the_largest_forward() -> None:
     times = RowTimes()
     assert times.beside(0, 128) == 128
@@ -72,3 +102,24 @@ def test_seconds_lie_on_lines_between_what_was_measured() -> None:
     assert (times.seconds(15), times.seconds(40)) == (2.5, 5.0)
     times.add(30, 2.0)  # a slow sample below it: more rows take no less
     assert times.seconds(60) == 3.0
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+@pytest.mark.parametrize("store", [lambda rows: 1.5, lambda rows: 0.02 * rows])
+def test_what_a_draft_on_the_same_device_stores_counts(
+    lookahead: int, store: Callable[[int], float]
+) -> None:
+    times, step_s = known(bandwidth, []), 1.5
+    rows = 4 * (lookahead + 1)
+    own_s = bandwidth(rows) + lookahead * step_s
+    growth, stored = list[float](), 0
+    for _ in range(400):
+        more = times.beside(rows, 512, lookahead)
+        if more:
+            times.stored(more, store(more), lookahead, lookahead * step_s)
+        took_s = bandwidth(rows + more) + (store(more) if more else 0.0) - bandwidth(rows)
+        growth.append(took_s / own_s)
+        stored += more
+    assert sorted(growth)[int(0.9 * len(growth))] <= 0.31
+    assert sum(growth) >= 0.15 * len(growth)  # most of what may be spent is
+    assert stored > 400 * 40

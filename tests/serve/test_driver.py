@@ -126,14 +126,14 @@ class ThreeRows(RowTimes):
     def add(self, rows: int, seconds: float) -> None:
         self.seen.append(rows)
 
-    def beside(self, rows: int, most: int) -> int:
+    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3 if rows else most
 
 
 class AlwaysThree(ThreeRows):
     """Allows no more where nobody runs."""
 
-    def beside(self, rows: int, most: int) -> int:
+    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3
 
 
@@ -239,7 +239,7 @@ def test_a_pass_has_a_round_though_its_only_request_is_cancelled_meanwhile(pair:
 
 def test_no_round_stores_more_rows_of_prompts_than_a_message_says(pair: TinyPair) -> None:
     mail, times = Script((0, Submit(0, [5, 6], 9)), (1, Stop())), RowTimes()
-    times.beside = lambda rows, most: 1 << 20  # type: ignore[method-assign]
+    times.beside = lambda rows, most, lookahead=0: 1 << 20  # type: ignore[method-assign]
     with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
         driver = Driver(Scheduler(room_of(loops)), mail)
         driver.times = times

@@ -17,7 +17,7 @@ from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import resolve
 from mpissd.lab.load.virtual import server
-from mpissd.lab.load.virtual.loop import costs_of
+from mpissd.lab.load.virtual.loop import VirtualLoop, costs_of
 from mpissd.lab.load.virtual.outcomes import outcomes_of
 from mpissd.lab.load.virtual.server import Arrival, simulate
 from mpissd.lab.predict.hosts import host_of
@@ -109,6 +109,45 @@ def test_full_batches_are_as_fast_as_the_predictor_says(
     expected = expect_by_law(job, *costs, chains=64, num_rounds=64)
     noise = expected.tok_per_s_noise(done.requests[0].rounds)
     assert tokens / until == pytest.approx(expected.tok_per_s, abs=4 * noise, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("pair", "tp", "device", "rate"), [("8b/1b", 1, "h100", 8.0), ("70b/1b", 4, "h200", 4.0)]
+)
+@pytest.mark.parametrize(
+    ("mode", "lookahead", "drafts"), [("ar", 0, "0"), ("ssd", 4, "1"), ("sd", 2, "0")]
+)
+def test_prompts_make_nine_rounds_in_ten_at_most_30_percent_longer(
+    monkeypatch: pytest.MonkeyPatch,
+    pair: str,
+    tp: int,
+    device: str,
+    rate: float,
+    mode: str,
+    lookahead: int,
+    drafts: str,
+) -> None:
+    growth = list[float]()
+
+    class Noted(VirtualLoop):
+        """Notes by how much the prompts stored beside running sequences lengthen a round."""
+
+        def step(self) -> RoundResult:
+            is_storing, rows = self.is_storing, len(self.live_ids) * (lookahead + 1)
+            result = super().step()
+            if is_storing and rows:
+                waited_s = 0.0 if drafts == "1" else result.wait_s
+                own_s = self.forward_s(rows) + waited_s
+                growth.append((result.t_target_s + result.stored_s + waited_s) / own_s - 1)
+            return result
+
+    monkeypatch.setattr(server, "VirtualLoop", Noted)
+    rng, asked = np.random.default_rng(0), arrivals(rate, 60)
+    asked = [replace(one, prompt_tokens=int(rng.integers(200, 2000))) for one in asked]
+    flags = {"pair": pair, "device": device, "batch_size": "64", "num_drafts": drafts}
+    simulate(config(mode, lookahead, **flags), tp, asked)
+    assert len(growth) > 100
+    assert np.percentile(growth, 90) <= 0.3
 
 
 def test_ssd_is_back_within_20_rounds_of_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,17 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 _WEIGHT = 1 / 8  # of a new sample
-_GROWTH = 0.3  # how much longer rounds may take, on average, for the prompts stored beside them
+_GROWTH = 0.3  # how much longer a round may take for the prompts stored beside it
+_APART = 10  # rounds within that behind one beyond it, so that the 90th percentile is within it
 
 
 class RowTimes:
     """The seconds of a forward of n rows: running means where it was measured, lines between.
 
-    It also says how many rows of prompts go beside a verification. Each round earns 30% of its own
-    seconds, and a forward is made larger when what was earned pays for it: devices that compute
-    whole buckets of rows have no forward that is just a little larger.
+    It also says how many rows of prompts go beside a verification: those of the largest forward
+    with which the round takes 30% longer than alone. Where that one stores few rows, since the
+    device computes whole buckets, every eleventh round may be longer: each round earns 30% of its
+    own seconds, and those that it did not use pay for a larger one.
     """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
@@ -22,7 +24,8 @@ class RowTimes:
         self._buckets = list(buckets)
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
-        self._earned_s = 0.0
+        self._earned_s, self._within = 0.0, 0
+        self._stored_s = self._step_s = 0.0  # of a draft on the same device
 
     def _size(self, rows: int) -> int:
         """Returns the rows that a forward of so many rows computes."""
@@ -58,25 +61,51 @@ class RowTimes:
             above = max(above, below)  # no forward gets faster by more rows
         return below + (above - below) * (rows - low) / (high - low)
 
-    def beside(self, rows: int, most: int) -> int:
+    def stored(self, rows: int, seconds: float, lookahead: int, drafted_s: float) -> None:
+        """Takes how long a draft on the same device stored rows of prompts, and drafted K tokens.
+
+        The first lengthens the round, too; the second is a part of it without prompts.
+        """
+        self._stored_s = _mean(self._stored_s, seconds / rows)
+        if lookahead:
+            self._step_s = _mean(self._step_s, drafted_s / lookahead)
+
+    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
         """Returns how many rows of prompts the next forward stores beside `rows` others.
 
-        most: the rows of the largest forward, which an empty round fills.
+        most: the rows of the largest forward, which an empty round fills. lookahead: K of the
+        round.
         """
         if not rows:
             return most
         own_s = self.seconds(rows)
-        self._earned_s = min(self._earned_s + _GROWTH * own_s, own_s)
-        total = self._largest(rows, most, own_s + self._earned_s)
-        self._earned_s -= max(0.0, self.seconds(total) - own_s)
+        round_s = own_s + lookahead * self._step_s
+        next_s = self._grown_s(rows, min(most, self._size(rows) + 1)) - own_s
+        self._earned_s = min(self._earned_s + _GROWTH * round_s, max(round_s, next_s))
+        total = self._largest(rows, most, own_s + _GROWTH * round_s)
+        self._within += 1
+        if self._within > _APART:
+            larger = self._largest(rows, most, own_s + self._earned_s)
+            if larger - rows > _APART * (total - rows):
+                total, self._within = larger, 0
+        self._earned_s -= max(0.0, self._grown_s(rows, total) - own_s)
         return total - rows
+
+    def _grown_s(self, rows: int, total: int) -> float:
+        """Returns the seconds of a forward of `total` rows, and of storing those of prompts."""
+        return self.seconds(total) + (total - rows) * self._stored_s
 
     def _largest(self, rows: int, most: int, limit_s: float) -> int:
         """Returns the rows of the largest forward that takes at most limit_s, at least `rows`."""
         sizes = self._buckets or range(rows, most + 1)
-        low, high = bisect_left(sizes, rows), bisect_left(sizes, most + 1) - 1
+        low, high = bisect_left(sizes, rows) - 1, bisect_left(sizes, most + 1) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.seconds(sizes[middle]) <= limit_s
+            fits = self._grown_s(rows, sizes[middle]) <= limit_s
             low, high = (middle, high) if fits else (low, middle - 1)
-        return max(rows, min(most, sizes[low])) if sizes and low < len(sizes) else rows
+        return max(rows, sizes[low]) if 0 <= low < len(sizes) else rows
+
+
+def _mean(before: float, new: float) -> float:
+    """Returns a running mean behind a new sample; 0 where there was none."""
+    return before + _WEIGHT * (new - before) if before else new

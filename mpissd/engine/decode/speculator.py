@@ -7,6 +7,7 @@ pre-speculated. A speculator is asked with the outcome of the last round, and th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ class Speculator(ABC):
 
     # The first round after the draft was lost, with K = 0 from there on; None while it is present.
     lost_round: int | None = None
+    stored_s = 0.0  # of the last answer: seconds for prompts of sequences that will join
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -81,8 +83,10 @@ class InlineSpeculator(Speculator):
         speculation = self._drafter.answer(self._outcome)
         self._proposals = self._drafter.proposals_by_row()
         self._drafter.hear(speculation)
+        start = perf_counter()
         if self._drafter.is_storing:
             self._drafter.store_opened()
+        self.stored_s = perf_counter() - start
         self._drafter.close_round(speculation)
         return speculation
 

@@ -44,7 +44,8 @@ class RoundResult:
 
     logprobs: by batch row, the target's log-probability of each token that it emitted, of those
     sequences that asked for it. num_rows: of the forward, those of prompts included. wait_s: for
-    the draft, once the outcome was applied.
+    the draft, once the outcome was applied. stored_s: in which a draft on the lead's own device
+    stored prompts.
     """
 
     speculation: Speculation
@@ -53,6 +54,7 @@ class RoundResult:
     logprobs: Mapping[int, list[float]] = field(default_factory=dict)
     num_rows: int = 0
     wait_s: float = 0.0
+    stored_s: float = 0.0
 
 
 class TargetLoop:
@@ -151,7 +153,8 @@ class TargetLoop:
             mark(LeadPhase.PREFILL)
         asked = perf_counter()
         speculation = self._speculator.answer(self.round, len(self.batch))
-        waited = perf_counter() - asked
+        stored = self._speculator.stored_s
+        waited = perf_counter() - asked - stored
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
@@ -171,7 +174,7 @@ class TargetLoop:
         mark(LeadPhase.SAMPLE)
         self.round += 1
         seconds, rows = self._worker.elapsed_s(), self._worker.num_rows
-        return RoundResult(speculation, self._pending, seconds, logprobs, rows, waited)
+        return RoundResult(speculation, self._pending, seconds, logprobs, rows, waited, stored)
 
     def _prefill(self) -> bool:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""

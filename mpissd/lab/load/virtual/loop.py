@@ -62,6 +62,8 @@ class VirtualLoop:
         self.now = 0.0
         self._sent = self._grown_s = 0.0  # when the draft last replied; its glue and keys
         self._step_s, self._most_steps = 0.0, 0  # of its growth; 0: nothing grows
+        self._unstored = 0  # rows of prompts that it has not stored
+        self._begins = False  # whether sequences have joined in this round
         self.control = Control()
         self.ledger: Ledger = NullLedger(LeadPhase)
         self.meanwhile: Callable[[], None] | None = None
@@ -70,8 +72,12 @@ class VirtualLoop:
         """Returns what a server measures before its first request."""
         times, width = RowTimes(self.buckets), self._job.lookahead + 1
         for rows in (*range(1, width + 1), *(n * width for n in warm_sizes(self._job))):
-            times.add(rows, self._verify_s(_bucket(self.buckets, rows)))
+            times.add(rows, self.forward_s(rows))
         return times
+
+    def forward_s(self, rows: int) -> float:
+        """Returns the seconds of the target's forward of so many rows."""
+        return self._verify_s(_bucket(self.buckets, rows))
 
     @property
     def live_ids(self) -> list[int]:
@@ -99,20 +105,24 @@ class VirtualLoop:
 
     def step(self) -> RoundResult:
         """Lets one round pass; returns its outcome."""
-        for name in [n for n, one in self._opened.items() if not one.left]:
+        joining = [n for n, one in self._opened.items() if not one.left]
+        for name in joining:
             self._live[name] = self._opened.pop(name)
+        self._begins = bool(joining)
         start, control = self.now, self.control
         most = self._job.lookahead
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
+        stored = self._store(control.fill)
         wait_s = self._answer_s(lookahead)
-        rows = len(self._live) * (lookahead + 1) + self._store(control.fill)
-        forward_s = self._verify_s(_bucket(self.buckets, rows))
-        self.now = start + self._host.ask_s + wait_s + self._host.lead_s
+        stored_s = self._stored_s(stored)
+        rows = len(self._live) * (lookahead + 1) + stored
+        forward_s = self.forward_s(rows)
+        self.now = start + self._host.ask_s + wait_s + stored_s + self._host.lead_s
         if self.meanwhile is not None:
             self.meanwhile()
         self.now += forward_s
         speculation, outcome = self._outcome(lookahead)
-        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s)
+        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, stored_s)
 
     def _store(self, most: int) -> int:
         stored = 0
@@ -121,6 +131,16 @@ class VirtualLoop:
             one.left -= part
             stored += part
         return stored
+
+    def _stored_s(self, rows: int) -> float:
+        """Returns how long an inline draft stores as many rows of prompts; another one has them
+        to store when nothing grows any more, and before the sequence's first tokens."""
+        if self._job.draft is None:
+            return 0.0
+        if self._job.inline:
+            return self._draft_s(rows)
+        self._unstored += rows
+        return 0.0
 
     def _answer_s(self, lookahead: int) -> float:
         """Returns how long the lead waits for the draft, and begins what the draft does next."""
@@ -137,6 +157,9 @@ class VirtualLoop:
             self._sent, self._grown_s, self._step_s = seen, self._draft_s(count), 0.0
             return 0.0
         drafting = self._drafting_s(hits, count - hits, lookahead, steps)
+        if self._begins and self._unstored:
+            drafting += self._draft_s(self._unstored)
+            self._unstored = 0
         self._sent = seen + host.reply_s + drafting
         self._grow(lookahead, hits, count - hits)
         return max(0.0, self._sent + host.link - self.now - host.ask_s)
@@ -144,10 +167,14 @@ class VirtualLoop:
     def _grown(self, asked: float) -> tuple[float, int]:
         """Returns when the draft is free to see the outcome, and the growth steps it has taken."""
         free = self._sent + self._grown_s
-        if not self._step_s or asked <= free:
-            return free, 0
-        steps = min(self._most_steps, math.ceil((asked - free) / self._step_s))
-        return free + steps * self._step_s, steps
+        steps = 0
+        if self._step_s and asked > free:
+            steps = min(self._most_steps, math.ceil((asked - free) / self._step_s))
+            free += steps * self._step_s
+        if self._unstored and asked > free:
+            free += self._draft_s(self._unstored)
+            self._unstored = 0
+        return free, steps
 
     def _drafting_s(self, hits: int, misses: int, lookahead: int, steps: int) -> float:
         """Returns the seconds of steps that finish hits and draft misses, in shared forwards."""
