@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-_WEIGHT = 1 / 8  # of a new sample
+_WEIGHT = 1 / 32  # of a new sample, once there were as many
+_KNOWN, _SHIFT = 4, 0.5  # samples behind which one shifts a mean as if so much off it, at most
 _GROWTH = 0.3  # how much longer a round may take for the prompts stored beside it
 _APART = 10  # rounds within that behind one beyond it, so that the 90th percentile is within it
 
@@ -24,6 +25,7 @@ class RowTimes:
         self._buckets = list(buckets)
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
+        self._samples: dict[int, int] = {}
         self._earned_s, self._within = 0.0, 0
         self._stored_s = self._step_s = 0.0  # of a draft on the same device
 
@@ -37,8 +39,9 @@ class RowTimes:
         size = self._size(rows)
         if size not in self._seconds:
             insort(self._rows, size)
-            self._seconds[size] = seconds
-        self._seconds[size] += _WEIGHT * (seconds - self._seconds[size])
+            self._seconds[size], self._samples[size] = seconds, 0
+        self._samples[size] = count = self._samples[size] + 1
+        self._seconds[size] = _mean(self._seconds[size], seconds, count)
 
     def seconds(self, rows: int) -> float:
         """Returns the seconds of a forward.
@@ -66,9 +69,10 @@ class RowTimes:
 
         The first lengthens the round, too; the second is a part of it without prompts.
         """
-        self._stored_s = _mean(self._stored_s, seconds / rows)
+        self._stored_s = _mean(self._stored_s or seconds / rows, seconds / rows)
         if lookahead:
-            self._step_s = _mean(self._step_s, drafted_s / lookahead)
+            step_s = drafted_s / lookahead
+            self._step_s = _mean(self._step_s or step_s, step_s)
 
     def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
         """Returns how many rows of prompts the next forward stores beside `rows` others.
@@ -106,6 +110,10 @@ class RowTimes:
         return max(rows, sizes[low]) if 0 <= low < len(sizes) else rows
 
 
-def _mean(before: float, new: float) -> float:
-    """Returns a running mean behind a new sample; 0 where there was none."""
-    return before + _WEIGHT * (new - before) if before else new
+def _mean(before: float, new: float, count: int = _KNOWN + 1) -> float:
+    """Returns a running mean behind the sample of this number, from 1 on.
+
+    One that is far off counts as less: other work on the machine delays a forward now and then.
+    """
+    shift, most = new - before, _SHIFT * before if count > _KNOWN else float("inf")
+    return before + max(_WEIGHT, 1 / count) * min(max(shift, -most), most)
