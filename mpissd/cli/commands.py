@@ -18,6 +18,8 @@ from mpissd.common.flags import flags_of, said
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import Job, resolve
+from mpissd.lab.pools import advice as pool_advice
+from mpissd.lab.pools import search as pool_search
 from mpissd.lab.predict import advice as advice_text
 from mpissd.lab.predict import jobfile, real_hits
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
@@ -153,8 +155,16 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
         print(f"   {line}")
     what = "run the fastest of these" if advice.missing else "run it"
     print(f"   {what}: {_command(run, advice.best)}")
-    summary = advice_text.to_dict(advice, placed)
-    print(json.dumps({**summary, "real_hits": [hits.to_dict() for hits in real]}))
+    uses = pool_search.pools(run, profile, placed.placements, HostCosts(), config.gpus)
+    uses += pool_search.replicas(advice.judged, config.gpus)
+    for line in pool_advice.lines(uses, config.gpus):
+        print(f"   {line}")
+    summary = {
+        **advice_text.to_dict(advice, placed),
+        "real_hits": [hits.to_dict() for hits in real],
+        "pools": pool_advice.summary(uses),
+    }
+    print(json.dumps(summary))
     return 0
 
 

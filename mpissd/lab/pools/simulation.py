@@ -1,0 +1,282 @@
+"""Simulates targets that share a draft, forward by forward [docs/pools.md].
+
+A *frame* of the draft is the host work of the groups that have some, in turn, and one forward that
+carries the next turn of every group: steps that answer an outcome, rows of a glue, growth lanes.
+An outcome that arrives while a forward runs waits for its end. A target's own round is that of
+lab.predict.recurrence, which this reproduces with one target.
+
+Outcomes on their way wait in a heap, and the draft's forwards come one after another. Growth is not
+counted lane by lane: all that grow take part in every forward, so that the number of forwards since
+a group began says how far it is. A round of a target takes some 20 µs of Python.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from mpissd.lab.pools.durations import Pool
+from mpissd.lab.pools.fates import Fates, Laws
+
+_BURN_IN = 8  # rounds a target before those that count
+
+
+@dataclass
+class Target:
+    """One target of the pool between two of its rounds.
+
+    hits: of the outcome that is on its way. clock: when its lead has that outcome. steps: growth
+    steps that the last growth had taken. finish, backup: turns that its late hits and its misses
+    still need. began: forwards before the first step of its growth; -1: nothing grows. lanes: of
+    its growth. glues: its glue is due.
+    """
+
+    fates: Fates
+    hits: list[bool]
+    clock: float
+    steps: int = 0
+    finish: int = 0
+    backup: int = 0
+    began: int = -1
+    lanes: int = 0
+    glues: bool = False
+
+    @property
+    def won(self) -> int:
+        """The number of sequences whose outcomes hit."""
+        return sum(self.hits)
+
+    @property
+    def answer_lanes(self) -> int:
+        """The lanes with which its answer takes part in the next forward."""
+        won = self.won
+        return won * (self.finish > 0) + (len(self.hits) - won) * (self.backup > 0)
+
+
+@dataclass
+class Tally:
+    """Sums over what counts, of all targets together; times in seconds.
+
+    waits: of the leads for their speculations. forward_s, rows, seats: of the draft's forwards.
+    """
+
+    start: float = 0.0
+    tokens: int = 0
+    hits: int = 0
+    waits: list[float] = field(default_factory=list)
+    forwards: int = 0
+    forward_s: float = 0.0
+    rows: int = 0
+    seats: int = 0
+
+    def note(self, tokens: int, hits: int, wait_s: float) -> None:
+        """Adds a round of a target."""
+        self.tokens += tokens
+        self.hits += hits
+        self.waits.append(wait_s)
+
+    def note_forward(self, seconds: float, rows: int, seats: int) -> None:
+        """Adds a forward of the draft."""
+        self.forwards += 1
+        self.forward_s += seconds
+        self.rows += rows
+        self.seats += seats
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated pool: means of its stationary rounds, all G targets together.
+
+    wait_s, wait_p90_s: a lead's wait for its speculation. busy: share of time in the draft's
+    forwards. rows, seats: mean rows and groups of a forward.
+    """
+
+    tok_per_s: float
+    round_s: float
+    hit_rate: float
+    wait_s: float
+    wait_p90_s: float
+    busy: float
+    rows: float
+    seats: float
+
+    @classmethod
+    def of(cls, tally: Tally, end: float, pool: Pool) -> Simulated:
+        """Makes the means of a tally that ends at a time."""
+        wall, waits = end - tally.start, sorted(tally.waits)
+        forwards = max(1, tally.forwards)
+        return cls(
+            tok_per_s=tally.tokens / wall,
+            round_s=wall * pool.targets / len(waits),
+            hit_rate=tally.hits / (len(waits) * pool.batch),
+            wait_s=sum(waits) / len(waits),
+            wait_p90_s=waits[int(0.9 * len(waits))],
+            busy=tally.forward_s / wall,
+            rows=tally.rows / forwards,
+            seats=tally.seats / forwards,
+        )
+
+
+def simulate(pool: Pool, num_rounds: int, seed: int = 0) -> Simulated:
+    """Simulates num_rounds rounds a target, on average, behind a burn-in of 8.
+
+    The same pool and seed give the same numbers.
+    """
+    laws, spread = Laws.of(pool.job), pool.verify_s[-1] / pool.targets
+    targets = [
+        Target(
+            Fates(laws, pool.batch, n, num_rounds + _BURN_IN, seed),
+            [False] * pool.batch,
+            n * spread,
+        )
+        for n in range(pool.targets)
+    ]
+    draft = _Draft(pool, targets)
+    draft.frames_until(_BURN_IN * pool.targets)
+    draft.tally = Tally(start=draft.now)
+    draft.frames_until(num_rounds * pool.targets)
+    return Simulated.of(draft.tally, draft.now, pool)
+
+
+class _Draft:
+    """The shared draft's clock, and which targets take part in its next forward."""
+
+    def __init__(self, pool: Pool, targets: list[Target]) -> None:
+        """Takes targets whose first outcomes come at their clocks."""
+        self._pool, self._host, self._targets = pool, pool.host, targets
+        job = pool.job
+        self._most, self._served = job.lookahead, (job.backup_lookahead, job.lookahead)
+        self._serves = job.config.on_late == "serve"
+        self._backup = job.backup_lookahead if job.config.backup == "jit" else 0
+        self._branches = sum(job.fan_out_miss or ()), sum(job.fan_out or ())
+        self.tally = Tally()
+        self.now = self._idle_since = 0.0
+        self._number = 0  # of the next forward
+        self._asked = [(target.clock, n) for n, target in enumerate(targets)]
+        self._held: list[int] = []  # whose outcomes are there before their glues
+        self._answering: list[int] = []
+        self._glueing: list[int] = []
+        self._growing: deque[tuple[int, int]] = deque()  # (target, began), oldest first
+        self._growing_lanes = self._num_growing = 0
+
+    def frames_until(self, rounds: int) -> None:
+        """Runs frames until the tally has this many rounds."""
+        while len(self.tally.waits) < rounds:
+            self._take()
+            if self._answering or self._glueing or self._growing_lanes:
+                self._forward()
+            else:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Waits for the next outcome."""
+        until = self._asked[0][0]
+        nap = self._host.nap if until - self._idle_since > self._host.patience else 0.0
+        self.now = max(self.now, until + nap)
+
+    def _take(self) -> None:
+        """Does the host work of every outcome that has arrived; answers those that are ready."""
+        asked = self._asked
+        while asked and asked[0][0] <= self.now:
+            number = heapq.heappop(asked)[1]
+            if self._targets[number].glues:
+                self._held.append(number)
+            else:
+                self._outcome(number, self._targets[number])
+
+    def _outcome(self, number: int, target: Target) -> None:
+        """Looks an outcome up: ends the growth, and says what the answer needs."""
+        steps = target.steps = self._end_growth(target)
+        won = target.won
+        target.finish = self._most - steps if won and not self._serves else 0
+        target.backup = self._backup if won < len(target.hits) else 0
+        self.now += self._host.reply_s - self._host.draft_send
+        if target.finish or target.backup:
+            self._answering.append(number)
+        else:
+            self._send(number, target)
+
+    def _end_growth(self, target: Target) -> int:
+        """Ends a target's growth; returns the steps that it has taken, at most K."""
+        if target.began < 0:
+            return 0
+        steps = min(self._most, self._number - target.began)
+        if steps < self._most:
+            self._leave(target)
+        target.began = -1
+        return steps
+
+    def _leave(self, target: Target) -> None:
+        """Takes a target's lanes out of the growth."""
+        self._growing_lanes -= target.lanes
+        self._num_growing -= 1
+        self.now += self._host.draft_record
+
+    def _send(self, number: int, target: Target) -> None:
+        """Sends a speculation, and follows its target to the next outcome."""
+        host, won = self._host, target.won
+        self.now += host.draft_send
+        missed = len(target.hits) - won
+        served = (self._served[0], target.steps) if self._serves else self._served
+        ready, arrived = target.clock + host.ask_s, self.now + host.link
+        seen = max(ready, arrived + (host.nap if arrived - ready > host.patience else 0.0))
+        verify_s = self._pool.verify_s[won * (served[1] + 1) + missed * (served[0] + 1)]
+        tokens, hits = target.fates.next(target.hits, served)
+        self.tally.note(tokens, won, seen - ready)
+        if self._branches[1]:
+            target.glues = True
+            target.lanes = won * self._branches[1] + missed * self._branches[0]
+            self._glueing.append(number)
+        target.hits, target.clock = hits, seen + verify_s + host.lead_s
+        heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
+
+    def _forward(self) -> None:
+        """Makes one forward of everybody's next turn, and does what follows from it."""
+        glueing, answering = self._glueing, self._answering
+        rows = self._growing_lanes + len(glueing) * self._pool.job.verify_rows
+        rows += sum(self._targets[n].answer_lanes for n in answering)
+        seconds = self._pool.glue_s(rows) if glueing else self._pool.step_s(rows)
+        seats = len(glueing) + len(answering) + self._num_growing
+        self.tally.note_forward(seconds, rows, seats)
+        steps = answering or self._num_growing
+        self.now += seconds + (self._host.step if steps else self._host.glue)
+        self._number += 1
+        self._complete()
+        self._glueing, self._answering = [], []
+        for number in glueing:
+            self._begin_growth(number, self._targets[number])
+        for number in answering:
+            self._advance(number, self._targets[number])
+        for number in self._held:
+            heapq.heappush(self._asked, (self.now, number))
+        self._held = []
+        self._idle_since = self.now
+
+    def _advance(self, number: int, target: Target) -> None:
+        """Counts one turn of an answer; sends it when it is complete."""
+        target.finish, target.backup = max(0, target.finish - 1), max(0, target.backup - 1)
+        if target.finish or target.backup:
+            self._answering.append(number)
+        else:
+            self._send(number, target)
+
+    def _begin_growth(self, number: int, target: Target) -> None:
+        """Makes the keys behind a glue; the lanes grow from the next forward on."""
+        self.now += self._pool.keys_s(target.lanes)
+        target.glues, target.began = False, self._number
+        self._growing.append((number, target.began))
+        self._growing_lanes += target.lanes
+        self._num_growing += 1
+
+    def _complete(self) -> None:
+        """Takes out the targets whose growth is complete, and forgets growths that were cut."""
+        growing = self._growing
+        while growing:
+            number, began = growing[0]
+            target = self._targets[number]
+            if target.began == began:
+                if self._number - began < self._most:
+                    return
+                self._leave(target)
+            growing.popleft()
