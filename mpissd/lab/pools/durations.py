@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.job import Job
+from mpissd.engine.job import Job, buckets
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 
 Seconds = Callable[[int], float]
@@ -72,12 +72,11 @@ class Pool:
 
 
 def buckets_of(job: Job, targets: int) -> list[int]:
-    """Returns the row counts that a draft of G targets computes: those of one target, as many times
-    G, and the powers of two between."""
-    alone = job.draft_buckets()
-    most = targets * alone[-1]
-    powers = {1 << n for n in range(most.bit_length())}
-    return sorted({*alone, *(targets * n for n in alone), *powers})
+    """Returns the row counts that a draft of G targets computes: those of one target and of all,
+    and the powers of two between."""
+    batch = job.config.batch_size
+    exact = batch, job.verify_rows, batch * max(1, job.num_lanes)
+    return buckets(batch, *exact, *(targets * rows for rows in exact))
 
 
 def _bucket(held: list[int], rows: int) -> int:
