@@ -1,13 +1,16 @@
 """What a round of a target in a pool accepts, and which of its outcomes the draft has a branch for.
 
-By the same laws as a run's workload (engine.spec): the leading accepted tokens by the hazards of
-what drafted them, a hit where the bonus token is among the F_k candidates. Coins are those of
-`common.rng`, one stream a sequence, one coin a token and round, so that a simulation depends on its
-seed alone and the same round of two pools draws alike.
+By the laws of a run's workload (engine.spec): the leading accepted tokens by the hazards of what
+drafted them, a hit where the bonus token is among the F_k candidates. Coins are those of
+`common.rng`, a stream for each sequence. `Drawn` reads one a round, so that a simulation depends on
+its seed alone; `Replayed` reads those that a run of this job reads at the same positions, so that
+its rounds accept and hit what the run's do.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +20,7 @@ from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import Floats
 
-_SEQUENCE = 1 << 28  # of the first target; no request of a run has such a large id
+_SEQUENCE = 1 << 28  # of the first target's draws; no request of a run has such a large id
 
 
 @dataclass(frozen=True)
@@ -34,49 +37,103 @@ class Laws:
     @classmethod
     def of(cls, job: Job) -> Laws:
         """Makes the tables of a job that drafts."""
-        backup = Source[job.config.backup.upper()]
-        chance, nothing = (
-            job.hit_law.hit_probabilities(job.fan_outs.widest),
-            (0,) * (job.lookahead + 1),
-        )
+        nothing, backup = (0,) * (job.lookahead + 1), Source[job.config.backup.upper()]
+        chance = job.hit_law.hit_probabilities(job.fan_outs.widest)
         lists = job.fan_out_miss or nothing, job.fan_out or nothing
-        hazards = tuple(tuple(job.acceptance[s].hazards) for s in (backup, Source.CACHE))
         p_hit = tuple(tuple(tuple(row[list(f)].tolist()) for row in chance) for f in lists)
-        return cls((hazards[0], hazards[1]), p_hit)
+        missed, cached = (tuple(job.acceptance[s].hazards) for s in (backup, Source.CACHE))
+        return cls((missed, cached), p_hit)
 
 
-class Fates:
+class Fates(ABC):
     """The coming rounds of one target's b sequences, in their order."""
 
-    def __init__(self, laws: Laws, batch: int, target: int, num_rounds: int, seed: int) -> None:
-        """Draws num_rounds rounds; those behind them begin again."""
-        self._laws, self._round, self._num_rounds = laws, 0, num_rounds
-        lookahead = len(laws.hazards[0])
-        first = _SEQUENCE + target * batch
-        each = range(first, first + batch)
-        shape = batch, num_rounds, lookahead
-        coins = [uniforms(seed, Purpose.ACCEPT, s, 0, num_rounds * lookahead) for s in each]
-        self._accepted = [_leading(np.reshape(coins, shape), law) for law in laws.hazards]
-        self._ranks = [uniforms(seed, Purpose.RANK, s, 0, num_rounds).tolist() for s in each]
+    def __init__(self, laws: Laws) -> None:
+        self._laws = laws
 
-    def next(self, hits: list[bool], served: tuple[int, int]) -> tuple[int, list[bool]]:
+    def next(self, hits: Sequence[bool], served: tuple[int, int]) -> tuple[int, list[bool]]:
         """Returns the tokens that a round commits, and whether each sequence's outcome hits.
 
         hits: of the lookups that began the round. served: tokens behind a (miss, hit).
         """
-        at, tokens, found = self._round, 0, []
-        self._round = (at + 1) % self._num_rounds
+        tokens, found = 0, []
         for place, hit in enumerate(hits):
-            k = min(self._accepted[hit][place][at], served[hit])
+            k = min(self._accepted(place, hit), served[hit])
+            found.append(self._hits(place, hit, k, k == served[hit]))
+            self._commit(place, k + 1)
             tokens += k + 1
-            chance = self._laws.p_hit[hit][k == served[hit]][k]
-            found.append(self._ranks[place][at] < chance)
         return tokens, found
 
+    @abstractmethod
+    def _accepted(self, place: int, hit: bool) -> int:
+        """Returns how many of K drafted tokens a sequence's round accepts."""
 
-def _leading(coins: Floats, hazards: tuple[float, ...]) -> list[list[int]]:
-    """Returns how many leading tokens the hazards accept, [b][rounds]."""
-    counts: list[list[int]] = (
-        np.logical_and.accumulate(coins < hazards, axis=2).sum(axis=2).tolist()
-    )
+    @abstractmethod
+    def _hits(self, place: int, hit: bool, k: int, end: bool) -> bool:
+        """Returns whether the outcome behind k accepted tokens hits; end: of all that were
+        served."""
+
+    @abstractmethod
+    def _commit(self, place: int, tokens: int) -> None:
+        """Goes on to a sequence's next round."""
+
+
+class Drawn(Fates):
+    """Fresh draws: coins of a round of their own, whatever was accepted before."""
+
+    def __init__(self, laws: Laws, batch: int, target: int, num_rounds: int, seed: int) -> None:
+        """Draws num_rounds rounds; those behind them begin again."""
+        super().__init__(laws)
+        lookahead, first = len(laws.hazards[0]), _SEQUENCE + target * batch
+        each = range(first, first + batch)
+        coins = [uniforms(seed, Purpose.ACCEPT, s, 0, num_rounds * lookahead) for s in each]
+        shaped = np.reshape(coins, (batch, num_rounds, lookahead))
+        self._counts = [_leading(shaped, law) for law in laws.hazards]
+        self._ranks = [uniforms(seed, Purpose.RANK, s, 0, num_rounds).tolist() for s in each]
+        self._round, self._num_rounds = [0] * batch, num_rounds
+
+    def _accepted(self, place: int, hit: bool) -> int:
+        return self._counts[hit][place][self._round[place]]
+
+    def _hits(self, place: int, hit: bool, k: int, end: bool) -> bool:
+        return bool(self._ranks[place][self._round[place]] < self._laws.p_hit[hit][end][k])
+
+    def _commit(self, place: int, tokens: int) -> None:
+        self._round[place] = (self._round[place] + 1) % self._num_rounds
+
+
+class Replayed(Fates):
+    """The draws of a run: those of group `target` of a job of the `gemm` workload, in order."""
+
+    def __init__(self, job: Job, target: int, num_rounds: int) -> None:
+        """Takes the rounds of the run."""
+        super().__init__(Laws.of(job))
+        batch, lookahead, seed = job.config.batch_size, job.lookahead, job.config.seed
+        count = 2 + (num_rounds + 1) * (lookahead + 1)
+        each = range(target * batch, (target + 1) * batch)
+        coins = np.array([uniforms(seed, Purpose.ACCEPT, s, 0, count) for s in each])
+        ahead = np.lib.stride_tricks.sliding_window_view(coins, lookahead, axis=1)
+        self._counts = [_leading(ahead, law) for law in self._laws.hazards]
+        ranks = np.array([uniforms(seed, Purpose.RANK, s, 0, count) for s in each])
+        law = job.hit_law
+        self._ranks = [law.ranks(ranks, end).tolist() for end in law.ends]
+        nothing = (0,) * (lookahead + 1)
+        self._lists = job.fan_out_miss or nothing, job.fan_out or nothing
+        self._lengths = [1] * batch
+
+    def _accepted(self, place: int, hit: bool) -> int:
+        return self._counts[hit][place][self._lengths[place]]
+
+    def _hits(self, place: int, hit: bool, k: int, end: bool) -> bool:
+        ranks = self._ranks[min(end, len(self._ranks) - 1)]
+        return bool(ranks[place][self._lengths[place] + k] <= self._lists[hit][k])
+
+    def _commit(self, place: int, tokens: int) -> None:
+        self._lengths[place] += tokens
+
+
+def _leading(coins: Floats, hazards: Sequence[float]) -> list[list[int]]:
+    """Returns how many leading coins [b, n, K] the hazards accept, [b][n]."""
+    kept = np.logical_and.accumulate(coins < np.array(hazards), axis=2)
+    counts: list[list[int]] = kept.sum(axis=2).tolist()
     return counts

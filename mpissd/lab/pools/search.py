@@ -4,8 +4,9 @@ A pool is G targets on T ranks each and one draft; a *replica* is one copy of a 
 its own. N GPUs hold as many copies as fit, and the rest of them idles; so all uses are compared by
 the tokens a second of all copies, over the same N GPUs.
 
-Candidates are ranked by lab.predict.closed under a draft on which all targets are always seated;
-the best few are simulated, each with its own draws, and the fastest is kept.
+Candidates are ranked by lab.predict.closed under a draft on which all targets are always seated,
+and under one where a third of them are; the best few of both are simulated with the same draws, and
+the fastest is kept.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SPACE = Space(
     ((False, False), (True, False)),
 )
 _COPIES = (1, 2, 3, 4, 6, 8)
-_SIMULATED = 4  # candidates of each number of targets
+_SIMULATED = 4  # candidates of each number of targets and of seated ones
 _ROUNDS = 2000  # that a simulation draws, of all targets together
 _LEAST_ROUNDS = 100  # a target
 
@@ -116,20 +117,29 @@ def fastest(
     host: HostCosts,
     laws: Laws,
     targets: int,
-    space: Space = _SPACE,
+    rounds: int = _ROUNDS,
 ) -> Use | None:
-    """Returns the fastest pool of G targets on one placement, simulated; None if none can run."""
-    costs = place.host(("ssd", 1), host)
-    choices = _candidates(place, laws, config.batch_size, host, targets, space)
-    tried = [(c, _simulated(config, profile, c, costs, targets)) for c in choices[:_SIMULATED]]
+    """Returns the fastest pool of G targets on one placement, simulated; None if none can run.
+
+    rounds: that a simulation draws, of all targets together, but at least 100 a target.
+    """
+    costs, batch = place.host(("ssd", 1), host), config.batch_size
+    choices = [
+        choice
+        for seated in sorted({targets, -(-targets // 3)})
+        for choice in _candidates(place, laws, batch, host, seated)[:_SIMULATED]
+    ]
+    each = max(_LEAST_ROUNDS, rounds // targets)
+    cells = {_cell(choice): choice for choice in choices}.values()
+    tried = [(c, _simulated(config, profile, c, costs, targets, each)) for c in cells]
     if not tried:
         return None
     choice, best = max(tried, key=lambda one: one[1].tok_per_s)
     token_s = targets * config.batch_size / best.tok_per_s
     rate, round_us = best.tok_per_s / targets, best.round_s * 1e6
     derived = place.label(choice)
-    each = replace(choice, tok_per_s=rate, round_us=round_us, derived=derived)
-    return Use(each, targets, 1, best.tok_per_s, token_s, best.hit_rate, best.wait_s)
+    one = replace(choice, tok_per_s=rate, round_us=round_us, derived=derived)
+    return Use(one, targets, 1, best.tok_per_s, token_s, best.hit_rate, best.wait_s)
 
 
 def pool_of(
@@ -144,23 +154,27 @@ def _known(profile: Profile, job: Job) -> Profile:
     return with_derived(profile, job.target_shard, job.config.batch_size, job.options)
 
 
+def _cell(choice: Choice) -> tuple[object, ...]:
+    """Returns what tells a choice's flags from another's."""
+    return choice.lookahead, choice.fan_out, choice.backup, choice.backup_lookahead
+
+
 def _simulated(
-    config: RunConfig, profile: Profile, choice: Choice, host: HostCosts, targets: int
+    config: RunConfig, profile: Profile, choice: Choice, host: HostCosts, targets: int, rounds: int
 ) -> Simulated:
-    pool = pool_of(config, profile, choice, host, targets)
-    return simulate(pool, max(_LEAST_ROUNDS, _ROUNDS // targets), config.seed)
+    return simulate(pool_of(config, profile, choice, host, targets), rounds, config.seed)
 
 
 def _candidates(
-    place: Placement, laws: Laws, batch: int, host: HostCosts, targets: int, space: Space
+    place: Placement, laws: Laws, batch: int, host: HostCosts, seated: int
 ) -> list[Choice]:
-    """Returns the fastest choice of each K on a draft with all targets in every forward."""
+    """Returns the fastest choice of each K on a draft with so many targets in every forward."""
     device = place.device
     assert device.draft is not None, "a placement of pairs"
-    lists = tuple((k, _crowded(table, targets)) for k, table in device.lists)
-    crowded = replace(device, draft=_crowded(device.draft, targets), lists=lists)
+    lists = tuple((k, _crowded(table, seated)) for k, table in device.lists)
+    crowded = replace(device, draft=_crowded(device.draft, seated), lists=lists)
     choices = []
-    for group in ssd_groups(replace(place, device=crowded), laws, batch, space):
+    for group in ssd_groups(replace(place, device=crowded), laws, batch, _SPACE):
         expected = group.expect(host)
         choices.append(group.choice(int(expected.tok_per_s.argmax()), expected))
     return sorted(choices, key=lambda c: -c.tok_per_s)

@@ -13,11 +13,12 @@ a group began says how far it is. A round of a target takes some 20 µs of Pytho
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
 from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.fates import Fates, Laws
+from mpissd.lab.pools.fates import Drawn, Fates, Laws, Replayed
 
 _BURN_IN = 8  # rounds a target before those that count
 
@@ -29,7 +30,7 @@ class Target:
     hits: of the outcome that is on its way. clock: when its lead has that outcome. steps: growth
     steps that the last growth had taken. finish, backup: turns that its late hits and its misses
     still need. began: forwards before the first step of its growth; -1: nothing grows. lanes: of
-    its growth. glues: its glue is due.
+    its growth. glues: its glue is due. left: rounds that it still decodes, beyond any by default.
     """
 
     fates: Fates
@@ -41,6 +42,7 @@ class Target:
     began: int = -1
     lanes: int = 0
     glues: bool = False
+    left: int = sys.maxsize
 
     @property
     def won(self) -> int:
@@ -123,20 +125,33 @@ def simulate(pool: Pool, num_rounds: int, seed: int = 0) -> Simulated:
 
     The same pool and seed give the same numbers.
     """
-    laws, spread = Laws.of(pool.job), pool.verify_s[-1] / pool.targets
-    targets = [
-        Target(
-            Fates(laws, pool.batch, n, num_rounds + _BURN_IN, seed),
-            [False] * pool.batch,
-            n * spread,
-        )
-        for n in range(pool.targets)
-    ]
-    draft = _Draft(pool, targets)
+    laws, most = Laws.of(pool.job), num_rounds + _BURN_IN
+    spread = pool.verify_s[-1] / pool.targets  # between the first outcomes of two targets
+    draft = _Draft(
+        pool,
+        [
+            Target(Drawn(laws, pool.batch, n, 2 * most, seed), [False] * pool.batch, n * spread)
+            for n in range(pool.targets)
+        ],
+    )
     draft.frames_until(_BURN_IN * pool.targets)
     draft.tally = Tally(start=draft.now)
     draft.frames_until(num_rounds * pool.targets)
     return Simulated.of(draft.tally, draft.now, pool)
+
+
+def replay(pool: Pool, num_rounds: int) -> Simulated:
+    """Predicts a run of num_rounds rounds a target from its own draws; all begin at once.
+
+    The tally ends with the last round of the last target.
+    """
+    targets = [
+        Target(Replayed(pool.job, n, num_rounds), [False] * pool.batch, 0.0, left=num_rounds)
+        for n in range(pool.targets)
+    ]
+    draft = _Draft(pool, targets)
+    draft.frames_until(num_rounds * pool.targets)
+    return Simulated.of(draft.tally, max(target.clock for target in targets), pool)
 
 
 class _Draft:
@@ -229,7 +244,9 @@ class _Draft:
             target.lanes = won * self._branches[1] + missed * self._branches[0]
             self._glueing.append(number)
         target.hits, target.clock = hits, seen + verify_s + host.lead_s
-        heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
+        target.left -= 1
+        if target.left:
+            heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
 
     def _forward(self) -> None:
         """Makes one forward of everybody's next turn, and does what follows from it."""
