@@ -68,6 +68,12 @@ class Job:
         return self.waiting.returncode
 
     @property
+    def state(self) -> str:
+        """What Slurm calls it; the code of a cancelled job may still be 0 when sbatch asks."""
+        told = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.number)
+        return told.partition("JobState=")[2].split()[0]
+
+    @property
     def log(self) -> str:
         """What the job said, of all its tasks."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
