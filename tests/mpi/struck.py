@@ -42,6 +42,8 @@ def strike(how: str) -> None:
     elif how == "hang":
         while True:
             time.sleep(1.0)
+    elif how == "late":
+        time.sleep(1.5)
     elif how == "exit":
         sys.exit(0)
     elif how == "_exit":

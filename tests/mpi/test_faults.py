@@ -49,6 +49,15 @@ def test_a_struck_rank_is_named_and_the_job_is_gone(strike: Strike) -> None:
     assert not seen.wrong, f"{seen.line}\n{seen.err[-2000:]}"
 
 
+def test_a_lead_may_make_its_row_for_longer_than_the_deadline(tmp_path: Path) -> None:
+    """A million rounds take it two minutes on a busy machine, in which the others have no news."""
+    env = {"STRIKE": f"{LEAD} late gather 1", "STRUCK": str(tmp_path / "struck")}
+    told = ["--mode=sd", "--rounds=40", "--deadline_s=.5", f"--out={tmp_path / 'out'}"]
+    with start(2, "tests.mpi.struck", "run", *NULL, *told, env=env) as job:
+        code, _, err = job.finish()
+    assert (tmp_path / "struck").exists() and code == 0, err[-2000:]
+
+
 def test_the_short_campaign_sees_every_phase() -> None:
     assert {strike.phase for strike in STRIKES} == set(PHASES)
 

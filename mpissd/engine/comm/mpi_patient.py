@@ -17,7 +17,9 @@ from mpi4py import MPI
 from mpissd.common.stage import OWN, STAGE, Stage
 from mpissd.common.wait import Waiter, within
 
-_OPENING = 30  # factor on the deadline while other ranks may still open devices and make weights
+# Factors on the deadline: others may still open devices and make weights, or the lead makes the row
+# of millions of rounds.
+_FACTORS = {Stage.START: 30, Stage.OPEN: 30, Stage.GATHER: 10}
 
 
 class PatientComm(MPI.Intracomm):
@@ -86,7 +88,7 @@ class PatientComm(MPI.Intracomm):
 
     @property
     def _patience_s(self) -> float:
-        return self.deadline_s * (_OPENING if OWN.bytes[STAGE] <= Stage.OPEN else 1)
+        return self.deadline_s * _FACTORS.get(Stage(OWN.bytes[STAGE]), 1)
 
     def _wait(self, request: MPI.Request, what: str) -> None:
         Waiter(self._patience_s, spin=False).until(request.Test, what)
