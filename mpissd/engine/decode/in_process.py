@@ -97,6 +97,7 @@ class Loops:
             num_sequences=config.batch_size,
             stacks=self.workload.draft_stacks if drafts else self.workload.target_stacks,
             seed=2 * config.seed + drafts,
+            source=self.target_stepper if drafts and self.job.reads_states else None,
         )
         self._resources.callback(stepper.close)
         return stepper

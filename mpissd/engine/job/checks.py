@@ -121,3 +121,28 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
             f"draft_device={config.draft_device} without a draft rank: allowed: num_drafts=1 or "
             "more"
         )
+
+
+def check_states(
+    config: RunConfig, tp: int, draft: ModelShape, draft_where: str, where: str
+) -> None:
+    """Refuses a draft that reads its target's hidden states where it cannot have them in time."""
+    kind = config_of(draft_where, where).kind
+    if not kind:
+        return
+    asked = f"draft={draft.name} ({kind})"
+    if config.mode == "ssd" or config.drafts:
+        told = f"mode={config.mode}, num_drafts={config.drafts}"
+        why = "it reads the hidden state behind the bonus token, known only after the verification"
+        raise ConfigError(f"{asked} with {told}: {why}: allowed: mode=sd, num_drafts=0")
+    if not config.is_text:
+        raise ConfigError(f"{asked} with workload={config.workload}: allowed: workload=text")
+    if config.draft_lookup is not None:
+        why = "no state is known behind a token that is only looked up"
+        raise ConfigError(f"{asked} with draft_lookup={config.draft_lookup}: {why}: allowed: none")
+    if tp > 1:
+        why = "it reads one rank's hidden states and LM head"
+        raise ConfigError(f"{asked} with tp={tp}: {why}: allowed: tp=1")
+    if kind == "medusa" and config.lookahead > draft.num_layers:
+        told = f"allowed: at most its {draft.num_layers} heads"
+        raise ConfigError(f"lookahead={config.lookahead} with {asked}: {told}")

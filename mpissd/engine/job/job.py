@@ -14,11 +14,12 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
 from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.placement import Placement
+from mpissd.engine.workload.placement import Placement, StatelessPlacement
 from mpissd.engine.workload.registry import workload_kind
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
@@ -79,7 +80,15 @@ class Job:
         """The whole draft; None in AR."""
         if self.draft is None or not self.drafts_by_transformer:
             return None if self.draft is None else Shard(self.draft)
-        return TransformerShard(config_of(self.draft_where, self.target_where))
+        config = config_of(self.draft_where, self.target_where)
+        if config.kind:
+            return StateShard(config, heads_used=self.backup_lookahead or 1)
+        return TransformerShard(config)
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the draft reads the target's hidden states."""
+        return isinstance(self.draft_shard, StateShard)
 
     def shard(self, tp: int) -> AnyShard:
         """Returns rank 0's share of the target, over T = tp ranks."""
@@ -104,6 +113,7 @@ class Job:
                 values=True,
                 capacity=self.capacity,
                 pool=0 if self.serving is None else self.serving.kv_tokens,
+                states=self.reads_states,
             )
         return ForwardOptions(config.fuse, config.lm_head, config.context)
 
@@ -180,8 +190,11 @@ class Job:
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        pooled = self.serving is not None
-        return Placement(config.batch_size, config.context, self.window, pooled=pooled)
+        pooled, draft = self.serving is not None, self.draft_shard
+        kind = Placement
+        if drafts and isinstance(draft, StateShard) and not draft.kv_layers:
+            kind = StatelessPlacement
+        return kind(config.batch_size, config.context, self.window, pooled=pooled)
 
     @property
     def inline(self) -> bool:

@@ -18,6 +18,7 @@ from mpissd.engine.job.checks import (
     check_draft_device,
     check_fan_out,
     check_shards,
+    check_states,
     check_tokens,
     check_transformer,
 )
@@ -148,6 +149,8 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         where = scaled_name(where, config.num_layers)
     check_shards(config, target, where, tp)
     check_tokens(config, where, draft, draft_where)
+    if draft is not None and draft.head is None and draft_where is not None:
+        check_states(config, tp, draft, draft_where, where)
     lookahead = 0 if config.mode == "ar" else config.lookahead
     primary = resolve_acceptance(config.acceptance_text, lookahead)
     acceptance = {

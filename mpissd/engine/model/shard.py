@@ -28,6 +28,7 @@ class ForwardOptions:
     lanes: int = 0  # how many lanes have room for tokens of their own
     steps: int = 0  # tokens that each lane has room for
     pool: int = 0  # tokens of all sequences together; 0: each may have `capacity`
+    states: bool = False  # keep each position's last hidden state, for a draft that reads it
 
 
 @dataclass(frozen=True)

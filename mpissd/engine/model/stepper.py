@@ -24,6 +24,8 @@ from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.transformer.cache import PageTable
+from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.state_drafts import StateStack
 
 _PRODUCTS = GemmStacks()
 
@@ -43,12 +45,14 @@ class Stepper:
         seed: int,
         stacks: Stacks = _PRODUCTS,
         weights: Weights | None = None,
+        source: Stepper | None = None,
         compiled: bool = True,
     ) -> None:
         """Makes the stack and its programs.
 
         buckets: the row counts to compile. stacks: factory of the kind of model. weights: weights
-        made by `stacks` to share (None: makes its own). compiled: whether to compile now; if not,
+        made by `stacks` to share (None: makes its own). source: the model whose hidden states
+        this one reads. compiled: whether to compile now; if not,
         the caller calls compile later.
         """
         self.backend, self.shard, self.options = backend, shard, options
@@ -59,6 +63,10 @@ class Stepper:
         weights = weights or stacks.weights(backend, shard, options, max_rows=most, seed=seed)
         parts = backend, group, shard, options, weights
         self.stack = stacks.stack(*parts, max_rows=most, max_sequences=num_sequences)
+        self.source = source
+        if source is not None:
+            assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
+            self.stack.read_states(source.stack)
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program

@@ -55,6 +55,7 @@ class Need:
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
+    source: Need | None = None  # the target, where the draft reads its hidden states
 
     def weights(self, few_rows: int) -> WeightsKey:
         options, shard = self.options, self.shard
@@ -82,7 +83,9 @@ def needs(job: Job) -> list[Need]:
     needed = [Need(_TARGET, workload.target_stacks, target, job.options, rows, batch)]
     if (draft := job.draft_shard) is not None:
         rows = tuple(job.draft_buckets())
-        needed.append(Need(_DRAFT, workload.draft_stacks, draft, job.draft_options, rows, batch))
+        source = needed[0] if job.reads_states else None
+        stacks, options = workload.draft_stacks, job.draft_options
+        needed.append(Need(_DRAFT, stacks, draft, options, rows, batch, source))
     return needed
 
 
@@ -176,10 +179,19 @@ class Models:
         if held is None:
             return False
         self._held.move_to_end(self._key(need))
-        if frozenset(need.buckets) <= held.rows.get(need.stepper, frozenset()):
+        is_whole = frozenset(need.buckets) <= held.rows.get(need.stepper, frozenset())
+        if is_whole and self._reads_source(need):
             return True
         held.drop(need.stepper)
         return False
+
+    def _reads_source(self, need: Need) -> bool:
+        """Returns whether a stepper reads the states of the target that is there now, if any."""
+        if need.source is None:
+            return True
+        stepper = self._stepper(need)
+        is_there = self._is_there(need.source)
+        return is_there and (stepper is None or stepper.source is self._stepper(need.source))
 
     def _make_room(self, fresh: Sequence[Need], keep: Mapping[WeightsKey, StepperKey]) -> None:
         """Drops models until `fresh` fits: the least recently used, then other steppers of `keep`.
@@ -245,6 +257,7 @@ class Models:
                 seed=seed,
                 stacks=need.stacks,
                 weights=held.weights,
+                source=None if need.source is None else self._stepper(need.source),
                 compiled=False,
             )
 

@@ -21,6 +21,7 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.model.transformer.stack import TransformerStacks
+from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.endings import Endings
 from mpissd.engine.workload.placed import PlacedWorker
@@ -227,7 +228,10 @@ class Workload(ABC):
         """Factory of the draft's stacks."""
         if not self.job.drafts_by_transformer:
             return GemmStacks()
-        return TransformerStacks(self.job.draft_where, self.job.target_where)
+        where = self.job.draft_where, self.job.target_where
+        if isinstance(shard := self.job.draft_shard, StateShard):
+            return StateStacks(*where, heads=shard.num_heads_used)
+        return TransformerStacks(*where)
 
     @property
     @abstractmethod

@@ -195,6 +195,16 @@ class Placement:
         return [Gap(int(lanes.slots[n]), int(filled[n]), int(lanes.first[n])) for n in short]
 
 
+class StatelessPlacement(Placement):
+    """The positions of a draft without keys and values, which never lacks a token."""
+
+    def gaps(self, batch: Batch, rows: Index, spare: int = 0) -> list[Gap]:
+        return []
+
+    def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
+        return []
+
+
 def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
     """Returns places of `rows` rows behind the mean context, for timing; None without a cache.
 

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 
 from mpissd.common.presets import ModelShape
 
+# Drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP speculator
+# (2404.19124), one EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section 2.2).
+KINDS = ("medusa", "mlp", "eagle")
+
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -38,7 +42,9 @@ class TransformerConfig:
     qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
     tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
     rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
-    the layers' matrices and the head are stored as int8 with a scale for each 32 inputs.
+    the layers' matrices and the head are stored as int8 with a scale for each 32 inputs. kind: of a
+    draft that reads its target's hidden state, one of KINDS; "" for a model that reads tokens
+    alone. The layers of "medusa" are its heads.
     """
 
     shape: ModelShape
@@ -52,6 +58,7 @@ class TransformerConfig:
     max_positions: int = 2048
     head_vocab: int = 0
     int8: bool = False
+    kind: str = ""
 
     def __post_init__(self) -> None:
         if not self.head_vocab:

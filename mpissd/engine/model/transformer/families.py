@@ -13,7 +13,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.gguf_metadata import GgufFile
 from mpissd.common.presets import ModelShape
 from mpissd.engine.model.transformer.checkpoint import Floats
-from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
+from mpissd.engine.model.transformer.config import KINDS, Llama3Scaling, TransformerConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -90,6 +90,7 @@ def of_hugging_face(path: Path, config: Mapping[str, Any], shape: ModelShape) ->
         qk_norm=family == "qwen3",
         tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
+        kind=_own(config, "kind") or "",
     )
     return checked(told)
 
@@ -191,7 +192,7 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
 
 def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
     """Returns (key, value, is supported, the supported values) of each key that is checked."""
-    family, rope, ours = config.get("model_type"), _rope(config), config.get("mpissd") or {}
+    family, rope = config.get("model_type"), _rope(config)
     window = config.get("sliding_window") if _slides(config) else None
     kinds = config.get("layer_types") or []
     plain = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
@@ -199,8 +200,7 @@ def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
     activation, part = config.get("hidden_act", "silu"), config.get("partial_rotary_factor", 1)
     packed = config.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
-    told = ours.get("quantization") if isinstance(ours, dict) else ours
-    head = ours.get("head") if isinstance(ours, dict) else None
+    told, head, kind = (_own(config, key) for key in ("quantization", "head", "kind"))
     return [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "llama3"), _ROPES),
@@ -209,11 +209,18 @@ def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
         ("quantization_config", method, not packed, _DENSE),
         ("mpissd.quantization", told, told in (None, "int8-32"), "int8-32"),
         ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
+        ("mpissd.kind", kind, kind in (None, *KINDS), ", ".join(KINDS)),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias, "false"),
         ("mlp_bias", config.get("mlp_bias"), not config.get("mlp_bias"), "false"),
         ("partial_rotary_factor", part, part in (None, 1), "1"),
     ]
+
+
+def _own(config: Mapping[str, Any], key: str) -> Any:
+    """Returns what config.json says under "mpissd"; None where it says nothing."""
+    ours = config.get("mpissd") or {}
+    return ours.get(key) if isinstance(ours, dict) else ours
 
 
 _ROPES = "default, llama3"

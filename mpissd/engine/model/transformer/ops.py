@@ -37,17 +37,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights on this rank; an optional one is None where the family lacks it."""
+    """One layer's weights on this rank; an optional one is None where the family lacks it.
 
-    attention_norm: Array
-    qkv: Array  # q, k and v as one product
-    qkv_bias: Array | None
-    q_norm: Array | None  # [head_dim], the weight of each head's norm
-    k_norm: Array | None
-    o: Array
-    ffn_norm: Array
-    gate_up: Array
-    down: Array
+    A layer without attention has the last three alone.
+    """
+
+    attention_norm: Array = None
+    qkv: Array = None  # q, k and v as one product
+    qkv_bias: Array | None = None
+    q_norm: Array | None = None  # [head_dim], the weight of each head's norm
+    k_norm: Array | None = None
+    o: Array = None
+    ffn_norm: Array = None
+    gate_up: Array = None
+    down: Array = None
 
 
 class Chunks(Protocol):
@@ -96,6 +99,18 @@ class Ops(Protocol):
 
     def cache(self, sizes: CacheSizes, seats: Seats) -> Array:
         """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
+
+    def states(self, slots: int, positions: int) -> Array:
+        """Returns zeros for the hidden state in front of each position of each slot."""
+
+    def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
+        """Sets states[slot][position + 1] = x for each trunk row; the last position has none."""
+
+    def recall(self, states: Array, own: Array, cache: Array, hidden: Array, rows: int) -> None:
+        """Sets hidden = states[slot][position]; own[slot][position] for a row behind its trunk.
+
+        A row without a slot gets zeros.
+        """
 
     def begin(self, cache: Array, rows: int) -> None:
         """Brings the places of a forward's rows to the device; a forward's first operation."""

@@ -78,6 +78,11 @@ class TransformerShard:
         return _length(self.kv)
 
     @property
+    def kv_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.shape.num_layers
+
+    @property
     def heads(self) -> int:
         """Query heads on this rank."""
         return self.q_width // self.shape.head_dim
@@ -126,7 +131,7 @@ class TransformerShard:
 
     def kv_bytes(self, context: int, sequences: int, itemsize: int = 2) -> int:
         """Returns the bytes of the keys and values of `sequences` contexts on this rank."""
-        return sequences * context * self.shape.num_layers * 2 * self.kv_width * itemsize
+        return sequences * context * self.kv_layers * 2 * self.kv_width * itemsize
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int = 2) -> int:
         """Returns the KV bytes that a forward reads on this rank.

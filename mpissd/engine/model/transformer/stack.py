@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.backend.base import Backend
+from mpissd.engine.backend.base import Array, Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.read_out import Find, ReadOut
@@ -63,7 +63,7 @@ class TransformerStack:
         page = _EMULATED_PAGE if weights.ops is None else weights.ops.page
         shape = shard.shape
         sizes = cache_sizes(
-            shape.num_layers,
+            shard.kv_layers,
             shard.kv_heads,
             shape.head_dim,
             options,
@@ -74,10 +74,14 @@ class TransformerStack:
         self.pages = PageTable(seats, sizes)
         self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
         self.buffers = _buffers(backend, shard, weights.ops, max_rows)
+        self.states = None
+        if options.states and weights.ops is not None:
+            self.states = weights.ops.states(max_sequences, options.capacity + 1)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
         # Whether long prompts may be computed in chunks of their own. A server stores a prompt's
-        # rows beside others, and again where pages ran out: they need one kind of products.
-        self.library_prefill = options.pool == 0
+        # rows beside others, and again where pages ran out: they need one kind of products. Chunks
+        # keep no hidden states.
+        self.library_prefill = options.pool == 0 and not options.states
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
         self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
@@ -124,26 +128,31 @@ class TransformerStack:
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
         """Returns a function that issues a forward of up to `rows` rows, and reads k candidates."""
-        ops, memory, k = self.weights.ops, self.buffers, k or self.options.top_k
-        if ops is None:
-            return lambda: None
+        ops, wanted = self.weights.ops, k or self.options.top_k
+        return lambda: None if ops is None else self._forward(ops, self._rows(rows), wanted)
 
-        def forward() -> None:
-            count = self._rows(rows)
-            ops.begin(self.cache, count)
-            ops.embed(self.weights.table, memory.tokens, memory.hidden, count)
-            for number in range(len(self.weights.layers)):
-                self._attention(ops, number, count)
-                self._feed_forward(ops, number, count)
-            if self._reads or ops.computes_padding:
-                self._head(ops, count)
-                self.candidates.issue(self.best(count), count, k)
+    def _forward(self, ops: Ops, rows: int, k: int) -> None:
+        """Issues a forward of exactly `rows` rows."""
+        ops.begin(self.cache, rows)
+        delta = self._enter(ops, rows)
+        for number in range(len(self.weights.layers)):
+            self._attention(ops, number, rows, delta)
+            self._feed_forward(ops, number, rows)
+            delta = self.buffers.delta
+        is_read = self._reads or ops.computes_padding
+        if is_read or self.states is not None:
+            self._leave(ops, rows)
+        if is_read:
+            ops.product(self.buffers.x, self.weights.head, self.buffers.logits, rows)
+            self.candidates.issue(self.best(rows), rows, k)
 
-        return forward
+    def _enter(self, ops: Ops, rows: int) -> Array | None:
+        """Starts the residual stream; returns what is still to be added to it."""
+        ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
+        return None
 
-    def _attention(self, ops: Ops, number: int, rows: int) -> None:
+    def _attention(self, ops: Ops, number: int, rows: int, delta: Array | None) -> None:
         layer, memory = self.weights.layers[number], self.buffers
-        delta = memory.delta if number else None
         ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)
         ops.qkv(memory.x, layer, self.cache, number, memory.q, rows)
         ops.attend(self.cache, number, memory.q, memory.attended, rows)
@@ -161,10 +170,12 @@ class TransformerStack:
         if self.group.size > 1:
             ops.sum_ranks(self.group, self.buffers.delta, rows)
 
-    def _head(self, ops: Ops, rows: int) -> None:
+    def _leave(self, ops: Ops, rows: int) -> None:
+        """Normalises the last hidden state, and keeps it where a draft reads it."""
         memory = self.buffers
         ops.norm(memory.hidden, memory.delta, self.weights.norm, memory.x, rows)
-        ops.product(memory.x, self.weights.head, memory.logits, rows)
+        if self.states is not None:
+            ops.keep(memory.x, self.cache, self.states, rows)
 
     def best(self, rows: int) -> Find:
         """Returns a function that enqueues the choice among the logits of the last forward's
@@ -182,7 +193,10 @@ class TransformerStack:
 
         rows: the forward's bucket; n: the rows that it computed.
         """
-        ids, values = self.candidates.read(self._rows(rows), k or self.options.top_k)
+        return self._read(self._rows(rows), k)
+
+    def _read(self, rows: int, k: int | None) -> tuple[Ints, Floats]:
+        ids, values = self.candidates.read(rows, k or self.options.top_k)
         ids = ids + self._first[:, None, None]
         if self.weights.head_ids is not None:
             ids = self.weights.head_ids[ids]

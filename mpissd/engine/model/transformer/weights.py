@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.ops import Layer, Ops, Part, ops_of
 from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.tensors import HEAD, HEAD_NORM, JOINED, JOINS, LAST_NORM
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,18 @@ class TransformerWeights:
     def kernel(self) -> str:
         """Name of the kernels that read these weights."""
         return "modelled" if self.ops is None else self.ops.kernel
+
+
+@dataclass(frozen=True)
+class StateWeights(TransformerWeights):
+    """Weights of a draft that reads hidden states (see state_drafts).
+
+    joined_norms, joins: of a token's embedding, and of the state. head_norms: of each Medusa head.
+    """
+
+    joined_norms: tuple[Array, ...] = ()
+    joins: tuple[Array, ...] = ()
+    head_norms: tuple[Array, ...] = ()
 
 
 def load_weights(
@@ -65,6 +78,37 @@ def load_weights(
     )
 
 
+def load_state_weights(
+    backend: Backend,
+    checkpoint: Checkpoint,
+    shard: TransformerShard,
+    *,
+    max_rows: int,
+    page: int | None = None,
+) -> StateWeights:
+    """Reads and packs the weights of a draft that reads hidden states; raises as load_weights."""
+    config, heads, kv_heads = checkpoint.config, shard.heads, shard.kv_heads
+    ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, max_rows=max_rows, page=page)
+    if ops is None:
+        return StateWeights(config, max_rows, None)
+    loader, is_medusa = _Loader(ops, checkpoint, shard), config.kind == "medusa"
+    make = loader.layer if config.kind == "eagle" else loader.feed_forward
+    prefixes = [f"model.layers.{n}." for n in range(shard.shape.num_layers)]
+    return StateWeights(
+        config,
+        max_rows,
+        ops,
+        tuple(make(prefix) for prefix in prefixes),
+        None if is_medusa else ops.table(checkpoint),
+        None if is_medusa else loader.vector(LAST_NORM),
+        ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)]),
+        checkpoint.head_ids(),
+        () if is_medusa else tuple(loader.vector(name) for name in JOINED),
+        () if is_medusa else tuple(ops.matrix(checkpoint, [Part(name)]) for name in JOINS),
+        tuple(loader.vector(prefix + HEAD_NORM) for prefix in prefixes) if is_medusa else (),
+    )
+
+
 class _Loader:
     """Packs the layers of a checkpoint."""
 
@@ -74,22 +118,29 @@ class _Loader:
     def layer(self, prefix: str) -> Layer:
         """Returns the layer whose names begin with `prefix`."""
         ops, checkpoint, shard = self.ops, self.checkpoint, self.shard
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
         inputs = {"q_proj": shard.q, "k_proj": shard.kv, "v_proj": shard.kv}
         parts = [Part(f"{attention}{name}.weight", rows) for name, rows in inputs.items()]
         config = checkpoint.config
         biases = {f"{attention}{name}.bias": part for name, part in inputs.items()}
-        gate, up = (Part(f"{mlp}{name}_proj.weight", shard.ffn) for name in ("gate", "up"))
-        return Layer(
+        return replace(
+            self.feed_forward(prefix),
             attention_norm=self.vector(f"{prefix}input_layernorm.weight"),
             qkv=ops.matrix(checkpoint, parts),
             qkv_bias=self.joined(biases) if config.qkv_bias else None,
             q_norm=self.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
             k_norm=self.vector(f"{attention}k_norm.weight") if config.qk_norm else None,
             o=ops.matrix(checkpoint, [Part(f"{attention}o_proj.weight", columns=shard.q)]),
+        )
+
+    def feed_forward(self, prefix: str) -> Layer:
+        """Returns the layer without its attention."""
+        ops, checkpoint, ffn, mlp = self.ops, self.checkpoint, self.shard.ffn, f"{prefix}mlp."
+        gate, up = (Part(f"{mlp}{name}_proj.weight", ffn) for name in ("gate", "up"))
+        return Layer(
             ffn_norm=self.vector(f"{prefix}post_attention_layernorm.weight"),
             gate_up=ops.gate_up(checkpoint, gate, up),
-            down=ops.matrix(checkpoint, [Part(f"{mlp}down_proj.weight", columns=shard.ffn)]),
+            down=ops.matrix(checkpoint, [Part(f"{mlp}down_proj.weight", columns=ffn)]),
         )
 
     def vector(self, name: str) -> Array:

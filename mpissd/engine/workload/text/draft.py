@@ -144,7 +144,11 @@ class TextDraftWorker(SamplingDraftWorker):
         return SampledRollout(chosen, first, lanes, self.lookahead)
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
-        step = self._step_of(rollouts)
+        self._collect_by(0, rollouts)
+
+    def _collect_by(self, head: int, rollouts: Sequence[Rollout]) -> None:
+        """Stores the tokens of a step, by this one of the forward's heads."""
+        step = self._step_of(rollouts, head)
         row = 0
         for rollout in rollouts:
             if rollout.guesses is None:
@@ -153,14 +157,15 @@ class TextDraftWorker(SamplingDraftWorker):
                 self._verify(rollout, rollout.guesses, step, row)
             row += rollout.num_rows
 
-    def _step_of(self, rollouts: Sequence[Rollout]) -> _Step:
+    def _step_of(self, rollouts: Sequence[Rollout], head: int) -> _Step:
         """Reads the finished forward's results of these rollouts' rows."""
         count = sum(rollout.num_rows for rollout in rollouts)
         start, lanes = self.first_row, (getattr(rollout, "lanes", ()) for rollout in rollouts)
-        best = self.stepper.results().ids[0, start : start + count, 0]
+        ids = self.stepper.results().ids[head, :, 0]
+        best, first = ids[start : start + count], head * len(ids) + start
         if not any(lane.temperature > 0 for each in lanes for lane in each):
             return _Step(best)
-        return _Step(best, self.stepper.logits(range(start, start + count)))
+        return _Step(best, self.stepper.logits(range(first, first + count)))
 
     def _collect(self, rollout: Rollout, step: _Step, start: int) -> None:
         """Stores the next token of every lane, whose rows begin at `start`."""

@@ -12,6 +12,7 @@ from mpissd.engine.job.job import WARM_TOKENS, Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
@@ -19,6 +20,7 @@ from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.text.draft import TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.sequences import TextEndings
+from mpissd.engine.workload.text.state_draft import StateDraftWorker
 from mpissd.engine.workload.text.stops import Stops
 from mpissd.engine.workload.text.target import TextTargetWorker
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
@@ -116,17 +118,17 @@ class TextWorkload(Workload):
 
     def draft_worker(self, stepper: Forwards) -> TextDraftWorker:
         job, config = self.job, self.job.config
-        return TextDraftWorker(
-            stepper,
-            config.seed,
-            job.fan_outs,
-            GemmWorkload(job).draft_worker(stepper),
-            samples=self.samples,
-            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
-            ids=self.draft_ids,
-            lookup=config.lookup,
-            draft_lookup=config.draft_lookup,
-        )
+        parts = stepper, config.seed, job.fan_outs, GemmWorkload(job).draft_worker(stepper)
+        told = {
+            "samples": self.samples,
+            "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
+            "ids": self.draft_ids,
+            "lookup": config.lookup,
+            "draft_lookup": config.draft_lookup,
+        }
+        if isinstance(shard := job.draft_shard, StateShard):
+            return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
+        return TextDraftWorker(*parts, **told)  # type: ignore[arg-type]
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled as the flags say."""

@@ -94,6 +94,23 @@ class CupyOps:
     def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
         return self._attention.cache(sizes, seats)
 
+    def states(self, slots: int, positions: int) -> Any:
+        return self._launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
+
+    def keep(self, x: Any, cache: Cache, states: Any, rows: int) -> None:
+        self._launch("keep", (rows,), (256,), (x, *self._seated(cache, states), states))
+
+    def recall(self, states: Any, own: Any, cache: Cache, hidden: Any, rows: int) -> None:
+        args = (states, own, *self._seated(cache, states), hidden)
+        self._launch("recall", (rows,), (256,), args)
+
+    @staticmethod
+    def _seated(cache: Cache, states: Any) -> tuple[Any, ...]:
+        """Returns the seats on the device, their most rows, and the positions and width of
+        states."""
+        sizes = cache.seats.rows.shape[1], *states.shape[1:]
+        return cache.words, *map(np.int32, sizes)
+
     def begin(self, cache: Cache, rows: int) -> None:
         self._attention.begin(cache, rows)
 

@@ -150,6 +150,18 @@ class NumbaOps:
         exact = angles.astype(np.float64)
         return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
 
+    def states(self, slots: int, positions: int) -> Floats:
+        """Returns zeros, float32 [slots, positions, hidden]."""
+        return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
+
+    def keep(self, x: Floats, cache: Cache, states: Floats, count: int) -> None:
+        """Sets states[slot][position + 1] = x for each trunk row."""
+        rows.keep(x, cache.places[0], states, count)
+
+    def recall(self, states: Floats, own: Floats, cache: Cache, hidden: Floats, count: int) -> None:
+        """Sets hidden = states[slot][position], or that of `own` for a row behind its trunk."""
+        rows.recall(states, own, cache.places[0], hidden, count)
+
     def begin(self, cache: Cache, rows: int) -> None:
         """Does nothing: the places are read where they were written."""
 

@@ -60,6 +60,29 @@ def embed(table, tokens, hidden, rows):
 
 
 @njit(**JIT)
+def keep(x, seats, states, rows):
+    """Sets states[slot, position + 1] = x for trunk rows; seats: [4, n], see cache.Seats."""
+    for m in range(rows):
+        slot, position = seats[0, m], seats[1, m] + 1
+        if slot >= 0 and seats[2, m] < 0 and position < states.shape[1]:
+            for column in range(states.shape[2]):
+                states[slot, position, column] = x[m, column]
+
+
+@njit(**JIT)
+def recall(states, own, seats, hidden, rows):
+    """Sets hidden[m] = states[slot, position], of `own` behind the row's trunk; no slot: zeros."""
+    for m in range(rows):
+        slot, position = seats[0, m], seats[1, m]
+        for column in range(states.shape[2]):
+            value = np.float32(0)
+            if slot >= 0:
+                ahead = position > seats[3, m]
+                value = own[slot, position, column] if ahead else states[slot, position, column]
+            hidden[m, column] = value
+
+
+@njit(**JIT)
 def inverse_rms(row, eps):
     """Returns 1 / √(mean of the squares + eps) of a vector, which adds up in 8 partial sums."""
     a = b = c = d = e = f = g = h = np.float32(0)

@@ -1,0 +1,173 @@
+"""Drafts that read the target's hidden state lose nothing: Medusa heads, an MLP and an EAGLE layer.
+
+Greedy answers are the target's own bit for bit, sampled ones follow its law, and each forward is
+what a plain NumPy reading of state_drafts' equations gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import chisquare
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.job import resolve
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from tests.loop.markov_rig import joint_law
+from tests.loop.text_rig import TextPair
+from tests.tiny_pair import tiny_pair
+from tests.tiny_states import KINDS, state_draft
+
+V, TOKENS, HEADS = 97, 60, 5
+LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 positions
+PROMPTS = ";".join(
+    ",".join(str((7 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
+)
+INLINE = {"mode": "sd", "num_drafts": 0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target and its drafts by kind."""
+
+    target: Path
+    drafts: dict[str, Path]
+
+
+def family(home: Path, **shape: Any) -> Family:
+    target = tiny_pair(home / "pair", **shape).target
+    made = {
+        kind: state_draft(target, kind, home / kind, layers=HEADS if kind == "medusa" else 1)
+        for kind in KINDS
+    }
+    return Family(target, made)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return family(tmp_path_factory.mktemp("states"), vocab=V)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A vocabulary of four tokens, whose answers are few."""
+    shape = {"vocab": 4, "heads": 2, "kv_heads": 1, "hidden": 32}
+    return family(tmp_path_factory.mktemp("few"), **shape)
+
+
+def config(target: Path, draft: Path | None, **flags: Any) -> RunConfig:
+    told = {"prompt_ids": PROMPTS, "num_tokens": TOKENS, "backend": "numpy", "deadline_s": 20.0}
+    where = None if draft is None else str(draft)
+    return RunConfig(workload="text", **{"target": str(target), "draft": where, **told, **flags})
+
+
+def decode(told: RunConfig) -> tuple[dict[int, list[int]], float]:
+    """Returns the answers and the mean of accepted tokens."""
+    with Decoder(told) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        accepted = decoder.records.sequences()[:, 3].mean()
+        return {n: found[: told.num_tokens] for n, found in decoder.tokens.items()}, accepted
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Family) -> dict[int, list[int]]:
+    return decode(config(tiny.target, None, mode="ar"))[0]
+
+
+@pytest.mark.parametrize("flags", [{}, {"batch_size": 3, "lookahead": 2}, {"lookahead": 5}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_the_target_s_own(
+    tiny: Family, alone: dict[int, list[int]], kind: str, flags: dict[str, Any]
+) -> None:
+    found, accepted = decode(config(tiny.target, tiny.drafts[kind], **INLINE, **flags))
+    assert found == alone and accepted > 0.05
+
+
+def test_a_state_of_another_position_drafts_worse(
+    tiny: Family, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the draft reads is the state behind the token before its own: acceptance shows it."""
+    from mpissd.engine.model.transformer.numba_ops.ops import NumbaOps
+
+    right = decode(config(tiny.target, tiny.drafts["medusa"], **INLINE))[1]
+    monkeypatch.setattr(NumbaOps, "keep", lambda *args: None)
+    found, accepted = decode(config(tiny.target, tiny.drafts["medusa"], **INLINE))
+    assert found == alone and accepted < 0.7 * right
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_answers_follow_the_target(few: Family, kind: str) -> None:
+    """A chi-squared test of the first three tokens of many answers to one prompt."""
+    count, prompt = 4000, (1, 0, 2)
+    pair = TextPair("sd", vocab=4, lookahead=2, target_where=str(few.target), top_p=0.9)
+    law = joint_law(pair, prompt, 3)
+    told = config(
+        few.target, few.drafts[kind], **INLINE, temperature=1.0, top_p=0.9, num_tokens=3,
+        lookahead=2, prompt_ids=";".join(["1,0,2"] * count), batch_size=40, seed=3,
+    )  # fmt: skip
+    answers, accepted = decode(told)
+    texts = Counter(tuple(tokens) for tokens in answers.values())
+    assert sum(texts.values()) == count and set(texts) <= {t for t, p in law.items() if p > 0}
+    common = [text for text, chance in law.items() if chance * count >= 5]
+    found = [texts[text] for text in common]
+    want = [law[text] * count for text in common]
+    rest = count - sum(found), count - sum(want)
+    assert chisquare([*found, rest[0]], [*want, rest[1]]).pvalue > 1e-3
+    assert accepted > 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_of_fewer_tokens_answers_as_the_target(
+    tiny: Family, alone: dict[int, list[int]], tmp_path: Path, kind: str
+) -> None:
+    ids = range(0, V, 2)
+    draft = state_draft(
+        tiny.target, kind, tmp_path, layers=HEADS if kind == "medusa" else 1, ids=ids
+    )
+    assert decode(config(tiny.target, draft, **INLINE))[0] == alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "told"),
+    [
+        ("eagle", {"mode": "ssd"}, "after the verification: allowed: mode=sd, num_drafts=0"),
+        ("mlp", {"mode": "sd", "num_drafts": 1}, "with mode=sd, num_drafts=1: it reads the hidden"),
+        ("medusa", {**INLINE, "lookahead": HEADS + 1}, f"allowed: at most its {HEADS} heads"),
+        ("mlp", {**INLINE, "workload": "gemm", "forward": "transformer"}, "allowed: workload=text"),
+    ],
+)  # fmt: skip
+def test_what_cannot_draft_in_time_is_refused(
+    tiny: Family, kind: str, flags: dict[str, Any], told: str
+) -> None:
+    models = {"target": str(tiny.target), "draft": str(tiny.drafts[kind]), "backend": "numpy"}
+    text = {"workload": "text", "prompt_ids": "1,2", "num_tokens": 4}
+    with pytest.raises(ConfigError, match=told):
+        resolve(
+            RunConfig(**{**(text if "workload" not in flags else {}), **models, **flags}),
+            1, backend="numpy", memory_bytes=None,
+        )  # fmt: skip
+
+
+def test_several_target_ranks_are_refused(tiny: Family) -> None:
+    with pytest.raises(ConfigError, match="one rank's hidden states and LM head: allowed: tp=1"):
+        resolve(
+            config(tiny.target, tiny.drafts["eagle"], **INLINE), 2,
+            backend="numpy", memory_bytes=None,
+        )  # fmt: skip
+
+
+def test_an_unknown_kind_is_refused(tiny: Family, tmp_path: Path) -> None:
+    told = json.loads((tiny.drafts["mlp"] / "config.json").read_text())
+    told["mpissd"]["kind"] = "hydra"
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(
+        ConfigError, match=r"mpissd\.kind='hydra' is not supported: allowed: m"
+    ):
+        open_checkpoint(str(tmp_path / "config.json"))
