@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from mpissd.learn.sample import Samples, States
 
 Tensor = Any
+Make = Callable[[Samples, int], Any]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ def batch_of(samples: Samples, num_rows: int) -> Batch:
 class Batches:
     """Batches in epochs: each is drawn from one part of the samples."""
 
-    def __init__(self, parts: Sequence[Samples], size: int, seed: int) -> None:
+    def __init__(
+        self, parts: Sequence[Samples], size: int, seed: int, make: Make = batch_of
+    ) -> None:
+        """Takes the samples and what makes a batch of some of them and a number of rows."""
+        self.make = make
         self.parts, self.size = parts, min(size, *(len(part.tokens) for part in parts))
         self.random = torch.Generator().manual_seed(seed)
         self.order: list[tuple[Samples, Tensor]] = []
@@ -49,12 +54,12 @@ class Batches:
         positions = self.size * (parts[0].tokens.shape[1] - 1)
         self.num_rows = max(1, int(positions * sum(shares) / len(shares)))
 
-    def next(self) -> Batch:
+    def next(self) -> Any:
         """Returns the next batch; starts a new epoch where the last one is over."""
         if not self.order:
             self.order = self._epoch()
         part, rows = self.order.pop()
-        return batch_of(part.take(rows.to(part.tokens.device)), self.num_rows)
+        return self.make(part.take(rows.to(part.tokens.device)), self.num_rows)
 
     def _epoch(self) -> list[tuple[Samples, Tensor]]:
         found = []

@@ -42,6 +42,36 @@ _COLUMNS = (
     "prompts | answers | greedy agreement | alpha (T=1) | tokens a round, K=4 | K=7 | "
     "hits at K=4, F=4 | F=8 | F=16"
 )
+_STATE_CARD = """\
+---
+library_name: mpissd
+license: {license}
+base_model: {target}
+---
+# {kind} draft of {target}
+
+A draft for speculative decoding that reads the last hidden state of {target} behind each of its
+verifications ({kind}: see docs/drafts.md of mpissd). Its LM head is that of the target, for the
+{head_vocab} most frequent tokens of its answers; the input embedding is the target's. Neither is
+stored here: {parameters:.2f} million parameters are.
+
+`python -m mpissd distill` made it on {processes} × {device}: the target wrote its own prompts and
+answers ({sequences} conversations, {answered:.2f} million answered tokens), and the draft was
+trained on the target's distributions over them, {steps_ahead} tokens ahead, for {steps} steps of
+all processes. No other text was used.
+
+## Format
+`int8-32`: a matrix `X.weight` is int8 [outputs, inputs] and `X.scale` float16
+[outputs, inputs / 32]; a weight is its integer times its block's scale. `head_ids` (int32, rising)
+names the token of each row of the LM head. Norms are float32.
+
+## Evaluation
+Answers of at most {answer} tokens that the target gave at temperature 0. *agreement*: of the
+token drafted t places ahead with the answer's.
+
+{rows}
+"""
+_STATE_COLUMNS = "prompts | answers | agreement, t = 1 to 4 | alpha (T=1) | tokens a round, K=4"
 _NOTICE = """\
 Draft of {target}
 
@@ -54,13 +84,16 @@ texts that {target} wrote; quantised the weights to 8 bits (see README.md).
 def write(folder: Path, report: Mapping[str, Any], license_name: str) -> None:
     """Writes README.md, NOTICE and, for apache-2.0, LICENSE into the draft's folder."""
     found = report.get("evaluation", {})
-    heading = [f"| {_COLUMNS} |", "|---" * (_COLUMNS.count("|") + 1) + "|"]
-    rows = "\n".join([*heading, *(_row(name, told) for name, told in found.items())])
+    reads_states = "kind" in report
+    columns, row = (_STATE_COLUMNS, _state_row) if reads_states else (_COLUMNS, _row)
+    heading = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
+    rows = "\n".join([*heading, *(row(name, told) for name, told in found.items())])
     told = {**report, "license": "other" if license_name == "target" else license_name}
     told["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
     share = report["on_policy"]
     told["on_policy_told"] = f", {share:.0%} of it\non the draft's own proposals" if share else ""
-    (folder / "README.md").write_text(_CARD.format(**told, rows=rows))
+    card = _STATE_CARD if reads_states else _CARD
+    (folder / "README.md").write_text(card.format(**told, rows=rows))
     notice = _NOTICE.format(**report)
     if license_name == "apache-2.0":
         notice += "Licensed under the Apache License, Version 2.0, as its target is: see LICENSE.\n"
@@ -76,3 +109,10 @@ def _row(name: str, told: Mapping[str, Any]) -> str:
     values = [told["greedy_agreement"], told["alpha"], *rounds, *hits]
     cells = " | ".join("–" if value is None else f"{value:.3f}" for value in values)
     return f"| {name} | {told['answers']} | {cells} |"
+
+
+def _state_row(name: str, told: Mapping[str, Any]) -> str:
+    agreed = ", ".join(f"{part:.3f}" for part in told["agreement_by_place"][:4])
+    four = told["by_lookahead"].get("4", {}).get("tokens_per_round")
+    rounds = "–" if four is None else f"{four:.3f}"
+    return f"| {name} | {told['answers']} | {agreed} | {told['alpha']:.3f} | {rounds} |"

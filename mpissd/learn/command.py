@@ -95,7 +95,7 @@ def _finished(job: object, result: object, config: DistillConfig, log: Log) -> i
     from mpissd.learn.result import Result
 
     assert isinstance(job, Distillation) and isinstance(result, Result)
-    if not result.try_save(result.pair.draft, log):
+    if not result.try_save(result.draft, log):
         return 1
     deadline = min(job.deadline, time.monotonic() + config.seconds_evaluating)
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
+from mpissd.engine.model.transformer.config import KINDS
 from mpissd.learn.form import Form, form_of
 
 
@@ -32,6 +33,14 @@ def _shapes(name: str, text: str) -> str:
     return text
 
 
+def _kinds(name: str, text: str) -> str:
+    """Takes kinds of drafts that read hidden states, a comma between, each once."""
+    parts = text.split(",") if text else []
+    if not set(parts) <= set(KINDS) or len(set(parts)) < len(parts):
+        raise ConfigError(f"{name}={text}: allowed: {', '.join(KINDS)}, a comma between")
+    return text
+
+
 @dataclass(frozen=True)
 class DistillConfig(Checked):
     """Flags of `distill`: the target, the draft's shape, and how long each part may take."""
@@ -45,6 +54,13 @@ class DistillConfig(Checked):
         "fresh layers instead: LAYERSxHEADSxKV_HEADSxFFN; of several, a comma between, each is "
         "trained on the same samples and written to OUT/SHAPE",
     )
+    kinds: str = flag(
+        "",
+        _kinds,
+        "drafts that read the target's hidden state instead: medusa, mlp, eagle; of several, each "
+        "is trained on the same samples and written to OUT/KIND",
+    )
+    heads: int = flag(4, integer(1), "Medusa's heads, and steps ahead that `kinds` are trained for")
     start: str = flag("", words, "an earlier draft of this target to go on from, instead of layers")
     vocab: int = flag(12288, integer(32), "rows of the draft's LM head: the most frequent tokens")
     head: str = flag(
@@ -98,6 +114,11 @@ class DistillConfig(Checked):
         """The fresh drafts; none where the draft starts from layers."""
         return tuple(form_of(part) for part in self.shapes.split(",") if part)
 
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The kinds of drafts that read hidden states; none where it is a model by itself."""
+        return tuple(part for part in self.kinds.split(",") if part)
+
     def length_of(self, rank: int) -> int:
         """Returns the tokens of a conversation of one process."""
         return self.lengths[rank % len(self.lengths)]
@@ -110,5 +131,5 @@ class DistillConfig(Checked):
         """Refuses a command without a target, and two starting points."""
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
-        if self.shapes and self.start:
-            raise ConfigError("shapes and start: allowed: one of them")
+        if bool(self.shapes) + bool(self.start) + bool(self.kinds) > 1:
+            raise ConfigError("shapes, start and kinds: allowed: one of them")

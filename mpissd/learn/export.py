@@ -121,6 +121,7 @@ def _config(config: TransformerConfig, about: Mapping[str, Any]) -> dict[str, An
             "original_max_position_embeddings": scaling.original,
         }
     own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
+    own |= {"kind": config.kind} if config.kind else {}
     return {**told, "mpissd": {**own, **about}}
 
 

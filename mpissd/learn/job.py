@@ -21,9 +21,11 @@ from mpissd.learn.llama import angles, blocks_of, compiled, load, mapped
 from mpissd.learn.openings import Openings
 from mpissd.learn.pair import Pair
 from mpissd.learn.result import SAVING_S, Result
+from mpissd.learn.rounds import LOOKAHEADS
 from mpissd.learn.sample import USER, Sampler, Samples, blank
 from mpissd.learn.shape import cut, draft_config, frequent_tokens, fresh, trained
 from mpissd.learn.source import Source
+from mpissd.learn.state_job import made
 from mpissd.learn.train import Plan, Told, train
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
@@ -53,7 +55,8 @@ class Distillation:
         self.length = config.length_of(group.rank)
         longest = [e.longest(config.answer) for e in source.exams.values()]
         self.room = max(config.length_of(0), self.length, *longest, 1)
-        self.table = angles(source.checkpoint.config, self.room, self.device)
+        farthest = self.room + max(LOOKAHEADS)
+        self.table = angles(source.checkpoint.config, farthest, self.device)
         log(f"{source.checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
 
     def sample(self) -> None:
@@ -130,16 +133,28 @@ class Distillation:
 
     def drafts(self) -> Iterator[Result]:
         """Trains, and yields each draft as it is ready to be saved."""
-        forms = self.config.forms or (None,)
+        folder, kinds = Path(self.config.out), self.config.kind_names
+        for kind in kinds:
+            yield made(self, kind, folder / kind if len(kinds) > 1 else folder, self._plan())
+        forms = () if kinds else self.config.forms or (None,)
         for form in forms:
-            folder = Path(self.config.out)
             yield self._made(folder / form.name if len(forms) > 1 and form else folder, form)
 
     def _made(self, folder: Path, form: Form | None) -> Result:
-        config = self.config
         pair, architecture = self._start(form)
-        result = Result(config, self.source, pair, architecture, folder, self._facts(pair, form))
-        plan = Plan(
+        facts = self.facts(pair.head_ids, len(pair.draft.layers), self._origin(form))
+        result = Result(self.config, self.source, pair, architecture, folder, facts)
+        plan, log = self._plan(), self.log
+        if self.group.rank:
+            told = Told(lambda point: None)
+        else:
+            told = Told(lambda p: result.point(p, log), lambda d: result.try_save(d, log))
+        draft = train(pair, self.parts, plan, told, held=self.held, group=self.group)
+        return result.trained(draft)
+
+    def _plan(self) -> Plan:
+        config = self.config
+        return Plan(
             config.seconds_training,
             self.deadline - config.seconds_evaluating - SAVING_S,
             config.steps,
@@ -151,13 +166,6 @@ class Distillation:
             config.on_policy,
             config.save_every,
         )
-        log = self.log
-        if self.group.rank:
-            told = Told(lambda point: None)
-        else:
-            told = Told(lambda p: result.point(p, log), lambda d: result.try_save(d, log))
-        draft = train(pair, self.parts, plan, told, held=self.held, group=self.group)
-        return result.trained(draft)
 
     def _start(self, form: Form | None) -> tuple[Pair, Any]:
         """Returns the pair with an untrained draft, and the draft's architecture."""
@@ -182,18 +190,21 @@ class Distillation:
         pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
         return pair, architecture
 
-    def _facts(self, pair: Pair, form: Form | None) -> dict[str, Any]:
-        ids = pair.head_ids.cpu()
-        gpu = self.device.type == "cuda"
-        origin = "the target's layers " + self.config.layers
+    def _origin(self, form: Form | None) -> str:
+        """Returns what the draft started as, in words."""
         if form is not None:
-            origin = "fresh layers"
-        elif self.config.start:
-            origin = "an earlier draft"
+            return "fresh layers"
+        return (
+            "an earlier draft" if self.config.start else f"the target's layers {self.config.layers}"
+        )
+
+    def facts(self, head_ids: Any, num_layers: int, origin: str) -> dict[str, Any]:
+        """Returns what a draft's report says of its making."""
+        ids, gpu = head_ids.cpu(), self.device.type == "cuda"
         return {
             "origin": origin,
             "head": self.config.head,
-            "num_layers": len(pair.draft.layers),
+            "num_layers": num_layers,
             "head_vocab": len(ids),
             "coverage": round(float(self.counts[ids].sum() / self.counts.sum()), 5),
             "sequences": self.sampled[0],

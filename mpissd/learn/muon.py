@@ -22,13 +22,26 @@ RMS = 0.2  # of an update, relative to the learning rate: that of AdamW's
 def optimizer_of(name: str, draft: Llama) -> Any:
     """Returns the optimiser of a draft's trained tensors; name: "adamw" or "muon"."""
     rest = [t for t in parameters(draft) if name == "adamw" or t.ndim == 1 or t is draft.head]
-    adam = torch.optim.AdamW(
-        rest, betas=(0.9, 0.95), weight_decay=DECAY, fused=rest[0].is_cuda or None
-    )
+    adam = _adam(rest)
     if name == "adamw":
         return _Both([], adam)
     kinds = [field for field in draft.layers[0]._fields if not field.startswith("norm")]
     return _Both([_Muon([getattr(w, kind) for w in draft.layers]) for kind in kinds], adam)
+
+
+def optimizer_for(name: str, tensors: Sequence[Tensor]) -> Any:
+    """Returns the optimiser of these tensors; with "muon", matrices of a shape go together."""
+    rest = [t for t in tensors if name == "adamw" or t.ndim == 1]
+    shapes: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if name != "adamw" and tensor.ndim > 1:
+            shapes.setdefault(tensor.shape, []).append(tensor)
+    return _Both([_Muon(matrices) for matrices in shapes.values()], _adam(rest))
+
+
+def _adam(tensors: Sequence[Tensor]) -> Any:
+    fused = tensors[0].is_cuda or None
+    return torch.optim.AdamW(tensors, betas=(0.9, 0.95), weight_decay=DECAY, fused=fused)
 
 
 def parameters(draft: Llama) -> list[Tensor]:

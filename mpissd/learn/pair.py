@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from mpissd.learn.batches import Batch
-from mpissd.learn.llama import Blocks, Llama, Tensor, compiled
-from mpissd.learn.sample import States
+from mpissd.learn.batches import Batch, batch_of
+from mpissd.learn.llama import Blocks, Llama, Tensor, compiled, mapped
+from mpissd.learn.muon import optimizer_of, parameters
+from mpissd.learn.sample import Samples, States
 
 SWAPPED = 0.2  # of the answered tokens are the draft's own in a batch of proposed states
 
@@ -36,11 +37,28 @@ class Losses:
     def __init__(self, pair: Pair, is_compiled: bool) -> None:
         self.pair = pair
         self.blocks, self.draft_blocks = pair.blocks, pair.draft_blocks
-        self.distance: Any = _distance
+        self.distance: Any = distance
         if is_compiled:
             self.blocks, self.draft_blocks = compiled(pair.blocks), compiled(pair.draft_blocks)
-            self.distance = torch.compile(_distance, dynamic=False)
+            self.distance = torch.compile(distance, dynamic=False)
         self.known_rows = pair.target.head[pair.head_ids]  # of the target's head
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The draft's tensors that are trained."""
+        return parameters(self.pair.draft)
+
+    def optimizer(self, name: str) -> Any:
+        """Returns their optimiser."""
+        return optimizer_of(name, self.pair.draft)
+
+    def batch(self, samples: Samples, num_rows: int) -> Batch:
+        """Returns a batch of all these sequences with num_rows rows."""
+        return batch_of(samples, num_rows)
+
+    def copy(self) -> Llama:
+        """Returns the draft so far, without gradients."""
+        return mapped(self.pair.draft, lambda tensor: tensor.detach())
 
     def of(self, batch: Batch) -> tuple[Tensor, ...]:
         """Returns mean divergence, total variation and greedy agreement over a batch's rows.
@@ -90,7 +108,7 @@ class Losses:
         return replace(batch, tokens=flat.view_as(batch.tokens), states=None)
 
 
-def _distance(
+def distance(
     p_logits: Tensor, total: Tensor, best: Tensor, q_logits: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weighted means of cross-entropy, total variation and greedy agreement over rows.

@@ -16,8 +16,7 @@ from mpissd.engine.model.transformer.quantize import dequantize, quantize
 from mpissd.learn import card, export
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.evaluate import judge
-from mpissd.learn.llama import Llama, mapped, named
-from mpissd.learn.pair import Pair
+from mpissd.learn.llama import mapped, named
 from mpissd.learn.rounds import summary
 from mpissd.learn.sample import Samples
 from mpissd.learn.source import Source
@@ -33,14 +32,15 @@ class Result:
         self,
         config: DistillConfig,
         source: Source,
-        pair: Pair,
+        pair: Any,
         architecture: TransformerConfig,
         folder: Path,
         facts: dict[str, Any],
     ) -> None:
         self.config, self.pair, self.architecture, self.folder = config, pair, architecture, folder
         own = source.checkpoint
-        self.about = {"target": own.name, "target_sha256": own.sha256, "head": config.head}
+        head = "target" if architecture.kind else config.head
+        self.about = {"target": own.name, "target_sha256": own.sha256, "head": head}
         self.report = {"target": own.name, "sha256": own.sha256, **facts}
         self.curves: list[dict[str, Any]] = []
 
@@ -50,12 +50,32 @@ class Result:
         if len(self.curves) % 10 == 1 or "stopped" in point:
             log(f"trained {point}")
 
-    def trained(self, draft: Llama) -> Result:
+    @property
+    def draft(self) -> Any:
+        """The draft as it was trained."""
+        return self.pair.draft
+
+    def rounded(self) -> Any:
+        """Returns the pair with the draft as it is stored."""
+        return dataclasses.replace(self.pair, draft=mapped(self.pair.draft, rounded))
+
+    def figures(self, pair: Any, asked: Samples, deadline: float) -> dict[str, Any]:
+        """Returns the figures of a pair on answers."""
+        return summary(judge(pair, asked, deadline))
+
+    def arrays(self, draft: Any) -> dict[str, Any]:
+        """Returns the weights of a draft that are stored, by their names in files."""
+        weights = named(draft, self.architecture)
+        if self.config.head == "target":
+            del weights["lm_head.weight"]
+        return {name: tensor.float().cpu().numpy() for name, tensor in weights.items()}
+
+    def trained(self, draft: Any) -> Result:
         """Takes the trained draft."""
         self.pair = dataclasses.replace(self.pair, draft=draft)
         return self
 
-    def try_save(self, draft: Llama, log: Log) -> bool:
+    def try_save(self, draft: Any, log: Log) -> bool:
         """Saves the draft so far; says so in one line if the files cannot be written."""
         try:
             log(self.save(draft))
@@ -65,15 +85,12 @@ class Result:
             return False
         return True
 
-    def save(self, draft: Llama) -> str:
+    def save(self, draft: Any) -> str:
         """Writes the quantised draft, its curves and a report; returns what was written.
 
         An OSError leaves the folder's files as they were.
         """
-        weights = named(draft, self.architecture)
-        if self.config.head == "target":
-            del weights["lm_head.weight"]
-        arrays = {name: tensor.float().cpu().numpy() for name, tensor in weights.items()}
+        arrays = self.arrays(draft)
         ids = self.pair.head_ids.cpu().numpy().astype(np.int32)
         with export.whole_folder(self.folder) as folder:
             stored = export.quantized(arrays, ids)
@@ -96,22 +113,22 @@ class Result:
 
         answers: (name, samples) each; those that are reached before the deadline.
         """
-        rounded = dataclasses.replace(self.pair, draft=mapped(self.pair.draft, _rounded))
+        stored = self.rounded()
         self.report |= {"evaluation": {}, "before_quantising": {}}
         for name, asked in answers:
-            self._judged(name, asked, rounded, deadline, log)
+            self._judged(name, asked, stored, deadline, log)
             if time.monotonic() > deadline:
                 break
 
-    def _judged(self, name: str, asked: Samples, rounded: Pair, deadline: float, log: Log) -> None:
-        for part, pair in (("evaluation", rounded), ("before_quantising", self.pair)):
-            self.report[part][name] = summary(judge(pair, asked, deadline))
+    def _judged(self, name: str, asked: Samples, stored: Any, deadline: float, log: Log) -> None:
+        for part, pair in (("evaluation", stored), ("before_quantising", self.pair)):
+            self.report[part][name] = self.figures(pair, asked, deadline)
         with export.whole_folder(self.folder) as folder:
             self._write_report(folder)
         log(f"{name}: {self.report['evaluation'][name]}")
 
 
-def _rounded(tensor: Any) -> Any:
+def rounded(tensor: Any) -> Any:
     """Returns a matrix rounded as quantising rounds it; a vector unchanged."""
     if tensor.ndim == 1:
         return tensor

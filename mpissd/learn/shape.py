@@ -43,6 +43,21 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
     return replace(target, shape=shape, tied=False, head_vocab=head_vocab)
 
 
+def state_config(
+    target: TransformerConfig, kind: str, heads: int, head_vocab: int
+) -> TransformerConfig:
+    """Returns the architecture of a draft of one of KINDS, with the target's widths.
+
+    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns.
+    """
+    shape, name = target.shape, f"{target.shape.name}-{kind}"
+    ffn, layers = shape.ffn, 1
+    if kind == "medusa":
+        ffn, layers = max(BLOCK, ffn // heads // BLOCK * BLOCK), heads
+    shape = replace(shape, name=name, num_layers=layers, ffn=ffn)
+    return replace(target, shape=shape, tied=False, head_vocab=head_vocab, kind=kind)
+
+
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:
     """Returns the most frequent token ids, rising: int32 [num_tokens].
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from mpissd.learn.batches import Batches, batch_of
+from mpissd.learn.batches import Batches
 from mpissd.learn.group import Group
-from mpissd.learn.llama import Llama, mapped
-from mpissd.learn.muon import optimizer_of, parameters
+from mpissd.learn.llama import Llama, Tensor
 from mpissd.learn.pair import Losses, Pair
 from mpissd.learn.sample import Samples
 
@@ -26,6 +25,8 @@ LEVEL, LAST_RATE = 0.3, 0.01  # share of the time at the full learning rate; its
 VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # steps between two looks at the clock, at which the processes agree
 EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
+NAMES = ("cross_entropy", "tv", "agreement", "state_error")
+REGRESSION = 0.5  # weight of the states' relative error, where a draft has states
 UNTIMED = 5  # steps before the clock starts: they compile
 
 
@@ -55,7 +56,30 @@ class Told:
     """Who is told of a training: of each point of the curves, and of the draft so far."""
 
     point: Callable[[dict[str, Any]], None]
-    copy: Callable[[Llama], object] = lambda draft: None
+    copy: Callable[[Any], object] = lambda draft: None
+
+
+class Learner(Protocol):
+    """What is trained, and its losses on batches that it makes of samples."""
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that are trained."""
+
+    def optimizer(self, name: str) -> Any:
+        """Returns their optimiser; name: "adamw" or "muon"."""
+
+    def batch(self, samples: Samples, num_rows: int) -> Any:
+        """Returns a batch of all these sequences, of about num_rows answered rows."""
+
+    def proposed(self, batch: Any) -> Any:
+        """Returns a batch in which some tokens are those that the draft proposes."""
+
+    def of(self, batch: Any) -> tuple[Tensor, ...]:
+        """Returns the losses of NAMES; those behind the third are optional."""
+
+    def copy(self) -> Any:
+        """Returns the draft so far, without gradients."""
 
 
 def train(
@@ -67,7 +91,21 @@ def train(
     held: Samples | None = None,
     group: Group | None = None,
 ) -> Llama:
-    """Trains the pair's draft in place and returns it without gradients.
+    """Trains the pair's draft in place and returns it without gradients; see `learn`."""
+    draft: Llama = learn(Losses(pair, plan.compiled), parts, plan, told, held=held, group=group)
+    return draft
+
+
+def learn(
+    learner: Learner,
+    parts: Sequence[Samples],
+    plan: Plan,
+    told: Told,
+    *,
+    held: Samples | None = None,
+    group: Group | None = None,
+) -> Any:
+    """Trains a learner in place and returns its copy.
 
     parts: samples of equal numbers of sequences. held: sequences whose losses are told but not
     trained on. An error of the device behind the first point ends the training early: the draft
@@ -75,27 +113,26 @@ def train(
     """
     first = None
     try:
-        for point in _Training(pair, parts, plan, told, group or Group()).points(held):
+        for point in _Training(learner, parts, plan, told, group or Group()).points(held):
             first = first or point
             told.point(point)
     except RuntimeError as error:
         if first is None:
             raise
         told.point({"stopped": str(error).partition("\n")[0]})
-    return mapped(pair.draft, lambda tensor: tensor.detach())
+    return learner.copy()
 
 
 class _Training:
     """One training's clock, gradients and optimiser."""
 
     def __init__(
-        self, pair: Pair, parts: Sequence[Samples], plan: Plan, told: Told, group: Group
+        self, learner: Learner, parts: Sequence[Samples], plan: Plan, told: Told, group: Group
     ) -> None:
-        self.pair, self.plan, self.told, self.group = pair, plan, told, group
-        self.losses = Losses(pair, plan.compiled)
-        self.trained = parameters(pair.draft)
-        self.optimizer = optimizer_of(plan.optimizer, pair.draft)
-        self.batches = Batches(parts, plan.batch, plan.seed + group.rank)
+        self.losses, self.plan, self.told, self.group = learner, plan, told, group
+        self.trained = learner.trained
+        self.optimizer = learner.optimizer(plan.optimizer)
+        self.batches = Batches(parts, plan.batch, plan.seed + group.rank, learner.batch)
         sizes = [tensor.numel() for tensor in self.trained]
         self.flat = torch.zeros(sum(sizes), device=self.trained[0].device)  # all gradients
         for tensor, part in zip(self.trained, self.flat.split(sizes), strict=True):
@@ -126,14 +163,16 @@ class _Training:
         batch = self.batches.next()
         if late and _is_due(self.step, self.plan.on_policy):
             batch = self.losses.proposed(batch)
-        divergence, variation, agreement = self.losses.of(batch)
+        divergence, variation, *others = self.losses.of(batch)
         loss = 0.3 * divergence + 3 * variation if late else divergence
+        if len(others) > 1:  # behind the agreement
+            loss = loss + REGRESSION * others[1]
         self.flat.zero_()
         loss.backward()
         self.group.add(self.flat)
         self.flat /= self.flat.norm().clamp(min=self.group.size)  # the mean, of norm 1 at most
         self.optimizer.step(rate)
-        return divergence, variation, agreement
+        return divergence, variation, *others
 
     def _look(self) -> None:
         """Reads the clock every few steps; the processes agree on the share of time gone."""
@@ -148,12 +187,12 @@ class _Training:
             self.share = self.group.largest(share, device)
             if self.seconds - self.saved >= plan.save_every and self.share < 1:
                 self.saved = self.seconds
-                self.told.copy(mapped(self.pair.draft, lambda tensor: tensor.detach()))
+                self.told.copy(self.losses.copy())
 
     def _watched(self, held: Samples) -> dict[str, float]:
         """Returns the mean losses on sequences that are not trained on."""
         size = min(self.plan.batch, len(held.tokens))
-        batch = batch_of(held.take(slice(0, size)), self.batches.num_rows)
+        batch = self.losses.batch(held.take(slice(0, size)), self.batches.num_rows)
         return _rounded(self.losses.of(batch))  # with gradients, for which it is compiled
 
 
@@ -163,8 +202,7 @@ def _is_due(step: int, share: float) -> bool:
 
 
 def _rounded(found: Sequence[Any]) -> dict[str, float]:
-    names = ("cross_entropy", "tv", "agreement")
-    return {n: round(float(value.detach()), 5) for n, value in zip(names, found, strict=True)}
+    return {n: round(float(value.detach()), 5) for n, value in zip(NAMES, found, strict=False)}
 
 
 def _rate(step: int, share: float) -> float:

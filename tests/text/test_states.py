@@ -167,7 +167,5 @@ def test_an_unknown_kind_is_refused(tiny: Family, tmp_path: Path) -> None:
     told = json.loads((tiny.drafts["mlp"] / "config.json").read_text())
     told["mpissd"]["kind"] = "hydra"
     (tmp_path / "config.json").write_text(json.dumps(told))
-    with pytest.raises(
-        ConfigError, match=r"mpissd\.kind='hydra' is not supported: allowed: m"
-    ):
+    with pytest.raises(ConfigError, match=r"mpissd\.kind='hydra' is not supported: allowed: m"):
         open_checkpoint(str(tmp_path / "config.json"))

@@ -208,7 +208,10 @@ class Job:
 
     def num_forwards(self, tokens: int) -> int:
         """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""
-        return -(-tokens // (1 if self.draft is None else self.draft.num_tokens))
+        each = 1 if self.draft is None else self.draft.num_tokens
+        if isinstance(self.draft_shard, StateShard):
+            each = self.draft_shard.num_heads_used
+        return -(-tokens // each)
 
     @property
     def verify_rows(self) -> int:

@@ -32,7 +32,8 @@ extern "C" __global__ void recall(const u16* states, const u16* own, const int* 
   may_start_next();
   wait_for_last();
   const int m = blockIdx.x, slot = seats[m], position = seats[most + m];
-  const u16* from = position > seats[3 * most + m] ? own : states;
+  const int trunk = seats[3 * most + m];
+  const u16* from = trunk >= 0 && position > trunk ? own : states;
   from += ((long long)max(slot, 0) * positions + position) * width;
   for (int c = threadIdx.x; c < width; c += blockDim.x)
     out[(long long)m * width + c] = slot < 0 ? 0.0f : to_float(from[c]);

@@ -77,7 +77,7 @@ def recall(states, own, seats, hidden, rows):
         for column in range(states.shape[2]):
             value = np.float32(0)
             if slot >= 0:
-                ahead = position > seats[3, m]
+                ahead = 0 <= seats[3, m] < position
                 value = own[slot, position, column] if ahead else states[slot, position, column]
             hidden[m, column] = value
 

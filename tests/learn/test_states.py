@@ -1,0 +1,156 @@
+"""Drafts on hidden states: what trains them is what the engine computes, and training helps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.stack import TransformerStacks
+from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
+from tests.learn.test_command import SMALL, curves_of, distill, folder, report_of
+from tests.needs import module
+from tests.tiny_pair import tiny_pair
+from tests.tiny_states import KINDS
+
+torch = module("torch", "PyTorch")
+
+from mpissd.learn import export  # noqa: E402
+from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
+from mpissd.learn.shape import state_config  # noqa: E402
+from mpissd.learn.state_exam import rounds_of  # noqa: E402
+from mpissd.learn.states import StateDraft, fresh  # noqa: E402
+
+V, HEADS, LENGTH = 96, 3, 30
+TOKENS = (np.arange(LENGTH) ** 2 % V).astype(np.int32)
+
+
+def stored(target: Path, kind: str, home: Path) -> Path:
+    """Writes an untrained draft as distill does: int8, the target's own head for even tokens."""
+    ids = np.arange(0, V, 2)
+    config = state_config(config_of(str(target)), kind, HEADS, len(ids))
+    weights = fresh(config, 1, 1.3)
+    noisy = {n: (w + 0.1 * torch.randn_like(w)).numpy() for n, w in weights.items()}
+    export.save(home, config, export.quantized(noisy, ids), {"head": "target"})
+    return home
+
+
+def in_torch(target: Path, draft: Path) -> StateDraft:
+    """Reads a stored draft into PyTorch, with the embedding as the engine keeps it."""
+    checkpoint = open_checkpoint(str(draft), target=str(target))
+    model = load(open_checkpoint(str(target)), "cpu", torch.float32)
+    model = model._replace(embedding=model.embedding.bfloat16().float())
+    config, head = checkpoint.config, torch.from_numpy(checkpoint.matrix("lm_head.weight"))
+    names = fresh(config, 0, 1.0)
+    read = {1: checkpoint.vector, 2: checkpoint.matrix}
+    weights = {n: torch.from_numpy(np.array(read[w.ndim](n))) for n, w in names.items()}
+    ids, blocks = torch.from_numpy(checkpoint.head_ids()), blocks_of(config, torch.float32)
+    table = angles(config, LENGTH + HEADS, "cpu")
+    return StateDraft(config, weights, model, head, ids, blocks, table)
+
+
+class Engine:
+    """The engine's two models on one cache of one sequence."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        options = ForwardOptions(lm_head=True, values=True, capacity=LENGTH + HEADS, states=True)
+        told = {"buckets": [1, 8, 40], "num_sequences": 1, "seed": 0}
+        whole, own = config_of(str(target)), config_of(str(draft), str(target))
+        self.target = Stepper(
+            NumpyBackend(), SoloGroup(), TransformerShard(whole), options,
+            stacks=TransformerStacks(str(target)), **told,
+        )  # fmt: skip
+        self.draft = Stepper(
+            NumpyBackend(), SoloGroup(), StateShard(own), options,
+            stacks=StateStacks(str(draft), str(target)), source=self.target, **told,
+        )  # fmt: skip
+
+    def verify(self, stop: int) -> Any:
+        """Computes the target over all positions before `stop`; returns its states behind them."""
+        self.target.upload(stop, TOKENS[:stop], trunk_rows(0, 0, stop))
+        self.target.launch()
+        return torch.from_numpy(self.target.stack.states[0, 1 : stop + 1].copy())[None]  # type: ignore[attr-defined]
+
+    def logits(self, tokens: Any, places: Places, heads: int = 1) -> Any:
+        self.draft.upload(len(tokens), tokens, places)
+        self.draft.launch()
+        self.draft.results()
+        return self.draft.logits(range(heads * len(tokens)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_computes_what_was_trained(tmp_path: Path, kind: str) -> None:
+    target = tiny_pair(tmp_path / "pair", vocab=V).target
+    draft = stored(target, kind, tmp_path / "draft")
+    engine, module_ = Engine(target, draft), in_torch(target, draft)
+    hidden, last = engine.verify(LENGTH), LENGTH - HEADS - 1
+    tokens = torch.from_numpy(TOKENS).long()[None]
+    found = [module_.logits(s)[0].numpy() for s in module_.steps(tokens, hidden, HEADS)]
+    trunk = trunk_rows(0, 0, last + 1)
+    if kind == "medusa":
+        got = engine.logits(TOKENS[: last + 1], trunk, HEADS).reshape(HEADS, last + 1, -1)
+        np.testing.assert_allclose(got, np.stack(found)[:, : last + 1], atol=2e-3, rtol=2e-3)
+        return
+    got = engine.logits(TOKENS[: last + 1], trunk)
+    np.testing.assert_allclose(got, found[0][: last + 1], atol=2e-3, rtol=2e-3)
+    for step in range(1, HEADS):
+        place = trunk_rows(0, last + step, last + step + 1)
+        place = replace(place, trunks=np.array([last], np.int32))
+        got = engine.logits(TOKENS[last + step : last + step + 1], place)
+        np.testing.assert_allclose(got[0], found[step][last], atol=2e-3, rtol=2e-3)
+
+
+def test_the_parts_of_a_chain_can_be_told_apart(tmp_path: Path) -> None:
+    """What the test above rests on: a later step's logits are not those of an earlier one."""
+    target = tiny_pair(tmp_path / "pair", vocab=V).target
+    module_ = in_torch(target, stored(target, "eagle", tmp_path / "draft"))
+    hidden = torch.randn(1, LENGTH, 64)
+    tokens = torch.from_numpy(TOKENS).long()[None]
+    first, second, _ = (module_.logits(s)[0] for s in module_.steps(tokens, hidden, HEADS))
+    assert (first - second).abs().max() > 0.05
+
+
+def test_three_kinds_improve_on_the_same_samples(tmp_path: Path) -> None:
+    target, out = folder(tmp_path), tmp_path / "out"
+    flags = [f"--target={target}", f"--prompts={tmp_path / 'asked.jsonl'}", *SMALL, f"--out={out}"]
+    code, told = distill(
+        *flags, "--kinds=" + ",".join(KINDS), "--heads=3", "--steps=250", limit=240
+    )
+    assert code == 0, told
+    for kind in KINDS:
+        first, last = (curves_of(out / kind)[n]["held"]["tv"] for n in (0, -1))
+        assert last < first - 0.003, f"{kind}: no better on conversations that were held out"
+        report = report_of(out / kind)
+        assert report["kind"] == kind and report["evaluation"]["asked"]["answers"] == 5  # type: ignore[index]
+        draft = open_checkpoint(str(out / kind), target=str(target))
+        assert draft.config.kind == kind and draft.config.head_vocab == 96
+        assert json.loads((out / kind / "config.json").read_text())["mpissd"]["head"] == "target"
+        assert f"{kind} draft of target" in (out / kind / "README.md").read_text()
+
+
+def test_kinds_beside_another_shape_are_refused(tmp_path: Path) -> None:
+    for flags, told in (
+        (["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
+        (["--kinds=mlp", "--shapes=1x8x4x192"], "shapes, start and kinds: allowed: one of them"),
+    ):
+        code, found = distill("--target=none", f"--out={tmp_path}", *flags)
+        assert code == 2 and told in found, found
+
+
+def test_a_round_ends_at_the_first_step_that_differs() -> None:
+    yes, no = True, False
+    answer = [[yes, no, yes], [no, yes, yes], [yes, yes, yes], [yes, yes], [yes], []]
+    assert rounds_of(answer, 3) == [2, 4] and rounds_of(answer, 1) == [2, 2, 2]
+    assert sum(rounds_of(answer, 2)) == len(answer)
