@@ -105,6 +105,7 @@ STARTS_TORCH = (
         f"mpissd.learn.{name}"
         for name in (
             "attend batches evaluate exam group job llama muon pair result sample shape source "
+            "state_exam state_job state_losses states "
             "train triton_attend"
         ).split()
     ),

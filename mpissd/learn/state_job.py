@@ -4,23 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from mpissd.learn.config import DistillConfig
 from mpissd.learn.group import Group
+from mpissd.learn.llama import Blocks, Llama, Tensor
 from mpissd.learn.result import Result, rounded
 from mpissd.learn.rounds import LOOKAHEADS
 from mpissd.learn.sample import Samples
 from mpissd.learn.shape import frequent_tokens, state_config, trained
+from mpissd.learn.source import Source
 from mpissd.learn.state_exam import summary
 from mpissd.learn.state_losses import StateLosses
 from mpissd.learn.states import StateDraft, fresh
 from mpissd.learn.train import Plan, Told, learn
 
-if TYPE_CHECKING:
-    from mpissd.learn.job import Distillation
+
+class Making(Protocol):
+    """What it needs of a distillation (job.Distillation)."""
+
+    config: DistillConfig
+    source: Source
+    group: Group
+    log: Callable[[str], None]
+    device: Any
+    target: Llama
+    blocks: Blocks
+    table: tuple[Tensor, Tensor]
+    parts: list[Samples]
+    held: Samples
+    counts: Tensor
+
+    def facts(self, head_ids: Any, num_layers: int, origin: str) -> dict[str, Any]:
+        """Returns what a draft's report says of its making."""
 
 
 class StateResult(Result):
@@ -48,7 +67,7 @@ class StateResult(Result):
         return summary(pair, asked, steps, deadline)
 
 
-def made(job: Distillation, kind: str, folder: Path, plan: Plan) -> StateResult:
+def made(job: Making, kind: str, folder: Path, plan: Plan) -> StateResult:
     """Trains one of config.KINDS and returns it; all processes do so together."""
     draft = started(job, kind)
     facts = job.facts(draft.head_ids, draft.config.shape.num_layers, f"a fresh {kind} draft")
@@ -58,16 +77,14 @@ def made(job: Distillation, kind: str, folder: Path, plan: Plan) -> StateResult:
     told = Told(lambda point: None)
     if not job.group.rank:
         told = _told(result, job.log)
-    return result.trained(
-        learn(losses, job.parts, plan, told, held=job.held, group=job.group or Group())
-    )
+    return result.trained(learn(losses, job.parts, plan, told, held=job.held, group=job.group))
 
 
 def _told(result: StateResult, log: Callable[[str], None]) -> Told:
     return Told(lambda point: result.point(point, log), lambda draft: result.try_save(draft, log))
 
 
-def started(job: Distillation, kind: str) -> StateDraft:
+def started(job: Making, kind: str) -> StateDraft:
     """Returns an untrained draft over the most frequent tokens, whose head is the target's."""
     config, source = job.config, job.source
     ids = frequent_tokens(job.counts.numpy(), config.vocab, source.stop_ids)

@@ -20,18 +20,19 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
-from tests.learn.test_command import SMALL, curves_of, distill, folder, report_of
 from tests.needs import module
 from tests.tiny_pair import tiny_pair
 from tests.tiny_states import KINDS
 
 torch = module("torch", "PyTorch")
+module("safetensors", "safetensors")
 
 from mpissd.learn import export  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
 from mpissd.learn.shape import state_config  # noqa: E402
 from mpissd.learn.state_exam import rounds_of  # noqa: E402
 from mpissd.learn.states import StateDraft, fresh  # noqa: E402
+from tests.learn.test_command import SMALL, curves_of, distill, folder, report_of  # noqa: E402
 
 V, HEADS, LENGTH = 96, 3, 30
 TOKENS = (np.arange(LENGTH) ** 2 % V).astype(np.int32)
