@@ -204,7 +204,7 @@ class Decoding(RemoteSpeculator):
         self.drafter.hear(answer)
         self._previous = answer
         self.worker.grown = None
-        if self.drafter.begin_growth(answer) and not self.case.merged:
+        if self.drafter.finish(self.drafter.begin_growth(answer)) and not self.case.merged:
             self._grow()
         return super().answer(round_, count)
 
@@ -217,7 +217,7 @@ class Decoding(RemoteSpeculator):
     def _grow(self) -> None:
         for _ in range(self.case.steps(self)):
             if self.drafter.growing:
-                self.drafter.grow_step()
+                self.drafter.finish(self.drafter.grow_step())
 
 
 def _markov(case: Case) -> tuple[Watching, Judging]:

@@ -272,7 +272,7 @@ def run(scenario: Scenario) -> Result:
         speculator = InlineSpeculator(rig.drafter)
     elif scenario.mode != "ar":
         lead, draft = queue_link(rig.shape, WAITER)
-        threads.append(Guarded(lambda: serve(draft, rig.drafter)))
+        threads.append(Guarded(lambda: serve((draft, rig.drafter))))
         speculator = RemoteSpeculator(lead)
     loop = rig.loop(speculator, plans)
     records = drive(loop, scenario)
@@ -302,10 +302,10 @@ class SteppedSpeculator(Speculator):
         self.answered.append(log[before:])
         before = len(log)
         drafter.hear(speculation)
-        if drafter.begin_growth(speculation):
+        if drafter.finish(drafter.begin_growth(speculation)):
             for _ in range(self._steps(round_)):
                 if drafter.growing:
-                    drafter.grow_step()
+                    drafter.finish(drafter.grow_step())
         self.grown.append(log[before:])
         drafter.close_round(speculation)
         return speculation

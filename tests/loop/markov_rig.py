@@ -249,7 +249,7 @@ def decode(
         links = [queue_link(pair.shape, WAITER) for _ in range(pair.num_drafts)]
         for n, (lead, draft) in enumerate(links):
             hook(lead, draft)
-            threads.append(Guarded(lambda n=n, draft=draft: serve(draft, pair.drafter(n))))  # type: ignore[misc]
+            threads.append(Guarded(lambda n=n, draft=draft: serve((draft, pair.drafter(n)))))  # type: ignore[misc]
         speculator = RemoteSpeculator(*(lead for lead, _ in links))
     worker = _target(pair, gather, 0)
     loop = TargetLoop(worker, speculator, plans if pair.tp > 1 else NoPlans(), pair.batch, WAITER)

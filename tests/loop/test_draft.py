@@ -21,6 +21,7 @@ from mpissd.engine.spec.cache import Key, SpeculationCache
 from tests.loop.harness import (
     WAITER,
     CountingForwards,
+    Forward,
     Result,
     Rig,
     Scenario,
@@ -40,6 +41,10 @@ LANES = [k for k, fan in enumerate(MIXED.fans) for _ in range(fan)]
 def by_round(result: Result) -> list[list[list[int]]]:
     rows = result.rows
     return [rows[rows[:, 0] == r].tolist() for r in range(len(result.records))]
+
+
+def begin_growth(rig: Rig, served: Speculation) -> bool:
+    return rig.drafter.finish(rig.drafter.begin_growth(served))
 
 
 def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
@@ -199,7 +204,7 @@ def test_an_outcome_of_another_round_finds_nothing() -> None:
     """The keys are right in all but the round: a cache that ignores it would hit."""
     rig = Rig(replace(MIXED, p_hit=1.0, batch=1))
     first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
-    rig.drafter.begin_growth(first)
+    begin_growth(rig, first)
     law, drafts = rig.scenario.law(), first.tokens[0].tolist()
     k, bonus = law.judge(0, 1, drafts)
     row = np.array([[0, 0, Event.COMMIT, k, bonus]], np.int32)
@@ -210,7 +215,7 @@ def test_an_outcome_of_another_round_finds_nothing() -> None:
 def test_an_outcome_that_is_no_key_of_its_sequence_misses() -> None:
     rig = Rig(replace(MIXED, p_hit=1.0, batch=2))
     first = rig.drafter.answer(Outcome.admission(-1, requests(2)))
-    rig.drafter.begin_growth(first)
+    begin_growth(rig, first)
     law = rig.scenario.law()
     rows = np.zeros((2, Outcome.WIDTH), np.int32)
     for id_ in range(2):
@@ -224,14 +229,14 @@ def test_a_newcomer_misses_whatever_its_prompt() -> None:
     rig, cache = Rig(replace(MIXED, p_hit=1.0, batch=1)), Remembering()
     rig.drafter._cache = cache
     first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
-    rig.drafter.begin_growth(first)
+    begin_growth(rig, first)
     token = next(key[4] for key in cache.filled[-1] if key[3] == 0)
     rows = [(0, 0, Event.RELEASE, 0, token), (0, 0, Event.ADMIT, 0, token)]
     again = rig.drafter.answer(Outcome(0, np.array(rows, np.int32)))
     assert (again.hit.tolist(), again.source.tolist()) == ([0], [Source.JIT])
     rows = [(0, 0, Event.COMMIT, 0, token)]
     other = Rig(replace(MIXED, p_hit=1.0, batch=1))
-    other.drafter.begin_growth(other.drafter.answer(Outcome.admission(-1, requests(1))))
+    begin_growth(other, other.drafter.answer(Outcome.admission(-1, requests(1))))
     assert other.drafter.answer(Outcome(0, np.array(rows, np.int32))).hit.tolist() == [1]
 
 
@@ -239,11 +244,11 @@ def test_an_answer_forgets_what_was_grown() -> None:
     rig, cache = Rig(MIXED), Remembering()
     rig.drafter._cache = cache
     first = rig.drafter.answer(Outcome.admission(-1, requests(6)))
-    assert rig.drafter.begin_growth(first) and rig.drafter.growing and len(cache)
+    assert begin_growth(rig, first) and rig.drafter.growing and len(cache)
     gone = np.array([(id_, 0, Event.RELEASE, 0, 5) for id_ in range(6)], np.int32)
     idle = rig.drafter.answer(Outcome(0, gone))
     assert len(idle.rows) == len(cache) == 0 and not rig.drafter.growing
-    assert not rig.drafter.begin_growth(idle)
+    assert not begin_growth(rig, idle)
 
 
 class ScriptedEnd(DraftEnd):
@@ -254,10 +259,10 @@ class ScriptedEnd(DraftEnd):
         self.law, self.length = scenario.law(), dict.fromkeys(range(scenario.batch), 1)
         self.sent: list[Speculation] = []
         self.polled = 0
-        self.num_polls: list[int] = []
+        self.log: list[Forward] = []
+        self.polled_at: set[int] = set()  # how many forwards had run when it was polled
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        self.num_polls.append(self.polled)
         self.polled = 0
         if not self.sent:
             return Outcome.admission(-1, requests(self.scenario.batch)), False
@@ -273,6 +278,7 @@ class ScriptedEnd(DraftEnd):
 
     def outcome_arrived(self) -> bool:
         self.polled += 1
+        self.polled_at.add(len(self.log))
         return self.polled > self.polls
 
     def send_speculation(self, speculation: Speculation) -> None:
@@ -285,7 +291,8 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
     """A miss aborts it: what was not grown by then never is."""
     rig = Rig(replace(MIXED, p_hit=p_hit))
     link, log = ScriptedEnd(rig.scenario, 5, polls), rig.draft_forwards.log
-    serve(link, rig.drafter)
+    link.log = log
+    serve((link, rig.drafter))
     assert len(link.sent) == 5  # the outcome that says stop is not answered
     branches, glue = 6 * sum(MIXED.fans), 6 * (K + 1)
     steps = min(polls, K)
@@ -293,7 +300,7 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
     one = [glue] + [branches] * steps
     assert sizes(log) == [6] * K + one + 4 * (answer + one)
     # Polled before each step: an outcome waits for one step at most.
-    assert link.num_polls[1:] == [min(polls + 1, K)] * 5
+    assert {n for n, rows in enumerate(sizes(log)) if rows == branches} <= link.polled_at
 
 
 def test_a_stop_before_the_first_round() -> None:
@@ -302,7 +309,7 @@ def test_a_stop_before_the_first_round() -> None:
             return Outcome.admission(-1, []), True
 
     rig = Rig(MIXED)
-    serve(Stopping(MIXED, 0, 0), rig.drafter)
+    serve((Stopping(MIXED, 0, 0), rig.drafter))
     assert rig.draft_forwards.log == []
 
 
@@ -310,7 +317,7 @@ def test_an_idle_draft_grows_nothing_and_takes_up_again() -> None:
     rig = Rig(replace(MIXED, p_hit=1.0))
     idle = rig.drafter.answer(Outcome.admission(-1, []))
     assert idle.rows.shape == (0, Speculation.HEAD + K)
-    assert not rig.drafter.begin_growth(idle) and not rig.drafter.growing
+    assert not begin_growth(rig, idle) and not rig.drafter.growing
     assert len(rig.drafter.answer(Outcome.admission(0, requests(6))).rows) == 6
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.rounds import Ints, Source
-from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.link import DraftEnd, LinkShape
 from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
@@ -61,16 +61,22 @@ def run_drafts(
         drafter = Drafter(own.draft_worker, policy, scenario.batch, WAITER)
         lead, draft = queue_link(shape, WAITER)
         if patient:
-            draft.outcome_arrived = lambda: False  # type: ignore[method-assign]
+            _be_patient(draft, drafter)
         links.append(lead)
         logs.append(own.draft_forwards)
-        threads.append(Guarded(lambda d=draft, w=drafter: serve(d, w)))  # type: ignore[misc]
+        threads.append(Guarded(lambda d=draft, w=drafter: serve((d, w))))  # type: ignore[misc]
     loop = rig.loop(RemoteSpeculator(*links))
     records = drive(loop, scenario)
     loop.stop()
     for thread in threads:
         thread.finish()
     return Result(rig, records), logs
+
+
+def _be_patient(link: DraftEnd, drafter: Drafter) -> None:
+    """Lets an outcome arrive only when nothing is left to grow."""
+    arrived = link.outcome_arrived
+    link.outcome_arrived = lambda: not drafter.growing and arrived()  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])

@@ -39,9 +39,9 @@ class Inline(Speculator):
         assert self._asked is not None
         speculation = self._drafter.answer(self._asked)
         self._drafter.hear(speculation)
-        if self._drafter.begin_growth(speculation):
+        if self._drafter.finish(self._drafter.begin_growth(speculation)):
             while self._drafter.growing:
-                self._drafter.grow_step()
+                self._drafter.finish(self._drafter.grow_step())
         self._drafter.close_round(speculation)
         return speculation
 

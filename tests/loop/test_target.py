@@ -216,13 +216,13 @@ def test_a_lead_that_says_nothing_is_a_fault() -> None:
     rig = Rig(Scenario("sd"))
     _, draft = queue_link(rig.shape, Waiter(0.2, spin=False))
     with pytest.raises(FaultError, match="target: outcome"):
-        serve(draft, rig.drafter)
+        serve((draft, rig.drafter))
 
 
 def test_an_answer_to_another_round_is_refused() -> None:
     rig = Rig(Scenario("sd"))
     lead, draft = queue_link(rig.shape, WAITER)
-    thread = Guarded(lambda: serve(draft, rig.drafter))
+    thread = Guarded(lambda: serve((draft, rig.drafter)))
     lead.send_outcome(Outcome.admission(-1, [Request(0)]))
     with pytest.raises(ProtocolError, match="round is 0, expected 1"):
         lead.speculation(1, 1)
@@ -235,13 +235,13 @@ def test_a_draft_refuses_an_outcome_of_another_round() -> None:
     lead, draft = queue_link(rig.shape, WAITER)
     lead.send_outcome(Outcome.admission(4, [Request(0)]))
     with pytest.raises(ProtocolError, match="round is 4, expected -1"):
-        serve(draft, rig.drafter)
+        serve((draft, rig.drafter))
 
 
 def test_what_a_link_carried_is_counted() -> None:
     rig = Rig(Scenario("sd", batch=2))
     lead, draft = queue_link(rig.shape, WAITER)
-    thread = Guarded(lambda: serve(draft, rig.drafter))
+    thread = Guarded(lambda: serve((draft, rig.drafter)))
     loop = rig.loop(RemoteSpeculator(lead))
     loop.admit([Request(0), Request(1)])
     for _ in range(5):

@@ -256,6 +256,11 @@ class DraftEnd:
         wire.write_speculation(self._out, speculation)
         self._carrier.send()
 
+    def trunk_arrived(self) -> bool:
+        """Returns whether a TRUNK has arrived, without blocking."""
+        assert self._side is not None, "a trunk without a side carrier"
+        return self._side.carrier.arrived()
+
     def trunk(self, round_: int, count: int, lookahead: int, *, sampled: bool) -> Speculation:
         """Waits for the speculation that was served in round `round_`, of all drafts."""
         assert self._side is not None, "a trunk without a side carrier"

@@ -29,6 +29,7 @@ from mpissd.engine.workload.base import DraftWorker, Proposals, TargetWorker
 from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.rollout import Rollout
+from mpissd.engine.workload.steps import Steps
 
 _KEPT = 4096  # the last rounds whose idle time is kept
 Limit = Callable[[int], int | None]
@@ -64,9 +65,9 @@ class ChainedDrafter(Drafter):
     is_chained = False  # whether this round is one
     rollout: Rollout  # of a chained round
 
-    def _finish(self, rollouts: Sequence[Rollout]) -> None:
+    def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
         if not self.is_chained:
-            super()._finish(rollouts)
+            yield from super()._finish(rollouts)
             return
         (self.rollout,) = rollouts
         self.rollout.steps = self._policy.lookahead
@@ -173,8 +174,8 @@ class ChainedTarget(TargetWorker):
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.begin_round(batch, admissions)
 
-    def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
-        return self._worker.fill(batch, rows, waiter, spare)
+    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
+        return self._worker.filling(batch, rows, spare)
 
     def leave(self) -> None:
         self._worker.leave()

@@ -5,7 +5,7 @@ SD runs the same loop without growth: its cache is always empty, so every outcom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from time import perf_counter
@@ -25,6 +25,7 @@ from mpissd.engine.spec.cache import Key, SpeculationCache
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import DraftWorker
 from mpissd.engine.workload.rollout import Branches, Rollout
+from mpissd.engine.workload.steps import R, Steps, finish
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,24 @@ class Drafter:
         """The policy that it was made with."""
         return self._policy
 
+    def finish(self, steps: Steps[R]) -> R:
+        """Runs all forwards of this drafter's `steps`; returns what they return."""
+        return finish(steps, self.wait)
+
+    def wait(self) -> None:
+        """Waits until the launched forward is over."""
+        self._worker.wait(self._waiter)
+
+    def wait_until(self, test: Callable[[], bool], what: str) -> None:
+        """Waits until test() is true, as this rank waits for others; what: named in the error."""
+        self._waiter.until(test, what)
+
     def answer(self, outcome: Outcome) -> Speculation:
-        """Returns the speculation that an outcome asks for: hits from the cache, misses by the
+        """Returns the speculation that an outcome asks for (`answering`)."""
+        return self.finish(self.answering(outcome))
+
+    def answering(self, outcome: Outcome) -> Steps[Speculation]:
+        """Makes the speculation that an outcome asks for: hits from the cache, misses by the
         backup.
 
         A miss ends the growth; a hit prunes it to the branch of the outcome. Rows that another
@@ -122,8 +139,8 @@ class Drafter:
         self._control = outcome.control
         lanes = self._lookup(outcome)
         mark(DraftPhase.LOOKUP)
-        rollouts = self._winners(lanes) + self._backups(lanes)
-        self._finish(rollouts)
+        rollouts = self._winners(lanes) + (yield from self._backups(lanes))
+        yield from self._finish(rollouts)
         speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
         if self._observer is not None:
             self._observer.note_lookup(outcome, lanes, self._branches, self._fan_outs)
@@ -168,7 +185,7 @@ class Drafter:
         self._steps_ready = self._growth.steps
         return [self._growth] if rows else []
 
-    def _backups(self, lanes: Sequence[int | None]) -> list[Rollout]:
+    def _backups(self, lanes: Sequence[int | None]) -> Steps[list[Rollout]]:
         rows = [row for row, lane in enumerate(lanes) if lane is None]
         if self._policy.share.num_drafts > 1:
             rows = [row for row in rows if self._policy.share.drafts_miss(row)]
@@ -176,7 +193,7 @@ class Drafter:
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
-        if self._backup == Source.JIT and self._worker.fill(self._batch, rows, self._waiter, 1):
+        if self._backup == Source.JIT and (yield from self._fill(rows, 1)):
             self.ledger.mark(DraftPhase.PREFILL)
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
@@ -188,12 +205,16 @@ class Drafter:
             backup.steps = min(self._policy.backup_lookahead, self._most)
         return [backup]
 
-    def _finish(self, rollouts: Sequence[Rollout]) -> None:
+    def _fill(self, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
+        """Stores the committed tokens that the cache of batch rows `rows` lacks."""
+        return (yield from self._worker.filling(self._batch, rows, spare))
+
+    def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
         """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
         start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
-            self._step(short)
+            yield from self._step(short)
             steps += 1
         drafting_s = perf_counter() - start
         self._forwards = steps
@@ -215,9 +236,9 @@ class Drafter:
             return self._most
         return min(self._controls.late_steps(rollout.steps, self._clocks), self._most)
 
-    def _step(self, rollouts: Sequence[Rollout]) -> None:
+    def _step(self, rollouts: Sequence[Rollout]) -> Steps[None]:
         self._worker.launch_step(rollouts)
-        self._worker.wait(self._waiter)
+        yield
         self._worker.collect_step(rollouts)
 
     def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
@@ -263,23 +284,23 @@ class Drafter:
         grows = self._controls.speculates_ahead and self._control.width != 0
         return grows and self._most > 0 and len(self._batch) > 0
 
-    def begin_growth(self, speculation: Speculation) -> bool:
+    def begin_growth(self, speculation: Speculation) -> Steps[bool]:
         """Runs the glue over the served trunk and makes the cache's keys; False: nothing to grow.
 
         The controls see the last round and decide while the glue runs, so that no outcome waits for
         them.
         """
         if not self._has_glue:
-            self._keep_up()
+            yield from self._keep_up()
             return False
-        if self._worker.fill(self._batch, range(len(self._batch)), self._waiter):
+        if (yield from self._fill(range(len(self._batch)))):
             self.ledger.mark(DraftPhase.PREFILL)
         self._growth_start = perf_counter()
         self._worker.launch_glue(self._batch, speculation)
         if self._observer is not None:
             self._observer.inform_controls()
         fan_outs = self._fan_outs = self._limited(self._controls.plan())
-        self._worker.wait(self._waiter)
+        yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)
         self._cache.fill(self._keys(speculation.round, branches))
@@ -307,11 +328,9 @@ class Drafter:
         ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
         return zip(repeat(round_), ids, epochs, k, first)
 
-    def _keep_up(self) -> None:
+    def _keep_up(self) -> Steps[None]:
         """Stores what rounds without drafting committed, so that drafting can begin again."""
-        if self._most:
-            return
-        if self._worker.fill(self._batch, range(len(self._batch)), self._waiter):
+        if not self._most and (yield from self._fill(range(len(self._batch)))):
             self.ledger.mark(DraftPhase.PREFILL)
 
     @property
@@ -319,10 +338,10 @@ class Drafter:
         """Whether this round stores parts of opened prompts."""
         return self._control.fill > 0
 
-    def store_opened(self) -> None:
+    def store_opened(self) -> Steps[None]:
         """Stores a part of the opened prompts: as many rows as the target's round does, so that
         both are ready together."""
-        if self._worker.store_opened(self._batch, self._control.fill, self._waiter):
+        if (yield from self._worker.store_opened(self._batch, self._control.fill)):
             self.ledger.mark(DraftPhase.PREFILL)
 
     @property
@@ -331,10 +350,10 @@ class Drafter:
         growth = self._growth
         return growth is not None and len(growth) > 0 and growth.steps < self._most
 
-    def grow_step(self) -> None:
+    def grow_step(self) -> Steps[None]:
         """Adds one token to every branch."""
         assert self._growth is not None, "grow_step() without growth"
-        self._step([self._growth])
+        yield from self._step([self._growth])
         if not self.growing:
             self._growth_s = perf_counter() - self._growth_start
         self.ledger.mark(DraftPhase.GROW)

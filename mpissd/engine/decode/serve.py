@@ -1,38 +1,111 @@
-"""The draft's round loop: answers outcomes until one says stop, and grows branches in between."""
+"""The draft's round loop: answers outcomes until each says stop, and grows branches in between.
+
+One loop serves every target group that shares the draft. Between two forwards it takes what has
+arrived from all groups, and its next forward carries the next work of each of them: answers, glues
+and growth. So an outcome waits for at most the one forward that runs when it arrives, whatever the
+draft does for other groups.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from itertools import count
+from typing import TypeVar
 
 from mpissd.common.rounds import Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.workload.steps import Steps
+
+R = TypeVar("R")
+Ready = Callable[[], bool]
+# Yields None when a forward was launched, or a test of whether the awaited message has arrived.
+Turns = Generator["Ready | None", None, R]
 
 
-def serve(link: DraftEnd, drafter: Drafter) -> None:
-    """Runs the draft's loop; returns when an outcome says stop.
+class _Group:
+    """One target group: its rounds as the draft serves them, and what they wait for."""
 
-    The link is polled between growth steps, so an outcome waits for at most one step.
+    def __init__(self, link: DraftEnd, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._turns = _rounds(link, drafter)
+        self._awaited: Ready | None = None
+        self.is_over = False
+        drafter.ledger.restart()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of this group was launched, and its end not seen yet."""
+        return self._awaited is None and not self.is_over
+
+    def is_ready(self) -> bool:
+        """Returns whether the group can go on; a forward that was launched is over by now."""
+        return self._awaited is None or self._awaited()
+
+    def go_on(self) -> None:
+        """Works until a forward is launched, a message is missing, or the group has stopped."""
+        try:
+            self._awaited = next(self._turns)
+        except StopIteration:
+            self.is_over = True
+
+
+def serve(*ends: tuple[DraftEnd, Drafter]) -> None:
+    """Runs the draft's loop over a link and a drafter for each target group.
+
+    Returns when every group has said stop. Drafters of several groups must run their forwards on
+    seats of one model (model.shared), so that the wait for one ends the forwards of all.
     """
-    drafter.ledger.restart()
+    groups = [_Group(*end) for end in ends]
+    while groups:
+        for group in groups:
+            if group.is_ready():
+                group.go_on()
+        groups = [group for group in groups if not group.is_over]
+        if running := [group for group in groups if group.is_running]:
+            running[0].drafter.wait()
+        elif groups:
+            _wait_for_mail(groups)
+        groups = [*groups[1:], *groups[:1]]  # nobody is always the first
+
+
+def _wait_for_mail(groups: list[_Group]) -> None:
+    def has_come() -> bool:
+        return any(group.is_ready() for group in groups)
+
+    groups[0].drafter.wait_until(has_come, "target: outcome")
+
+
+def _rounds(link: DraftEnd, drafter: Drafter) -> Turns[None]:
+    """Serves one group until an outcome says stop.
+
+    The link is polled between growth steps, so an outcome waits for at most one of them.
+    """
     for round_ in count(-1):  # The first outcome, of round -1, only admits sequences.
+        if not link.outcome_arrived():
+            yield link.outcome_arrived
         outcome, stop = link.outcome(round_)
         drafter.ledger.mark(DraftPhase.WAIT)
         if stop:
             drafter.leave()
             return
-        answer = drafter.answer(outcome)
+        answer = yield from drafter.answering(outcome)
         _reply(link, drafter, answer)
         drafter.ledger.mark(DraftPhase.SEND)
-        speculation = _served(link, drafter, answer)
+        speculation = yield from _served(link, drafter, answer)
         drafter.hear(speculation)
-        if drafter.begin_growth(speculation):
-            while drafter.growing and not link.outcome_arrived():
-                drafter.grow_step()
-        if drafter.is_storing and not link.outcome_arrived():
-            drafter.store_opened()
+        yield from _grow(link, drafter, speculation)
         drafter.close_round(speculation)
+
+
+def _grow(link: DraftEnd, drafter: Drafter, speculation: Speculation) -> Steps[None]:
+    """Speculates ahead, and stores prompts, until the next outcome is there."""
+    if (yield from drafter.begin_growth(speculation)):
+        while drafter.growing and not link.outcome_arrived():
+            yield from drafter.grow_step()
+    if drafter.is_storing and not link.outcome_arrived():
+        yield from drafter.store_opened()
 
 
 def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
@@ -46,11 +119,13 @@ def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
         link.send_proposals(answer.round, rows)
 
 
-def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Speculation:
+def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Turns[Speculation]:
     """Returns the speculation that is served, merged over all drafts."""
     policy = drafter.policy
     if policy.share.num_drafts == 1 or answer.source.all() or not drafter.is_asked:
         return answer
+    if not link.trunk_arrived():  # other groups are served meanwhile
+        yield link.trunk_arrived
     lookahead, sampled = policy.lookahead, policy.sampled
     served = link.trunk(answer.round, drafter.num_live, lookahead, sampled=sampled)
     drafter.ledger.mark(DraftPhase.TRUNK)

@@ -85,7 +85,7 @@ class InlineSpeculator(Speculator):
         self._drafter.hear(speculation)
         start = perf_counter()
         if self._drafter.is_storing:
-            self._drafter.store_opened()
+            self._drafter.finish(self._drafter.store_opened())
         self.stored_s = perf_counter() - start
         self._drafter.close_round(speculation)
         return speculation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +93,18 @@ class Forwards(Protocol):
 
     def close(self) -> None:
         """Frees the forwards."""
+
+
+@runtime_checkable
+class Chunks(Protocol):
+    """Forwards that may also take a long prompt in chunks."""
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
+
+    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
+        """Makes the next forward one over a chunk of a prompt, from a multiple of chunk_rows on."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.forwards import Forwards, Places
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.forwards import Chunks, Forwards, Places
 from mpissd.engine.workload.placement import (
     LEAST_CHUNK,
     Gap,
@@ -25,6 +24,7 @@ from mpissd.engine.workload.placement import (
     joined,
 )
 from mpissd.engine.workload.rollout import Rollout
+from mpissd.engine.workload.steps import Steps, finish
 
 Admissions = Sequence[tuple[int, Request]]
 
@@ -97,6 +97,10 @@ class PlacedWorker(ABC):
         return np.zeros(stop - start, np.int32)
 
     def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
+        """Does what `filling` does, forward by forward."""
+        return finish(self.filling(batch, rows, spare), lambda: self.stepper.wait(waiter))
+
+    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
         """Stores the committed tokens that the cache of batch rows `rows` lacks, prompts first.
 
         Rows that lack at most `spare` tokens are left out. Returns whether there was anything to
@@ -115,16 +119,16 @@ class PlacedWorker(ABC):
             if not is_chunk:
                 rows_apart.append(gap)
                 continue
-            self._fill_rows(rows_apart, waiter)
+            yield from self._fill_rows(rows_apart)
             rows_apart = []
-            assert isinstance(stepper, Stepper)
+            assert isinstance(stepper, Chunks)
             stepper.upload_chunk(gap.slot, gap.start, self.committed(*gap))
             stepper.launch()
-            stepper.wait(waiter)
-        self._fill_rows(rows_apart, waiter)
+            yield
+        yield from self._fill_rows(rows_apart)
         return True
 
-    def _fill_rows(self, gaps: Sequence[Gap], waiter: Waiter) -> None:
+    def _fill_rows(self, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
         if not gaps:
             return
@@ -134,14 +138,14 @@ class PlacedWorker(ABC):
             part = slice(start, start + most)
             self.stepper.upload(len(tokens[part]), tokens[part], chunk(places, part))
             self.stepper.launch()
-            self.stepper.wait(waiter)
+            yield
 
     def is_stored(self, slot: int) -> bool:
         """Returns whether the whole prompt of an opened sequence is stored."""
         placement, request = self.placement, self._opened[slot]
         return placement is None or not placement.opened_gaps({slot: request}, 1)
 
-    def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> bool:
+    def store_opened(self, batch: Batch, rows: int) -> Steps[bool]:
         """Stores up to `rows` tokens of opened prompts in a forward of their own; returns whether
         there was one to store."""
         if self.placement is None or not rows:
@@ -152,7 +156,7 @@ class PlacedWorker(ABC):
         tokens, places = self._take(self.placement, gaps)
         self.stepper.upload(len(tokens), tokens, chunk(places, slice(None)))
         self.stepper.launch()
-        self.stepper.wait(waiter)
+        yield
         return True
 
     def _take(self, placement: Placement, gaps: Sequence[Gap]) -> tuple[Ints, Places]:
@@ -222,4 +226,4 @@ def _step(placement: Placement, rollout: Rollout, places: LanePlaces) -> Places:
 
 def _chunk_rows(stepper: Forwards) -> int:
     """Returns the rows of the chunks in which these forwards compute long prompts; 0: none."""
-    return stepper.chunk_rows if isinstance(stepper, Stepper) else 0
+    return stepper.chunk_rows if isinstance(stepper, Chunks) else 0

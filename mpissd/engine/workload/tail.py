@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import DraftWorker
 from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.placement import Placement
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
+from mpissd.engine.workload.steps import Steps
 
 
 class TailWorker(DraftWorker):
@@ -62,8 +62,8 @@ class TailWorker(DraftWorker):
     def enter(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.enter(batch, admissions)
 
-    def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> bool:
-        return self._worker.store_opened(batch, rows, waiter)
+    def store_opened(self, batch: Batch, rows: int) -> Steps[bool]:
+        return self._worker.store_opened(batch, rows)
 
     def leave(self) -> None:
         self._worker.leave()
