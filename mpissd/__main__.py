@@ -152,10 +152,10 @@ def check_before_mpi(config: RunConfig) -> None:
     from mpissd.engine.job import resolve_unopened
 
     size = config.world_size or launcher_size()
-    tp = check_world(size, config.drafts) if size is not None else 1
+    tp = 1 if size is None else check_world(size, config.drafts, config.groups)
     is_shared = config.dry_run and bool(os.environ.get("MPISSD_ONE_HOST"))  # launch/env.sh
     job = resolve_unopened(config, tp, size if is_shared else None)
-    if config.is_text and launcher_rank() == 0:
+    if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
         from mpissd.engine.workload.text.workload import check_prompts
 
         check_prompts(job)

@@ -108,6 +108,19 @@ class RunConfig(  # a dataclass lists the fields of its last base first
                 "allowed: mode=sd or ssd, and backup=jit or auto"
             )
 
+    def check_groups(self) -> None:
+        """Refuses several target groups without a draft rank, and what only one group has."""
+        if self.groups == 1:
+            return
+        if not self.drafts:
+            at = f"mode={self.mode}, num_drafts={self.drafts}"
+            raise ConfigError(f"groups={self.groups} with {at}: allowed: 1, or a draft rank")
+        if self.on_draft_loss == "ar":
+            raise ConfigError(f"groups={self.groups} with on_draft_loss=ar: allowed: abort")
+        for name in ("trace", "ledger_ab", "show"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with groups={self.groups}: allowed: groups=1")
+
     def check_draft_loss(self) -> None:
         """Refuses on_draft_loss=ar where the run cannot go on without its draft."""
         if self.on_draft_loss != "ar":

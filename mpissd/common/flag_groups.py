@@ -27,6 +27,7 @@ from mpissd.common.flags import (
 from mpissd.common.schedules import SCHEDULES, is_tail
 
 MOST_DRAFTS = 4
+MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
 
 
@@ -182,6 +183,13 @@ class MachineFlags(Checked):
         None,
         words,
         "device to emulate on draft ranks (default: as --device)",
+        modes=DRAFTING,
+        in_digest="said",
+    )
+    groups: int = flag(
+        1,
+        integer(1, MOST_GROUPS),
+        "number G of target groups that share the drafts; T = (world size - D) / G",
         modes=DRAFTING,
         in_digest="said",
     )

@@ -27,7 +27,10 @@ class RoundRecords:
         self._new_speculations: list[Any] = []
         self._counts, self._outcomes, self._speculations = Tape("i"), Tape("i"), Tape("i")
         self._width = Speculation.HEAD  # columns of _speculations
-        self._times = self.round_s, self.t_target_s
+        self._tapes = (
+            *(self.round_s, self.t_target_s),
+            *(self._counts, self._outcomes, self._speculations),
+        )
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
         """Adds a round. The arrays are kept, not copied, until 512 rounds are packed at once."""
@@ -36,7 +39,7 @@ class RoundRecords:
         self._new_outcomes.append(outcome.rows)
         if len(self._new_outcomes) == SPILL_ROUNDS:
             self._pack()
-            for tape in (*self._times, self._counts, self._outcomes, self._speculations):
+            for tape in self._tapes:
                 tape.spill()
 
     def _pack(self) -> None:
@@ -54,6 +57,18 @@ class RoundRecords:
         self._outcomes.extend(b"".join(outcomes))
         self._speculations.extend(drafted)
         self._new_outcomes, self._new_speculations = [], []
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoundRecords]) -> RoundRecords:
+        """Returns the rounds of several target groups, group behind group."""
+        whole = cls(parts[0].lookahead)
+        for part in parts:
+            part._pack()
+            whole._width = max(whole._width, part._width)
+            for mine, other in zip(whole._tapes, part._tapes, strict=True):
+                mine.extend(other.read().tobytes())
+            whole.ends |= part.ends
+        return whole
 
     def __len__(self) -> int:
         return len(self.t_target_s)

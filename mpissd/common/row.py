@@ -42,9 +42,13 @@ class Row(Origin, Mapping[str, Any]):
     )
     backend: str = key("cupy, numpy or emulated")
     device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
-    world_size: int = key("T + D, all ranks")
+    world_size: int = key("G·T + D, all ranks")
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
+    groups: int | None = key(
+        "G, target groups that share the drafts ([pools.md](pools.md)). Rounds, tokens, phases and "
+        "hits are of all of them, `wall_s` is the longest one's; null in rows from before this key"
+    )
     target: str = key("the target's shape; `@nL` marks a depth-scaled target")
     draft: str | None = key(
         'the draft\'s shape; "lookup" where nothing but prompt lookup drafts; null in AR'
@@ -162,6 +166,20 @@ class Row(Origin, Mapping[str, Any]):
         "the job, captured where the forward is (inside its graph they cannot be timed); on "
         "CPUs timed where they run; emulated: the profile's. Null where that is not known",
         "µs",
+    )
+    draft_wait_us: Means | None = key(
+        "{mean, p50, p90, p99, n} over rounds of what the lead waited for speculations of draft "
+        "ranks; null without one",
+        "µs",
+    )
+    per_group: list[Mapping[str, Any]] | None = key(
+        "of each target group its tok_per_s, num_tokens, num_rounds, wall_s, acceptance_length, "
+        "hit_rate, round_us, draft_wait_us and outcome_digest; null for one group"
+    )
+    pool: Mapping[str, float] | None = key(
+        "of the first draft's forwards in the measured rounds, which several target groups share: "
+        "their number (`forwards`), mean `rows` and groups (`seats`) of one, and the share of time "
+        "in which one ran (`busy`); null for one group"
     )
     ledger_closure: float = key(
         "first percentile, over rounds, of the sum of phases divided by the round's wall time, "

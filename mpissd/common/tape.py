@@ -42,6 +42,10 @@ class Tape:
     def __len__(self) -> int:
         return self.saved + len(self.tail)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the numbers, which another process holds in memory."""
+        return _refilled, (self.tail.typecode, self.read().tobytes())
+
     def spill(self) -> None:
         """Moves the numbers in memory to the file; after a failed write they stay in memory."""
         if self._full:
@@ -77,3 +81,9 @@ class Tape:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self.read().astype(dtype or self.tail.typecode, copy=False)
+
+
+def _refilled(typecode: str, numbers: bytes) -> Tape:
+    tape = Tape(typecode)
+    tape.extend(numbers)
+    return tape

@@ -21,10 +21,11 @@ _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 def seat(topology: Topology, info: DeviceInfo) -> dict[str, Any]:
     """Returns this rank's place; the first rank of a host adds how its GPUs are linked."""
     rank = topology.world.rank
+    role = "draft" if topology.is_draft else "lead" if topology.leads_group else "target"
     first = info.kind == "gpu" and topology.local_rank == 0
     return {
         "rank": rank,
-        "role": "draft" if topology.is_draft else "lead" if rank == 0 else "target",
+        "role": role,
         "host": topology.hosts[rank],
         "device": info.name,
         "uuid": info.uuid,

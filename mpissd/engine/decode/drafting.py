@@ -10,6 +10,8 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.share import Share
 from mpissd.engine.job import PRIOR_ALPHA, Job
 from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
 from mpissd.engine.spec.control import BackupController
 from mpissd.engine.spec.fanout import FanOuts, owners_of
@@ -21,12 +23,12 @@ from mpissd.engine.workload.tail import TailWorker
 _REALLOT_ROUNDS = 50
 
 
-def link_shape(job: Job) -> LinkShape:
-    """Returns the sizes of the messages of this job."""
+def link_shape(job: Job, group: int = 0) -> LinkShape:
+    """Returns the sizes of the messages of this job, between a target group and its drafts."""
     workload = workload_of(job)
     sampled = workload.samples and job.lookahead > 0
     return LinkShape(
-        0,
+        group,
         job.config.batch_size,
         job.lookahead,
         # Greedy tokens are certain, so no distributions are sent.
@@ -42,6 +44,16 @@ def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
     worker = workload_of(job).draft_worker(stepper)
     worker.placement = job.placement(drafts=True)
     return TailWorker(worker) if job.is_tail else worker
+
+
+def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
+    """Returns a worker for each target group, which share the draft model's forwards."""
+    config = job.config
+    if config.groups == 1:
+        return [draft_worker(job, stepper)]
+    lanes = job.draft_options.lanes // config.groups
+    shared = SharedForwards(stepper, config.groups, slots=config.batch_size, lanes=lanes)
+    return [draft_worker(job, seat) for seat in shared.seats]
 
 
 def make_drafter(

@@ -124,7 +124,7 @@ class Loops:
         )
         self.draft_steppers.append(stepper)
         worker = draft_worker(job, stepper)
-        worker.prepare(self.workload.tabulated(job.config.batch_size))
+        worker.prepare(self.workload.tabulated())
         return worker
 
     def _start(self, index: int) -> LeadEnd:
@@ -138,7 +138,7 @@ class Loops:
 
     def _serve(self, link: DraftEnd, drafter: Drafter) -> None:
         try:
-            serve(link, drafter)
+            serve((link, drafter))
         except Exception as fault:  # noqa: BLE001  (the lead raises it)
             self._faults.append(fault)
 

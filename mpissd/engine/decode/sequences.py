@@ -13,11 +13,12 @@ class Sequences:
     A sequence ends where the workload ends it (Workload.endings), or with num_tokens tokens.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, group: int = 0) -> None:
+        """Takes the sequences of a target group."""
         config = workload.job.config
         self._workload, self._limit = workload, config.token_limit
         self._endings = workload.endings()
-        self._begun = 0
+        self._left = workload.share(group)
         self._emitted: dict[int, int] = {}  # emitted tokens of each live sequence, by request id
         # Of the sequences that ended by themselves: how many tokens count.
         self.ends: dict[int, int] = {}
@@ -41,9 +42,9 @@ class Sequences:
             loop.admit(self._next(len(gone)))
 
     def _next(self, count: int) -> list[Request]:
-        count = min(count, self._workload.num_sequences - self._begun)
-        requests = self._workload.requests(self._begun, count)
-        self._begun += count
+        count = min(count, len(self._left))
+        requests = self._workload.requests(self._left.start, count)
+        self._left = self._left[count:]
         self._emitted |= {request.request_id: 0 for request in requests}
         return requests
 

@@ -62,8 +62,8 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, T + D."""
-        return self.tp + self.config.drafts
+        """Number of ranks, G·T + D."""
+        return self.config.groups * self.tp + self.config.drafts
 
     @cached_property
     def workload(self) -> Workload:
@@ -130,7 +130,7 @@ class Job:
         own = self.lookahead // 2 + 1 if context else 1
         if not self.drafts_by_transformer:
             return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
-        lanes = config.batch_size * self.num_lanes if self.fan_out else 0
+        lanes = config.groups * self.group_lanes if self.fan_out else 0
         return replace(
             self.options,
             top_k=top_k,
@@ -225,8 +225,21 @@ class Job:
 
     def draft_buckets(self) -> list[int]:
         """Returns the row counts to compile for the draft: glue, growth and backup steps."""
-        batch = self.config.batch_size
-        return buckets(batch, self.verify_rows, batch * max(1, self.num_lanes), *self._prefill)
+        batch, groups = self.config.batch_size, self.config.groups
+        exact = [self.verify_rows, self.group_lanes, *self._prefill]
+        if groups > 1:  # one forward may carry the rows of all groups
+            exact += [groups * rows for rows in (batch, *exact)]
+        return buckets(batch, *exact)
+
+    @property
+    def draft_sequences(self) -> int:
+        """Number of sequences of all target groups, which a draft keeps in its cache."""
+        return self.config.groups * self.config.batch_size
+
+    @property
+    def group_lanes(self) -> int:
+        """The most branches that one draft grows for a target group, at least one a sequence."""
+        return self.config.batch_size * max(1, self.num_lanes)
 
     @property
     def _prefill(self) -> list[int]:
@@ -259,14 +272,16 @@ class Job:
 
         itemsize: bytes of a weight. An inline draft counts for the target rank.
         """
-        parts = [(self.target_shard, self.target_buckets(), self.options)]
-        if self.draft_shard is not None:
-            parts.append((self.draft_shard, self.draft_buckets(), self.draft_options))
+        batch = self.config.batch_size
+        parts = [(self.target_shard, self.target_buckets(), self.options, batch)]
+        if (shard := self.draft_shard) is not None:
+            rows, sequences = self.draft_buckets(), self.draft_sequences
+            parts.append((shard, rows, self.draft_options, sequences))
         needed = [
             shard.weight_bytes(options, itemsize)
-            + shard.cache_bytes(rows[-1], self.config.batch_size, options, itemsize)
+            + shard.cache_bytes(rows[-1], sequences, options, itemsize)
             + shard.scratch_bytes(rows[-1], options, itemsize)
-            for shard, rows, options in parts
+            for shard, rows, options, sequences in parts
         ]
         target, draft = [*needed, 0][:2]
         return (target + draft, 0) if self.inline else (target, draft)

@@ -84,8 +84,8 @@ def needs(job: Job) -> list[Need]:
     if (draft := job.draft_shard) is not None:
         rows = tuple(job.draft_buckets())
         source = needed[0] if job.reads_states else None
-        stacks, options = workload.draft_stacks, job.draft_options
-        needed.append(Need(_DRAFT, stacks, draft, options, rows, batch, source))
+        stacks, options, sequences = workload.draft_stacks, job.draft_options, job.draft_sequences
+        needed.append(Need(_DRAFT, stacks, draft, options, rows, sequences, source))
     return needed
 
 
@@ -224,7 +224,7 @@ class Models:
         full = None
         try:
             for need in fresh:
-                is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
+                is_here = need.which == _TARGET or topology.is_draft or topology.leads_group
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
             full = str(error)  # the error itself would keep the allocations alive

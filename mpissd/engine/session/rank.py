@@ -16,7 +16,6 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from mpissd.common import guard
-from mpissd.common.rounds import Request
 from mpissd.common.trace import FollowPhase, Ledger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
@@ -27,7 +26,7 @@ from mpissd.engine.decode.chained import (
     chained_pair,
 )
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
+from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
 from mpissd.engine.decode.outliving import OutlivingSpeculator
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
@@ -53,9 +52,9 @@ class Rank:
         self.session = session
         topology = session.topology
         self.target: TargetWorker | None = None
-        self.draft: DraftWorker | None = None
+        self.drafts: list[DraftWorker] = []  # one for each target group; inline: one
         self.lead_links: list[LeadEnd] = []
-        self.draft_link: DraftEnd | None = None
+        self.draft_links: list[DraftEnd] = []  # one for each target group
         self.sender: PlanSender | None = None
         self.receiver: PlanReceiver | None = None
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
@@ -63,11 +62,12 @@ class Rank:
         self.digest = 0
         self.draft_lost = False  # in a pass so far; later ones have K = 0
         self._comms: list[MPI.Comm] = []
+        self._leads: MPI.Comm | None = None  # of the target groups, where there are several
         target, draft = session.models.open(session.job, topology)
         if target is not None:
             self.target = session.target_worker(target)
         if draft is not None:
-            self.draft = draft_worker(session.job, draft)
+            self.drafts = draft_workers(session.job, draft)
         self.chained_target: ChainedTarget | None = None  # of the last pass
         self.chained = chained_forwards(session.job, self.target, self.draft)
         self._open_messages()
@@ -75,16 +75,31 @@ class Rank:
     def _open_messages(self) -> None:
         """Opens separate communicators for the plans and the link; collective over the world."""
         session = self.session
-        topology, shape, waiter = session.topology, link_shape(session.job), session.waiter
+        topology, waiter = session.topology, session.waiter
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
+        if topology.groups > 1:
+            color = 0 if topology.leads_group else MPI.UNDEFINED
+            leads = topology.world.Split(color, topology.world.rank)
+            if topology.leads_group:
+                self._leads = leads
+                self._comms.append(leads)
+        shapes = [link_shape(session.job, n) for n in range(topology.groups)]
         if topology.is_draft:
-            self.draft_link = draft_end(world, 0, shape, waiter)
-        elif topology.is_lead:
+            for n, shape in enumerate(shapes):
+                self.draft_links.append(draft_end(world, n * topology.tp, shape, waiter))
+            return
+        shape = shapes[topology.group_index]
+        if topology.leads_group:
             self.sender = PlanSender(group, shape, waiter)
-            for draft in range(topology.tp, topology.tp + topology.num_drafts):
-                self.lead_links.append(lead_end(world, draft, shape, waiter))
+            for n in range(topology.num_drafts):
+                self.lead_links.append(lead_end(world, topology.first_draft + n, shape, waiter))
         else:
             self.receiver = PlanReceiver(group, shape, waiter)
+
+    @property
+    def draft(self) -> DraftWorker | None:
+        """The draft's worker of the first target group; None where nothing drafts."""
+        return self.drafts[0] if self.drafts else None
 
     @property
     def messages(self) -> tuple[int, int]:
@@ -101,7 +116,7 @@ class Rank:
     def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
         session = self.session
-        index = max(0, session.topology.world.rank - session.topology.tp)
+        index = max(0, session.topology.world.rank - session.topology.first_draft)
         kind = Drafter if self.chained is None else ChainedDrafter
         job, waiter = session.job, session.waiter
         return make_drafter(job, worker, waiter, index=index, ahead=ahead, kind=kind)
@@ -111,17 +126,19 @@ class Rank:
         target: TargetWorker | None,
         drafter: Drafter | None,
         drive: Callable[[TargetLoop], Result],
+        others: Sequence[Drafter] = (),
     ) -> Result | None:
         """Runs one pass with these workers; collective over the job's ranks.
 
-        `drive` runs on the lead, which returns its result; other ranks return None.
+        `drive` runs on the lead of each target group, which returns its result; other ranks return
+        None. others: the drafters of the target groups behind the first one.
         """
         batch, waiter = self.session.job.config.batch_size, self.session.waiter
         # A pass of a server may last for days, and has to collect its garbage.
         with undisturbed() if self.session.job.serving is None else nullcontext():
-            if self.draft_link is not None:
+            if self.draft_links:
                 assert drafter is not None, "a draft rank without a drafter"
-                serve(self.draft_link, drafter)
+                serve(*zip(self.draft_links, (drafter, *others), strict=True))
                 self.ledger, self.digest = drafter.ledger, drafter.digest
                 return None
             assert target is not None, "a target rank without a worker"
@@ -162,28 +179,35 @@ class Rank:
             return NoSpeculator(shape.lookahead, sampled=shape.sampled)
         return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
 
+    def meet(self) -> None:
+        """Waits until the leads of all target groups are here, so that they begin together."""
+        if self._leads is not None:
+            self.session.waiter.until(self._leads.Ibarrier().Test, "the other groups' leads")
+
     def idle(self) -> None:
         """Waits, without a deadline and with rare polls, until the lead begins another pass.
 
         For the other ranks: an idle one must not take a core from those that work. Where a rank is
         lost, the warden ends this wait.
         """
-        end = self.draft_link or self.receiver
-        assert end is not None, "a lead waits for its own work"
-        while not end.outcome_arrived():
+        ends = [*self.draft_links, self.receiver][:1]
+        assert ends[0] is not None, "a lead waits for its own work"
+        while not ends[0].outcome_arrived():
             sleep(_IDLE_S)
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
-        for worker in (self.target, self.draft):
-            if worker is not None:
-                worker.prepare(requests)
+    def prepare(self) -> None:
+        """Draws the first tokens of the first sequences ahead of the rounds that admit them."""
+        workload = self.session.workload
+        if self.target is not None:
+            self.target.prepare(workload.tabulated(self.session.topology.group_index))
+        for group, worker in enumerate(self.drafts):
+            worker.prepare(workload.tabulated(group))
 
     def close(self) -> None:
         """Closes the message ends; the machine closes models, groups and the backend."""
         if self.chained is not None:
             self.chained.close()
-        for end in (*self.lead_links, self.draft_link, self.sender, self.receiver):
+        for end in (*self.lead_links, *self.draft_links, self.sender, self.receiver):
             if end is not None:
                 end.close()
         for comm in self._comms:

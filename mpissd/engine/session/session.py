@@ -124,8 +124,9 @@ class Machine:
     @property
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes that a target rank and a draft rank may use; None: unknown, or no such rank."""
-        shares, tp = memory_shares(self.infos, self.topology.hosts), self.topology.tp
-        return _least(shares[:tp]), _least(shares[tp:])
+        shares = memory_shares(self.infos, self.topology.hosts)
+        first_draft = self.topology.first_draft
+        return _least(shares[:first_draft]), _least(shares[first_draft:])
 
     def session(self, job: Job) -> Session | None:
         """Returns the session of a job, or None if this rank takes no part in it."""
@@ -151,19 +152,24 @@ class Machine:
 
         An idle rank must not disturb the ranks that measure on its cores; they detect a lost rank.
         """
-        arrived = self.topology.world.Ibarrier()
-
-        def looked() -> bool:
-            if arrived.Test():
-                return True
-            time.sleep(_REST_S)
-            return False
-
-        Waiter(math.inf, spin=False).until(looked, "the other ranks")
+        rest(self.topology)
 
     def close(self) -> None:
         """Closes all resources, in the order that the module docstring gives."""
         self.resources.close()
+
+
+def rest(topology: Topology) -> None:
+    """Waits for all ranks, without a deadline and with rare polls. Collective."""
+    arrived = topology.world.Ibarrier()
+
+    def looked() -> bool:
+        if arrived.Test():
+            return True
+        time.sleep(_REST_S)
+        return False
+
+    Waiter(math.inf, spin=False).until(looked, "the other ranks")
 
 
 def open_session(config: RunConfig) -> Session:
@@ -223,12 +229,12 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
 
 
 def open_machine(config: RunConfig, num_drafts: int) -> Machine:
-    """Opens this rank's part of a machine of T + num_drafts ranks.
+    """Opens this rank's part of a machine of groups·T + num_drafts ranks.
 
     Raises Refused on every rank if one rank fails.
     """
     try:
-        topology = open_topology(num_drafts)
+        topology = open_topology(num_drafts, config.groups)
     except ConfigError as small:  # the same on every rank
         raise Refused(str(small), small.exit_code) from small
     resources = ExitStack()

@@ -275,14 +275,23 @@ class Workload(ABC):
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns `count` sequences to decode, numbered from first_id."""
 
-    def tabulated(self, count: int) -> list[Request]:
-        """Returns the first requests that workers may prepare for (Worker.prepare), on any rank."""
-        return self.requests(0, count)
+    def tabulated(self, group: int = 0) -> list[Request]:
+        """Returns the first requests of a target group, for which workers may prepare on any rank
+        (Worker.prepare)."""
+        return self.requests(self.share(group).start, self.job.config.batch_size)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that a run decodes, batch_size at a time."""
-        return self.job.config.batch_size
+        """Number of sequences that a run decodes, batch_size at a time in each target group."""
+        return self.job.config.groups * self.job.config.batch_size
+
+    def share(self, group: int) -> range:
+        """Returns the ids of the sequences that a target group decodes: as many as each other one.
+
+        A job of G groups so emits the tokens of one group with G times the batch.
+        """
+        count, groups = self.num_sequences, self.job.config.groups
+        return range(count * group // groups, count * (group + 1) // groups)
 
     def longest_answer(self, request_id: int) -> int | None:
         """Returns the tokens with which a sequence ends at the latest; None: unknown."""

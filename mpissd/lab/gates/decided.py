@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,18 +51,39 @@ def _not_finite(path: str, value: Any) -> Iterator[str]:
 
 
 def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Reports a wrong number of ranks, and ranks whose digests of received outcomes differ."""
-    size = int(row.world_size)
-    if row.tp + row.num_drafts != size:
-        yield f"world_size is {size}, tp + num_drafts is {row.tp + row.num_drafts}"
+    """Reports a wrong number of ranks, and ranks whose digests of received outcomes differ.
+
+    Only ranks of one target group receive the same ones; a draft has a digest for each group.
+    """
+    size, groups = int(row.world_size), row.groups or 1
+    if groups * row.tp + row.num_drafts != size:
+        each = "groups · " * (groups > 1)
+        known = groups * row.tp + row.num_drafts
+        yield f"world_size is {size}, {each}tp + num_drafts is {known}"
     digests = row.rank_digests
     if digests is None and "rank_digests" in rounds:
         digests = rounds["rank_digests"].tolist()
     if digests is None:
         return
-    if len(digests) != size:
+    if len(digests) != groups * (row.tp + row.num_drafts):
         yield f"world_size is {size}, rank_digests has {len(digests)}"
-    heard = [(rank, digest) for rank, digest in enumerate(digests) if digest is not None]
+    for group in range(groups):
+        yield from _heard_alike(_of_group(digests, group, groups, row.tp))
+
+
+def _of_group(
+    digests: Sequence[int | None], group: int, groups: int, tp: int
+) -> list[tuple[int, int]]:
+    """Returns (rank, digest) of a group's target ranks, and of each draft for this group."""
+    targets = [
+        (rank, digests[rank]) for rank in range(group * tp, min(len(digests), (group + 1) * tp))
+    ]
+    behind = digests[groups * tp + group :: groups]
+    drafts = [(groups * tp + n, digest) for n, digest in enumerate(behind)]
+    return [(rank, digest) for rank, digest in (*targets, *drafts) if digest is not None]
+
+
+def _heard_alike(heard: Sequence[tuple[int, int]]) -> Iterator[str]:
     for rank, digest in heard[1:]:
         if digest != heard[0][1]:
             yield f"rank {heard[0][0]} heard {heard[0][1]}, rank {rank} heard {digest}"
@@ -119,7 +140,7 @@ def _counted(row: Row, rounds: Rounds, emitted: int) -> tuple[int, int]:
     """
     rows = rounds.get("sequences")
     ids = None if rows is None else np.unique(rows[:, 1], return_inverse=True)[1]
-    num_sequences = row.batch_size if ids is None else len(np.unique(ids))
+    num_sequences = (row.groups or 1) * row.batch_size if ids is None else len(np.unique(ids))
     least = emitted - num_sequences * row.lookahead
     if "token_limit" not in row or row.stop_token is not None or row.workload in _ENDING:
         return least, emitted
@@ -153,7 +174,8 @@ def decisions(row: Row, rounds: Rounds) -> Iterator[str]:
     missed = asked & (source != Source.CACHE)
     for n in np.flatnonzero(missed & (drafted != wanted))[: wanted is not None]:
         yield f"backup_lookahead is {wanted:g}, round {round_[n]} has {drafted[n]} such tokens"
-    first = min(row.batch_size, row.num_prompts or row.batch_size)
+    prompts = (row.num_prompts or 0) // (row.groups or 1)  # of the first group
+    first = min(row.batch_size, prompts or row.batch_size)
     if (begun := int((round_ == 0).sum())) != first:
         yield f"batch_size is {row.batch_size}, round 0 has {begun} sequences"
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()

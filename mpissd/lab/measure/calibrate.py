@@ -22,11 +22,12 @@ from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.job import Job
+from mpissd.engine.model.shared import Seat
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.placement import timed_places
-from mpissd.lab.measure.forward_times import ForwardTimes, in_sequence
+from mpissd.lab.measure.forward_times import ForwardTimes, Rehearsed, in_sequence
 from mpissd.lab.measure.host_costs import LONGEST_PAUSE_S, host_costs
 from mpissd.lab.measure.passes import nap_of, paused_pass
 from mpissd.lab.measure.rehearsal import LONGEST_S
@@ -69,17 +70,23 @@ def calibrate(rank: Rank) -> JobProfile | None:
     topology = session.topology
     known.restart()
     session.barrier(Waiter(_BUILDING_S, spin=False))  # the other ranks may still be making weights
-    target = _forward_times(session, rank.target) if rank.target else None
-    reduces = _reduces_s(session, rank.target) if rank.target else None
+    timed = rank.target if topology.group_index == 0 else None  # the groups' devices are alike
+    target = _forward_times(session, timed) if timed else None
+    reduces = _reduces_s(session, timed) if timed else None
     session.barrier()
     draft = _forward_times(session, rank.draft) if rank.draft else None
     session.barrier()
     read = peak = None
-    if rank.target is not None and target is not None and topology.is_lead:
-        read, peak = _rates(session, rank.target, target)
+    if timed is not None and target is not None and topology.is_lead:
+        read, peak = _rates(session, timed, target)
     session.barrier()
-    draft = topology.world.bcast(draft, root=topology.tp if topology.num_drafts else 0)
+    draft = topology.world.bcast(draft, root=topology.first_draft if topology.num_drafts else 0)
     target = topology.world.bcast(target, root=0)
+    if topology.groups > 1:  # nothing predicts rounds that wait for other groups' answers
+        if not topology.is_lead or target is None:
+            return None
+        device = in_sequence(session.job, Rehearsed(), Rehearsed(), target, draft)
+        return JobProfile(device, HostCosts(), read, peak, reduces, known.since)
     key = "host", _key(session.job, ()), session.job.fan_outs
     measured = known.once(session.backend, key, lambda: _host_costs(rank, target, draft))
     if measured is None or target is None:
@@ -120,7 +127,7 @@ def _host_costs(
     if every is None or target is None:
         return None
     leads = every[0]
-    drafts = every[topology.tp] if topology.num_drafts else every[0]
+    drafts = every[topology.first_draft] if topology.num_drafts else every[0]
     device = in_sequence(session.job, leads[-1].rehearsed, drafts[-1].rehearsed, target, draft)
     if rank.chained is not None:  # nothing of a round waits for the host
         return HostCosts(), device
@@ -220,8 +227,11 @@ def _reduces_s(session: Session, worker: Any) -> float | None:
 
 
 def _stepper(worker: Any) -> Stepper:
-    assert isinstance(worker.stepper, Stepper), "calibration times real forwards"
-    return worker.stepper
+    stepper = worker.stepper
+    if isinstance(stepper, Seat):
+        stepper = stepper.shared.stepper
+    assert isinstance(stepper, Stepper), "calibration times real forwards"
+    return stepper
 
 
 def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | None:

@@ -23,7 +23,7 @@ def print_card(session: Session) -> None:
     target_bytes, draft_bytes = job.rank_bytes(session.backend.itemsize)
     lines = [
         ("mode", _mode(session)),
-        ("target", f"{job.target.name}, T={job.tp}, {_bytes(target_bytes)} a rank"),
+        ("target", f"{job.target.name}, {_groups(job)}T={job.tp}, {_bytes(target_bytes)} a rank"),
     ]
     if job.draft is not None:
         where = "inline on the lead" if job.inline else f"{_bytes(draft_bytes)} on its own rank"
@@ -32,7 +32,8 @@ def print_card(session: Session) -> None:
     if session.backend.info.kind == "emulated":
         lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
     for rank, (host, info) in enumerate(zip(topology.hosts, session.infos, strict=True)):
-        role = "draft" if rank >= job.tp else "lead" if rank == 0 else "target"
+        is_draft, leads = rank >= topology.first_draft, rank % topology.tp == 0
+        role = "draft" if is_draft else "lead" if leads else "target"
         lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
     if session.backend.info.kind == "emulated" and (rate := session.backend.read_bandwidth(0)):
         batch, itemsize = config.batch_size, session.backend.itemsize
@@ -40,8 +41,14 @@ def print_card(session: Session) -> None:
         read_s = (cost.weight_bytes + cost.kv_bytes) / rate
         lines.append(("floor", f"{read_s * 1e3:.3f} ms to read a target rank's bytes"))
     lines.append(("law", _law(session)))
-    lines.append(("seed", f"{config.seed}, batch {config.batch_size}"))
+    each = " in each group" if topology.groups > 1 else ""
+    lines.append(("seed", f"{config.seed}, batch {config.batch_size}{each}"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
+
+
+def _groups(job: Job) -> str:
+    groups = job.config.groups
+    return f"{groups} groups of " if groups > 1 else ""
 
 
 def _mode(session: Session) -> str:
@@ -139,6 +146,11 @@ def print_summary(row: Row) -> None:
     if row.t_draft_s is not None:
         ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
         lines.append(("draft", f"{_us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
+    if row.per_group:
+        rates = ", ".join(f"{group['tok_per_s']:.1f}" for group in row.per_group)
+        lines.append(("groups", f"{rates} tok/s"))
+    if row.pool is not None:
+        lines.append(("pool", _pool(row)))
     if row.hit_rate is not None:
         price = price_of(row.imposed_hits, row.expected_tok_per_s or 0.0)
         hits = [f"{row.hit_rate:.3f} of the lookups", price]
@@ -147,6 +159,12 @@ def print_summary(row: Row) -> None:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
     print(json.dumps(row.to_dict()), flush=True)
+
+
+def _pool(row: Row) -> str:
+    pool, wait = row.pool or {}, row.draft_wait_us or {}
+    text = f"the draft is busy {pool['busy']:.0%}, {pool['seats']:.2f} groups a forward"
+    return f"{text}; waits for it p50 {_us(wait['p50'])}, p90 {_us(wait['p90'])}"
 
 
 def _target(row: Row) -> str:

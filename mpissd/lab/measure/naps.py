@@ -29,7 +29,7 @@ def measure_nap(topology: Topology, waiter: Waiter, lead_s: float, draft_s: floa
     """
     if waiter.spin or not topology.num_drafts:
         return 0.0
-    world, lead, draft = topology.world, 0, topology.tp
+    world, lead, draft = topology.world, 0, topology.first_draft
     asking = Waiter(waiter.deadline_s, spin=False, spin_s=PATIENT_SPIN_S)  # must not nap itself
     late = []
     for asks, answers, idle_s in ((lead, draft, draft_s), (draft, lead, lead_s)):

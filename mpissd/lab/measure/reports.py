@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.records import RoundRecords
+from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
@@ -46,6 +47,7 @@ class DraftReport:
     ledger: NDArray[np.int64]
     phases: list[str]
     learned: dict[str, Any]  # from Controls.learned
+    forwards: NDArray[np.int64] | None = None  # those that target groups share (measure.pool)
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
@@ -61,3 +63,22 @@ class Measured:
     profile: JobProfile
     rank_digests: list[int | None]  # by world rank, the digest of the outcomes that it received
     ledger_overhead: Overhead | None
+    groups: Sequence[LeadReport] = ()  # of each target group, where several share the drafts
+
+
+def num_tokens_of(records: RoundRecords, enough: int | None) -> int:
+    """Returns the tokens of all sequences; those beyond `enough` of a sequence do not count."""
+    counts = [len(tokens) for tokens in records.token_arrays().values()]
+    return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
+
+
+def hit_rate_of(sequences: NDArray[np.int64], lost_round: int | None = None) -> float | None:
+    """Returns the share of hits, first rounds and those without a draft left out; None: no round.
+
+    sequences: [n, 8], from RoundRecords.sequences.
+    """
+    counted = ~is_first_round(sequences)
+    if lost_round is not None:
+        counted &= sequences[:, 0] < lost_round
+    hits = sequences[counted, 6]
+    return round(float(hits.mean()), 5) if len(hits) else None

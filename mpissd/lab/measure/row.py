@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from mpissd.common.output import append_row
 from mpissd.common.records import (
     RoundRecords,
-    is_first_round,
     is_stable,
     outcome_digest,
     percentiles_us,
@@ -29,8 +28,15 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.answers import model_fields, prompt_times
 from mpissd.lab.measure.calibrate import JobProfile
+from mpissd.lab.measure.pool import draft_wait_us, of_each_group, pool_fields
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
+from mpissd.lab.measure.reports import (
+    DraftReport,
+    LeadReport,
+    Measured,
+    hit_rate_of,
+    num_tokens_of,
+)
 from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.recurrence import follow
@@ -57,6 +63,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         world_size=job.world_size,
         tp=job.tp,
         num_drafts=config.drafts,
+        groups=config.groups,
         target=job.target.name,
         draft=None if job.draft is None else job.draft.name,
         dtype=session.backend.dtype_name,
@@ -65,12 +72,13 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         branch_budget=sum(job.fan_out) or None,
         fan_out_miss=list(job.fan_out_miss) or None,
         batch_size=config.batch_size,
-        draft_device_name=session.infos[job.tp].name if config.drafts else None,
+        draft_device_name=_draft_device(session),
         **_options(session),
         **model_fields(session),
         **prompt_times(session, lead),
         **asdict(session.workload.row_fields()),
         **_throughput(session, measured),
+        **_pool(session, measured),
         **_speculation(session, sequences, lead.draft_lost_round),
         draft_lost_round=lead.draft_lost_round,
         learned=None if measured.draft is None else measured.draft.learned or None,
@@ -112,9 +120,27 @@ def _options(session: Session) -> dict[str, Any]:
     }
 
 
+def _draft_device(session: Session) -> str | None:
+    """Returns the name of the first draft rank's device; None without a draft rank."""
+    topology = session.topology
+    return session.infos[topology.first_draft].name if topology.num_drafts else None
+
+
+def _pool(session: Session, measured: Measured) -> dict[str, Any]:
+    """Returns the keys of the waits for draft ranks, and of target groups that share them."""
+    job, leads, draft = session.job, measured.groups, measured.draft
+    shared = None if draft is None else draft.forwards
+    each = of_each_group(leads, job.config.token_limit, grows=bool(job.fan_out))
+    return {
+        "draft_wait_us": draft_wait_us(measured.lead) if job.config.drafts else None,
+        "per_group": each or None,
+        "pool": None if shared is None else pool_fields(shared),
+    }
+
+
 def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
     lead, limit = measured.lead, session.job.config.token_limit
-    num_tokens = _num_tokens(lead.records, limit)
+    num_tokens = num_tokens_of(lead.records, limit)
     rate = num_tokens / lead.wall_s
     closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
     return {
@@ -134,12 +160,6 @@ def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _num_tokens(records: RoundRecords, enough: int | None) -> int:
-    """Returns the tokens of all sequences; tokens beyond num_tokens of a sequence do not count."""
-    counts = [len(tokens) for tokens in records.token_arrays().values()]
-    return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
-
-
 def _phase_means(report: LeadReport | DraftReport) -> dict[str, float] | None:
     """Returns the mean µs a round of each phase; together they are the mean round."""
     if not len(report.ledger):
@@ -153,20 +173,19 @@ def _speculation(
 ) -> dict[str, Any]:
     lookahead = session.job.lookahead
     accepted = sequences[:, 3]
-    counted = ~is_first_round(sequences)
-    if lost_round is not None:
-        counted &= sequences[:, 0] < lost_round
-    hits = sequences[counted, 6]
+    hit_rate = hit_rate_of(sequences, lost_round) if session.job.fan_out else None
     return {
         "acceptance_length": round(float(accepted.mean() + 1), 5),
         "accept_histogram": np.bincount(accepted, minlength=lookahead + 1).tolist(),
-        "hit_rate": round(float(hits.mean()), 5) if session.job.fan_out and len(hits) else None,
+        "hit_rate": hit_rate,
     }
 
 
 def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
     """Returns the prediction for these draws from the job's own profile; empty if there is none."""
     job, profile, lead = session.job, measured.profile, measured.lead
+    if job.config.groups > 1:  # no recurrence of rounds is known where groups share a draft
+        return {}
     if lead.draft_lost_round is None and is_followable(job):
         return _followed(session, measured)
     if not is_predictable(job) or lead.draft_lost_round is not None:
@@ -194,7 +213,7 @@ def _followed(session: Session, measured: Measured) -> dict[str, Any]:
     job, profile, lead = session.job, measured.profile, measured.lead
     rounds = follow(job, profile.device, profile.host, lead.records.sequences())
     wall_s = float(rounds.round_s.sum()) + lead.prefill_s
-    rate = _num_tokens(lead.records, job.config.token_limit) / wall_s
+    rate = num_tokens_of(lead.records, job.config.token_limit) / wall_s
     return {
         "predicted_tok_per_s": rate,
         "predicted_round_us": rounds.round_us(),
@@ -205,7 +224,7 @@ def _followed(session: Session, measured: Measured) -> dict[str, Any]:
 def _prediction_error(measured: Measured, rate: float | None, limit: int | None) -> float | None:
     if not rate:
         return None
-    measured_rate = _num_tokens(measured.lead.records, limit) / measured.lead.wall_s
+    measured_rate = num_tokens_of(measured.lead.records, limit) / measured.lead.wall_s
     return round(measured_rate / rate - 1, 5)
 
 

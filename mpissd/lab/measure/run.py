@@ -6,8 +6,11 @@ passes; their raw rounds are then gathered, and rank 0 builds the result row fro
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +28,7 @@ from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Session, opened
+from mpissd.engine.session.session import Session, opened, rest
 from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.ab import Overhead, ledger_pass
@@ -33,6 +36,7 @@ from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
 from mpissd.lab.measure.passes import WARM_ID
+from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, Tracing
@@ -84,26 +88,33 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     session = rank.session
     config = session.job.config
     profile = calibrate(rank)
-    drafter = None if rank.draft is None else rank.drafter(rank.draft)
-    rank.prepare(session.workload.tabulated(config.batch_size))
+    drafters = [rank.drafter(worker) for worker in rank.drafts]
+    drafter = drafters[0] if drafters else None
+    rank.prepare()
     tracing = None if config.trace is None else Tracing(session)
     if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
-    lead = rank.run_pass(rank.target, drafter, drive)
+    lead = rank.run_pass(rank.target, drafter, drive, drafters[1:])
+    if session.topology.groups > 1:
+        rest(session.topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
     lost = lead is not None and lead.draft_lost_round is not None
     world = survivors(session, draft_lost=lost)
-    digests = world.gather(rank.digest)
-    rounds = world.bcast((lead.first_round, lead.last_round) if lead else None)
-    drafts = world.gather(_draft_report(drafter, *rounds))
-    span = None if lead is None else Span(rounds[0], rounds[1], lead.records.t_target_s.read())
+    heard = [each.digest for each in drafters] if session.topology.is_draft else [rank.digest]
+    digests = list(chain(*world.gather(heard) or ()))
+    told = world.allgather((lead.first_round, lead.last_round) if lead else None)
+    spans = [span for span in told if span is not None]  # of each target group
+    drafts = world.gather(_draft_report(drafters, spans))
+    leads = [lead] if session.topology.groups == 1 else world.gather(lead)
+    span = None if lead is None else Span(spans[0][0], spans[0][1], lead.records.t_target_s.read())
     overhead = ledger_pass(rank) if config.ledger_ab else None
     row = error = None
-    if lead is not None and profile is not None:
+    if profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
+        groups = [report for report in leads or () if report is not None]
         try:
-            row = _conclude(session, profile, lead, draft, digests or [], overhead, sweep)
+            row = _conclude(session, profile, groups, draft, digests, overhead, sweep)
         except GateError as loss:
             error = loss
     agree(world, error)
@@ -115,7 +126,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
 def _conclude(
     session: Session,
     profile: JobProfile,
-    lead: LeadReport,
+    groups: list[LeadReport],
     draft: DraftReport | None,
     digests: list[int],
     overhead: Overhead | None,
@@ -126,8 +137,11 @@ def _conclude(
     Raises GateError if the row contradicts itself or physics; it then goes to OUT/flagged.jsonl.
     Raises FaultError if the row could not be written.
     """
+    several = len(groups) > 1
+    lead = joined_leads(groups) if several else groups[0]
     silent = [None] * (session.job.world_size - len(digests))
-    measured = Measured(lead, draft, profile, [*digests, *silent], overhead)
+    parts = tuple(groups) if several else ()
+    measured = Measured(lead, draft, profile, [*digests, *silent], overhead, parts)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:
@@ -141,20 +155,25 @@ def _conclude(
     return row
 
 
-def _draft_report(drafter: Drafter | None, first: int, last: int) -> DraftReport | None:
-    if drafter is None:
-        return None
-    ledger = drafter.ledger
-    return DraftReport(
-        drafter.table(first, last),
-        ledger.table(first, last),
-        ledger.names,
-        drafter.controls.learned(),
-    )
+def _draft_report(drafters: list[Drafter], spans: list[tuple[int, int]]) -> DraftReport | None:
+    """Returns this rank's report as a draft; spans: of each target group, its first measured round
+    and the one behind its last."""
+    reports = [
+        DraftReport(
+            drafter.table(*span),
+            drafter.ledger.table(*span),
+            drafter.ledger.names,
+            drafter.controls.learned(),
+        )
+        for drafter, span in zip(drafters, spans, strict=False)
+    ]
+    if len(reports) < 2:
+        return reports[0] if reports else None
+    return replace(joined_drafts(reports), forwards=forwards_of(drafters, spans))
 
 
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
-    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on the lead.
+    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on a lead.
 
     is_alone: whether this run is no part of a sweep; only then text is shown.
     """
@@ -166,13 +185,17 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         loop.step()
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     loop.finish([request.request_id for request in warm])
-    sequences = Sequences(rank.session.workload)
+    sequences = Sequences(rank.session.workload, rank.session.topology.group_index)
     loop.admit(sequences.first())
+    rank.meet()
     guard.stage(Stage.ROUNDS)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
-        records, wall_s = _rounds(loop, rank.session.job, sequences, audience)
+        watched: AbstractContextManager[Callable[[int], Any]] = nullcontext(_ignore)
+        if not audience.is_live and rank.session.topology.is_lead:
+            watched = progress_bar(config, config.max_rounds)
+        records, wall_s = _rounds(loop, rank.session.job, sequences, audience, watched)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
@@ -193,11 +216,14 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
 
 
 def _rounds(
-    loop: TargetLoop, job: Job, sequences: Sequences, audience: Audience
+    loop: TargetLoop,
+    job: Job,
+    sequences: Sequences,
+    audience: Audience,
+    watched: AbstractContextManager[Callable[[int], Any]],
 ) -> tuple[RoundRecords, float]:
     records, limit = RoundRecords(job.lookahead), job.config.max_rounds
     records.ends = sequences.ends
-    watched = nullcontext(_ignore) if audience.is_live else progress_bar(job.config, limit)
     with watched as advance:
         start = last = _begin(loop.ledger)
         while sequences.are_live and (limit is None or len(records) < limit):

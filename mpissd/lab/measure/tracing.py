@@ -86,7 +86,7 @@ class Tracing:
 
     def _rank_trace(self, rank: int, clock: Clock, tracks: list[Track]) -> RankTrace:
         topology = self._session.topology
-        role = "draft" if rank >= topology.tp else "target" if rank else "lead"
+        role = "draft" if topology.is_draft else "target" if rank else "lead"
         device = self._session.infos[rank].name
         return RankTrace(rank, role, topology.hosts[rank], device, clock, tracks)
 
@@ -131,9 +131,9 @@ def _arrows(session: Session) -> list[Arrow]:
     topology = session.topology
     arrows = [
         Arrow("plan", (0, 0, LeadPhase.BROADCAST), (rank, 0, FollowPhase.COMMIT))
-        for rank in range(1, topology.tp)
+        for rank in range(1, topology.first_draft)
     ]
-    for rank in range(topology.tp, topology.tp + topology.num_drafts):
+    for rank in range(topology.first_draft, topology.world.size):
         outcome = Arrow("outcome", (0, 0, LeadPhase.SEND), (rank, 0, DraftPhase.COMMIT))
         answer = Arrow("speculation", (rank, 0, DraftPhase.SEND), (0, 0, LeadPhase.BROADCAST))
         arrows += [outcome, answer]

@@ -57,7 +57,7 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | N
 
 def _tp(config: SweepConfig, plan: Plan, num_ranks: int | None = None) -> int:
     size = num_ranks or config.run.world_size or launcher_size()
-    return 1 if size is None else check_world(size, plan.num_drafts)
+    return 1 if size is None else check_world(size, plan.num_drafts, config.run.groups)
 
 
 def why_not(point: Point, tp: int) -> str | None:

@@ -36,7 +36,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
     size = run.world_size or (None if config.tp else launcher_size())
     if config.json or (size is not None and not run.dry_run):
         return _as_rank(config, size or 1, check)
-    num_ranks = size or (config.tp or 1) + run.drafts
+    num_ranks = size or run.groups * (config.tp or 1) + run.drafts
     launch = read_launch(run, num_ranks, False, check)
     findings = judge(Facts(_asked(run, num_ranks), launch))
     startable = all(finding.verdict != BAD for finding in findings)
@@ -80,7 +80,7 @@ def _asked(run: RunConfig, num_ranks: int) -> Asked:
         mode=run.mode,
         backend=run.backend,
         pair=run.pair or run.target,
-        tp=num_ranks - run.drafts,
+        tp=(num_ranks - run.drafts) // run.groups,
         drafts=run.drafts,
         all_reduce=run.all_reduce,
     )

@@ -86,7 +86,7 @@ def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say
         mine = _myself(rank, size, library)
         seen.ranks = [mine]
         try:
-            topology = open_topology(config.drafts)
+            topology = open_topology(config.drafts, config.groups)
             _gather(topology, mine, seen, stage, config.deadline_s)
             stage("opening a session")
             refused = list(filter(None, topology.world.allgather(_refusal(config, check))))
@@ -179,7 +179,7 @@ def _gather(
     stage("gathering what each rank sees")
     has_cupy = importlib.util.find_spec("cupy") is not None
     cuda = read_cuda(topology.local_rank, min(ASK_S, limit_s / 2)) if has_cupy else None
-    role = "draft" if topology.is_draft else "lead" if topology.is_lead else "target"
+    role = "draft" if topology.is_draft else "lead" if topology.leads_group else "target"
     own = dataclasses.replace(
         mine,
         role=role,

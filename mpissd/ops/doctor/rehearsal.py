@@ -65,16 +65,16 @@ def _chosen(session: Session) -> SessionFacts:
         all_reduce_why=why,
         target=job.target.name,
         draft="" if job.draft is None else job.draft.name,
-        needs=[target] * job.tp + [draft] * topology.num_drafts,
+        needs=[target] * topology.first_draft + [draft] * topology.num_drafts,
         memory=memory_shares(session.infos, topology.hosts),
     )
 
 
 def _devices(session: Session) -> str:
     """Returns the lead's device, and the first draft's if that is of another kind."""
-    names, tp = [info.name for info in session.infos], session.job.tp
-    apart = len(names) > tp and names[tp] != names[0]
-    return f"{names[0]}, drafts on {names[tp]}" if apart else names[0]
+    names, first = [info.name for info in session.infos], session.topology.first_draft
+    apart = len(names) > first and names[first] != names[0]
+    return f"{names[0]}, drafts on {names[first]}" if apart else names[0]
 
 
 def _why(session: Session) -> str:

@@ -67,7 +67,8 @@ class GemmWorkload(Workload):
         return GemmDraftWorker(stepper, stream, 1 if job.draft is None else job.draft.num_tokens)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        return [Request(first_id + n, first_token=n % self.vocab) for n in range(count)]
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=n % self.vocab) for n in ids]
 
     def row_fields(self) -> RowFields:
         job, config = self.job, self.job.config

@@ -62,7 +62,7 @@ class ReplayWorkload(Workload):
         job, found = self.job, self.recording
         wanted = [
             (f"lookahead={job.lookahead}", job.lookahead, found.lookahead),
-            (f"batch_size={job.config.batch_size}", job.config.batch_size, self.num_sequences),
+            (f"batch_size={job.config.batch_size}", job.config.batch_size, len(self.share(0))),
         ]
         if job.fan_out:
             fan_out = f"fan_out={job.config.fan_out}: {job.widest} candidates a row"

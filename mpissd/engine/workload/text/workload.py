@@ -146,7 +146,7 @@ class TextWorkload(Workload):
             return self.request(request_id, every[request_id].tokens)
         return self.request(request_id, every[request_id % len(every)].tokens[:WARM_TOKENS])
 
-    def tabulated(self, count: int) -> list[Request]:
+    def tabulated(self, group: int = 0) -> list[Request]:
         return []
 
     @property
@@ -180,5 +180,8 @@ def check_prompts(job: Job) -> None:
 
     For the lead, since no other rank has to reach the file of prompts.
     """
-    if job.config.is_text:
-        TextWorkload(job).prompts  # noqa: B018  (raises)
+    if not job.config.is_text:
+        return
+    count, groups = len(TextWorkload(job).prompts), job.config.groups
+    if count < groups:
+        raise ConfigError(f"groups={groups} with {count} prompts: allowed: at most {count}")

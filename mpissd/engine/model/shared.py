@@ -1,0 +1,184 @@
+"""One model's forwards for several users: what they launch side by side runs as one forward.
+
+A draft that serves several target groups keeps the sequences and the lanes of each group in a range
+of its own of one KV cache. Each group's worker sees a *seat*: forwards with slots and lanes from 0
+on, and the results of its own rows alone. A row's numbers never depend on the rows beside it
+(docs/transformer.md), so a seat computes what a model of its own would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.common.tape import SPILL_ROUNDS, Tape
+from mpissd.common.wait import Waiter
+from mpissd.engine.model.forwards import Places, Results
+from mpissd.engine.model.stepper import Stepper
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one seat in the next forward; as in Forwards.upload."""
+
+    rows: int
+    tokens: Ints
+    places: Places | None
+    lists: bool
+
+
+class SharedForwards:
+    """A stepper with seats: the forwards that they have launched run when one of them waits."""
+
+    COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
+
+    def __init__(self, stepper: Stepper, seats: int, *, slots: int, lanes: int) -> None:
+        """Divides the stepper; slots, lanes: those of each seat."""
+        self.stepper = stepper
+        self.most_rows = stepper.most_rows // seats
+        self.seats = [Seat(self, n * slots, n * lanes) for n in range(seats)]
+        self._launched: list[Seat] = []
+        self._log = Tape("q")  # the values of COLUMNS, forward after forward
+
+    def launch(self, seat: Seat) -> None:
+        """Adds what a seat has uploaded to the next forward."""
+        assert seat not in self._launched, "a second forward before the first one is over"
+        self._launched.append(seat)
+
+    def is_over(self, seat: Seat) -> bool:
+        """Returns whether a seat's last forward is over; never blocks."""
+        return seat not in self._launched and self.stepper.done()
+
+    def wait(self, waiter: Waiter) -> None:
+        """Runs what was launched, and waits until it is over; chunks of prompts run apart."""
+        launched, self._launched = self._launched, []
+        for seat in launched:
+            if seat.chunk is not None:
+                self.stepper.upload_chunk(*seat.chunk)
+                self._run(len(seat.chunk[2]), 1, waiter)
+                seat.chunk = None
+        if together := [seat for seat in launched if seat.part is not None]:
+            self._run(self._upload(together), len(together), waiter)
+
+    def _upload(self, seats: Sequence[Seat]) -> int:
+        """Uploads the rows of these seats, one behind the other; returns how many there are."""
+        parts, start = [seat.take() for seat in seats], 0
+        for seat, part in zip(seats, parts, strict=True):
+            seat.window = slice(start, start + len(part.tokens))
+            start += len(part.tokens)
+        rows, lists = sum(part.rows for part in parts), any(part.lists for part in parts)
+        tokens = np.concatenate([part.tokens for part in parts])
+        placed = [part.places for part in parts if part.places is not None]
+        self.stepper.upload(rows, tokens, _joined(placed) if placed else None, lists=lists)
+        return rows
+
+    def _run(self, rows: int, seats: int, waiter: Waiter) -> None:
+        begin = perf_counter_ns()
+        self.stepper.launch()
+        self.stepper.wait(waiter)
+        add = self._log.tail.append
+        for value in (begin, round(self.stepper.elapsed_s() * 1e9), rows, seats):
+            add(value)
+        if len(self._log.tail) >= len(self.COLUMNS) * SPILL_ROUNDS:
+            self._log.spill()
+
+    def log(self) -> NDArray[np.int64]:
+        """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
+        return self._log.read().reshape(-1, len(self.COLUMNS))
+
+
+class Seat:
+    """The part of a shared model that one user sees; its slots and lanes begin at 0."""
+
+    def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
+        self.shared = shared
+        self._first_slot, self._first_lane = first_slot, first_lane
+        self.part: _Part | None = None  # uploaded, and not in a forward yet
+        self.chunk: tuple[int, int, Ints] | None = None
+        self.window = slice(0, 0)  # this seat's rows in the last forward
+        self._lists = False
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward of one seat."""
+        return self.shared.most_rows
+
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
+        """Sets the rows of the next forward, as Forwards.upload."""
+        moved = None if places is None else self._moved(places)
+        self.part, self._lists = _Part(rows, tokens, moved, lists), lists
+
+    def _moved(self, places: Places) -> Places:
+        lanes = np.where(places.lanes < 0, places.lanes, places.lanes + self._first_lane)
+        slots = places.slots + np.int32(self._first_slot)
+        moved = lanes.astype(np.int32)
+        return Places(slots, places.positions, moved, places.trunks, places.reads)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
+        return self.shared.stepper.chunk_rows
+
+    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
+        """Makes the next forward one over a chunk of a prompt."""
+        self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
+
+    def take(self) -> _Part:
+        """Returns what was uploaded, for the forward that runs now."""
+        part, self.part = self.part, None
+        assert part is not None, "a launch without an upload"
+        return part
+
+    def launch(self) -> None:
+        """Adds the uploaded rows to the next forward."""
+        self.shared.launch(self)
+
+    def done(self) -> bool:
+        """Returns whether the last launched forward is over; never blocks."""
+        return self.shared.is_over(self)
+
+    def wait(self, waiter: Waiter) -> None:
+        """Runs what all seats have launched, and waits until it is over."""
+        self.shared.wait(waiter)
+
+    def elapsed_s(self) -> float:
+        """Returns the device time of the last finished forward, with the rows of all seats."""
+        return self.shared.stepper.elapsed_s()
+
+    def results(self) -> Results:
+        """Returns the candidates of this seat's rows, from the last finished forward."""
+        found = self.shared.stepper.results()
+        window = slice(None), self.window, slice(None if self._lists else 1)
+        return Results(found.ids[window], None if found.values is None else found.values[window])
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Returns the logits of these of this seat's rows, from the last finished forward."""
+        return self.shared.stepper.logits([self.window.start + row for row in rows])
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees the cache of these slots of this seat."""
+        self.shared.stepper.release([self._first_slot + slot for slot in slots])
+
+    def close(self) -> None:
+        """Does nothing: the owner of the stepper closes it."""
+
+
+def _joined(parts: Sequence[Places]) -> Places:
+    def column(name: str) -> Any:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    return Places(
+        column("slots"),
+        column("positions"),
+        column("lanes"),
+        column("trunks"),
+        any(part.reads for part in parts),
+    )
