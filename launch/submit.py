@@ -128,7 +128,7 @@ def check_job(request: Request, command: cli.Command) -> None:
     if request.script == _SLURM and command.name == "run":
         gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
         memory = gpu.memory_bytes if gpu else None
-        tp = check_world(request.ranks, command.run.drafts)
+        tp = check_world(request.ranks, command.run.drafts, command.run.groups)
         resolve(command.run, tp, backend="cupy", memory_bytes=memory)
 
 

@@ -33,7 +33,15 @@ from mpissd.lab.predict.recorded import predict_replay
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Choice
 from mpissd.lab.predict.why import gaps
-from mpissd.lab.tables import Pair, is_usable, load_profiles, load_rounds, load_rows, render
+from mpissd.lab.tables import (
+    Pair,
+    is_usable,
+    load_profiles,
+    load_rounds,
+    load_rows,
+    of_one_group,
+    render,
+)
 from mpissd.lab.tables.find import find_pair, find_rows
 
 _HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
@@ -222,7 +230,7 @@ def tables(config: TablesConfig) -> int:
     paths = [p for folder in folders for p in _row_files(folder)]
     if named and not paths:
         raise ConfigError(f"results {named!r}: no runs*.jsonl there")
-    rows = load_rows(paths)
+    rows = of_one_group(load_rows(paths))
     used = [row for row in rows if is_usable(row)]
     print(render(rows, load_profiles(paths, used), load_rounds(paths, used)))
     return 0

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, contained, flag, integer, words
+from mpissd.common.flags import Checked, contained, flag, flags_of, integer, words
 from mpissd.common.schedules import SCHEDULES
+
+_ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
 
 
 @dataclass(frozen=True)
 class ProbeConfig(Checked):
     """Flags of `probe`: those of a run (mode=ar: no draft), and the profile's name."""
 
-    run: RunConfig = contained(RunConfig)
+    run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
     name: str | None = flag(
         None, words, "name of the profile (default: made of device, T and pair)"
     )
@@ -24,7 +26,7 @@ class ProbeConfig(Checked):
 class PredictConfig(Checked):
     """Flags of `predict`: those of a run, T, and the profile to predict from."""
 
-    run: RunConfig = contained(RunConfig)
+    run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
     profile: str | None = flag(
         None,
         words,

@@ -21,7 +21,7 @@ from mpissd.common.workloads import refused_flags
 _PR_SET_PDEATHSIG = 1
 _MEASURED = (
     "prompt prompts prompt_ids batch_size rounds warmup_rounds trace ledger_ab dry_run world_size "
-    "out progress on_draft_loss num_drafts chat_template workload"
+    "out progress on_draft_loss num_drafts groups chat_template workload"
 ).split()
 _OF_OTHERS = [name for name, _ in refused_flags("text")]
 # The flags of a run that are about models, methods and sampling.

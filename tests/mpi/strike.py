@@ -75,8 +75,8 @@ def plan(count: int, seed: int) -> list[Strike]:
     return strikes
 
 
-def run(strike: Strike) -> Seen:
-    """Runs one job and strikes it."""
+def run(strike: Strike, *more: str) -> Seen:
+    """Runs one job and strikes it; more: flags beside FLAGS."""
     with tempfile.TemporaryDirectory(prefix="strike-") as folder:
         root = Path(folder)
         for name in ("tmp", "shm", "out"):
@@ -89,7 +89,7 @@ def run(strike: Strike) -> Seen:
             "OMPI_MCA_btl_sm_backing_directory": str(root / "shm"),
             "OMPI_MCA_btl_vader_backing_directory": str(root / "shm"),
         }
-        told = ["tests.mpi.struck", "run", *FLAGS, f"--out={root / 'out'}"]
+        told = ["tests.mpi.struck", "run", *FLAGS, *more, f"--out={root / 'out'}"]
         with Started(["bash", "-c", DIRECT, "mpirun", str(SIZE), *told], env, 40) as job:
             try:
                 code, _, err = job.finish()

@@ -102,6 +102,7 @@ def test_nothing_given(box: Path) -> None:
         ("MODE=sd TP=4", 5, ["--mode=sd"]),
         ("MODE=ar DRAFTS=1", 2, ["--mode=ar", "--num_drafts=1"]),
         ("DRAFTS=2 TP=2", 4, ["--num_drafts=2"]),
+        ("GROUPS=4 TP=2", 9, ["--groups=4"]),
         ("DRAFTS=0 MODE=sd", 1, ["--mode=sd", "--num_drafts=0"]),
         ("PAIR=70b/1b K=7 SEED=3", 2, ["--pair=70b/1b", "--lookahead=7", "--seed=3"]),
         ("FANOUT=list:4,4,3 OUT=a/b", 2, ["--fan_out=list:4,4,3", "--out=a/b"]),
@@ -129,7 +130,9 @@ def test_python_from_the_environment_does_not_count(box: Path) -> None:
     assert "launch/setup.sh" in commands and "PYTHON='.venv/bin/python'" in commands
 
 
-@pytest.mark.parametrize("bad", ["TP=abc", "TP=0", "TP=1.5", "TP=2 2", "DRAFTS=-1", "DRAFTS=$(x)"])
+@pytest.mark.parametrize(
+    "bad", ["TP=abc", "TP=0", "TP=1.5", "TP=2 2", "DRAFTS=-1", "DRAFTS=$(x)", "GROUPS=0"]
+)
 def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     done = make_run(box, bad)
     assert done.returncode == 2 and done.stdout == ""

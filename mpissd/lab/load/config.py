@@ -27,7 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 _UNREAD = (
     "prompt prompts prompt_ids batch_size rounds num_tokens warmup_rounds seed trace ledger_ab "
     "dry_run world_size out progress show chat_template temperature top_p stop stop_token backend "
-    "all_reduce graph cuda_aware_mpi deadline_s on_draft_loss"
+    "all_reduce graph cuda_aware_mpi deadline_s on_draft_loss groups"
 ).split()
 _SIMULATED = frozenset(flags_of(RunConfig)).difference(_UNREAD)
 

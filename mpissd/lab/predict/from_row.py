@@ -158,6 +158,8 @@ def _unpredictable(row: Row) -> str | None:
         return "they adapt"
     if row.draft_lost_round is not None:
         return "their draft was lost"
+    if (row.groups or 1) > 1:
+        return "several target groups share their drafts"
     if row.schedule in ("pearl", "amusd"):
         return f"{row.schedule} keeps candidates behind the last served token alone"
     return None

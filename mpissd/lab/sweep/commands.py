@@ -21,7 +21,7 @@ from mpissd.lab.sweep.forecast import duration_text, predicted_s
 from mpissd.lab.sweep.grid import read_grid
 from mpissd.lab.sweep.plan import Plan, Point, make_plan
 from mpissd.lab.sweep.uses import verdicts
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables import load_rows, of_one_group
 
 
 def planned(config: SweepConfig) -> Plan:
@@ -94,7 +94,7 @@ def list_plan(config: SweepConfig) -> None:
 
 def best(config: BestConfig) -> int:
     """Prints which method is fastest, at equal K and each at its own best K, from measured rows."""
-    rows = load_rows([Path(config.results or "out")])
+    rows = of_one_group(load_rows([Path(config.results or "out")]))
     comparisons = compare_methods(rows)
     if not comparisons:
         raise ConfigError(f"results {config.results or 'out'!r}: no rows there")
@@ -124,4 +124,4 @@ def claims(config: ClaimsConfig) -> int:
 
 
 def _rows_of(results: str) -> list[Row]:
-    return load_rows([name for name in results.split(",") if name])
+    return of_one_group(load_rows([name for name in results.split(",") if name]))

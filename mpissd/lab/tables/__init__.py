@@ -13,8 +13,16 @@ This needs neither MPI nor a GPU. docs/milestone-tables.md has the formulas.
 """
 
 from mpissd.lab.tables.compare import is_usable
-from mpissd.lab.tables.load import load_profiles, load_rounds, load_rows
+from mpissd.lab.tables.load import load_profiles, load_rounds, load_rows, of_one_group
 from mpissd.lab.tables.pair import Pair
 from mpissd.lab.tables.text import render
 
-__all__ = ["Pair", "is_usable", "load_profiles", "load_rounds", "load_rows", "render"]
+__all__ = [
+    "Pair",
+    "is_usable",
+    "load_profiles",
+    "load_rounds",
+    "load_rows",
+    "of_one_group",
+    "render",
+]

@@ -36,6 +36,11 @@ def load_rows(paths: Paths) -> list[Row]:
     return list(rows.values())
 
 
+def of_one_group(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows of jobs with one target group: tables compare these alone."""
+    return [row for row in rows if (row.groups or 1) == 1]
+
+
 def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Returns {run_id: profile} from profiles/RUN_ID.json beside each runs*.jsonl, where it exists.
 

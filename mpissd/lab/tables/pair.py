@@ -127,6 +127,8 @@ def check_alike(a: Row, b: Row) -> None:
                 continue  # each has its head, whatever older rows say
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
             raise ConfigError(f"{values}: allowed: two runs of one {key}")
+    if (a.groups or 1) != (b.groups or 1):
+        raise ConfigError(f"groups={a.groups} and {b.groups}: allowed: as many target groups")
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")

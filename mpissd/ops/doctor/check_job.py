@@ -13,6 +13,7 @@ _SHORT_S = 600.0  # an allocation that ends sooner is worth a warning
 _FIXES = (
     ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
     ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
+    ("do not divide into", "G·T + D ranks: make … GROUPS=G TP=T DRAFTS=D starts as many"),
     ("needs", "a larger TP, --num_layers=…, or a smaller PAIR (PAIR=toy always fits)"),
     ("out=", "another folder: OUT=~/mpissd-out"),
     ("CuPy is not installed", "make venv on a GPU node, or pip install 'mpissd[cuda12]'"),
@@ -42,7 +43,9 @@ def fix_of(error: str) -> str:
 def check_request(facts: Facts) -> Iterator[Finding]:
     """Reports an error for which `run` would stop before MPI starts."""
     asked, launch = facts.asked, facts.launch
-    detail = f"MODE={asked.mode}, T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
+    groups = f"G={asked.groups}, " * (asked.groups > 1)
+    ranks = f"{groups}T={asked.tp}, D={asked.drafts}, world size {launch.num_ranks}"
+    detail = f"MODE={asked.mode}, {ranks}"
     if launch.config_error:
         yield bad("run", f"{detail}: {launch.config_error}", fix_of(launch.config_error))
     else:

@@ -83,4 +83,5 @@ def _asked(run: RunConfig, num_ranks: int) -> Asked:
         tp=(num_ranks - run.drafts) // run.groups,
         drafts=run.drafts,
         all_reduce=run.all_reduce,
+        groups=run.groups,
     )

@@ -169,6 +169,7 @@ class Asked:
     tp: int
     drafts: int
     all_reduce: str = "auto"
+    groups: int = 1
 
 
 @dataclass(frozen=True)

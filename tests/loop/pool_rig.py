@@ -1,0 +1,122 @@
+"""Target groups that share one draft, in one process: the draft in a thread, the leads in this one.
+
+Whoever uses a rig steps the groups in any order; the draft serves whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.records import RoundRecords
+from mpissd.engine.backend.registry import open_backend
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
+from mpissd.engine.decode.in_process import NoPlans
+from mpissd.engine.decode.sequences import Sequences
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.speculator import RemoteSpeculator
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.registry import workload_of
+from tests.loop.harness import WAITER, Guarded
+
+
+class Group:
+    """One target group: its loop, its sequences and its rounds."""
+
+    def __init__(self, job: Job, number: int, speculator: RemoteSpeculator) -> None:
+        workload = workload_of(job)
+        worker = workload.target_worker(stepper_of(job, drafts=False))
+        worker.placement = job.placement(drafts=False)
+        batch = job.config.batch_size
+        self.loop = TargetLoop(worker, speculator, NoPlans(), batch, WAITER)
+        self.sequences = Sequences(workload, number)
+        self.records = RoundRecords(job.lookahead)
+        self.records.ends = self.sequences.ends
+        self.loop.admit(self.sequences.first())
+        self.is_stopped = False
+
+    def step(self) -> None:
+        result = self.loop.step()
+        self.sequences.take(result, self.loop)
+        self.records.add(result.t_target_s, result.speculation, result.outcome)
+
+    def stop(self) -> None:
+        if not self.is_stopped:
+            self.is_stopped = True
+            self.loop.stop()
+
+
+class Pool:
+    """G groups and D drafts; use it in a `with` block."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.job = job = resolve(config, 1, backend="numpy", memory_bytes=None)
+        ends = [
+            [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
+            for _ in range(config.drafts)
+        ]
+        self.threads = []
+        for index, links in enumerate(ends):
+            workers = draft_workers(job, stepper_of(job, drafts=True))
+            drafters = [make_drafter(job, worker, WAITER, index=index) for worker in workers]
+            served = [(end, each) for (_, end), each in zip(links, drafters, strict=True)]
+            self.threads.append(Guarded(lambda served=served: serve(*served)))  # type: ignore[misc]
+        leads = [[links[n][0] for links in ends] for n in range(config.groups)]
+        self.groups = [Group(job, n, RemoteSpeculator(*mine)) for n, mine in enumerate(leads)]
+
+    def decode(self, order: Sequence[int], rounds: int) -> None:
+        """Steps the groups in this order, over and over, until each has so many rounds or none to
+        decode."""
+        while left := [n for n, group in enumerate(self.groups) if _is_left(group, rounds)]:
+            for number in order:
+                if number in left and _is_left(self.groups[number], rounds):
+                    self.groups[number].step()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for group in self.groups:
+            group.stop()
+        for thread in self.threads:
+            thread.finish()
+
+
+def _is_left(group: Group, rounds: int) -> bool:
+    return len(group.records) < rounds and group.sequences.are_live and not group.is_stopped
+
+
+def stepper_of(job: Job, *, drafts: bool) -> Stepper:
+    """A whole model with the weights of a run."""
+    workload, backend = workload_of(job), open_backend("numpy", device="h100", local_rank=0)
+    shard = job.draft_shard if drafts else job.target_shard
+    assert shard is not None
+    return Stepper(
+        backend,
+        SoloGroup(),
+        shard,
+        job.draft_options if drafts else job.options,
+        buckets=job.draft_buckets() if drafts else job.target_buckets(),
+        num_sequences=job.draft_sequences if drafts else job.config.batch_size,
+        stacks=workload.draft_stacks if drafts else workload.target_stacks,
+        seed=2 * job.config.seed + drafts,
+    )
+
+
+def config_of(**flags: object) -> RunConfig:
+    return parse_flags({name: str(value) for name, value in flags.items()})
+
+
+def decided(records: RoundRecords) -> dict[int, list[tuple[int, ...]]]:
+    """By sequence, what its rounds decided: (k, t*, source, hit, num_draft)."""
+    rows = records.sequences()
+    return {
+        int(one): [tuple(row[3:].tolist()) for row in rows[rows[:, 1] == one]]
+        for one in np.unique(rows[:, 1])
+    }

@@ -1,0 +1,179 @@
+"""Target groups that share a draft decode what each would decode with a draft of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError, ProtocolError
+from mpissd.common.rounds import Outcome, Request
+from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.decode.drafting import link_shape
+from mpissd.engine.decode.in_process import Decoder
+from mpissd.engine.decode.serve import serve
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.workload.replay.recording import save
+from tests.loop.harness import WAITER, Rig, Scenario
+from tests.loop.markov_rig import Pair
+from tests.loop.pool_rig import Pool, config_of, decided
+from tests.loop.recorded import recording_of
+from tests.text_config import text_config
+from tests.tiny_pair import TinyPair, tiny_pair
+
+V, ROUNDS = 61, 12
+PROMPTS = ";".join(
+    ",".join(str((7 * n + j * j) % V) for j in range(length))
+    for n, length in enumerate((3, 20, 9, 1, 33, 5))
+)
+GEMM = {"pair": "toy", "workload": "gemm", "backend": "numpy", "seed": 3}
+MARKOV = "vocab=12 order=2 prompt_tokens=3 divergence=0.35".split()
+MARKOV_FLAGS = {"pair": "toy", "workload": "markov", **dict(flag.split("=") for flag in MARKOV)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, heads=4, kv_heads=2, noise=0.1)
+
+
+def alone(flags: dict[str, Any]) -> dict[int, list[tuple[int, ...]]]:
+    """What one group decides that has all sequences in one batch."""
+    batch = int(flags.get("groups", 1)) * int(flags["batch_size"])
+    with Decoder(config_of(**{**flags, "groups": 1, "batch_size": batch})) as decoder:
+        while not decoder.is_over and len(decoder.records) < ROUNDS:
+            decoder.step()
+        return decided(decoder.records)
+
+
+def together(flags: dict[str, Any], order: tuple[int, ...]) -> dict[int, list[tuple[int, ...]]]:
+    found: dict[int, list[tuple[int, ...]]] = {}
+    with Pool(config_of(**flags)) as pool:
+        pool.decode(order, ROUNDS)
+    for number, group in enumerate(pool.groups):
+        mine, share = decided(group.records), pool.job.workload.share(number)
+        assert set(mine) <= set(share), "a group decodes its own sequences alone"
+        found |= mine
+    return found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ssd": {**GEMM, "groups": 2, "batch_size": 2},
+    "sd": {**GEMM, "groups": 3, "batch_size": 1, "mode": "sd"},
+    "three groups, all miss": {**GEMM, "groups": 3, "batch_size": 2, "p_hit": 0},
+    "D=2": {**GEMM, "groups": 2, "batch_size": 3, "num_drafts": 2, "fan_out": "uniform:4"},
+    "fast": {**GEMM, "groups": 2, "batch_size": 2, "backup": "fast"},
+    "tail": {**GEMM, "groups": 2, "batch_size": 1, "fan_out": "tail:2"},
+    "transformer": {**GEMM, "groups": 2, "batch_size": 2, "forward": "transformer", "rounds": 12},
+    "markov": {**MARKOV_FLAGS, "groups": 2, "batch_size": 2, "temperature": 0},
+    "markov, drawn": {**MARKOV_FLAGS, "groups": 3, "batch_size": 1, "temperature": 1},
+    "markov, drawn, D=2": {**MARKOV_FLAGS, "groups": 2, "batch_size": 2, "num_drafts": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_decide_what_one_batch_of_them_decides(name: str) -> None:
+    flags = CASES[name]
+    order = tuple(range(flags["groups"]))
+    assert together(flags, order) == alone(flags)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 0, 1), (1, 0, 0, 1, 1)])
+def test_the_order_in_which_groups_ask_decides_nothing(order: tuple[int, ...]) -> None:
+    flags = CASES["ssd"]
+    assert together(flags, order) == alone(flags)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_groups_answer_prompts_as_one_does(pair: TinyPair, groups: int, temperature: float) -> None:
+    """Bit for bit: tokens, outcomes and hits, with more prompts than places."""
+    told = {"prompt_ids": PROMPTS, "num_tokens": 20, "temperature": temperature}
+    flags = {**told, "fan_out": "uniform:2", "lookahead": 3, "seed": 5}
+    one = text_config(pair, **{**flags, "batch_size": 6})
+    with Decoder(one) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        wanted, tokens = decided(decoder.records), decoder.tokens
+    several = text_config(pair, **{**flags, "batch_size": 1, "groups": groups})
+    with Pool(several) as pool:
+        pool.decode(range(groups), 10**6)
+    found: dict[int, list[tuple[int, ...]]] = {}
+    emitted: dict[int, list[int]] = {}
+    for group in pool.groups:
+        found |= decided(group.records)
+        emitted |= group.records.tokens()
+    assert found == wanted and emitted == tokens
+
+
+def test_groups_follow_a_recording(tmp_path: Path) -> None:
+    pair = Pair(temperature=0.0, vocab=12, order=2, prompt_tokens=3, seed=4, divergence=0.35)
+    path = tmp_path / "six.npz"
+    save(path, recording_of(pair.laws, 6, limit=24, K=5, F=9, stop=7))
+    flags = {
+        "pair": "toy", "workload": "replay", "recording": path, "backend": "numpy",
+        "groups": 2, "batch_size": 3, "lookahead": 3, "fan_out": "uniform:2",
+    }  # fmt: skip
+    assert together(flags, (0, 1)) == alone(flags)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_group_that_leaves_early_leaves_the_others_their_draft(leaver: int) -> None:
+    flags = {**GEMM, "groups": 3, "batch_size": 1}
+    with Pool(config_of(**flags)) as pool:
+        pool.decode((0, 1, 2), 3)
+        pool.groups[leaver].stop()
+        pool.decode((2, 1, 0), ROUNDS)
+    wanted = alone(flags)
+    for number, group in enumerate(pool.groups):
+        rounds = 3 if number == leaver else ROUNDS
+        assert decided(group.records)[number] == wanted[number][:rounds]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_groups_stop_in_any_order_even_before_they_began(order: tuple[int, ...]) -> None:
+    with Pool(config_of(**{**GEMM, "groups": 3, "batch_size": 1})) as pool:
+        for number in order:
+            pool.groups[number].stop()
+
+
+def test_a_message_of_another_group_is_refused() -> None:
+    """The lead of group 1 is joined to the draft's end for group 0."""
+    config = config_of(**{**GEMM, "groups": 2, "batch_size": 1})
+    job = _job(config)
+    shapes = [link_shape(job, n) for n in range(2)]
+    assert [shape.group for shape in shapes] == [0, 1]
+    lead, draft = queue_link(shapes[1], WAITER)
+    draft._in._expected = shapes[0].outcome_buffer()._expected
+    lead.send_outcome(Outcome.admission(-1, [Request(1)]))
+    with pytest.raises(ProtocolError, match="group is 1, expected 0"):
+        serve((draft, Rig(Scenario()).drafter))
+
+
+def test_shares_are_of_equal_size_and_cover_every_sequence(pair: TinyPair) -> None:
+    for groups in (1, 2, 4, 5):
+        job = _job(text_config(pair, prompt_ids=PROMPTS, groups=groups))
+        shares = [job.workload.share(n) for n in range(groups)]
+        assert [n for share in shares for n in share] == list(range(6))
+        assert np.ptp([len(share) for share in shares]) <= 1
+
+
+def _job(config: RunConfig) -> Job:
+    return resolve(config, 1, backend="numpy", memory_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mode": "ar"}, "groups=2 with mode=ar, num_drafts=0: allowed: 1, or a draft rank"),
+        ({"mode": "sd", "num_drafts": 0}, "groups=2 with mode=sd, num_drafts=0"),
+        ({"on_draft_loss": "ar"}, "groups=2 with on_draft_loss=ar: allowed: abort"),
+        ({"trace": "x.json"}, "trace with groups=2: allowed: groups=1"),
+        ({"ledger_ab": "true"}, "ledger_ab with groups=2: allowed: groups=1"),
+    ],
+)
+def test_what_one_group_alone_has_is_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(groups=2, pair="toy", **flags)
