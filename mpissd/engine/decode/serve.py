@@ -25,54 +25,49 @@ Turns = Generator["Ready | None", None, R]
 
 
 class _Group:
-    """One target group: its rounds as the draft serves them, and what they wait for."""
+    """One target group: its rounds as the draft serves them, and what they wait for.
+
+    awaited: a test of whether the message has come; None: the forward that was launched.
+    """
 
     def __init__(self, link: DraftEnd, drafter: Drafter) -> None:
         self.drafter = drafter
-        self._turns = _rounds(link, drafter)
-        self._awaited: Ready | None = None
-        self.is_over = False
+        self.turns = _rounds(link, drafter)
+        self.awaited: Ready | None = None
         drafter.ledger.restart()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward of this group was launched, and its end not seen yet."""
-        return self._awaited is None and not self.is_over
-
-    def is_ready(self) -> bool:
-        """Returns whether the group can go on; a forward that was launched is over by now."""
-        return self._awaited is None or self._awaited()
-
-    def go_on(self) -> None:
-        """Works until a forward is launched, a message is missing, or the group has stopped."""
-        try:
-            self._awaited = next(self._turns)
-        except StopIteration:
-            self.is_over = True
 
 
 def serve(*ends: tuple[DraftEnd, Drafter]) -> None:
     """Runs the draft's loop over a link and a drafter for each target group.
 
-    Returns when every group has said stop. Drafters of several groups must run their forwards on
-    seats of one model (model.shared), so that the wait for one ends the forwards of all.
+    Returns when every group has said stop. Each works until it has launched a forward or waits for
+    a message. Drafters of several groups must run their forwards on seats of one model
+    (model.shared), so that the wait for one ends the forwards of all.
     """
     groups = [_Group(*end) for end in ends]
     while groups:
-        for group in groups:
-            if group.is_ready():
-                group.go_on()
-        groups = [group for group in groups if not group.is_over]
-        if running := [group for group in groups if group.is_running]:
-            running[0].drafter.wait()
+        running = None
+        for group in tuple(groups):
+            if group.awaited is not None and not group.awaited():
+                continue
+            try:
+                group.awaited = next(group.turns)
+            except StopIteration:
+                groups.remove(group)
+                continue
+            if group.awaited is None:
+                running = group
+        if running is not None:
+            running.drafter.wait()
         elif groups:
             _wait_for_mail(groups)
-        groups = [*groups[1:], *groups[:1]]  # nobody is always the first
+        if len(groups) > 1:
+            groups.append(groups.pop(0))  # nobody is always the first
 
 
 def _wait_for_mail(groups: list[_Group]) -> None:
     def has_come() -> bool:
-        return any(group.is_ready() for group in groups)
+        return any(group.awaited is None or group.awaited() for group in groups)
 
     groups[0].drafter.wait_until(has_come, "target: outcome")
 
