@@ -11,6 +11,7 @@ import numpy as np
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.records import RoundRecords
+from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.queue_link import queue_link
@@ -23,7 +24,9 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.registry import workload_of
-from tests.loop.harness import WAITER, Guarded
+from tests.loop.harness import Guarded
+
+WAITER = Waiter(300.0, spin=False)  # a transformer's first forward is compiled
 
 
 class Group:

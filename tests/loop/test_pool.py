@@ -177,3 +177,8 @@ def _job(config: RunConfig) -> Job:
 def test_what_one_group_alone_has_is_refused(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(groups=2, pair="toy", **flags)
+
+
+def test_a_decoder_in_one_process_has_one_group() -> None:
+    with pytest.raises(ConfigError, match="groups=2 in one process: allowed: 1"):
+        Decoder(config_of(**{**GEMM, "groups": 2}))

@@ -207,4 +207,6 @@ def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[J
     if backend not in _BACKENDS:
         allowed = ", ".join(_BACKENDS)
         raise ConfigError(f"backend={backend} in one process: allowed: {allowed}")
+    if config.groups > 1:
+        raise ConfigError(f"groups={config.groups} in one process: allowed: 1")
     return resolve(config, 1, backend=backend, memory_bytes=None, serving=serving), backend

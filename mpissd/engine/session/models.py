@@ -224,7 +224,7 @@ class Models:
         full = None
         try:
             for need in fresh:
-                is_here = need.which == _TARGET or topology.is_draft or topology.leads_group
+                is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
             full = str(error)  # the error itself would keep the allocations alive
