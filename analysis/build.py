@@ -50,8 +50,8 @@ def slug(machine: str) -> str:
 def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn | Skipped]:
     """Draws one figure of one machine; several if the figure is drawn for each pair."""
     spec = FIGURES[name]
-    here = on_machine(replace(data, notes=Notes()), device, of_loads=spec.of_loads)
-    machine = str((here.loads if spec.of_loads else here.rows)["device_name"].iloc[0])
+    here = on_machine(replace(data, notes=Notes()), device, of=spec.of)
+    machine = str(getattr(here, spec.of)["device_name"].iloc[0])
     parts = {"": here}
     if spec.per_pair:
         parts = {f"-{pair}": part for pair, part in by_pair(here).items()} or parts
@@ -79,13 +79,13 @@ def draw_all(data: Data) -> Iterator[Drawn | Skipped]:
 
 def jobs_of(data: Data) -> list[tuple[str, str]]:
     """Returns (machine, figure) of all that may be drawn: figures of runs where a machine has
-    runs, those of loads where it has loads."""
-    of_runs, of_loads = machines(data.rows), machines(data.loads)
+    runs, those of loads where it has loads, those of pools where it has pools."""
+    there = {of: machines(getattr(data, of)) for of in ("rows", "loads", "pools")}
     return [
         (device, name)
-        for device in dict.fromkeys([*of_runs, *of_loads])
+        for device in dict.fromkeys(device for each in there.values() for device in each)
         for name, spec in FIGURES.items()
-        if device in (of_loads if spec.of_loads else of_runs)
+        if device in there[spec.of]
     ]
 
 

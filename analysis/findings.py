@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis.gain import claim
 from analysis.load_findings import LOAD_FINDINGS
+from analysis.pool_findings import pools
 from analysis.real_pair import REAL
 from analysis.uses import BESIDE
 from mpissd.common.compare import bound
@@ -310,5 +311,6 @@ FINDINGS: dict[str, Says] = {
         break_even,
         heterogeneity,
         head,
+        pools,
     )
 } | LOAD_FINDINGS

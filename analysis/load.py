@@ -1,7 +1,7 @@
 """Reads result rows and device profiles; an unreadable one causes a note, not a failure.
 
-`load(["results"])` takes folders (every runs*.jsonl, loads*.jsonl and profiles/*.json below) and
-files of runs. A line
+`load(["results"])` takes folders (every runs*.jsonl, loads*.jsonl, pools*.jsonl and profiles/*.json
+below) and files of runs. A line
 that is cut off, of another schema or incomplete is left out and noted with its file and line.
 """
 
@@ -17,8 +17,10 @@ from typing import Any
 import pandas as pd
 
 from analysis import loads as loads_of
+from analysis import pools as pools_of
 from analysis.loads import tidy_loads
 from analysis.notes import Notes, NothingLeft
+from analysis.pools import tidy_pools
 from analysis.tidy import complete, tidy
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import SCHEMA
@@ -31,13 +33,14 @@ class Data:
     """Result rows and probed profiles, with notes on what was left out.
 
     rows: one measured run a row (docs/row.md and analysis/tidy.py name the columns). loads: one
-    load a row (analysis/loads.py).
+    load a row (analysis/loads.py); pools: one sized use a row (analysis/pools.py).
     """
 
     rows: pd.DataFrame
     profiles: tuple[Row, ...] = ()
     notes: Notes = field(default_factory=Notes)
     loads: pd.DataFrame = field(default_factory=lambda: tidy_loads([]))
+    pools: pd.DataFrame = field(default_factory=lambda: tidy_pools([]))
 
     def with_rows(self, rows: pd.DataFrame) -> Data:
         """Returns the same data with other rows."""
@@ -52,6 +55,7 @@ def load(paths: Iterable[str | Path]) -> Data:
     notes = Notes()
     rows: dict[str, Row] = {}
     loads: dict[str, Row] = {}
+    pools: list[Row] = []
     profiles: list[Row] = []
     places = [Path(path) for path in paths]
     for path in places:
@@ -61,11 +65,14 @@ def load(paths: Iterable[str | Path]) -> Data:
             _add(rows, _rows(file, notes), notes)
         for file in _files(path, "loads*.jsonl") if path.is_dir() else ():
             loads |= {row["load_id"]: row for _, row in _rows(file, notes, _load_of)}
+        for file in _files(path, "pools*.jsonl") if path.is_dir() else ():
+            pools += [row for _, row in _rows(file, notes, pools_of.complete)]
         profiles += _profiles(path, notes)
-    if not rows and not loads:
+    if not rows and not loads and not pools:
         why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
         raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
-    return Data(tidy(list(rows.values())), tuple(profiles), notes, tidy_loads(list(loads.values())))
+    frames = tidy_loads(list(loads.values())), tidy_pools(pools)
+    return Data(tidy(list(rows.values())), tuple(profiles), notes, *frames)
 
 
 def _exists(path: Path) -> bool:

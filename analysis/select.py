@@ -41,12 +41,12 @@ def machines(rows: pd.DataFrame) -> list[str]:
     return sorted(counts.index, key=lambda n: (n in cpus, "emulated" in n, -counts[n], n))
 
 
-def on_machine(data: Data, device: str | None = None, *, of_loads: bool = False) -> Data:
-    """Returns the rows, loads and profiles of one machine (None: the first of `machines`).
+def on_machine(data: Data, device: str | None = None, *, of: str = "rows") -> Data:
+    """Returns the rows, loads, pools and profiles of one machine (None: the first of `machines`).
 
-    of_loads: whether loads are what is drawn, and their machines those that can be named.
+    of: the frame that is drawn, whose machines are those that can be named.
     """
-    asked = data.loads if of_loads else data.rows
+    asked = getattr(data, of)
     names = machines(asked)
     if not names:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
@@ -57,8 +57,9 @@ def on_machine(data: Data, device: str | None = None, *, of_loads: bool = False)
     for other, count in others.value_counts().items():
         data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
-    here, there = (frame[frame["device_name"] == name] for frame in (data.rows, data.loads))
-    return Data(here, profiles, data.notes, there)
+    frames = (data.rows, data.loads, data.pools)
+    rows, loads, pools = (frame[frame["device_name"] == name] for frame in frames)
+    return Data(rows, profiles, data.notes, loads, pools)
 
 
 def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -> pd.DataFrame:

@@ -84,8 +84,17 @@ def _over(case: Case, ssd: pd.DataFrame) -> str:
 
 
 def sources(data: Data) -> pd.DataFrame:
-    """Returns a line for each folder and machine: rows or loads, dates, versions, packages."""
-    return pd.DataFrame([*_of_runs(data), *_of_loads(data)])
+    """Returns a line for each folder and machine: rows, loads or pools, dates, versions,
+    packages."""
+    return pd.DataFrame([*_of_runs(data), *_of_loads(data), *_of_pools(data)])
+
+
+def _of_pools(data: Data) -> list[dict[str, Any]]:
+    groups = data.pools.groupby(["folder", "device_name"], sort=True)
+    return [
+        {"set": f"{folder} (pools, simulated)", "device": machine, "rows": len(group)}
+        for (folder, machine), group in groups
+    ]
 
 
 def _of_loads(data: Data) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from analysis.figures.hits import cache_hits
 from analysis.figures.latency import latency
 from analysis.figures.load import load_frontier, load_goodput, load_speedup, load_times
 from analysis.figures.pareto import pareto
+from analysis.figures.pools import pools
 from analysis.figures.predicted import predicted
 from analysis.figures.roofline import roofline
 from analysis.figures.saguaro import saguaro
@@ -27,13 +28,13 @@ from analysis.style import Poster
 
 @dataclass(frozen=True)
 class Spec:
-    """A figure: its function, its description, whether it is drawn for each pair, and whether it
-    is of loads and not of runs."""
+    """A figure: its function, its description, whether it is drawn for each pair, and the frame of
+    a Data that it is of: rows, loads or pools."""
 
     draw: Callable[[Data], Poster]
     about: str
     per_pair: bool = False
-    of_loads: bool = False
+    of: str = "rows"
 
 
 FIGURES = {
@@ -52,10 +53,11 @@ FIGURES = {
     "break_even": Spec(break_even, "where the extra GPU pays"),
     "heterogeneity": Spec(heterogeneity, "a slower or faster draft device"),
     "head": Spec(lm_head_context, "what LM head and context do to T_SD and the verdict"),
-    "load_speedup": Spec(load_speedup, "speedup over AR by rate of arrivals", of_loads=True),
-    "load_times": Spec(load_times, "TTFT and TPOT by rate of arrivals", of_loads=True),
-    "load_goodput": Spec(load_goodput, "good requests a second over GPUs", of_loads=True),
+    "load_speedup": Spec(load_speedup, "speedup over AR by rate of arrivals", of="loads"),
+    "load_times": Spec(load_times, "TTFT and TPOT by rate of arrivals", of="loads"),
+    "load_goodput": Spec(load_goodput, "good requests a second over GPUs", of="loads"),
     "load_frontier": Spec(
-        load_frontier, "throughput against latency, by rate of arrivals", of_loads=True
+        load_frontier, "throughput against latency, by rate of arrivals", of="loads"
     ),
+    "pools": Spec(pools, "targets that share a draft, for a GPU and for a sequence", of="pools"),
 }

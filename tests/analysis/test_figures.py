@@ -29,7 +29,7 @@ from mpissd.lab.sweep.claims import claims
 
 FIXTURE = Path(__file__).parent / "fixture"
 H100 = "NVIDIA H100 80GB SXM (emulated)"
-OF_RUNS = sorted(name for name, spec in FIGURES.items() if not spec.of_loads)  # see test_loads
+OF_RUNS = sorted(name for name, spec in FIGURES.items() if spec.of == "rows")  # see test_loads
 OF_ROWS = sorted(set(OF_RUNS) - {"roofline", "saguaro"})
 
 

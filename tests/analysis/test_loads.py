@@ -28,7 +28,7 @@ USES = {
     ("sd", 0, 1): (1.5, 1.2),
     ("ar", 0, 2): (1, 2),
 }
-NAMES = sorted(name for name, spec in FIGURES.items() if spec.of_loads)
+NAMES = sorted(name for name, spec in FIGURES.items() if spec.of == "loads")
 COUNT = 60
 
 

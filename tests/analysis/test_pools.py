@@ -1,0 +1,86 @@
+"""The figure of pools: what it draws of made-up rows, and of those that are committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.build import Drawn, draw
+from analysis.load import Data, load
+from analysis.notes import NothingLeft
+
+COMMITTED = Path(__file__).resolve().parents[2] / "results" / "pools"
+
+
+def row(mode: str, targets: int, tok_per_s: float, **values: Any) -> str:
+    gpus = targets + (mode == "ssd")
+    about = {"schema": 1, "device_name": "D (emulated)", "pair": "8b/1b", "mode": mode, "tp": 1}
+    about |= {"batch_size": 1, "targets": targets, "gpus": gpus, "tok_per_s": tok_per_s}
+    laws = {"acceptance": "alpha:0.8", "hit_law": "smollm2", "hit_rate": 0.8, "lookahead": 4}
+    return json.dumps({**about, **laws, **values})
+
+
+def written(folder: Path, *lines: str) -> Data:
+    (folder / "pools.jsonl").write_text("\n".join(lines))
+    return load([folder])
+
+
+def drawn(data: Data) -> Drawn:
+    (item,) = draw(data, "pools")
+    assert isinstance(item, Drawn), item
+    return item
+
+
+LINES = (
+    row("ar", 1, 100.0),
+    row("sd", 1, 210.0),
+    row("ssd", 1, 300.0),
+    row("ssd", 2, 580.0, theory_tok_per_s=560.0),
+    row("ssd", 4, 1100.0, theory_tok_per_s=1000.0),
+    row("ssd", 16, 1700.0, theory_tok_per_s=1600.0),
+)
+
+
+def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
+    item = drawn(written(tmp_path, *LINES))
+    numbers = item.poster.table().set_index(["panel", "series", "x"]).sort_index()["y"]
+    rates, times = "8b/1b, T = 1, b = 1", "8b/1b, T = 1, b = 1, time a token"
+    pool = "a shared draft (1: a draft each)"
+    assert numbers[rates, pool].to_dict() == {1: 150, 2: 580 / 3, 4: 220, 16: 100}
+    assert numbers[times, pool, 4] == pytest.approx(4e3 / 1100)
+    assert numbers[rates, "by queueing theory", 4] == 200
+    assert set(numbers[rates, "SD inline, same T"]) == {210}
+    assert item.finding == (
+        "8b/1b, T = 1, b = 1: most tok/s a GPU at 4 targets a draft, 1.47× a draft each, 1.05× SD "
+        "inline, same T, 1.05× AR or SD inline, any T; up to 4 with tokens at most 10% later, "
+        "hits 0.80 → 0.80."
+    )
+
+
+def test_a_faster_use_at_another_t_is_a_line(tmp_path: Path) -> None:
+    wide = json.loads(row("sd", 1, 900.0)) | {"tp": 2, "gpus": 2}
+    item = drawn(written(tmp_path, *LINES, json.dumps(wide)))
+    numbers = item.poster.table().set_index(["panel", "series"])["y"]
+    assert set(numbers["8b/1b, T = 1, b = 1", "AR or SD inline, any T"]) == {450}
+
+
+def test_rows_that_cannot_be_drawn_are_said(tmp_path: Path) -> None:
+    data = written(tmp_path, *LINES, "{", row("ssd", 8, 1.0, gpus=None), row("ssd", 8, 1.0, gpus=0))
+    assert len(data.pools) == len(LINES) and len(data.notes.lines) == 3
+    assert "it has no gpus" in data.notes.lines[1]
+    with pytest.raises(NothingLeft):
+        written(tmp_path, "{")
+
+
+def test_without_rivals_there_is_no_figure(tmp_path: Path) -> None:
+    (item,) = draw(written(tmp_path, *LINES[2:]), "pools")
+    assert not isinstance(item, Drawn) and "AR and SD inline" in item.why
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200 (emulated)", "NVIDIA H100 80GB SXM (emulated)"])
+def test_the_committed_rows_draw(device: str) -> None:
+    (item,) = draw(load([COMMITTED]), "pools", device)
+    assert isinstance(item, Drawn) and "targets a draft" in item.finding
