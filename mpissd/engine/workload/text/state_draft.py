@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpissd.common.rounds import Batch, Speculation
-from mpissd.common.wait import Waiter
 from mpissd.engine.workload.rollout import Rollout
+from mpissd.engine.workload.steps import Steps
 from mpissd.engine.workload.text.draft import TextDraftWorker
 
 
@@ -32,12 +32,13 @@ class StateDraftWorker(TextDraftWorker):
             filled, slots = self.placement.filled, batch.slots
             filled[slots] = np.minimum(filled[slots], self.placement.last(batch) + 1)
 
-    def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
+    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
         """Stores prompts; as many tokens as a round accepts are left to its first step."""
-        return super().fill(batch, rows, waiter, max(spare, self.lookahead))
+        return super().filling(batch, rows, max(spare, self.lookahead))
 
-    def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> bool:
+    def store_opened(self, batch: Batch, rows: int) -> Steps[bool]:
         """Stores nothing: the target computes the states of these tokens in this very round."""
+        yield from ()
         return False
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
