@@ -1,6 +1,7 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
 ## make chat                   talk to a model in the terminal (docs/text.md)
 ## make serve PORT=8000        serve a model over HTTP, as OpenAI's API (docs/serving.md)
+##                             (REGISTER=FOLDER: one of several, behind python -m mpissd replicas)
 ## make doctor TP=2            what is wrong here for such a run, how to fix it, what it would choose
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
@@ -27,10 +28,10 @@
 ##   ARGS="--lm_head …" (any other flag)
 ## Of sweep, beside those of run, which then hold in all its configurations (docs/sweep.md):
 ##   GRID=FILE|"flag=value,value; …"  REPEATS=3  SHARD=I/N
-## Of submit, beside those of run (docs/bridges2.md):
+## Of submit, beside those of run (docs/bridges2.md), or with SERVE=N (servers) those of serve:
 ##   PARTITION  GPU_TYPE  GPUS  NODES=1  CPUS (cores a rank)  TIME=1:00:00  ACCOUNT  ARRAY=0-7 (of GRID)
 ##   SCRIPT=launch/slurm.sh  COMMAND=run|probe  SBATCH="--qos=… …"  CLUSTER=bridges2|other
-##   DRY=1 (do not submit, ask for the expected start)
+##   SERVE=2 (replicas of a server; HOST, REGISTER=out/replicas)  DRY=1 (do not submit, ask for the expected start)
 ## PYTHON=…  use this interpreter as it is: no .venv, nothing is installed
 ## MPIRUN=…  use this mpirun (options allowed), and install none
 ##
@@ -92,12 +93,14 @@ chat:
 	$(call check_only,chat,$(chat_names))$(setup_chat)
 	@PYTHON=$(python) launch/chat.sh $(chat_flags) $(call given,ARGS)
 
-serve_of := $(chat_of) HOST:host PORT:port
+serve_of := $(chat_of) HOST:host PORT:port REGISTER:register
 serve_names := $(foreach f,$(serve_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 serve_flags = $(foreach f,$(serve_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 
+setup_serve = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
+
 serve:
-	$(call check_only,serve,$(serve_names))$(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
+	$(call check_only,serve,$(serve_names))$(setup_serve)
 	@PYTHON=$(python) launch/serve.sh $(serve_flags) $(call given,ARGS)
 
 sweep_of := GRID:grid REPEATS:repeats SHARD:shard
@@ -115,11 +118,16 @@ submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cp
 submit_names := $(foreach f,$(submit_of),$(word 1,$(subst :, ,$f)))
 job_of := $(submit_of) TP:tp PYTHON:python MPIRUN:mpirun
 job = $(foreach f,$(job_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+asked_run = $(sweep_flags) $(if $(call given,GRID),$(sweep_drafts)) $(flags) $(call given,ARGS)
+# SERVE=N: replicas of a server, with the variables of serve.
+asked_serve = $(serve_flags) $(call given,ARGS)
+setup_submit = $(if $(call given,SERVE),$(call check_only,submit SERVE=N,$(serve_names) $(submit_names) SERVE)$(setup_serve),\
+    $(call check_names,$(submit_names) GRID REPEATS SERVE,submit)$(setup_run) $(sweep_flags))
 
 submit:
-	$(call check_names,$(submit_names) GRID REPEATS,submit)$(setup_run) $(sweep_flags)
-	@$(python) launch/submit.py --ranks=$(num_ranks) $(job) -- $(sweep_flags) \
-	    $(if $(call given,GRID),$(sweep_drafts)) $(flags) $(call given,ARGS)
+	$(setup_submit)
+	@$(python) launch/submit.py --ranks=$(num_ranks) $(call flag,SERVE,serve) $(job) -- \
+	    $(if $(call given,SERVE),$(asked_serve),$(asked_run))
 
 doctor:
 	$(check_names)$(setup_run)

@@ -3,8 +3,8 @@
 
     launch/submit.py --ranks=5 --partition=GPU --gpu_type=h100-80 -- --mode=ssd --pair=70b/1b
 
-What follows -- are flags of `mpissd run` (of `mpissd sweep` with --array). --dry only asks Slurm
-when such a job would start.
+What follows -- are flags of `mpissd run` (of `mpissd sweep` with --array, of `mpissd serve` with
+--serve=N, which submits N replicas). --dry only asks Slurm when such a job would start.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ sys.path.insert(0, str(ROOT))
 from mpissd.cli import arguments as cli  # noqa: E402
 from mpissd.common.errors import ConfigError  # noqa: E402
 from mpissd.engine.comm.topology import check_world  # noqa: E402
-from mpissd.engine.job import resolve  # noqa: E402
+from mpissd.engine.job import Serving, resolve  # noqa: E402
 from mpissd.lab.sweep.commands import check_sweep  # noqa: E402
 from mpissd.ops.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
+from mpissd.serve.config import ServeConfig  # noqa: E402
 
-_ARRAY, _SLURM = "launch/array.sh", "launch/slurm.sh"
+_ARRAY, _SLURM, _REPLICA = "launch/array.sh", "launch/slurm.sh", "launch/replica.sh"
+_EVERYWHERE = "--host=0.0.0.0"  # as launch/replica.sh says it: refused without a key
 WORDS = ("partition", "gpu_type", "account", "time", "array")
 COUNTS = ("gpus", "nodes", "cpus")
 EXPORTS = ("tp", "command", "python", "mpirun")
@@ -43,6 +45,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--script")
+    parser.add_argument("--serve", help="number of replicas of a server")
     for name in ("cluster", *WORDS, *COUNTS):
         parser.add_argument(f"--{name}")
     parser.add_argument("--sbatch", default="", help="further options of sbatch")
@@ -60,8 +63,19 @@ def count(name: str, text: str | None) -> int | None:
     return int(text) if text else None
 
 
+def serve_as_array(given: argparse.Namespace) -> None:
+    """Makes SERVE=N the array of N tasks; ConfigError beside an array or a script."""
+    if not given.serve:
+        return
+    if said := [name for name in ("array", "script", "command") if getattr(given, name)]:
+        raise ConfigError(f"{said[0].upper()} with SERVE={given.serve}: allowed: one of them")
+    given.array = f"0-{(count('serve', given.serve) or 1) - 1}"
+
+
 def parsed(given: argparse.Namespace, script: str) -> cli.Command:
     """The flags as the job's command takes them."""
+    if script == _REPLICA:
+        return cli.parse(["serve", _EVERYWHERE, *given.flags])
     name = "sweep" if script == _ARRAY else given.command or "run"
     return cli.parse([name, *given.flags])
 
@@ -122,14 +136,20 @@ def check_job(request: Request, command: cli.Command) -> None:
         plan = check_sweep(command.config, command.given, request.ranks)
         if request.array:
             check_shards(request.array, len(plan.points))
+    if isinstance(command.config, ServeConfig):
+        command.config.fit_world("serve", request.ranks)
     asked = request.resolve().get("gpus")
     if asked is None or not request.needs_gpus:
         return
+    gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
+    memory = gpu.memory_bytes if gpu else None
     if request.script == _SLURM and command.name == "run":
-        gpu = BRIDGES2_TYPES.get(asked.partition(":")[0])
-        memory = gpu.memory_bytes if gpu else None
         tp = check_world(request.ranks, command.run.drafts, command.run.groups)
         resolve(command.run, tp, backend="cupy", memory_bytes=memory)
+    elif isinstance(command.config, ServeConfig):
+        config = command.config
+        serving = Serving(config.kv_tokens, config.sampling)
+        resolve(config.decoding, config.tp, backend="cupy", memory_bytes=memory, serving=serving)
 
 
 def check_cupy(request: Request, *, is_dry: bool) -> None:
@@ -149,9 +169,10 @@ def check_cupy(request: Request, *, is_dry: bool) -> None:
 def main() -> int:
     """Exit 2 with one line where a job would be refused; otherwise sbatch's code."""
     given = arguments().parse_args()
-    script = given.script or (_ARRAY if given.array else _SLURM)
+    script = given.script or (_ARRAY if given.array else _REPLICA if given.serve else _SLURM)
     is_dry = given.dry not in ("", "0")
     try:
+        serve_as_array(given)
         command = parsed(given, script)
         request = request_of(given, script, command)
         line = request.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -81,6 +81,12 @@ class ServeConfig(RanksFlags):
                 f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "
                 f"({KEY_VARIABLE}, or api_key)"
             )
+
+    @property
+    def decoding(self) -> RunConfig:
+        """The ranks' configuration; a request says itself how it is sampled."""
+        run = self.of_mode(self.run.mode)
+        return replace(run, batch_size=self.max_running, temperature=0.0)
 
     @property
     def key(self) -> str | None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from dataclasses import replace
 
 from mpissd.common import guard
-from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.stage import Stage
 from mpissd.common.trace import DraftPhase, NullLedger
@@ -38,19 +36,14 @@ _POLL_S = 0.2  # between two looks at lost ranks, while nothing arrives
 def execute_serve(config: ServeConfig) -> int:
     """Serves on all ranks until the front leaves; returns the exit code."""
     sharpen_sleep()
-    run = _run_of(config)
+    run = config.decoding
     with opened_machine(run, run.drafts) as machine:
         _serve(machine, config)
     return 0
 
 
-def _run_of(config: ServeConfig) -> RunConfig:
-    """Returns the run's configuration; a request says itself how it is sampled."""
-    return replace(config.of_mode(config.run.mode), batch_size=config.max_running, temperature=0.0)
-
-
 def _serve(machine: Machine, config: ServeConfig) -> None:
-    session = session_of(machine, _run_of(config), Serving(config.kv_tokens, config.sampling))
+    session = session_of(machine, config.decoding, Serving(config.kv_tokens, config.sampling))
     rank = Rank(session)
     gc.collect()
     gc.freeze()  # what lives as long as the job; collections look at the rest alone

@@ -12,10 +12,12 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.ops.slurm import Request, minutes, read_header, shown
+from mpissd.serve.config import DRAIN_S
 from tests.needs import missing, needs
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("slurm", "array", "bridges2_shared", "bridges2_8gpu", "bridges2_h100")
+SCRIPTS = ("slurm", "array", "replica", "bridges2_shared", "bridges2_8gpu", "bridges2_h100")
+WARNING_S = {"replica": int(1.2 * DRAIN_S)}  # it drains meanwhile
 
 
 def header(name: str) -> dict[str, str]:
@@ -114,7 +116,7 @@ def test_a_header_that_is_no_number_is_said() -> None:
 def test_every_script_is_a_request_that_is_taken(name: str) -> None:
     told = header(name)
     request(name, partition=None).command()
-    assert told["signal"] == "B:TERM@60" and "%" in told["output"]
+    assert told["signal"] == f"B:TERM@{WARNING_S.get(name, 60)}" and "%" in told["output"]
     assert re.search(r"%[jA]", told["output"]), "logs are named by job"
 
 

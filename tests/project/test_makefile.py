@@ -77,6 +77,16 @@ def test_submit(box: Path) -> None:
     assert submitted(box, "TP=2", "ARRAY=0-7", "GRID=k=1,2; m=ar") == asked
 
 
+def test_submit_of_replicas_takes_the_variables_of_serve(box: Path) -> None:
+    asked = ["--ranks=3", "--serve=2", "--partition=GPU", "--tp=2", "--python=fakes/bin/python"]
+    flags = ["--mode=auto", "--tp=2", "--lookahead=5", "--register=/shared", "--max_queue=9"]
+    words = "SERVE=2 TP=2 PARTITION=GPU MODE=auto K=5 REGISTER=/shared ARGS=--max_queue=9"
+    assert submitted(box, *words.split()) == [*asked, "--", *flags]
+    for words, name in (("SERVE=2 BATCH=4", "BATCH"), ("REGISTER=/shared", "REGISTER")):
+        done = call(box, "make", "submit", *words.split())
+        assert done.returncode == 2 and f"{name} is no variable of submit" in done.stderr
+
+
 def test_submit_refuses_an_unknown_variable(box: Path) -> None:
     done = call(box, "make", "submit", "PATRITION=GPU")
     assert done.returncode == 2 and done.stdout == ""

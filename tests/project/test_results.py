@@ -60,6 +60,6 @@ def test_a_study_holds_its_script_and_says_how_many_rows(folder: Path) -> None:
 
 def test_launch_holds_launchers_alone() -> None:
     names = {path.name for path in (RESULTS.parent / "launch").iterdir() if path.is_file()}
-    launchers = "array chat doctor env job local serve setup slurm"
+    launchers = "array chat doctor env job local replica serve setup slurm"
     launchers += " bridges2_8gpu bridges2_h100 bridges2_shared"
     assert names == {f"{name}.sh" for name in launchers.split()} | {"submit.py"}
