@@ -232,6 +232,36 @@ def test_some_shards_of_an_array_are_among_them() -> None:
     assert done.stderr == "submit: ARRAY=2,5: SHARDS=5: allowed: 0 to 4\n"
 
 
+SERVE = ("--serve=2", "--cluster=other", "--dry=1", "--", "--pair=smollm2", "--backend=numpy")
+
+
+def test_replicas_are_an_array_of_servers() -> None:
+    done = submit("--ranks=2", *SERVE, MPISSD_API_KEY="sesame")
+    line = "sbatch --ntasks=2 --array=0-1 launch/replica.sh --pair=smollm2 --backend=numpy\n"
+    assert (done.returncode, done.stdout) == (0, line)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--ranks=2", *SERVE), "host=0.0.0.0 without api_key"),
+        (("--ranks=3", *SERVE), "serve with tp=1, drafts=1 on 3 ranks: allowed: 2"),
+        (("--ranks=2", "--array=0-1", *SERVE), "ARRAY with SERVE=2: allowed: one of them"),
+        (("--ranks=2", "--script=launch/slurm.sh", *SERVE), "SCRIPT with SERVE=2"),
+        (("--ranks=2", "--serve=0", *SERVE[1:]), "SERVE=0: allowed: a whole number from 1"),
+        (("--ranks=2", *SERVE, "--rounds=3"), "unknown flag '--rounds'"),
+        (
+            tuple("--ranks=3 --serve=2 --partition=GPU-shared -- --pair=70b/1b --tp=2".split()),
+            "llama-3.1-70b at tp=2 needs",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(words: tuple[str, ...], says: str) -> None:
+    key = {} if "without api_key" in says else {"MPISSD_API_KEY": "sesame"}
+    done = submit(*words, **key)
+    assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
+
+
 @needs("shellcheck", not missing("shellcheck"))
 def test_shellcheck_finds_nothing_wrong() -> None:
     done = subprocess.run(

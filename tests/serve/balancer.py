@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,9 +23,10 @@ from tests.serve.rig import until
 from tests.tiny_pair import TinyPair
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_haproxy = needs("haproxy", not missing("haproxy"))
+needs_haproxy = needs("haproxy and curl", not missing("haproxy", "curl"))
 START_S = 120.0  # of a replica, on a busy machine
 KEY = "sesame"
+BEARER = f"Authorization: Bearer {KEY}"
 ENV = {"MPISSD_API_KEY": KEY, "FAKE_RUNNING": "64", "FAKE_PACE_S": "0.1"}
 
 
@@ -64,7 +66,7 @@ class Cluster:
         """Starts a replica, and waits until it is in the folder."""
         before = self.ids
         pair = f"--target={self._pair.target} --draft={self._pair.draft}"
-        words = [*pair.split(), "--port=0", "--context=256", f"--register={self.registry}", *flags]
+        words = [*pair.split(), "--port=0", "--context=1024", f"--register={self.registry}", *flags]
         env = self._env | {"FAKE_PID": str(self.folder / "pid")}
         job = self._stack.enter_context(Started(["launch/serve.sh", *words], env, 600))
         until(lambda: self.ids - before or job.process.poll() is not None, START_S)
@@ -100,12 +102,22 @@ class Cluster:
     def ask(self, path: str, **body: Any) -> tuple[int, str]:
         """Asks the balancer as curl does; returns the status (0: cut off), and the answer."""
         words = ["curl", "-sN", "-w", "\n%{http_code}", "--max-time", "60"]
-        words += ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
+        words += ["-H", BEARER, "-H", "Content-Type: application/json"]
         words += ["-d", json.dumps(body)] if body else []
         url = f"http://127.0.0.1:{self.port}{path}"
         done = subprocess.run([*words, url], capture_output=True, text=True, timeout=90)
         answer, _, status = done.stdout.rpartition("\n")
         return 0 if done.returncode else int(status), answer
+
+    def outstanding(self, replica: Replica) -> float:
+        """How many requests a replica has."""
+        (entry,) = (each for each in entries.read(self.registry) if each.id == replica.id)
+        told = subprocess.run(
+            ["curl", "-s", "-m", "10", "-H", BEARER, f"http://{entry.address}/metrics"],
+            capture_output=True,
+            text=True,
+        )
+        return float(re.findall(r"^mpissd_outstanding (\S+)", told.stdout, re.M)[0])
 
     def load(self, rate: float, duration: float, tokens: int) -> dict[str, Any]:
         """Runs the command `load` against the balancer; returns its row."""
