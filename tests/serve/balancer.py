@@ -55,6 +55,7 @@ class Cluster:
         self._pair, self.folder, self._stack = pair, folder, stack
         self._env = ENV | ({} if mpirun is None else {"MPIRUN": mpirun})
         self.registry = folder / "replicas"
+        self.registry.mkdir()
         self.port = 0
 
     @property

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -42,7 +43,8 @@ def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
     entries.remove(tmp_path, "r-one")
     entries.remove(tmp_path, "r-one")  # again is no fault
     assert entries.read(tmp_path) == [TWO]
-    assert entries.read(tmp_path / "none") == []
+    with pytest.raises(FileNotFoundError):
+        entries.read(tmp_path / "none")
     assert (ONE.address, TWO.address) == ("node1:8001", "[::1]:8002")
 
 
@@ -104,9 +106,13 @@ def test_a_member_beats_until_it_leaves_and_removes_the_dead(
 ) -> None:
     monkeypatch.setattr(member, "Living", lambda folder: Living(folder, 0.3))
     folder = tmp_path / "not" / "yet"
+    written: list[Entry] = []
+    write = entries.write
+    monkeypatch.setattr(entries, "write", lambda *words: written.append(words[1]) or write(*words))
     with Member(str(folder), replace(ONE, beat_s=0.05)) as found:
         assert folder.stat().st_mode & 0o077 == 0 and entries.read(folder) == []
         entries.write(folder, TWO)
+        assert written == [TWO]  # not for an instant is it there before it takes requests
         found.join()
         until(lambda: [each.beat > 3 for each in entries.read(folder)] == [True])
         (folder / "r-one.json").unlink()
@@ -290,7 +296,6 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
     )
     with told.open("w") as out:
         master = subprocess.Popen([sys.executable, "-c", counts], stdout=out)
-    (tmp_path / "pid").write_text(f"{master.pid}\n")
     words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch --expire_s=2"
     watch = subprocess.Popen(
         [sys.executable, "-m", "mpissd", "replicas", *words.split()],
@@ -305,6 +310,11 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
             == [*names]
         )
 
+    beats = iter(range(10**6))
+
+    def beat() -> None:
+        entries.write(folder, replace(TWO, beat=next(beats)))
+
     try:
         until(lambda: "up" in told.read_text())
         until(holds())
@@ -312,7 +322,14 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
         entries.write(folder, ONE)
         until(holds("r-one"))
         until(holds())  # it has no beat
-        until(lambda: told.read_text().count("reload") == 3)
+        until(lambda: beat() or holds("r-two")())
+        assert "reload" not in told.read_text()
+        (tmp_path / "pid").write_text(f"{master.pid}\n")  # HAProxy starts now
+        until(lambda: beat() or "reload" in told.read_text())
+        beat()
+        folder.rename(tmp_path / "away")  # as where a file system is not mounted
+        time.sleep(3)
+        assert holds("r-two")()
         watch.send_signal(signal.SIGTERM)
         said, _ = watch.communicate(timeout=20)
         assert watch.returncode == 0
@@ -320,7 +337,9 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
             "0 replicas: none",
             "1 replicas: r-one node1:8001",
             "0 replicas: none",
+            "1 replicas: r-two [::1]:8002",
         ]
+        assert told.read_text().count("reload") == 1
     finally:
         for process in (watch, master):
             process.kill()

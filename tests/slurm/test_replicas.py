@@ -97,6 +97,7 @@ def test_replicas_of_an_array_come_answer_and_go(
     slurm: Sandbox, pair: TinyPair, tmp_path: Path
 ) -> None:
     folder = tmp_path / "replicas"
+    folder.mkdir()
 
     def there() -> dict[str, Entry]:
         return {each.id.split("-")[2]: each for each in entries.read(folder)}

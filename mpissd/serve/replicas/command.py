@@ -34,15 +34,24 @@ def replicas(config: ReplicasConfig) -> int:
     """
     if config.watch:
         return _watch(config)
-    found = entries.read(Path(config.folder))
+    found = _there(config.folder)
     with ThreadPoolExecutor(32) as pool:
         states = list(pool.map(ask, found))
     print(_table(config.folder, found, states))
-    if config.haproxy is not None:
-        _update(config, found)
+    if config.haproxy is not None and _install(config, found):
+        _tell(config)
     told = [{**asdict(each), "state": state} for each, state in zip(found, states, strict=True)]
     print(json.dumps({"folder": config.folder, "replicas": told}))
     return 0
+
+
+def _there(folder: str) -> list[Entry]:
+    try:
+        return entries.read(Path(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"folder={folder}: {error.strerror}") from error
 
 
 def ask(entry: Entry) -> str:
@@ -73,30 +82,61 @@ def _table(folder: str, found: Sequence[Entry], states: Sequence[str]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
-def _update(config: ReplicasConfig, found: Sequence[Entry]) -> None:
-    """Writes the configuration if it is another one, and tells HAProxy."""
+def _install(config: ReplicasConfig, found: Sequence[Entry]) -> bool:
+    """Writes the configuration; returns whether it is another one than before."""
     assert config.haproxy is not None, "checked"
     if not install(text_of(config.folder, found, config.bind), Path(config.haproxy)):
-        return
-    why = reload(Path(config.pid_file)) if config.pid_file else None
+        return False
     names = ", ".join(f"{each.id} {each.address}" for each in found) or "none"
     print(f"{config.haproxy}: {len(found)} replicas: {names}", flush=True)
-    if why is not None:
-        print(f"mpissd: replicas: {why}", file=sys.stderr, flush=True)
+    return True
+
+
+def _tell(config: ReplicasConfig) -> None:
+    if config.pid_file is not None:
+        reload(Path(config.pid_file))
+
+
+class _Watch:
+    """Keeps the file true. A fault is said once, and what was before it stays."""
+
+    def __init__(self, config: ReplicasConfig) -> None:
+        self._config = config
+        self._living = Living(Path(config.folder), config.expire_s)
+        self._is_told = True  # HAProxy, of the last change
+        self._has_begun = False
+        self._fault = ""
+
+    def look(self) -> None:
+        """Looks at the folder once; before there is one, there is no replica."""
+        fault = ""
+        try:
+            self._follow([] if self._is_too_early else self._living.look())
+        except ConfigError as error:
+            fault = str(error)
+        except OSError as error:
+            fault = f"{self._config.folder}: {error.strerror}: the file stays as it is"
+        if fault and fault != self._fault:
+            print(f"mpissd: replicas: {fault}", file=sys.stderr, flush=True)
+        self._fault = fault
+
+    @property
+    def _is_too_early(self) -> bool:
+        self._has_begun = self._has_begun or Path(self._config.folder).exists()
+        return not self._has_begun
+
+    def _follow(self, found: Sequence[Entry]) -> None:
+        self._is_told = not _install(self._config, found) and self._is_told
+        if not self._is_told:
+            _tell(self._config)
+            self._is_told = True
 
 
 def _watch(config: ReplicasConfig) -> int:
-    """Keeps the file true until a signal; a fault is said when it is another than the last."""
-    living, fault = Living(Path(config.folder), config.expire_s), ""
+    watch = _Watch(config)
     with _signalled() as over:
         while not over.is_set():
-            try:
-                _update(config, living.look())
-                fault = ""
-            except ConfigError as error:
-                if str(error) != fault:
-                    fault = str(error)
-                    print(f"mpissd: replicas: {fault}", file=sys.stderr, flush=True)
+            watch.look()
             over.wait(_EVERY_S)
     return 0
 

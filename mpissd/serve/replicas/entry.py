@@ -17,6 +17,7 @@ from typing import Any
 
 SCHEMA = 1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NAME = re.compile(rf"{_ID.pattern}\.json")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
 
 
@@ -58,15 +59,16 @@ def remove(folder: Path, name: str) -> None:
 
 
 def read(folder: Path) -> list[Entry]:
-    """Returns the entries of a folder, by id; none without a folder.
+    """Returns the entries of a folder, by id; a file that is none is passed over.
 
-    A file that is no entry is passed over: it may be gone since, or be anything else.
+    Raises OSError where the folder, or a file that is there, cannot be read.
     """
     found = []
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+    for name in sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name)):
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, LookupError):
+            path = folder / name
             found.append(_parsed(path.read_text(), path.stem))
-    return sorted(found, key=lambda entry: entry.id)
+    return found
 
 
 def _path(folder: Path, name: str) -> Path:

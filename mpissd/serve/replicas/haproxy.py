@@ -120,8 +120,8 @@ def _check(file: Path) -> None:
         raise ConfigError(f"haproxy -c refuses the configuration: {said[:500]}")
 
 
-def reload(pid_file: Path) -> str | None:
-    """Has HAProxy's master take the file over; returns why it could not be told, or None.
+def reload(pid_file: Path) -> None:
+    """Has HAProxy's master take the file over; raises ConfigError where there is none.
 
     The master (`haproxy -W -p PID_FILE`) hands its listening sockets to new workers, and the old
     ones finish what they have.
@@ -130,5 +130,5 @@ def reload(pid_file: Path) -> str | None:
         master = int(pid_file.read_text().split()[0])
         os.kill(master, signal.SIGUSR2)
     except (OSError, ValueError, IndexError) as error:
-        return f"{pid_file}: no HAProxy there: {getattr(error, 'strerror', None) or 'no number'}"
-    return None
+        why = getattr(error, "strerror", None) or "no number"
+        raise ConfigError(f"pid_file={pid_file}: no HAProxy there: {why}") from error

@@ -31,7 +31,10 @@ class Living:
         self._seen: dict[str, tuple[int, float]] = {}  # by id: the count, and since when
 
     def look(self) -> list[Entry]:
-        """Returns the entries that live, by id, and removes the dead ones' files."""
+        """Returns the entries that live, by id, and removes the dead ones' files.
+
+        Raises OSError where the folder cannot be read, or is gone: that ends no replica.
+        """
         now, found = self._clock(), entries.read(self._folder)
         before = self._seen
         self._seen = {

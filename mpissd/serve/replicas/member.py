@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -36,8 +37,8 @@ class Member:
         self._complained = False
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            entries.write(self._folder, replace(entry, id=f"{entry.id}-try"))
-            entries.remove(self._folder, f"{entry.id}-try")
+            with tempfile.TemporaryFile(dir=self._folder):  # without a name: nobody sees it
+                pass
         except OSError as error:
             raise ConfigError(f"register={folder}: {error.strerror}: allowed: a folder") from error
 
@@ -72,16 +73,16 @@ class Member:
         beat = 0
         while not self._is_over.is_set():
             began, beat = time.monotonic(), beat + 1
-            self._write(replace(self._entry, beat=beat))
-            living.look()
+            self._write(replace(self._entry, beat=beat), living)
             self._is_over.wait(max(0.0, self._entry.beat_s - (time.monotonic() - began)))
         entries.remove(self._folder, self._entry.id)
 
-    def _write(self, entry: Entry) -> None:
-        """Writes the entry; says the first failure, and goes on."""
+    def _write(self, entry: Entry, living: Living) -> None:
+        """Writes the entry, and removes the dead ones; says the first failure, and goes on."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             entries.write(self._folder, entry)
+            living.look()
         except OSError as error:
             if not self._complained:
                 told = f"mpissd: serve: register={self._folder}: {error.strerror}: trying on\n"
