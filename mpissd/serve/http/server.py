@@ -20,7 +20,7 @@ from mpissd.serve.http.lead import Lead
 from mpissd.serve.http.limits import CONNECTIONS, BoundedProtocol
 
 _GRACE_S = 2
-NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks need two (replicas/haproxy.py)
+NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks take 1.5 s (replicas/haproxy.py)
 
 
 class Server(uvicorn.Server):

@@ -58,7 +58,7 @@ backend replicas
     http-check send meth GET uri /ready hdr X-Replica %[srv_name]
     http-check expect status 200
     http-check expect hdr name "x-replica"
-    default-server check inter 1s fastinter 250ms rise 1 fall 2 init-addr last,libc,none
+    default-server check inter 1s fastinter 250ms rise 1 fall 3 init-addr last,libc,none
 {servers}
 """
 
