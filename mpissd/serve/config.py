@@ -40,6 +40,9 @@ class ServeConfig(RanksFlags):
     kv_tokens: int = flag(
         0, integer(0), "tokens of KV cache for all sequences together; 0: each may fill the context"
     )
+    prefix_cache: bool = flag(
+        True, switch, "let requests that begin alike share the KV cache of what they begin with"
+    )
     sampling: bool = flag(True, switch, "let requests ask for a temperature above 0")
     max_queue: int = flag(64, integer(0, 65536), "most requests that wait; further ones get 429")
     max_wait_s: float = flag(

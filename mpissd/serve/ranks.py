@@ -43,7 +43,8 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _serve(machine: Machine, config: ServeConfig) -> None:
-    session = session_of(machine, config.decoding, Serving(config.kv_tokens, config.sampling))
+    serving = Serving(config.kv_tokens, config.sampling, config.prefix_cache)
+    session = session_of(machine, config.decoding, serving)
     rank = Rank(session)
     gc.collect()
     gc.freeze()  # what lives as long as the job; collections look at the rest alone

@@ -138,10 +138,14 @@ class AlwaysThree(ThreeRows):
 
 
 def all_returned(loops: Loops) -> bool:
-    """Whether the target's pages are all in the pool again, and those of no slot are held."""
-    pages = loops.target_stepper.pages
-    assert pages is not None
-    return len(pages.free) == pages.sizes.num_pages and not any(pages.held)
+    """Whether the pages of both models are all in the pool again, and those of no slot are held."""
+    every = [stepper.pages for stepper in (loops.target_stepper, *loops.draft_steppers)]
+    return all(
+        pages is not None
+        and sorted(pages.free) == list(range(pages.sizes.num_pages))
+        and not any(pages.held)
+        for pages in every
+    )
 
 
 @pytest.mark.parametrize("mode", ["ar", "inline", "sd", "ssd"])

@@ -20,7 +20,8 @@ from tests.loop.test_soak import resident_bytes
 from tests.needs import needs_linux
 from tests.serve.test_driver import room_of
 
-K, PROMPT, TOKENS, OUTSTANDING = 4, 60, 150, 24
+K, PROMPT, TOKENS, OUTSTANDING = 4, 100, 150, 24
+BEGINNINGS = [[n] * 64 for n in range(4)]  # a page of tokens each, that many prompts share
 FLAGS = (
     "pair=8b/1b backend=emulated device=null forward=transformer mode=ssd fan_out=uniform:2 "
     f"lookahead={K} batch_size=8 context={PROMPT} num_tokens={TOKENS + PROMPT} num_layers=2"
@@ -44,7 +45,8 @@ class Crowd:
         while self.left and len(self.wanted) < OUTSTANDING:
             self.left -= 1
             name, self._next = self._next, self._next + 1
-            prompt = [dice.randrange(1000) for _ in range(dice.randint(1, PROMPT))]
+            begin = dice.choice([[], *BEGINNINGS])
+            prompt = [*begin, *dice.choices(range(1000), k=dice.randint(1, PROMPT - len(begin)))]
             late = dice.random() < 0.02
             self.wanted[name], self.given[name] = dice.randint(1, TOKENS), 0
             deadline = 60.0 if late else None

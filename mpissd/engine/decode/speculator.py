@@ -94,7 +94,7 @@ class InlineSpeculator(Speculator):
         return self._proposals[row][index]
 
     def stop(self, outcome: Outcome) -> None:
-        return None
+        self._drafter.leave()
 
 
 class RemoteSpeculator(Speculator):

@@ -32,11 +32,13 @@ class Serving:
     """What a job of requests that come and go needs beside its configuration.
 
     kv_tokens: those of all sequences' caches together (0: each may be as long as the context).
-    samples: whether requests may ask for a temperature above 0.
+    samples: whether requests may ask for a temperature above 0. prefix_cache: whether a sequence
+    takes over the pages of others that begin with the same tokens.
     """
 
     kv_tokens: int = 0
     samples: bool = True
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,14 @@ class Job:
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        pooled, draft = self.serving is not None, self.draft_shard
+        serving, draft = self.serving, self.draft_shard
+        # A draft on hidden states needs those of every token, which a taken page does not have.
+        keeps = serving is not None and serving.prefix_cache and not self.reads_states
         kind = Placement
         if drafts and isinstance(draft, StateShard) and not draft.kv_layers:
             kind = StatelessPlacement
-        return kind(config.batch_size, config.context, self.window, pooled=pooled)
+        size = config.batch_size, config.context, self.window
+        return kind(*size, pooled=serving is not None, keeps=keeps)
 
     @property
     def inline(self) -> bool:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Chunks, Forwards, Places
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.workload.placement import (
     LEAST_CHUNK,
     Gap,
@@ -53,6 +55,8 @@ class PlacedWorker(ABC):
             for slot, request in (*admissions, *batch.opened.items()):
                 if self._opened.get(slot) is not request:
                     self._place(placement, slot, request)
+                elif slot not in batch.opened:  # it joins
+                    self._keep(slot, request.prompt[: int(placement.filled[slot])])
             placement.roll_back(batch)
         self._opened = dict(batch.opened)
         self.begin_round(batch, admissions)
@@ -61,7 +65,10 @@ class PlacedWorker(ABC):
         """Gives a new sequence its slot."""
         shared = self.reusable(slot, request)
         if not shared:
+            self._keep(slot, self.known(slot)[: int(placement.filled[slot])])  # of the last one
             self.stepper.release([slot])
+            if placement.keeps and request.prompt and (pages := self._pages):
+                shared = pages.adopt(slot, request.prompt[:-1])
         placement.admit(slot, request, shared)
 
     def leave(self) -> None:
@@ -71,7 +78,23 @@ class PlacedWorker(ABC):
 
     def _vacate(self, placement: Placement, slots: NDArray[np.int64]) -> None:
         if left := placement.vacate(slots):
-            self.stepper.release(left)
+            for slot, filled in left:
+                self._keep(slot, self.known(slot)[:filled])
+            self.stepper.release([slot for slot, _ in left])
+
+    @property
+    def _pages(self) -> PageTable | None:
+        return self.stepper.pages if isinstance(self.stepper, Stepper) else None
+
+    def _keep(self, slot: int, tokens: Sequence[int]) -> None:
+        """Lets later sequences take over the pages of a slot that store these tokens."""
+        if self.placement is not None and self.placement.keeps and (pages := self._pages):
+            pages.keep(slot, tokens)
+
+    def known(self, slot: int) -> Sequence[int]:
+        """Returns the tokens of a slot's sequence, as far as they were committed; none where
+        forwards decide nothing."""
+        return ()
 
     def reusable(self, slot: int, request: Request) -> int:
         """Returns how many tokens of a new prompt need no forward, since the slot's cache holds

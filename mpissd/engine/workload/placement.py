@@ -57,16 +57,23 @@ class Placement:
     """The positions of all live sequences of one worker."""
 
     def __init__(
-        self, slots: int, context: int = 0, window: int | None = None, *, pooled: bool = False
+        self,
+        slots: int,
+        context: int = 0,
+        window: int | None = None,
+        *,
+        pooled: bool = False,
+        keeps: bool = False,
     ) -> None:
         """Starts empty.
 
         slots: sequences at once. context: tokens before the first of a sequence without a prompt.
         window: the committed tokens after which such a sequence's positions begin again, so that a
         run of any length stays within the cache (None: never). pooled: whether sequences share the
-        pages, so that those of one that has left are wanted by others.
+        pages, so that those of one that has left are wanted by others. keeps: whether they take
+        over pages that store the same first tokens.
         """
-        self.pooled = pooled
+        self.pooled, self.keeps = pooled, keeps
         self._occupied = np.zeros(0, np.int64)  # slots of the batch that was seen last
         self._context, self._window = context, window
         self._base = np.zeros(slots, np.int64)  # position of the first counted token
@@ -92,14 +99,15 @@ class Placement:
                 most -= stop - start
         return found
 
-    def vacate(self, slots: Index) -> list[int]:
-        """Follows the slots of the batch; returns those that were left, whose cache is void."""
+    def vacate(self, slots: Index) -> list[tuple[int, int]]:
+        """Follows the slots of the batch; returns those that were left, whose cache is void, with
+        the positions that were filled."""
         if slots is self._occupied or not self.pooled:
             return []
         left = np.setdiff1d(self._occupied, slots)
         self._occupied = slots
+        found = list(zip(left.tolist(), self.filled[left].tolist(), strict=True))
         self.filled[left] = 0
-        found: list[int] = left.tolist()
         return found
 
     def roll_back(self, batch: Batch) -> None:

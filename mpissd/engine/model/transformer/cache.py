@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.transformer.page_pool import PagePool
 
 PADDING = -1  # the slot of a row that stores nothing and attends nothing
 
@@ -91,8 +91,13 @@ class PageTable:
 
     def __init__(self, seats: Seats, sizes: CacheSizes) -> None:
         self.seats, self.sizes = seats, sizes
-        self.free = list(range(sizes.num_pages - 1, -1, -1))
+        self._pool = PagePool(sizes.num_pages, sizes.page)
         self.held = [0] * sizes.slots
+
+    @property
+    def free(self) -> list[int]:
+        """The pages that no sequence holds."""
+        return self._pool.free
 
     def place(self, places: Places | None) -> int:
         """Writes the places of a forward's rows into the seats; returns how many rows (None: 0).
@@ -135,15 +140,30 @@ class PageTable:
         assert position < sizes.capacity, f"position {position} of a cache of {sizes.capacity}"
         wanted = position // sizes.page + 1
         for index in range(self.held[slot], wanted):
-            self.seats.pages[slot, index] = self.free.pop()
+            self.seats.pages[slot, index] = self._pool.take()
         self.held[slot] = wanted
 
     def release(self, slots: Sequence[int]) -> None:
         """Gives the pages of these slots back to the pool."""
         for slot in slots:
-            pages: Ints = self.seats.pages[slot, : self.held[slot]]
-            self.free += pages[::-1].tolist()
+            self._pool.give_back(self._pages(slot))
             self.held[slot] = 0
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> int:
+        """Gives an empty slot the pages that store the first of these tokens; returns how many
+        tokens."""
+        pages = self._pool.found(tokens)
+        self.seats.pages[slot, : len(pages)] = pages
+        self.held[slot] = len(pages)
+        return len(pages) * self.sizes.page
+
+    def keep(self, slot: int, tokens: Sequence[int]) -> None:
+        """Lets later sequences adopt the pages of a slot, which stores these tokens."""
+        self._pool.name(self._pages(slot), tokens)
+
+    def _pages(self, slot: int) -> list[int]:
+        pages: list[int] = self.seats.pages[slot, : self.held[slot]].tolist()
+        return pages
 
 
 def trunk_rows(slot: int, start: int, stop: int, *, reads: bool = True) -> Places:

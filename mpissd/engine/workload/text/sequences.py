@@ -38,6 +38,11 @@ class PromptHistories(Histories):
             same += 1
         return same
 
+    def known(self, slot: int) -> Sequence[int]:
+        """Returns the committed tokens of a slot's sequence; none where it has not joined."""
+        history = self._by_slot.get(slot)
+        return () if history is None else history.tokens
+
     def committed(self, slot: int, start: int, stop: int) -> Ints:
         """Returns tokens start … stop − 1 of a slot's sequence."""
         return np.array(self._by_slot[slot].tokens[start:stop], np.int32)

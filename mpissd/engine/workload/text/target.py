@@ -57,6 +57,9 @@ class TextTargetWorker(SamplingTargetWorker):
     def shared(self, slot: int, request: Request) -> int:
         return self._histories.shared(slot, request.prompt)
 
+    def known(self, slot: int) -> Sequence[int]:
+        return self._histories.known(slot)
+
     def committed(self, slot: int, start: int, stop: int) -> Ints:
         return self._histories.committed(slot, start, stop)
 

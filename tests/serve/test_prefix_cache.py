@@ -1,0 +1,143 @@
+"""Requests that begin alike share pages: their tokens stay, no page is lost, less is computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.job import Serving
+from mpissd.engine.model.transformer.page_pool import PagePool
+from mpissd.serve.protocol import Cancel, Submit
+from tests.serve.test_driver import Script, all_returned, alone, config, served
+from tests.tiny_pair import TinyPair, tiny_pair
+
+SYSTEM = [(7 * n + n * n) % 97 for n in range(140)]  # two pages of 64 tokens, and some
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+
+
+def after(pair: TinyPair, prompt: Sequence[int], count: int) -> list[int]:
+    return [*prompt, *alone(pair, [*prompt], count)]
+
+
+def rows_of(pair: TinyPair, mode: str, *asked: Submit, prefix_cache: bool = True) -> int:
+    """Decodes these requests one after the other; returns the rows of the target's forwards."""
+    mail, rows = Script(*((400 * n, one) for n, one in enumerate(asked))), list[int]()
+    serving = Serving(prefix_cache=prefix_cache)
+    with Loops(*in_one_process(config(pair, mode=mode), serving)) as loops:
+        upload = loops.target_stepper.upload
+
+        def noted(count: int, *parts: Any, **more: Any) -> None:
+            rows.append(count)
+            upload(count, *parts, **more)
+
+        loops.target_stepper.upload = noted  # type: ignore[method-assign]
+        served(loops, mail)
+    assert all_returned(loops)
+    wanted = {one.id: alone(pair, [*one.prompt], one.max_tokens) for one in asked}
+    assert mail.tokens() == wanted
+    return sum(rows)
+
+
+@pytest.mark.parametrize("mode", ["ar", "inline", "sd", "ssd"])
+def test_a_conversation_is_not_computed_again(pair: TinyPair, mode: str) -> None:
+    first = after(pair, SYSTEM, 30)
+    second = after(pair, [*first, 5, 6], 40)
+    turns = Submit(0, SYSTEM, 30), Submit(1, [*first, 5, 6], 40), Submit(2, [*second, 9], 8)
+    saved = rows_of(pair, mode, *turns, prefix_cache=False) - rows_of(pair, mode, *turns)
+    pages = (len(first) - 1) // 64 + (len(second) - 1) // 64  # their last ones are not full
+    assert saved > 0.8 * 64 * pages
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_a_prompt_that_ends_with_a_page_is_read_once_more_at_its_end(
+    pair: TinyPair, mode: str
+) -> None:
+    for length in (127, 128, 129):
+        rows_of(pair, mode, Submit(0, SYSTEM[:length], 5), Submit(1, SYSTEM[:length], 70))
+
+
+@pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
+@pytest.mark.parametrize("kv_tokens", [0, 448])
+def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_own_jobs(
+    pair: TinyPair, mode: str, kv_tokens: int
+) -> None:
+    dice = random.Random(kv_tokens)
+    asked = []
+    for n in range(14):
+        part = SYSTEM[: dice.choice([140, 140, 130, 64, 20])]
+        asked.append(
+            (n, [*part, *dice.choices(range(97), k=dice.randint(1, 9))], (75 if n % 2 else 95))
+        )
+    mail = Script(
+        *((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked),
+        *((2 * n + 7, Cancel(n)) for n in (3, 8)),
+    )
+    with Loops(*in_one_process(config(pair, mode=mode), Serving(kv_tokens=kv_tokens))) as loops:
+        driver = served(loops, mail)
+    assert all_returned(loops)
+    assert bool(driver.scheduler.num_preempted) == bool(kv_tokens)
+    found = mail.tokens()
+    for n, prompt, count in asked:
+        if mail.ends()[n].reason == "length":
+            assert found[n] == alone(pair, prompt, count), n
+    assert sum(end.reason == "length" for end in mail.ends().values()) >= 12
+
+
+class Cache:
+    """Sequences over a pool, with what each page really stores."""
+
+    def __init__(self, pages: int, page: int, seed: int) -> None:
+        self.pool, self.page, self.dice = PagePool(pages, page), page, random.Random(seed)
+        self.stored: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its end
+        self.live: dict[int, tuple[list[int], list[int]]] = {}  # (tokens, pages)
+        self.found = 0
+
+    def join(self, name: int, tokens: list[int]) -> None:
+        pages = self.pool.found(tokens)
+        for n, one in enumerate(pages):
+            assert self.stored[one] == tuple(tokens[: (n + 1) * self.page])
+        self.found += len(pages)
+        while len(pages) * self.page < len(tokens):
+            mine = self.pool.take()
+            assert all(mine not in held for _, held in self.live.values()) and mine not in pages
+            pages.append(mine)
+            self.stored[mine] = tuple(tokens[: len(pages) * self.page])
+        self.live[name] = tokens, pages
+        if self.dice.random() < 0.7:
+            self.pool.name(pages, tokens)
+
+    def leave(self, name: int) -> None:
+        tokens, pages = self.live.pop(name)
+        self.pool.name(pages, tokens[: self.dice.randint(0, len(tokens))])
+        self.pool.give_back(pages)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_page_that_is_found_stores_the_tokens_that_it_was_asked_for(seed: int) -> None:
+    cache, pages = Cache(24, 4, seed), 24
+    dice = cache.dice
+    roots = [dice.choices(range(3), k=30) for _ in range(2)]
+    for name in range(400):
+        tokens = [*dice.choice(roots)[: dice.randint(1, 30)], *dice.choices(range(3), k=3)]
+        while cache.live and sum(len(held) for _, held in cache.live.values()) + 9 > pages:
+            cache.leave(dice.choice([*cache.live]))
+        cache.join(name, tokens)
+        held = {page for _, held in cache.live.values() for page in held}
+        assert sorted([*held, *cache.pool.free]) == list(range(pages))
+    for name in [*cache.live]:
+        cache.leave(name)
+    assert sorted(cache.pool.free) == list(range(pages)) and cache.found > 300
+
+
+def test_ranks_without_the_flag_keep_nothing(pair: TinyPair) -> None:
+    turn = Submit(0, SYSTEM, 4), Submit(1, SYSTEM, 4)
+    off = rows_of(pair, "ar", *turn, prefix_cache=False)
+    assert off - rows_of(pair, "ar", *turn) == 128
