@@ -23,7 +23,7 @@ from mpissd.serve.replicas.config import ReplicasConfig
 from mpissd.serve.replicas.entry import Entry
 from mpissd.serve.replicas.living import Living
 from mpissd.serve.replicas.member import Member, entry_of, new_id
-from tests.needs import missing, needs
+from tests.needs import missing, needs, needs_linux
 from tests.serve.rig import answered, until
 from tests.serve.test_front import pair, started
 from tests.tiny_pair import TinyPair
@@ -285,17 +285,29 @@ def test_what_cannot_be_is_refused(tmp_path: Path, words: list[str], says: str) 
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
+@needs_linux
+@pytest.mark.parametrize("text", ["", "x", "999999999", "OTHER"])
+def test_a_pid_that_is_no_haproxys_is_left_alone(tmp_path: Path, text: str) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        (tmp_path / "pid").write_text(text.replace("OTHER", str(other.pid)))
+        with pytest.raises(ConfigError, match=r"pid_file=.*: no HAProxy there: "):
+            haproxy.reload(tmp_path / "pid")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
     """A process that counts its signals stands for HAProxy's master."""
     folder, file, told = tmp_path / "replicas", tmp_path / "haproxy.cfg", tmp_path / "told"
-    counts = (
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGUSR2, lambda *_: print('reload', flush=True))\n"
-        "print('up', flush=True)\n"
-        "while True: time.sleep(.05)\n"
-    )
+    counts = "#!/bin/bash\ntrap 'echo reload' USR2\necho up\nwhile :; do sleep .05; done\n"
+    program = tmp_path / "haproxy"
+    program.write_text(counts)
+    program.chmod(0o755)
     with told.open("w") as out:
-        master = subprocess.Popen([sys.executable, "-c", counts], stdout=out)
+        master = subprocess.Popen([program], stdout=out)
     words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch --expire_s=2"
     watch = subprocess.Popen(
         [sys.executable, "-m", "mpissd", "replicas", *words.split()],

@@ -124,11 +124,23 @@ def reload(pid_file: Path) -> None:
     """Has HAProxy's master take the file over; raises ConfigError where there is none.
 
     The master (`haproxy -W -p PID_FILE`) hands its listening sockets to new workers, and the old
-    ones finish what they have.
+    ones finish what they have. Another process may have the number by now, and would be ended by
+    the signal.
     """
     try:
         master = int(pid_file.read_text().split()[0])
+        if not _is_haproxy(master):
+            raise ProcessLookupError(0, f"process {master} is another program")
         os.kill(master, signal.SIGUSR2)
     except (OSError, ValueError, IndexError) as error:
         why = getattr(error, "strerror", None) or "no number"
         raise ConfigError(f"pid_file={pid_file}: no HAProxy there: {why}") from error
+
+
+def _is_haproxy(pid: int) -> bool:
+    """Whether a process is one of HAProxy, or of a script of that name; raises OSError where it is
+    gone. True where there is no /proc to ask."""
+    if not Path("/proc/self/cmdline").exists():
+        return True
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
+    return any(os.path.basename(word) == b"haproxy" for word in words)
