@@ -138,13 +138,13 @@ def test_what_a_draft_on_the_same_device_stores_counts(
     rows = 4 * (lookahead + 1)
     own_s = bandwidth(rows) + lookahead * step_s
     growth, stored = list[float](), 0
-    for _ in range(400):
-        more = times.beside(rows, 512, lookahead)
+    for n in range(400):
+        more = min(times.beside(rows, 512, lookahead), 512 if n % 2 else 3)  # 3: a prompt's end
         if more:
             times.stored(more, store(more), lookahead, lookahead * step_s)
         took_s = bandwidth(rows + more) + (store(more) if more else 0.0) - bandwidth(rows)
         growth.append(took_s / own_s)
         stored += more
     assert sorted(growth)[int(0.9 * len(growth))] <= 0.31
-    assert sum(growth) >= 0.15 * len(growth)  # most of what may be spent is
-    assert stored > 400 * 40
+    assert sum(growth[1::2]) >= 0.15 * len(growth[1::2])  # most of what may be spent is
+    assert stored > 200 * 40

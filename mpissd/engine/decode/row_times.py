@@ -8,17 +8,12 @@ from collections.abc import Sequence
 _WEIGHT = 1 / 32  # of a new sample, once there were as many
 _KNOWN, _SHIFT = 4, 0.5  # samples behind which one shifts a mean as if so much off it, at most
 _GROWTH = 0.3  # how much longer a round may take for the prompts stored beside it
+_STORES = [0, *(n << shift for shift in range(10) for n in (4, 5, 6, 7))]  # rows, by size
 _APART = 10  # rounds within that behind one beyond it, so that the 90th percentile is within it
 
 
-class RowTimes:
-    """The seconds of a forward of n rows: running means where it was measured, lines between.
-
-    It also says how many rows of prompts go beside a verification: those of the largest forward
-    with which the round takes 30% longer than alone. Where that one stores few rows, since the
-    device computes whole buckets, every eleventh round may be longer: each round earns 30% of its
-    own seconds, and those that it did not use pay for a larger one.
-    """
+class Times:
+    """The seconds of a forward of n rows: running means where it was measured, lines between."""
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
         """Takes the sizes that forwards have, rising; none: a forward computes its rows alone."""
@@ -26,8 +21,6 @@ class RowTimes:
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
-        self._earned_s, self._within = 0.0, 0
-        self._stored_s = self._step_s = 0.0  # of a draft on the same device
 
     def _size(self, rows: int) -> int:
         """Returns the rows that a forward of so many rows computes."""
@@ -64,12 +57,29 @@ class RowTimes:
             above = max(above, below)  # no forward gets faster by more rows
         return below + (above - below) * (rows - low) / (high - low)
 
+
+class RowTimes(Times):
+    """The seconds of the target's forwards, and how many rows of prompts go beside a verification.
+
+    Those of the largest forward with which the round takes 30% longer than alone. Where that one
+    stores few rows, since the device computes whole buckets, every eleventh round may be longer:
+    each round earns 30% of its own seconds, and those that it did not use pay for a larger one.
+    """
+
+    def __init__(self, buckets: Sequence[int] = ()) -> None:
+        """Takes the sizes of the target's forwards, as Times does."""
+        super().__init__(buckets)
+        self._earned_s, self._within = 0.0, 0
+        # Of a draft on the same device: forwards over prompts, and a step.
+        self._stores, self._step_s = Times(_STORES), 0.0
+
     def stored(self, rows: int, seconds: float, lookahead: int, drafted_s: float) -> None:
         """Takes how long a draft on the same device stored rows of prompts, and drafted K tokens.
 
         The first lengthens the round, too; the second is a part of it without prompts.
         """
-        self._stored_s = _mean(self._stored_s or seconds / rows, seconds / rows)
+        self._stores.add(0, 0.0)  # fewer rows than were measured take less in proportion
+        self._stores.add(rows, seconds)
         if lookahead:
             step_s = drafted_s / lookahead
             self._step_s = _mean(self._step_s or step_s, step_s)
@@ -97,7 +107,8 @@ class RowTimes:
 
     def _grown_s(self, rows: int, total: int) -> float:
         """Returns the seconds of a forward of `total` rows, and of storing those of prompts."""
-        return self.seconds(total) + (total - rows) * self._stored_s
+        stored_s = self._stores.seconds(total - rows) if total > rows else 0.0
+        return self.seconds(total) + stored_s
 
     def _largest(self, rows: int, most: int, limit_s: float) -> int:
         """Returns the rows of the largest forward that takes at most limit_s, at least `rows`."""
