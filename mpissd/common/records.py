@@ -23,18 +23,20 @@ class RoundRecords:
         self.ends: dict[int, int] = {}
         self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
         self.t_target_s = Tape("d")
+        self._versions = Tape("i")  # of the draft's weights, by round
         self._new_outcomes: list[Any] = []  # the rows of each new round, not yet on a tape
         self._new_speculations: list[Any] = []
         self._counts, self._outcomes, self._speculations = Tape("i"), Tape("i"), Tape("i")
         self._width = Speculation.HEAD  # columns of _speculations
         self._tapes = (
-            *(self.round_s, self.t_target_s),
+            *(self.round_s, self.t_target_s, self._versions),
             *(self._counts, self._outcomes, self._speculations),
         )
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
         """Adds a round. The arrays are kept, not copied, until 512 rounds are packed at once."""
         self.t_target_s.tail.append(t_target_s)
+        self._versions.tail.append(speculation.version)
         self._new_speculations.append(speculation.rows)
         self._new_outcomes.append(outcome.rows)
         if len(self._new_outcomes) == SPILL_ROUNDS:
@@ -85,6 +87,20 @@ class RoundRecords:
         rounds, outcomes, speculations = self._read()
         columns = [rounds, *outcomes[:, [0, 1, 3, 4]].T, *speculations[:, : Speculation.HEAD].T]
         return np.column_stack(columns).astype(np.int64)
+
+    def by_version(self) -> list[tuple[int, int, int, int]]:
+        """Returns (version, rounds, drafted, accepted) of each version of the draft's weights.
+
+        Rounds and tokens are those of all sequences.
+        """
+        rounds, outcomes, speculations = self._read()
+        versions = self._versions.read()[rounds]
+        found = []
+        for version in np.unique(versions).tolist():
+            mine = versions == version
+            counts = int(mine.sum()), int(speculations[mine, 2].sum()), int(outcomes[mine, 3].sum())
+            found.append((version, *counts))
+        return found
 
     def num_rows(self) -> NDArray[np.int64]:
         """Returns the rows of each round's target forward [rounds]: Σ(num_draft + 1)."""

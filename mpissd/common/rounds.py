@@ -136,6 +136,7 @@ class Speculation:
     """
 
     HEAD = 3
+    version = 0  # of the draft's weights; 0: as they were loaded
 
     def __init__(self, round_: int, rows: Ints, *, sampled: bool = False) -> None:
         self.round = round_

@@ -75,6 +75,12 @@ class Launcher:
         array.set(np.ascontiguousarray(values, array.dtype), stream=self._stream)
         self._stream.synchronize()
 
+    def copy(self, source: Any, to: Any) -> None:
+        """Copies a device array into another one of its shape, in the stream's order; waits."""
+        with self._stream:
+            to[...] = source
+        self._stream.synchronize()
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Returns a device array of zeros."""
         array = self.empty(shape, dtype)

@@ -27,6 +27,8 @@ STOP = 1
 # one (0: None), the width likewise, and the rows of prompts.
 _LOOKAHEAD, _WIDTH, _FILL, _END = 5, 14, 19, 31
 _CONTROL = (1 << _END) - (1 << _LOOKAHEAD)
+# Those of a SPECULATION hold the version of the draft's weights from this bit on.
+_VERSION = 5
 MOST_FILL, MOST_WIDTH = (1 << _END - _FILL) - 1, (1 << _FILL - _WIDTH) - 2
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
@@ -64,7 +66,8 @@ class Buffer:
         self._expected = VERSION, int(kind), group
         is_outcome = kind in (Kind.OUTCOME, Kind.PLAN)
         self._flags = (0, STOP) if is_outcome else (0,)
-        self._control = _CONTROL if is_outcome else 0
+        has_version = kind == Kind.SPECULATION
+        self._control = _CONTROL if is_outcome or has_version else 0
         self._bytes = self.array.data.cast("B")
         self._ints, self._words = self._bytes.cast("i"), self._bytes.cast("I")
         self._limits = np.array(self.most, np.uint32)
@@ -195,7 +198,8 @@ def _control_of(flags: int) -> Control:
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
     """Writes a speculation into the buffer, with one copy."""
     rows = speculation.rows
-    buffer.write_header(speculation.round, len(rows))
+    version = speculation.version << _VERSION if buffer.kind == Kind.SPECULATION else 0
+    buffer.write_header(speculation.round, len(rows), version)
     buffer.body[: rows.size] = rows.reshape(-1)
     buffer.seal(rows.size)
 
@@ -204,7 +208,7 @@ def read_speculation(
     buffer: Buffer, round_: int, count: int, lookahead: int, *, sampled: bool = False
 ) -> Speculation:
     """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
-    _, got, _ = buffer.read_header(round_)
+    _, got, flags = buffer.read_header(round_)
     if got != count:
         raise ProtocolError(
             f"round {round_}: {buffer.kind.name} of {got} sequences, expected {count}"
@@ -212,6 +216,7 @@ def read_speculation(
     rows = _rows(buffer, 0, count, Speculation.width(lookahead, sampled))
     buffer.check_seal(rows.size)
     speculation = Speculation(round_, rows, sampled=sampled)
+    speculation.version = flags >> _VERSION
     _check(buffer, speculation, lookahead)
     return speculation
 

@@ -82,6 +82,7 @@ class Drafter:
         self._num_jit = self._steps_ready = 0
         self._forwards = self._guessed = self._guessed_right = 0  # of the answer's drafting
         self._control = Control()  # of the round that is answered now
+        self.version = 0  # of the weights that draft; 0: as they were loaded
 
     @property
     def digest(self) -> int:
@@ -244,6 +245,7 @@ class Drafter:
     def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
         policy, head, sampled = self._policy, Speculation.HEAD, self._policy.sampled
         speculation = Speculation.empty(round_, count, policy.lookahead, sampled=sampled)
+        speculation.version = self.version
         if sampled:
             self._proposals = {}
         for rollout in rollouts:
@@ -357,6 +359,17 @@ class Drafter:
         if not self.growing:
             self._growth_s = perf_counter() - self._growth_start
         self.ledger.mark(DraftPhase.GROW)
+
+    def change(self, version: int) -> None:
+        """Drafts by the weights of this version from the next answer on.
+
+        Called between two rounds, when the worker's model has changed. What the old weights stored
+        and grew is dropped, so that a speculation is of one version, and so are its q.
+        """
+        self._cache.clear()
+        self._growth = self._branches = self._own = None
+        self._worker.forget()
+        self.version = version
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""

@@ -34,6 +34,7 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.decode.target import RoundResult, TargetLoop
+from mpissd.engine.decode.updates import Updates
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
@@ -138,9 +139,13 @@ class Loops:
 
     def _serve(self, link: DraftEnd, drafter: Drafter) -> None:
         try:
-            serve((link, drafter))
+            serve((link, drafter), updates=self._updates(drafter))
         except Exception as fault:  # noqa: BLE001  (the lead raises it)
             self._faults.append(fault)
+
+    def _updates(self, drafter: Drafter) -> Updates | None:
+        """Returns what brings a draft newer weights; nothing does by default."""
+        return None
 
     def _check(self) -> None:
         if self._faults:

@@ -16,6 +16,7 @@ from mpissd.common.rounds import Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.updates import Updates
 from mpissd.engine.workload.steps import Steps
 
 R = TypeVar("R")
@@ -30,21 +31,22 @@ class _Group:
     awaited: a test of whether the message has come; None: the forward that was launched.
     """
 
-    def __init__(self, link: DraftEnd, drafter: Drafter) -> None:
+    def __init__(self, link: DraftEnd, drafter: Drafter, updates: Updates | None) -> None:
         self.drafter = drafter
-        self.turns = _rounds(link, drafter)
+        self.turns = _rounds(link, drafter, updates)
         self.awaited: Ready | None = None
         drafter.ledger.restart()
 
 
-def serve(*ends: tuple[DraftEnd, Drafter]) -> None:
+def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> None:
     """Runs the draft's loop over a link and a drafter for each target group.
 
     Returns when every group has said stop. Each works until it has launched a forward or waits for
     a message. Drafters of several groups must run their forwards on seats of one model
-    (model.shared), so that the wait for one ends the forwards of all.
+    (model.shared), so that the wait for one ends the forwards of all. updates: what brings the one
+    drafter newer weights, one unit a round and more while nothing arrives.
     """
-    groups = [_Group(*end) for end in ends]
+    groups = [_Group(*end, updates) for end in ends]
     while groups:
         running = None
         for group in tuple(groups):
@@ -72,7 +74,7 @@ def _wait_for_mail(groups: list[_Group]) -> None:
     groups[0].drafter.wait_until(has_come, "target: outcome")
 
 
-def _rounds(link: DraftEnd, drafter: Drafter) -> Turns[None]:
+def _rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None) -> Turns[None]:
     """Serves one group until an outcome says stop.
 
     The link is polled between growth steps, so an outcome waits for at most one of them.
@@ -92,6 +94,14 @@ def _rounds(link: DraftEnd, drafter: Drafter) -> Turns[None]:
         drafter.hear(speculation)
         yield from _grow(link, drafter, speculation)
         drafter.close_round(speculation)
+        if updates is not None:
+            _update(link, updates)
+
+
+def _update(link: DraftEnd, updates: Updates) -> None:
+    """Works on newer weights until an outcome arrives or there is nothing to do."""
+    while updates.work() and not link.outcome_arrived():
+        continue
 
 
 def _grow(link: DraftEnd, drafter: Drafter, speculation: Speculation) -> Steps[None]:

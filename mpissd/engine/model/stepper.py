@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.state_drafts import StateStack
+from mpissd.engine.model.transformer.versions import Arrays
 
 _PRODUCTS = GemmStacks()
 
@@ -196,6 +197,14 @@ class Stepper:
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
         return self.stack.logits(rows)
+
+    def reload(self, arrays: Arrays) -> Iterator[None]:
+        """Replaces tensors of the model in place, part by part; its cache is void afterwards.
+
+        For a transformer alone. Raises ProtocolError for arrays that are not the model's.
+        """
+        assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
+        yield from self.stack.reload(arrays)
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots, whose sequences have ended."""

@@ -76,6 +76,14 @@ class PlacedWorker(ABC):
         if self.placement is not None:
             self._vacate(self.placement, np.zeros(0, np.int64))
 
+    def forget(self) -> None:
+        """Forgets what is stored of every sequence: the model's weights have changed.
+
+        Committed tokens are stored again before the next forward that reads them.
+        """
+        if self.placement is not None:
+            self.placement.filled[:] = 0
+
     def _vacate(self, placement: Placement, slots: NDArray[np.int64]) -> None:
         if left := placement.vacate(slots):
             for slot, filled in left:

@@ -57,7 +57,7 @@ class FileCheckpoint:
         another shape than the configuration says.
         """
         self.name, self._files, self._embedding = config.shape.name, files, embedding
-        self._shares_head = shares_head
+        self.shares_head = shares_head
         self._head_ids = files.integers(HEAD_IDS)
         if self._head_ids is not None:
             _check_head_ids(_where(files), self._head_ids, config.shape.vocab_size)
@@ -89,7 +89,7 @@ class FileCheckpoint:
         name = EMBEDDING if name == HEAD and self.config.tied else name
         if name == EMBEDDING and self._embedding is not None:
             return self._embedding.matrix(name, rows, columns)
-        if name == HEAD and self._shares_head:
+        if name == HEAD and self.shares_head:
             return dequantize(*self._target_rows(rows))[:, columns]
         return self._files.read(name, rows, columns)
 
@@ -106,7 +106,7 @@ class FileCheckpoint:
         name = EMBEDDING if name == HEAD and self.config.tied else name
         if name == EMBEDDING and self._embedding is not None:
             return self._embedding.int8_part(name, rows, columns)
-        if name == HEAD and self._shares_head:
+        if name == HEAD and self.shares_head:
             return self._int8_head(rows, columns)
         return self._files.int8(name, rows, columns)
 

@@ -64,6 +64,9 @@ class Chunks(Protocol):
     def body(self) -> None:
         """Issues the chunk's operations, which store keys and values."""
 
+    def refresh(self) -> None:
+        """Reads the weights again, which were overwritten."""
+
 
 class Ops(Protocol):
     """A transformer's operations on one rank's device, for one model and its share of heads."""
@@ -84,6 +87,9 @@ class Ops(Protocol):
 
     def vector(self, values: Floats) -> Array:
         """Returns a norm's weight or a bias."""
+
+    def overwrite(self, old: Array, new: Array) -> None:
+        """Copies a weight or a vector into another one of the same kind and shape, in place."""
 
     def buffer(self, rows: int, width: int) -> Array:
         """Returns a buffer of activations between two operations."""

@@ -6,7 +6,7 @@ down give is summed over the ranks in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,8 @@ from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.ops import Chunks, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
+from mpissd.engine.model.transformer.versions import Arrays, Version
+from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights, reload
 
 _EMULATED_PAGE = 64
 
@@ -116,6 +117,17 @@ class TransformerStack:
         self.pages.hold(np.array([slot]), np.array([start + len(tokens) - 1]))
         self.chunks.upload(slot, start, tokens)
         return self.chunks.body
+
+    def reload(self, arrays: Arrays) -> Iterator[None]:
+        """Replaces these tensors of the weights, in steps; see weights.reload.
+
+        Raises ProtocolError for arrays that are not the model's. What the cache holds is of the
+        weights before.
+        """
+        assert self.weights.source is not None, "weights that nothing computes with"
+        yield from reload(self.weights, Version(self.weights.source, arrays), self.shard)
+        if "chunks" in vars(self) and self.chunks is not None:
+            self.chunks.refresh()
 
     def release(self, slots: Sequence[int]) -> None:
         """Gives the pages of these slots back."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +32,7 @@ class TransformerWeights:
     norm: Array = None
     head: Array = None
     head_ids: Ints | None = None
+    source: Checkpoint | None = None  # what they were read from
 
     @property
     def kernel(self) -> str:
@@ -75,6 +78,7 @@ def load_weights(
         ops.vector(checkpoint.vector("model.norm.weight")),
         ops.matrix(checkpoint, [Part("lm_head.weight", rows=shard.vocab_range)]),
         checkpoint.head_ids(),
+        checkpoint,
     )
 
 
@@ -103,10 +107,46 @@ def load_state_weights(
         None if is_medusa else loader.vector(LAST_NORM),
         ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)]),
         checkpoint.head_ids(),
+        checkpoint,
         () if is_medusa else tuple(loader.vector(name) for name in JOINED),
         () if is_medusa else tuple(ops.matrix(checkpoint, [Part(name)]) for name in JOINS),
         tuple(loader.vector(prefix + HEAD_NORM) for prefix in prefixes) if is_medusa else (),
     )
+
+
+def reload(
+    weights: TransformerWeights, checkpoint: Checkpoint, shard: TransformerShard
+) -> Iterator[None]:
+    """Overwrites one rank's share in place by that of another checkpoint of the same shapes.
+
+    Yields between its parts, so that the caller may do other work: each is packed into memory of
+    its own first. All of them are copied behind the last yield, in one go, so that no forward reads
+    two checkpoints. The embedding table stays. Programs that were captured over the weights stay
+    valid, since the arrays keep their addresses.
+    """
+    ops = weights.ops
+    if ops is None:
+        return
+    loader, fresh = _Loader(ops, checkpoint, shard), list[tuple[Any, Any]]()
+    for number, layer in enumerate(weights.layers):
+        fresh.append((layer, loader.layer(f"model.layers.{number}.")))
+        yield
+    fresh.append((weights.norm, loader.vector("model.norm.weight")))
+    head = ops.matrix(checkpoint, [Part("lm_head.weight", rows=shard.vocab_range)])
+    fresh.append((weights.head, head))
+    yield
+    for old, new in fresh:
+        _overwrite(ops, old, new)
+
+
+def _overwrite(ops: Ops, old: Any, new: Any) -> None:
+    """Copies a layer's weights, or one weight, over those that are read."""
+    if not isinstance(old, Layer):
+        ops.overwrite(old, new)
+        return
+    for part in fields(Layer):
+        if getattr(old, part.name) is not None:
+            ops.overwrite(getattr(old, part.name), getattr(new, part.name))
 
 
 class _Loader:

@@ -48,6 +48,9 @@ class Launcher(Protocol):
     def uploaded(self, values: Any, dtype: Any) -> Any:
         """Returns a device array of host values."""
 
+    def copy(self, source: Any, to: Any) -> None:
+        """Copies a device array into another one of its shape, in the stream's order; waits."""
+
     def upload(self, values: Any, array: Any) -> None:
         """Writes host values into a contiguous device array; returns when they are there."""
 

@@ -76,6 +76,12 @@ class CupyOps:
     def vector(self, values: Floats) -> Any:
         return self._launcher.uploaded(values, np.float32)
 
+    def overwrite(self, old: Any, new: Any) -> None:
+        """Copies a weight or a vector on the device; `old` keeps its address, as graphs read it."""
+        if isinstance(old, PackedWeight):
+            old, new = old.values, new.values
+        self._launcher.copy(new, old)
+
     def buffer(self, rows: int, width: int) -> Any:
         return self._backend.activation(rows, width)
 

@@ -141,6 +141,13 @@ class CupyChunks:
             self._unpack(weight, rows)
         return rows.reshape(-1, weight.depth)
 
+    def refresh(self) -> None:
+        """Unpacks the kept weights again, which were overwritten."""
+        for layer in self._layers:
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                if (rows := self._kept.get(id(weight))) is not None:
+                    self._unpack(weight, rows)
+
     def _unpack_all(self, layers: Sequence[Layer]) -> None:
         """Unpacks all weights if they fit, else allocates the scratch of the largest."""
         every = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]

@@ -107,8 +107,13 @@ class NumbaOps:
         return table
 
     def vector(self, values: Floats) -> Floats:
-        """Returns the vector unchanged, in float32."""
-        return np.ascontiguousarray(values, np.float32)
+        """Returns a copy of the vector in float32, which `overwrite` may write to."""
+        return np.array(values, np.float32)
+
+    def overwrite(self, old: Packed | Floats, new: Packed | Floats) -> None:
+        """Copies a weight or a vector into another one of the same kind and shape."""
+        for to, source in zip(_arrays(old), _arrays(new), strict=True):
+            np.copyto(to, source)
 
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of 64 columns."""
@@ -250,6 +255,12 @@ class NumbaOps:
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         """Returns these rows of the logits."""
         return logits.scores[list(chosen), : logits.width]
+
+
+def _arrays(weight: Packed | Floats) -> list[NDArray[Any]]:
+    if not isinstance(weight, Packed):
+        return [weight]
+    return [weight.words] if weight.scales is None else [weight.words, weight.scales]
 
 
 def _int8_of(checkpoint: Checkpoint, parts: Sequence[Part]) -> Int8 | None:
