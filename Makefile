@@ -20,7 +20,7 @@
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
-##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
+##   TP=1  DRAFTS=1 (0 for ar)  LEARNERS=0  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
 ##   GROUPS=1 (each of TP target ranks; they share the drafts: docs/pools.md)
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
@@ -54,7 +54,7 @@ flag = $(if $(given),--$2=$(call quote,$(given)))
 
 flag_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
-    OUT:out PROMPT:prompt PROMPTS:prompts
+    OUT:out PROMPT:prompt PROMPTS:prompts LEARNERS:learners
 # An empty PROMPT is passed on to be refused: without one, a toy would run.
 empty_prompt = $(if $(filter command,$(origin PROMPT)),$(if $(value PROMPT),,--prompt=''))
 flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f)))) \
@@ -74,7 +74,8 @@ tp = $(call whole,TP,$(or $(call given,TP),1),[1-9][0-9]*,1 or more)
 default_drafts = $(if $(filter ar,$(call given,MODE)),0,1)
 drafts = $(call whole,DRAFTS,$(or $(call given,DRAFTS),$(default_drafts)),(0|[1-9][0-9]*),0 or more)
 groups = $(call whole,GROUPS,$(or $(call given,GROUPS),1),[1-9][0-9]*,1 or more)
-num_ranks = $(shell echo $$(($(groups) * $(tp) + $(drafts))))
+learners = $(call whole,LEARNERS,$(or $(call given,LEARNERS),0),(0|[1-9][0-9]*),0 or more)
+num_ranks = $(shell echo $$(($(groups) * $(tp) + $(drafts) + $(learners))))
 
 python := $(call quote,$(or $(call given,PYTHON),.venv/bin/python))
 setup := $(if $(call given,PYTHON),@:,@launch/setup.sh)

@@ -61,6 +61,8 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(arguments)
         if isinstance(command.config, RanksFlags) and launcher_size() is None:
             return front(command, arguments)
+        if command.run.learners and command.name in ("chat", "serve", "probe", "sweep", "doctor"):
+            raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name not in ("run", "chat", "serve", "probe", "sweep"):
             return alone(command)
         watch(command.run, isinstance(command.config, SweepConfig))
@@ -127,6 +129,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.lab.load.command import load
 
         return load(command.config)
+    if command.name == "online":
+        from mpissd.online.command import online
+
+        return online(command.config)
     if command.name == "distill":
         from mpissd.learn.command import distill
 
@@ -152,7 +158,7 @@ def check_before_mpi(config: RunConfig) -> None:
     from mpissd.engine.job import resolve_unopened
 
     size = config.world_size or launcher_size()
-    tp = 1 if size is None else check_world(size, config.drafts, config.groups)
+    tp = 1 if size is None else check_world(size - config.learners, config.drafts, config.groups)
     is_shared = config.dry_run and bool(os.environ.get("MPISSD_ONE_HOST"))  # launch/env.sh
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:

@@ -48,6 +48,8 @@ LAYERS = {
     "mpissd.lab.limits": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
+    "mpissd.online": 8,
+    "mpissd.online.config": 7,
     "mpissd.ops": 7,
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
@@ -97,7 +99,12 @@ STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported where they are used alone
 # PyTorch is an extra: `distill` and one measurement of the limits use it.
-MAY_NAME_TORCH = ("mpissd.learn", "mpissd.lab.limits.torch_graph", "mpissd.lab.limits.torch_whole")
+MAY_NAME_TORCH = (
+    "mpissd.learn",
+    "mpissd.online",
+    "mpissd.lab.limits.torch_graph",
+    "mpissd.lab.limits.torch_whole",
+)
 STARTS_TORCH = (
     "mpissd.lab.limits.torch_graph",
     "mpissd.lab.limits.torch_whole",
@@ -109,6 +116,7 @@ STARTS_TORCH = (
             "train triton_attend"
         ).split()
     ),
+    *(f"mpissd.online.{name}" for name in "answers learner replay student trainer".split()),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.
 MAY_NAME_HTTP = ("mpissd.serve.http",)

@@ -22,6 +22,7 @@ from mpissd.common.flag_groups import (
 )
 from mpissd.common.flags import flags_of, parse_into
 from mpissd.common.implied import with_measured, with_text
+from mpissd.common.learner_flags import LearnerFlags
 from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.common.workloads import refused_flags
 
@@ -30,7 +31,13 @@ _ANSWER_TOKENS = 256
 
 @dataclass(frozen=True)
 class RunConfig(  # a dataclass lists the fields of its last base first
-    OutputFlags, MeasurementFlags, MachineFlags, WorkloadFlags, ModelFlags, MethodFlags
+    OutputFlags,
+    LearnerFlags,
+    MeasurementFlags,
+    MachineFlags,
+    WorkloadFlags,
+    ModelFlags,
+    MethodFlags,
 ):
     """All flags of a run; None means not given, and is resolved when the machine is known."""
 
@@ -120,6 +127,22 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         for name in ("trace", "ledger_ab", "show"):
             if getattr(self, name):
                 raise ConfigError(f"{name} with groups={self.groups}: allowed: groups=1")
+
+    def check_learners(self) -> None:
+        """Refuses a learner where no draft rank's model drafts text."""
+        if not self.learners:
+            return
+        allowed = (
+            ("workload", self.workload, "text"),
+            ("num_drafts", self.drafts, 1),
+            ("on_draft_loss", self.on_draft_loss, "abort"),
+            ("groups", self.groups, 1),
+        )
+        for name, value, wanted in allowed:
+            if value != wanted:
+                raise ConfigError(f"learners=1 with {name}={value}: allowed: {name}={wanted}")
+        if self.is_lookup:
+            raise ConfigError("learners=1 with backup=fast in sd: allowed: a draft model")
 
     def check_draft_loss(self) -> None:
         """Refuses on_draft_loss=ar where the run cannot go on without its draft."""

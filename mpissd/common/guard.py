@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def _start_warden(listener: socket.socket) -> None:
     It gets a session of its own, so that a signal to the ranks does not end it. The MPI variables
     are removed from its environment, or MPI and Slurm would count it as a rank.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_RANK)}
+    kept = without_ranks(os.environ)
     kept["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     subprocess.Popen(
         [sys.executable, "-S", "-m", "mpissd.ops.warden.warden", str(listener.fileno())],
@@ -237,6 +237,11 @@ def _start_warden(listener: socket.socket) -> None:
         pass_fds=[listener.fileno()],
         start_new_session=True,
     )
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without what launchers say of a rank, for a child that is none."""
+    return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
 
 
 def stage(now: Stage) -> None:

@@ -42,7 +42,7 @@ class Row(Origin, Mapping[str, Any]):
     )
     backend: str = key("cupy, numpy or emulated")
     device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
-    world_size: int = key("G·T + D, all ranks")
+    world_size: int = key("G·T + D + L, all ranks")
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
     groups: int | None = key(
@@ -201,6 +201,25 @@ class Row(Origin, Mapping[str, Any]):
         "ranks ([candidates kept, rank, how often]; rank 0: none of them) and the fitted (A, r) "
         "with 95% intervals, for a bonus that replaces a rejection and for one behind k' accepted "
         "tokens; null where nothing adapts and outcomes are imposed"
+    )
+    learners: int | None = key("L, ranks that train the draft meanwhile; null: none")
+    learner_state: str | None = key(
+        "of a learner at the end: learning; refused or diverged (its last version was not "
+        "published); lost (its trainer had ended); failed (`fault` in `learner`); silent (its "
+        "rank did not answer); starting. Null without one"
+    )
+    draft_versions: int | None = key(
+        "versions of its weights that the draft swapped in during the measured rounds; null "
+        "without a learner"
+    )
+    acceptance_by_version: list[Mapping[str, float]] | None = key(
+        "of each version of the draft's weights (0: as loaded): rounds, drafted and accepted "
+        "tokens of all sequences, and acceptance_length; null without a learner"
+    )
+    learner: Mapping[str, Any] | None = key(
+        "what a learner has seen and done, `swaps` (version, bytes, the longest time that one unit "
+        "of taking it over held up the draft), `refused_versions`, and the `cost` of teaching on "
+        "the lead: rows, bytes and µs a round, rounds that were dropped; null without one"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(

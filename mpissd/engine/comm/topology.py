@@ -121,24 +121,26 @@ class Topology:
         return min(self.world.rank // self.tp, self.groups)
 
 
-def open_topology(num_drafts: int, groups: int = 1) -> Topology:
+def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
     """Starts MPI and splits the world into targets and drafts. Collective.
 
-    Raises ConfigError on every rank where the world is too small, or where the launcher belongs to
-    another MPI than the library.
+    world: the ranks that decode, where learners were split off; None: all of them. Raises
+    ConfigError on every rank where the world is too small, or where the launcher belongs to another
+    MPI than the library.
     """
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
 
-    world = PatientComm(MPI.COMM_WORLD)
+    every = PatientComm(MPI.COMM_WORLD)
     launched = launcher_size()
-    if launched is not None and launched != world.size:
+    if launched is not None and launched != every.size:
         library = MPI.Get_library_version().split(",")[0].strip()
         raise ConfigError(
-            f"launcher mismatch: it started {launched} processes, but MPI sees {world.size}; use "
+            f"launcher mismatch: it started {launched} processes, but MPI sees {every.size}; use "
             f"the mpirun that belongs to mpi4py's library ({library})"
         )
+    world = world or every
     return placed(world, check_world(world.size, num_drafts, groups), groups)
 
 

@@ -79,6 +79,8 @@ class TargetLoop:
         self.ledger = Ledger(LeadPhase)
         # Called in every round while the target verifies: what may not make a round longer.
         self.meanwhile: Callable[[], None] | None = None
+        # Called with every judged round (batch, speculation, accepted, bonus); see Teaching.
+        self.teach: Callable[[Batch, Speculation, Ints, Ints], None] | None = None
         # This rank verifies, except while a speculator reports DRAFT_WAIT.
         OWN.bytes[DOING] = _VERIFY
 
@@ -171,6 +173,8 @@ class TargetLoop:
         accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
         self._pending = self._outcome(accepted, bonus)
         logprobs = self._worker.logprobs(self.batch, speculation, accepted, bonus)
+        if self.teach is not None:
+            self.teach(self.batch, speculation, accepted, bonus)
         mark(LeadPhase.SAMPLE)
         self.round += 1
         seconds, rows = self._worker.elapsed_s(), self._worker.num_rows

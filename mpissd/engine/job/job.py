@@ -64,8 +64,8 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, G·T + D."""
-        return self.config.groups * self.tp + self.config.drafts
+        """Number of ranks, G·T + D + L."""
+        return self.config.groups * self.tp + self.config.drafts + self.config.learners
 
     @cached_property
     def workload(self) -> Workload:

@@ -36,6 +36,7 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.decode.target import TargetLoop, follow
+from mpissd.engine.decode.updates import Updates
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
 
@@ -61,6 +62,7 @@ class Rank:
         self.ledger: Ledger | None = None
         self.digest = 0
         self.draft_lost = False  # in a pass so far; later ones have K = 0
+        self.updates: Updates | None = None  # of the last pass, on a draft with a learner
         self._comms: list[MPI.Comm] = []
         self._leads: MPI.Comm | None = None  # of the target groups, where there are several
         target, draft = session.models.open(session.job, topology)
@@ -138,7 +140,9 @@ class Rank:
         with undisturbed() if self.session.job.serving is None else nullcontext():
             if self.draft_links:
                 assert drafter is not None, "a draft rank without a drafter"
-                serve(*zip(self.draft_links, (drafter, *others), strict=True))
+                self.updates = self._updates(drafter)
+                ends = zip(self.draft_links, (drafter, *others), strict=True)
+                serve(*ends, updates=self.updates)
                 self.ledger, self.digest = drafter.ledger, drafter.digest
                 return None
             assert target is not None, "a target rank without a worker"
@@ -156,6 +160,13 @@ class Rank:
                 self.lead_links = []  # the draft is gone, and closing a link needs both ends
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
+
+    def _updates(self, drafter: Drafter) -> Updates | None:
+        """Returns what brings the draft's own worker newer weights from a learner, if any."""
+        learning = self.session.learning
+        if learning is None or learning.inbox is None or drafter.worker is not self.draft:
+            return None
+        return Updates(learning.inbox, drafter)
 
     def _sides(
         self, target: TargetWorker, drafter: Drafter | None

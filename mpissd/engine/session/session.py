@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from mpi4py import MPI
+
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
@@ -29,6 +31,7 @@ from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_gather import MpiLogitsGather
 from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.comm.mpi_learner import LearnerSeats
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.stepper import Stepper
@@ -54,6 +57,7 @@ class Session:
     models: Models
     calibrations: Calibrations
     resources: ExitStack  # closed at the end of this job
+    learning: LearnerSeats | None = None
 
     @property
     def workload(self) -> Workload:
@@ -172,18 +176,23 @@ def rest(topology: Topology) -> None:
     Waiter(math.inf, spin=False).until(looked, "the other ranks")
 
 
-def open_session(config: RunConfig) -> Session:
-    """Opens this rank's part of one job; raises Refused on every rank if one rank fails."""
-    machine = open_machine(config, config.drafts)
+def open_session(config: RunConfig, learning: LearnerSeats | None = None) -> Session:
+    """Opens this rank's part of one job; raises Refused on every rank if one rank fails.
+
+    learning: this rank's place beside a learner, which has no part in what is opened here.
+    """
+    world = None if learning is None else learning.world
+    machine = open_machine(config, config.drafts, world)
     session = session_of(machine, config)
+    session.learning = learning
     session.resources.callback(machine.close)
     return session
 
 
 @contextmanager
-def opened(config: RunConfig) -> Iterator[Session]:
+def opened(config: RunConfig, learning: LearnerSeats | None = None) -> Iterator[Session]:
     """Opens this rank's part of one job, and always closes it within the deadline."""
-    session = open_session(config)
+    session = open_session(config, learning)
     try:
         yield session
     except FaultError:
@@ -228,13 +237,15 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
     return session
 
 
-def open_machine(config: RunConfig, num_drafts: int) -> Machine:
+def open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None = None) -> Machine:
     """Opens this rank's part of a machine of groups·T + num_drafts ranks.
+
+    world: see open_topology.
 
     Raises Refused on every rank if one rank fails.
     """
     try:
-        topology = open_topology(num_drafts, config.groups)
+        topology = open_topology(num_drafts, config.groups, world)
     except ConfigError as small:  # the same on every rank
         raise Refused(str(small), small.exit_code) from small
     resources = ExitStack()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
+from mpissd.engine.comm.lessons import Lesson, Sent
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.stacks import Stacks
@@ -128,6 +129,20 @@ class TargetWorker(Worker):
         Of the sequences that asked for them (Request.logprobs); by default of none.
         """
         return _NO_LOGPROBS
+
+    def lessons(
+        self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
+    ) -> list[Lesson]:
+        """Returns what a judged round shows a learner, of each sequence.
+
+        sent: how many tokens of a sequence the learner has. everywhere: of all rows up to the
+        bonus, or of those alone that rejected a drafted token.
+        """
+        raise NotImplementedError("lessons of a workload without logits")
+
+    def logits_of(self, row: int) -> NDArray[np.float32]:
+        """Returns the target's logits [V] of a row of the finished forward."""
+        raise NotImplementedError("logits of a workload without them")
 
 
 class DraftWorker(Worker):

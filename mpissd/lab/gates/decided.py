@@ -55,11 +55,11 @@ def ranks(row: Row, rounds: Rounds) -> Iterator[str]:
 
     Only ranks of one target group receive the same ones; a draft has a digest for each group.
     """
-    size, groups = int(row.world_size), row.groups or 1
-    if groups * row.tp + row.num_drafts != size:
-        each = "groups · " * (groups > 1)
-        known = groups * row.tp + row.num_drafts
-        yield f"world_size is {size}, {each}tp + num_drafts is {known}"
+    size, groups, learners = int(row.world_size), row.groups or 1, row.learners or 0
+    if groups * row.tp + row.num_drafts + learners != size:
+        names = "groups · " * (groups > 1), " + learners" * (learners > 0)
+        known = groups * row.tp + row.num_drafts + learners
+        yield f"world_size is {size}, {names[0]}tp + num_drafts{names[1]} is {known}"
     digests = row.rank_digests
     if digests is None and "rank_digests" in rounds:
         digests = rounds["rank_digests"].tolist()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.updates import Report as UpdateReport
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
 
@@ -34,6 +35,7 @@ class LeadReport:
     proposals: tuple[float, float]  # bytes of distributions, and µs the lead waited, a round
     all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
+    learner: dict[str, Any] | None = None  # what it did, and its cost; None without one
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class DraftReport:
     phases: list[str]
     learned: dict[str, Any]  # from Controls.learned
     forwards: NDArray[np.int64] | None = None  # those that target groups share (measure.pool)
+    updates: UpdateReport | None = None  # of newer weights; None without a learner
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""

@@ -28,6 +28,7 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.answers import model_fields, prompt_times
 from mpissd.lab.measure.calibrate import JobProfile
+from mpissd.lab.measure.learning import learner_fields
 from mpissd.lab.measure.pool import draft_wait_us, of_each_group, pool_fields
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import (
@@ -82,6 +83,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         **_speculation(session, sequences, lead.draft_lost_round),
         draft_lost_round=lead.draft_lost_round,
         learned=None if measured.draft is None else measured.draft.learned or None,
+        **learner_fields(measured, config.learners),
         **device_times(session, measured),
         **_prediction(session, measured),
         **_digests(session, measured, sequences),

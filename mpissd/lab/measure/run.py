@@ -7,7 +7,7 @@ passes; their raw rounds are then gathered, and rank 0 builds the result row fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.updates import Updates
 from mpissd.engine.job import Job
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
@@ -35,6 +36,7 @@ from mpissd.lab.measure.ab import Overhead, ledger_pass
 from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.learning import ended, teach
 from mpissd.lab.measure.passes import WARM_ID
 from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
@@ -49,9 +51,26 @@ _ATTEMPTS = 100  # attempts to read two clocks without losing the core in betwee
 def execute(config: RunConfig) -> int:
     """Runs one configuration on all ranks; returns the exit code."""
     sharpen_sleep()
+    if config.learners:
+        return _beside_a_learner(config)
     with opened(config) as session:
         _run(session)
         guard.stage(Stage.TEARDOWN)
+    return 0
+
+
+def _beside_a_learner(config: RunConfig) -> int:
+    """Runs one configuration with a learner, which is the last rank; returns the exit code."""
+    from mpissd.engine.comm.mpi_learner import open_seats
+
+    with closing(open_seats()) as seats:
+        if seats.is_learner:
+            from mpissd.online.rank import learn
+
+            return learn(config, seats)
+        with opened(config, seats) as session:
+            _run(session)
+            guard.stage(Stage.TEARDOWN)
     return 0
 
 
@@ -105,7 +124,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     digests = list(chain(*world.gather(heard) or ()))
     told = world.allgather((lead.first_round, lead.last_round) if lead else None)
     spans = [span for span in told if span is not None]  # of each target group
-    drafts = world.gather(_draft_report(drafters, spans))
+    drafts = world.gather(_draft_report(drafters, spans, rank.updates))
     leads = [lead] if session.topology.groups == 1 else world.gather(lead)
     span = None if lead is None else Span(spans[0][0], spans[0][1], lead.records.t_target_s.read())
     overhead = ledger_pass(rank) if config.ledger_ab else None
@@ -139,7 +158,8 @@ def _conclude(
     """
     several = len(groups) > 1
     lead = joined_leads(groups) if several else groups[0]
-    silent = [None] * (session.job.world_size - len(digests))
+    expected = session.job.world_size - session.job.config.learners
+    silent = [None] * (expected - len(digests))
     parts = tuple(groups) if several else ()
     measured = Measured(lead, draft, profile, [*digests, *silent], overhead, parts)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
@@ -155,7 +175,9 @@ def _conclude(
     return row
 
 
-def _draft_report(drafters: list[Drafter], spans: list[tuple[int, int]]) -> DraftReport | None:
+def _draft_report(
+    drafters: list[Drafter], spans: list[tuple[int, int]], updates: Updates | None
+) -> DraftReport | None:
     """Returns this rank's report as a draft; spans: of each target group, its first measured round
     and the one behind its last."""
     reports = [
@@ -164,6 +186,7 @@ def _draft_report(drafters: list[Drafter], spans: list[tuple[int, int]]) -> Draf
             drafter.ledger.table(*span),
             drafter.ledger.names,
             drafter.controls.learned(),
+            updates=None if updates is None else updates.report,
         )
         for drafter, span in zip(drafters, spans, strict=False)
     ]
@@ -189,6 +212,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     loop.admit(sequences.first())
     rank.meet()
     guard.stage(Stage.ROUNDS)
+    teaching = teach(loop, rank)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
@@ -197,6 +221,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
             watched = progress_bar(config, config.max_rounds)
         records, wall_s = _rounds(loop, rank.session.job, sequences, audience, watched)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
+    learner = ended(teaching, rank.session.learning)
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
@@ -212,6 +237,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         prefill_s=loop.prefill_s - prefilled,
         proposals=(rows[0], rows[1] * 1e6),
         draft_lost_round=None if lost is None else max(0, lost - first),
+        learner=learner,
     )
 
 

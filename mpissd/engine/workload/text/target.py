@@ -8,6 +8,7 @@ import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
+from mpissd.engine.comm.lessons import Lesson, Sent
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.base import LogitsGather, Proposals
@@ -33,17 +34,18 @@ class TextTargetWorker(SamplingTargetWorker):
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
         gather: LogitsGather | None = None,
+        teaches: bool = False,
     ) -> None:
         """Makes the worker of one target rank.
 
         twin: what stands for it where forwards compute nothing. draft_ids: the tokens that the
         draft knows (None: all). widths: columns of the LM head by target rank; gather: needed for
-        several, if tokens are sampled.
+        several, if tokens are sampled or teaches, whether a learner reads the logits.
         """
         self.stepper, self._seed, self._twin = stepper, seed, twin
         self._samples, self._draft_ids = samples, draft_ids
         self.chains = not samples
-        self._widths, self._gather = widths, gather
+        self._widths, self._gather, self._teaches = widths, gather, teaches
         self._histories = PromptHistories()
         self._num_rows = 0
         # Of the round under verification: whether a sequence is sampled, and logits are read.
@@ -68,7 +70,8 @@ class TextTargetWorker(SamplingTargetWorker):
         self._num_rows = speculation.num_rows
         requests = [history.request for history in self._histories.rows(batch)]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        self._reads_logits = self._draws_any or any(one.logprobs for one in requests)
+        asked = self._teaches or any(one.logprobs for one in requests)
+        self._reads_logits = self._draws_any or asked
         super().upload(batch, speculation, fill)
 
     def served(self, batch: Batch, speculation: Speculation) -> None:
@@ -133,6 +136,27 @@ class TextTargetWorker(SamplingTargetWorker):
                 found[row] = [_logprob(*pair) for pair in zip(rows, tokens, strict=True)]
             start += len(history.served) + 1
         return found
+
+    def lessons(
+        self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
+    ) -> list[Lesson]:
+        found, start = [], 0
+        for row, history in enumerate(self._histories.rows(batch)):
+            k, count = int(accepted[row]), len(history.served)
+            first = 0 if everywhere else k
+            rows = range(start + first, start + k + 1) if everywhere or k < count else range(0)
+            last = len(history.tokens) - 1  # the position of the row's own token
+            name = history.request.request_id, history.request.epoch
+            had = sent.get(name, 0)
+            tokens = np.array([*history.tokens[had:], *history.served[:k], bonus[row]], np.int32)
+            at = np.arange(last + first, last + first + len(rows), dtype=np.int32)
+            prompt = len(history.request.prompt)
+            found.append(Lesson(*name, had, tokens, prompt, at, rows))
+            start += count + 1
+        return found
+
+    def logits_of(self, row: int) -> Logits:
+        return self._logits(row)
 
     def _logits(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""

@@ -104,7 +104,9 @@ class TextWorkload(Workload):
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
         ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
-        reads = self.samples or job.serving is not None  # for a request's log-probabilities
+        teaches = job.config.learners > 0
+        # A request of a server may ask for log-probabilities.
+        reads = self.samples or job.serving is not None or teaches
         gathers = reads and open_gather is not None and job.tp > 1
         return TextTargetWorker(
             stepper,
@@ -114,6 +116,7 @@ class TextWorkload(Workload):
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
             gather=open_gather() if gathers and open_gather is not None else None,
+            teaches=teaches,
         )
 
     def draft_worker(self, stepper: Forwards) -> TextDraftWorker:

@@ -1,0 +1,159 @@
+"""The ranks that a learner talks to, over MPI: lessons from the lead, new weights to the draft.
+
+The learner is the last rank of the world. It is split off before the job opens, so the job's own
+collectives never wait for it. Nothing of the job waits for its messages either.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpissd.common import guard
+from mpissd.common.rounds import Ints
+from mpissd.engine.comm.mpi_patient import PatientComm
+from mpissd.engine.comm.version_pieces import HEADER, PIECE, Bytes, end, is_end
+
+_LESSON, _STOP, _REPORT, _VERSION = range(1, 5)  # the messages' tags
+_MOST = 8  # lessons in flight
+_REPORT_S = 10.0  # longest wait of the job for the learner's last words
+_NAP_S = 1e-3
+
+
+class LearnerSeats:
+    """This rank's place in a job with one learner; `world` is the job without it.
+
+    world_size counts the learner. is_learner, is_lead, is_draft: this rank's role; the first rank
+    leads and the one before the learner drafts. local_rank: among the ranks of its host.
+    """
+
+    def __init__(self, world: MPI.Comm) -> None:
+        """Splits the learner off; collective over `world`."""
+        self._all, last = world.Dup(), world.size - 1
+        self.local_rank = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank).rank
+        self.is_learner, self.is_lead = world.rank == last, world.rank == 0
+        self.is_draft = world.rank == last - 1
+        self.world = world.Split(int(self.is_learner), world.rank)
+        self.learner, self._draft, self.world_size = last, last - 1, world.size
+        self.outlet = MpiOutlet(self._all, last) if self.is_lead else None
+        self.inbox = MpiInbox(self._all, last) if self.is_draft else None
+        self._stopped = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the learner's rank is known to be gone."""
+        return self.learner in guard.lost()
+
+    def stop(self) -> dict[str, Any] | None:
+        """Ends the learner, on the lead; returns its report, None if it does not answer in time."""
+        assert self.outlet is not None and not self._stopped
+        self._stopped = True
+        if self.is_lost:
+            return None
+        self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
+        status, until = MPI.Status(), time.monotonic() + _REPORT_S
+        while not self._all.Iprobe(self.learner, _REPORT, status):
+            if self.is_lost or time.monotonic() > until:
+                return None
+            time.sleep(_NAP_S)
+        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self._all.Recv(data, self.learner, _REPORT)
+        found: dict[str, Any] = json.loads(data.tobytes())
+        return found
+
+    def close(self) -> None:
+        """Ends what is in flight, once the job's rounds are over."""
+        if self.outlet is not None and not self._stopped:
+            self.stop()
+        if self.inbox is not None:
+            self.inbox.close(lambda: self.is_lost)
+
+    def lesson(self) -> Ints | None:
+        """Returns the next lesson's numbers, on the learner; None if none has arrived."""
+        status = MPI.Status()
+        if not self._all.Iprobe(0, _LESSON, status):
+            return None
+        numbers = np.empty(status.Get_count(MPI.INT32_T), np.int32)
+        self._all.Recv(numbers, 0, _LESSON)
+        return numbers
+
+    def is_told_to_stop(self) -> bool:
+        """Returns whether the lead ends the learner; lessons before it have been received."""
+        if not self._all.Iprobe(0, _STOP):
+            return False
+        self._all.Recv(np.zeros(1, np.int32), 0, _STOP)
+        return True
+
+    def send_piece(self, message: Bytes) -> MPI.Request:
+        """Starts to send the draft a message of version_pieces."""
+        return self._all.Isend(message, self._draft, _VERSION)
+
+    def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
+        """Ends the learner's messages: the end to the draft, its report to the lead.
+
+        last: the piece that is on its way.
+        """
+        if last is not None:
+            last.Wait()
+        self._all.Send(end(), self._draft, _VERSION)
+        data = np.frombuffer(json.dumps(report).encode(), np.uint8)
+        self._all.Send(data, 0, _REPORT)
+
+
+class MpiOutlet:
+    """The lead's sends to the learner; a few may be in flight (lessons.Outlet)."""
+
+    def __init__(self, comm: MPI.Comm, learner: int) -> None:
+        self._comm, self._learner = comm, learner
+        self._sending: list[tuple[MPI.Request, Ints]] = []
+
+    def send(self, numbers: Ints) -> bool:
+        """Starts to send a lesson; returns False where too many are on their way."""
+        self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
+        if len(self._sending) >= _MOST:
+            return False
+        self._sending.append((self._comm.Isend(numbers, self._learner, _LESSON), numbers))
+        return True
+
+
+class MpiInbox:
+    """What brings a draft the pieces of new weights (version_pieces.Inbox)."""
+
+    def __init__(self, comm: MPI.Comm, learner: int) -> None:
+        self._buffer = np.empty(HEADER + PIECE, np.uint8)
+        self._comm, self._learner = comm, learner
+        self._request: MPI.Request | None = None
+        self._ended = False
+
+    def take(self) -> Bytes | None:
+        """Returns the next message, valid until the next call; None if none has arrived."""
+        if self._ended:
+            return None
+        if self._request is None:
+            self._request = self._comm.Irecv(self._buffer, self._learner, _VERSION)
+        status = MPI.Status()
+        if not self._request.Test(status):
+            return None
+        self._request = None
+        message = self._buffer[: status.Get_count(MPI.BYTE)]
+        self._ended = is_end(message)
+        return None if self._ended else message
+
+    def close(self, is_lost: Any) -> None:
+        """Drops what arrives until the learner has ended, or does not within the time for it."""
+        until = time.monotonic() + _REPORT_S
+        while not self._ended and time.monotonic() < until and not is_lost():
+            if self.take() is None:
+                time.sleep(_NAP_S)
+        if self._request is not None:
+            self._request.Cancel()
+            self._request.Wait()
+
+
+def open_seats() -> LearnerSeats:
+    """Starts MPI and returns this rank's place in a job with a learner. Collective."""
+    return LearnerSeats(PatientComm(MPI.COMM_WORLD))

@@ -1,0 +1,51 @@
+"""The lead's part of online learning: tells a learner what each verified round has shown."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from mpissd.common.rounds import Batch, Ints, Speculation
+from mpissd.engine.comm import lessons
+from mpissd.engine.comm.lessons import Outlet
+from mpissd.engine.workload.base import TargetWorker
+
+
+class Teaching:
+    """Sends the target's logits behind rejected tokens, or behind all verified ones.
+
+    Nothing waits for the learner: where it does not keep up, a round is dropped, and the learner
+    drops the sequences of it.
+    """
+
+    def __init__(self, worker: TargetWorker, outlet: Outlet, *, everywhere: bool) -> None:
+        self._worker, self._outlet, self._everywhere = worker, outlet, everywhere
+        self._sent: dict[tuple[int, int], int] = {}  # tokens that were sent, by sequence
+        self.rounds = self.dropped = self.rows = self.num_bytes = 0
+        self.spent_s = 0.0
+
+    def __call__(self, batch: Batch, speculation: Speculation, accepted: Ints, bonus: Ints) -> None:
+        """Sends what a judged round showed, before another forward overwrites its logits."""
+        start = perf_counter()
+        worker, sent = self._worker, self._sent
+        told = worker.lessons(batch, accepted, bonus, sent, everywhere=self._everywhere)
+        logits = [worker.logits_of(row) for one in told for row in one.rows]
+        message = lessons.write(told, logits)
+        self.rounds += 1
+        if self._outlet.send(message):
+            self._sent = {one.name: one.start + len(one.tokens) for one in told}
+            self.rows += len(logits)
+            self.num_bytes += message.nbytes
+        else:
+            self.dropped += 1
+        self.spent_s += perf_counter() - start
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the cost of teaching as the row says it, means of a round."""
+        rounds = max(1, self.rounds)
+        return {
+            "rows_per_round": round(self.rows / rounds, 3),
+            "bytes_per_round": round(self.num_bytes / rounds, 1),
+            "us_per_round": round(self.spent_s / rounds * 1e6, 2),
+            "dropped_rounds": self.dropped,
+        }

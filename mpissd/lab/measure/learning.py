@@ -1,0 +1,54 @@
+"""What a run with a learner reports: its cost, the draft's versions, acceptance by version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpissd.engine.comm.mpi_learner import LearnerSeats
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.teaching import Teaching
+from mpissd.engine.session.rank import Rank
+from mpissd.lab.measure.reports import Measured
+
+
+def teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
+    """Has the loop tell the learner of every round from now on; None without a learner."""
+    learning = rank.session.learning
+    if learning is None or learning.outlet is None:
+        return None
+    assert rank.target is not None, "a lead without a target"
+    everywhere = rank.session.job.config.learn_from == "all"
+    loop.teach = teaching = Teaching(rank.target, learning.outlet, everywhere=everywhere)
+    return teaching
+
+
+def ended(teaching: Teaching | None, learning: LearnerSeats | None) -> dict[str, Any] | None:
+    """Ends the learner behind the last measured round; returns its report and what it cost.
+
+    `state` is "silent" where the learner's rank did not answer in time, or is gone.
+    """
+    if teaching is None or learning is None:
+        return None
+    report = learning.stop() or {"state": "silent"}
+    return {**report, "cost": teaching.to_dict()}
+
+
+def learner_fields(measured: Measured, learners: int) -> dict[str, Any]:
+    """Returns the row's keys of a learner; none without one."""
+    lead, draft = measured.lead, measured.draft
+    if lead.learner is None:
+        return {}
+    updates = None if draft is None or draft.updates is None else draft.updates
+    by_version = [
+        {"version": version, "rounds": rounds, "drafted": drafted, "accepted": accepted,
+         "acceptance_length": round(1 + accepted / rounds, 4)}
+        for version, rounds, drafted, accepted in lead.records.by_version()
+    ]  # fmt: skip
+    told = {key: value for key, value in lead.learner.items() if key != "state"}
+    return {
+        "learners": learners,
+        "learner_state": lead.learner["state"],
+        "draft_versions": 0 if updates is None else len(updates.swaps),
+        "learner": {**told, **({} if updates is None else updates.to_dict())},
+        "acceptance_by_version": by_version,
+    }

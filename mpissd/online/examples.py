@@ -1,0 +1,99 @@
+"""What a learner keeps of the target: sequences, and its distributions behind some positions.
+
+Of each distribution the likeliest tokens are kept, float16 log-probabilities of the whole
+vocabulary. What the others weigh is lost to training, and counted (`Example.tail`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+
+KEPT = 64  # tokens of a distribution: 390 bytes a position, where a float32 row has 4 V
+HELD = 8  # one sequence in so many is held out, to judge versions before they are published
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence's tokens, int32 [n], and the target's distributions behind some positions.
+
+    at: int32 [m], rising; entry i is about the token behind position at[i]. ids: int32 [m, k], the
+    likeliest tokens, best first. logs: float16 [m, k], their log-probabilities.
+    """
+
+    tokens: Ints
+    at: Ints
+    ids: Ints
+    logs: NDArray[np.float16]
+
+    @property
+    def tail(self) -> float:
+        """The mean probability of the tokens that are not kept."""
+        return float(1 - np.exp(self.logs.astype(np.float64)).sum(-1).mean()) if len(self.at) else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(part.nbytes for part in (self.tokens, self.at, self.ids, self.logs))
+
+    def take(self, chosen: Ints | NDArray[np.bool_]) -> Example:
+        """Returns the example with some of its distributions alone."""
+        return Example(self.tokens, self.at[chosen], self.ids[chosen], self.logs[chosen])
+
+
+def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float16]]:
+    """Returns the likeliest tokens of each row and their log-probabilities, both [m, k].
+
+    logits: float32 [m, V]. Of equal logits the lower token comes first.
+    """
+    kept = min(kept, logits.shape[1])
+    most = logits.max(-1, keepdims=True)
+    total = most[:, 0] + np.log(np.exp(logits - most).sum(-1))
+    ids = np.sort(np.argpartition(-logits, kept - 1, -1)[:, :kept], -1)
+    values = np.take_along_axis(logits, ids, -1)
+    order = np.argsort(-values, -1, kind="stable")
+    logs = np.take_along_axis(values, order, -1) - total[:, None]
+    return np.take_along_axis(ids, order, -1).astype(np.int32), logs.astype(np.float16)
+
+
+class Memory:
+    """The replay buffer: recent sequences to train on, and the last ones that are held out."""
+
+    def __init__(self, capacity: int, held: int = 32, seed: int = 0) -> None:
+        """capacity: sequences that are kept to train on; the oldest one makes room."""
+        self.trained: list[Example] = []
+        self.held: list[Example] = []
+        self.num_seen = 0
+        self._capacity, self._most_held = capacity, held
+        self._random = random.Random(seed)
+
+    def add(self, example: Example) -> bool:
+        """Keeps a sequence; returns whether it is one to train on."""
+        if not len(example.at):
+            return False
+        self.num_seen += 1
+        is_held = self.num_seen % HELD == 0
+        kept, most = (self.held, self._most_held) if is_held else (self.trained, self._capacity)
+        kept.append(example)
+        del kept[:-most]
+        return not is_held
+
+    def batch(self, size: int, newest: int = 1) -> list[Example]:
+        """Returns up to `size` sequences: the `newest` last ones, and others drawn at random."""
+        last = self.trained[-newest:] if newest else []
+        rest = self.trained[: len(self.trained) - len(last)]
+        return [*last, *self._random.sample(rest, min(len(rest), max(0, size - len(last))))]
+
+
+def epoch(examples: Iterable[Example], size: int, seed: int) -> list[list[Example]]:
+    """Returns all examples in random order, in batches of at most `size`."""
+    order = list(examples)
+    random.Random(seed).shuffle(order)
+    return [order[n : n + size] for n in range(0, len(order), size)]

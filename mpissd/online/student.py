@@ -1,0 +1,196 @@
+"""The learner's own copy of the draft: it is trained, judged, and handed on as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.quantize import quantize
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
+from mpissd.learn.llama import Llama, Tensor, angles, blocks_of, load, mapped, named
+from mpissd.learn.muon import optimizer_of, parameters
+from mpissd.learn.pair import distance
+from mpissd.learn.shape import trained
+from mpissd.online.examples import Example
+
+CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
+Arrays = dict[str, NDArray[Any]]
+
+
+def product_dtype(device: str) -> Any:
+    """Returns the type of the layers' products: bfloat16 where the device has such products.
+
+    On a CPU that has them they take a fifth of the time (AMD EPYC, one core: 121 instead of 26
+    GFLOP/s).
+    """
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return torch.bfloat16 if device != "cpu" or has() else torch.float32
+
+
+@dataclass(frozen=True)
+class Step:
+    """Mean losses over the positions of one step, before it."""
+
+    cross_entropy: float
+    variation: float
+    agreement: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the losses are numbers."""
+        return bool(np.isfinite([self.cross_entropy, self.variation]).all())
+
+
+class Student:
+    """A draft that is trained on examples."""
+
+    def __init__(
+        self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
+        rate: float = 1e-4, optimizer: str = "adamw", longest: int = 1024,
+    ) -> None:  # fmt: skip
+        """Reads the weights. draft, target: as open_checkpoint takes them.
+
+        seed: that of random weights. rate: the learning rate, reached over the first ten steps.
+        longest: positions of a sequence that are used.
+        """
+        self.source: Checkpoint = open_checkpoint(draft, seed, target)
+        config = self.source.config
+        self.device, self.rate, self.longest = device, rate, longest
+        self._optimizer_name = optimizer
+        self.blocks = blocks_of(config, product_dtype(device))
+        self.table = angles(config, longest, device)
+        loaded = load(self.source, device, torch.float32)
+        self.shares_head = config.tied or bool(getattr(self.source, "shares_head", False))
+        self._frozen = loaded
+        ids = self.source.head_ids()
+        ids = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
+        self.head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(device)
+        self.places = torch.full((config.shape.vocab_size,), -1, device=device)
+        self.places[self.head_ids] = torch.arange(len(ids), device=device)
+        self.draft: Llama = self._restored(loaded)
+
+    def _restored(self, weights: Llama) -> Llama:
+        """Makes these weights the ones that are trained, with a new optimiser."""
+        draft = mapped(weights, trained)._replace(embedding=self._frozen.embedding)
+        if self.shares_head:
+            draft = draft._replace(head=self._frozen.head)
+        self.draft, self._steps = draft, 0
+        self.optimizer = optimizer_of(self._optimizer_name, draft)
+        return draft
+
+    def copy(self) -> Llama:
+        """Returns a copy of the weights as they are."""
+        return mapped(self.draft, lambda tensor: tensor.detach().clone())
+
+    def restore(self, weights: Llama) -> None:
+        """Goes back to weights that `copy` returned, and forgets the optimiser's state."""
+        self._restored(weights)
+
+    def step(self, examples: Sequence[Example]) -> Step:
+        """Takes one step on the examples' positions; returns their losses before it.
+
+        A loss that is not finite changes nothing.
+        """
+        losses = self._losses(examples)
+        told = Step(*(float(part.detach()) for part in losses))
+        if not told.is_finite:
+            return told
+        tensors = parameters(self.draft)
+        for tensor in tensors:
+            tensor.grad = None
+        (CROSS_ENTROPY * losses[0] + VARIATION * losses[1]).backward()
+        torch.nn.utils.clip_grad_norm_(tensors, 1.0)
+        self._steps += 1
+        self.optimizer.step(self.rate * min(1.0, self._steps / 10))
+        return told
+
+    def _losses(self, examples: Sequence[Example]) -> tuple[Tensor, ...]:
+        """Returns mean cross-entropy, total variation and greedy agreement (pair.distance)."""
+        logits, ids, logs = self._forward(examples)
+        p_logits = torch.full_like(logits, -torch.inf)
+        places = self.places[ids]
+        known = places >= 0
+        rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(ids)
+        p_logits[rows[known], places[known]] = logs[known]
+        nothing, ones = logs.new_zeros(len(logs)), logs.new_ones(len(logs))
+        return distance(p_logits, nothing, ids[:, 0], logits, self.head_ids, ones)
+
+    def _forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the draft's logits [rows, columns], and the target's ids and logs of the rows."""
+        kept = [one.take(one.at < self.longest) for one in examples]
+        length = max(int(one.at[-1]) + 1 if len(one.at) else 1 for one in kept)
+        tokens = torch.zeros(len(kept), length, dtype=torch.int64)
+        for row, one in enumerate(kept):
+            part = torch.from_numpy(one.tokens[:length].astype(np.int64))
+            tokens[row, : len(part)] = part
+        rows = np.concatenate([row * length + one.at for row, one in enumerate(kept)])
+        table = [part[:length] for part in self.table]
+        hidden = self.blocks.hidden(self.draft, tokens.to(self.device), *table)
+        chosen = hidden.flatten(0, 1)[torch.from_numpy(rows).long().to(self.device)]
+        logits = F.linear(chosen, self.draft.head)  # bfloat16 would make ties
+        ids = torch.from_numpy(np.concatenate([one.ids for one in kept])).long()
+        logs = torch.from_numpy(np.concatenate([one.logs for one in kept])).float()
+        return logits, ids.to(self.device), logs.to(self.device)
+
+    def judge(self, examples: Sequence[Example], at_once: int = 8) -> list[list[tuple[int, float]]]:
+        """Returns, by example and position, (rank of the target's best token, sum of min(p, q)).
+
+        The rank counts the tokens that the draft finds likelier; V for a token that it cannot name.
+        """
+        found: list[list[tuple[int, float]]] = []
+        for start in range(0, len(examples), at_once):
+            part = [one for one in examples[start : start + at_once] if len(one.at)]
+            if not part:
+                continue
+            with torch.no_grad():
+                rows = self._judged(part)
+            for one in part:
+                count = int((one.at < self.longest).sum())
+                found.append(rows[:count])
+                rows = rows[count:]
+        return found
+
+    def _judged(self, examples: Sequence[Example]) -> list[tuple[int, float]]:
+        logits, ids, logs = self._forward(examples)
+        places = self.places[ids]
+        known = places >= 0
+        own = logits.gather(1, places.clamp(min=0))
+        ranks = torch.where(known[:, 0], (logits > own[:, :1]).sum(-1), len(self.places))
+        q = (own - logits.logsumexp(-1, keepdim=True)).exp()
+        overlap = torch.where(known, torch.minimum(q, logs.exp()), 0).sum(-1)
+        return list(zip(ranks.tolist(), overlap.tolist(), strict=True))
+
+    def agreement(self, examples: Sequence[Example]) -> float:
+        """Returns the share of positions at which the draft's best token is the target's."""
+        ranks = [rank for one in self.judge(examples) for rank, _ in one]
+        return sum(rank == 0 for rank in ranks) / max(1, len(ranks))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers."""
+        return all(bool(torch.isfinite(tensor).all()) for tensor in parameters(self.draft))
+
+    def arrays(self) -> Arrays:
+        """Returns the trained tensors as a draft loads them: int8 with scales where it stores such,
+        else float16; vectors in float32."""
+        found: Arrays = {}
+        for name, tensor in named(self.draft, self.source.config).items():
+            if name == EMBEDDING or (name == HEAD and self.shares_head):
+                continue
+            values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+            if values.ndim == 1:
+                found[name] = values
+            elif self.source.config.int8:
+                scale = name.removesuffix("weight") + "scale"
+                found[name], found[scale] = quantize(values)
+            else:
+                found[name] = values.astype(np.float16)
+        return found

@@ -1,0 +1,142 @@
+"""The process that trains: `python -m mpissd.online.trainer JSON`, started by a learner's rank.
+
+It reads examples from stdin and writes versions and reports to stdout. Whatever happens to it, the
+rank that started it, and the job, go on. It ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+from mpissd.engine.model.transformer.versions import packed
+from mpissd.online import frames
+from mpissd.online.examples import Example
+from mpissd.online.learner import Learner, LearnerPlan
+from mpissd.online.student import Student
+
+_IDLE_S = 0.05
+_REPORT_S = 0.5  # between two reports
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a trainer does; its fields come as JSON. seed: that of random weights of the draft."""
+
+    draft: str
+    target: str
+    seed: int = 0
+    device: str = "auto"
+    local_rank: int = 0
+    rate: float = 3e-5
+    batch: int = 4
+    steps: int = 1
+    publish_s: float = 10.0
+    longest: int = 1024
+    threads: int = 1
+
+
+class Trainer:
+    """One learner between two pipes."""
+
+    def __init__(self, task: Task, out: BinaryIO) -> None:
+        self.task, self._out = task, out
+        student = Student(
+            task.draft, task.target, seed=task.seed, device=_device(task), rate=task.rate,
+            longest=task.longest,
+        )  # fmt: skip
+        self.learner = Learner(student, LearnerPlan(task.batch, task.steps))
+        self._published_at = self._reported_at = time.monotonic()
+        self._published_steps = 0
+
+    def run(self, inbox: queue.SimpleQueue[Example | None]) -> None:
+        """Learns from what arrives, until None does."""
+        while self._drain(inbox):
+            if self.learner.is_due:
+                self.learner.learn()
+            self._publish_if_due()
+            if time.monotonic() - self._reported_at > _REPORT_S:
+                self.report()
+        self.report()
+
+    def _drain(self, inbox: queue.SimpleQueue[Example | None]) -> bool:
+        """Takes all examples that are there; waits for one where no step is due."""
+        wait = 0.0 if self.learner.is_due else _IDLE_S
+        while True:
+            try:
+                example = inbox.get(timeout=wait) if wait else inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if example is None:
+                return False
+            self.learner.add(example)
+            wait = 0.0
+
+    def _publish_if_due(self) -> None:
+        counts, now = self.learner.counts, time.monotonic()
+        has_learned = counts.steps > self._published_steps
+        if not has_learned or now - self._published_at < self.task.publish_s:
+            return
+        self._published_at, self._published_steps = now, counts.steps
+        if self.learner.publish():
+            data = packed(self.learner.student.arrays())
+            frames.write(self._out, frames.VERSION, frames.of_version(counts.published, data))
+        self.report()
+
+    def report(self) -> None:
+        """Writes what the learner has done so far."""
+        self._reported_at = time.monotonic()
+        learner = self.learner
+        counts = asdict(learner.counts)
+        losses = counts.pop("losses")
+        last = {} if not losses else {name: _mean(losses, name) for name in losses[0]}
+        told: dict[str, Any] = {"state": learner.state.value, **counts, "last_losses": last}
+        told["held_out_agreement"] = learner.agreement
+        frames.write(self._out, frames.REPORT, frames.of_report(told))
+
+
+def _mean(losses: list[dict[str, float]], name: str) -> float | None:
+    found = sum(one[name] for one in losses) / len(losses)
+    return round(found, 5) if found == found else None
+
+
+def _device(task: Task) -> str:
+    """Returns the device: of several GPUs that of the rank's place on its host, or the last one."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if task.device == "cpu" or not gpus:
+        assert task.device != "cuda", "learn_device=cuda: PyTorch finds no GPU"
+        return "cpu"
+    return f"cuda:{min(task.local_rank, gpus - 1)}"
+
+
+def _read(pipe: BinaryIO, inbox: queue.SimpleQueue[Example | None]) -> None:
+    while (frame := frames.read(pipe)) is not None:
+        inbox.put(frames.example_of(frame[1]))
+    inbox.put(None)
+
+
+def main(told: str) -> int:
+    """Trains until stdin ends; returns 0."""
+    import torch
+
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no frame
+    task = Task(**json.loads(told))
+    torch.set_num_threads(task.threads)
+    torch.set_float32_matmul_precision("high")
+    inbox: queue.SimpleQueue[Example | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    Trainer(task, out).run(inbox)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""Stands for a trainer's process: `python -m tests.mpi.fake_trainer KIND FOLDER`.
+
+KIND: versions (one for every second example, from FOLDER's files), silent (reads alone), deaf (does
+not even read), dying (ends at the second example), wild (a version that is not finite).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mpissd.engine.model.transformer.versions import packed, unpacked
+from mpissd.online import frames
+
+
+def tell(version: int, data: bytes) -> None:
+    frames.write(sys.stdout.buffer, frames.VERSION, frames.of_version(version, data))
+    frames.write(sys.stdout.buffer, frames.REPORT, frames.of_report({"state": "learning"}))
+
+
+def wild(data: bytes) -> bytes:
+    arrays = dict(unpacked(data))
+    arrays["model.norm.weight"] = np.full_like(arrays["model.norm.weight"], np.nan)
+    return packed(arrays)
+
+
+def main(kind: str, folder: Path) -> int:
+    files = sorted(folder.glob("*.version"))
+    if kind == "deaf":
+        time.sleep(600)
+    count = version = 0
+    while (frame := frames.read(sys.stdin.buffer)) is not None:
+        example = frames.example_of(frame[1])
+        assert len(example.at) and example.at[-1] < len(example.tokens)
+        count += 1
+        if kind == "dying" and count == 2:
+            return 9
+        if kind in ("versions", "wild") and count % 2 == 0:
+            data = files[version % len(files)].read_bytes()
+            version += 1
+            tell(version, wild(data) if kind == "wild" else data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

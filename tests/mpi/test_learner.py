@@ -1,0 +1,138 @@
+"""A learner rank beside a job: swaps change no token, and what is wrong with it costs nothing."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mpissd.common.config import parse_flags
+from mpissd.common.records import token_digest
+from mpissd.engine import Decoder
+from mpissd.engine.model.transformer.tensors import EMBEDDING
+from mpissd.engine.model.transformer.versions import packed
+from tests.mpi.harness import DIRECT, Job, Started, needs_mpi
+from tests.tiny_pair import TinyPair, tiny_pair
+
+pytestmark = needs_mpi
+PROMPTS = ";".join(f"{n % 7},{3 * n % 97},5" for n in range(12))
+JOB = f"run --backend=numpy --workload=text --num_tokens=60 --prompt_ids={PROMPTS} --lookahead=3 "
+JOB += "--warmup_rounds=2 --deadline_s=60 --progress=off --context=128"
+LEARNING = ["--learners=1", "--publish_s=0"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """A pair with one embedding; beside it three versions of the draft, the last is the target."""
+    made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3)
+    target, draft = (load_file(f / "model.safetensors") for f in (made.target, made.draft))
+    save_file({**draft, EMBEDDING: target[EMBEDDING]}, made.draft / "model.safetensors")
+    for number, share in enumerate((0.3, 0.7, 1.0)):
+        moved = {
+            name: (draft[name] + share * (target[name] - draft[name])).astype(np.float32)
+            for name in draft
+            if name != EMBEDDING
+        }
+        (made.target.parent / f"{number}.version").write_bytes(packed(moved))
+    return made
+
+
+def launched(
+    pair: TinyPair, tmp_path: Path, num_ranks: int, *flags: str, trainer: str | None = None
+) -> Job:
+    """A job; trainer: the kind of fake_trainer that stands for the learner's."""
+    env = {}
+    if trainer is not None:
+        python = tmp_path / "python"
+        told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
+        python.write_text(f"#!/bin/sh\nexec {shlex.join(told)}\n")
+        python.chmod(0o755)
+        env["MPISSD_LEARNER_PYTHON"] = str(python)
+    folder = tmp_path / "out"
+    models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
+    command = ["mpirun", str(num_ranks), "mpissd", *JOB.split(), *models, *flags]
+    with Started(["bash", "-c", DIRECT, *command], env) as job:
+        return Job(*job.finish(), folder)
+
+
+@pytest.fixture(scope="module")
+def alone(pair: TinyPair) -> str:
+    """The digest of the target's own tokens."""
+    told = {
+        "target": pair.target, "workload": "text", "backend": "numpy", "mode": "ar",
+        "prompt_ids": PROMPTS, "num_tokens": 60, "context": 128,
+    }  # fmt: skip
+    with Decoder(parse_flags({name: str(value) for name, value in told.items()})) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        return token_digest(decoder.records.token_arrays(), 60)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (3, ["--mode=sd"]),
+        (3, ["--mode=ssd", "--fan_out=uniform:2", "--batch_size=3", "--learn_from=rejected"]),
+        (4, ["--mode=ssd", "--fan_out=uniform:2"]),
+    ],
+    ids=["sd", "ssd-b3", "ssd-T2"],
+)
+def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
+    pair: TinyPair, alone: str, tmp_path: Path, num_ranks: int, flags: list[str]
+) -> None:
+    done = launched(pair, tmp_path, num_ranks, *flags, *LEARNING, trainer="versions")
+    row = done.row
+    assert row["token_digest"] == alone
+    assert (row["world_size"], row["learners"], row["learner_state"]) == (num_ranks, 1, "learning")
+    swaps = [swap["version"] for swap in row["learner"]["swaps"]]
+    assert row["draft_versions"] == len(swaps) >= 2 and swaps == sorted(set(swaps))
+    by_version = row["acceptance_by_version"]
+    assert by_version[0]["version"] == 0
+    assert {one["version"] for one in by_version} <= {0, *swaps}
+    same = [one for one in by_version if one["version"] % 3 == 0 and one["version"]]
+    if num_ranks == 3:  # every third version is the target itself; several ranks round otherwise
+        assert all(one["accepted"] == one["drafted"] for one in same)
+    assert not row["learner"]["refused_versions"]
+    cost = row["learner"]["cost"]
+    most = 3 * (97 * 4 + 400)  # of a batch of three, rejected rows alone
+    assert cost["us_per_round"] > 0 and cost["bytes_per_round"] > 0
+    assert "--learn_from=rejected" not in flags or cost["bytes_per_round"] < most
+
+
+@pytest.mark.parametrize(
+    ("trainer", "state"),
+    [("silent", "starting"), ("deaf", "starting"), ("dying", "lost"), ("wild", "learning")],
+)
+def test_a_learner_that_fails_costs_nothing_but_learning(
+    pair: TinyPair, alone: str, tmp_path: Path, trainer: str, state: str
+) -> None:
+    row = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, trainer=trainer).row
+    assert row["token_digest"] == alone and row["learner_state"] == state
+    assert row["draft_versions"] == 0 and len(row["acceptance_by_version"]) == 1
+    if trainer == "wild":
+        assert all("is not finite" in told for told in row["learner"]["refused_versions"])
+        assert row["learner"]["refused_versions"]
+
+
+def test_a_job_that_is_refused_ends_its_learner(pair: TinyPair, tmp_path: Path) -> None:
+    done = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, "--backend=cupy", trainer="silent")
+    assert done.code != 0 and len(done.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--mode=ssd", "--num_drafts=2"], "learners=1 with num_drafts=2"),
+        (["--mode=ar"], "learners=1 with num_drafts=0"),
+        (["--mode=sd", "--backup=fast"], "learners=1 with backup=fast"),
+    ],
+)
+def test_a_learner_without_one_draft_is_refused(
+    pair: TinyPair, tmp_path: Path, flags: list[str], told: str
+) -> None:
+    done = launched(pair, tmp_path, 4, *LEARNING, *flags)
+    assert done.code == 2 and told in done.lines[0]

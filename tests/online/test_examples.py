@@ -1,0 +1,126 @@
+"""What a learner keeps of the target: distributions, sequences joined of rounds, and the buffer."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ProtocolError
+from mpissd.engine.comm import lessons
+from mpissd.engine.comm.lessons import Lesson
+from mpissd.online import frames
+from mpissd.online.collect import Collector
+from mpissd.online.examples import HELD, Example, Memory, compressed
+
+V = 20
+
+
+def lesson(
+    request: int, start: int, tokens: list[int], at: list[int], *, prompt: int = 2, epoch: int = 0
+) -> Lesson:
+    ints = (np.array(part, np.int32) for part in (tokens, at))
+    return Lesson(request, epoch, start, next(ints), prompt, next(ints), range(len(at)))
+
+
+def sent(*told: Lesson) -> list[Lesson]:
+    """The lessons as they arrive; the logits of position n are largest at token n."""
+    logits = [np.eye(V, dtype=np.float32)[at] * 9 for one in told for at in one.at.tolist()]
+    return lessons.read(lessons.write(told, logits))
+
+
+def example(size: int, rows: int = 2) -> Example:
+    return Example(
+        np.arange(size, dtype=np.int32), np.arange(rows, dtype=np.int32),
+        np.ones((rows, 4), np.int32), np.full((rows, 4), -1.5, np.float16),
+    )  # fmt: skip
+
+
+def test_the_likeliest_tokens_are_kept_with_their_log_probabilities() -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (5, V)).astype(np.float32)
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+    ids, logs = compressed(logits, 6)
+    assert ids.shape == logs.shape == (5, 6)
+    for row, (some, told) in enumerate(zip(ids, logs, strict=True)):
+        best = np.argsort(-exact[row], kind="stable")[:6]
+        assert some.tolist() == best.tolist()
+        assert np.allclose(told, exact[row][best], atol=0.01)
+    assert compressed(logits, 100)[0].shape == (5, V)
+
+
+def test_what_is_not_kept_is_counted() -> None:
+    ids, logs = compressed(np.zeros((3, V), np.float32), 5)
+    at = np.arange(3, dtype=np.int32)
+    assert abs(Example(at, at, ids, logs).tail - 0.75) < 1e-3
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3  # equal logits: the lower token first
+
+
+def test_lessons_survive_their_message_bit_for_bit() -> None:
+    told = [lesson(3, 0, [4, 5, 6], [1, 2]), lesson(9, 7, [1], [], epoch=2)]
+    first, second = sent(*told)
+    assert (first.name, first.start, first.prompt) == ((3, 0), 0, 2)
+    assert first.tokens.tolist() == [4, 5, 6] and first.at.tolist() == [1, 2]
+    assert first.logits.shape == (2, V) and first.logits[1, 2] == 9
+    assert (second.name, second.start, len(second.logits)) == ((9, 2), 7, 0)
+
+
+def test_a_cut_message_is_refused() -> None:
+    message = lessons.write([lesson(3, 0, [4, 5], [1])], [np.zeros(V, np.float32)])
+    with pytest.raises(ProtocolError, match="lessons of"):
+        lessons.read(message[:-1])
+
+
+def test_a_sequence_is_joined_of_its_rounds_and_given_when_it_leaves() -> None:
+    collector = Collector(kept=3)
+    assert collector.add(sent(lesson(1, 0, [7, 8, 3], [1]), lesson(2, 0, [7, 8, 9], []))) == []
+    assert collector.add(sent(lesson(1, 3, [4, 5], [2, 3]), lesson(2, 3, [1], [2]))) == []
+    (ended,) = collector.add(sent(lesson(2, 4, [2], [3])))
+    assert ended.tokens.tolist() == [7, 8, 3, 4, 5] and ended.at.tolist() == [1, 2, 3]
+    assert ended.ids[:, 0].tolist() == [1, 2, 3] and ended.logs.dtype == np.float16
+    (rest,) = collector.rest()
+    assert rest.at.tolist() == [2, 3] and collector.dropped == 0 and not collector.rest()
+
+
+def test_what_stands_behind_a_stop_token_is_dropped() -> None:
+    collector = Collector([5])
+    collector.add(sent(lesson(1, 0, [5, 8, 3, 5, 9], [1, 2, 3])))  # a prompt may hold one
+    (ended,) = collector.rest()
+    assert ended.tokens.tolist() == [5, 8, 3, 5] and ended.at.tolist() == [1, 2]
+
+
+def test_a_sequence_of_which_a_round_is_missing_is_dropped() -> None:
+    collector = Collector()
+    collector.add(sent(lesson(1, 0, [7, 8, 3], [1])))
+    collector.add(sent(lesson(1, 5, [4], [4])))
+    collector.add(sent(lesson(1, 6, [4], [5])))
+    assert collector.dropped == 2
+    assert all(not len(one.at) for one in collector.rest())
+
+
+def test_the_buffer_holds_some_sequences_out_and_forgets_the_oldest() -> None:
+    memory = Memory(10, held=2)
+    kept = [memory.add(example(n)) for n in range(1, 41)]
+    assert kept.count(False) == 40 // HELD and not memory.add(example(3, rows=0))
+    assert [len(one.tokens) for one in memory.held] == [32, 40]
+    assert [len(one.tokens) for one in memory.trained] == [*range(29, 32), *range(33, 40)]
+    batch = memory.batch(4, newest=2)
+    assert [len(one.tokens) for one in batch[:2]] == [38, 39] and len(batch) == 4
+    assert len({len(one.tokens) for one in batch}) == 4
+    assert len(Memory(3).batch(4)) == 0
+
+
+def test_frames_bring_examples_and_versions_back() -> None:
+    pipe = io.BytesIO()
+    frames.write(pipe, frames.EXAMPLE, frames.of_example(example(7, rows=3)))
+    frames.write(pipe, frames.VERSION, frames.of_version(4, b"weights"))
+    pipe.write(b"cut")
+    pipe.seek(0)
+    kind, data = frames.read(pipe) or (b"", b"")
+    found, wanted = frames.example_of(data), example(7, rows=3)
+    assert kind == frames.EXAMPLE
+    for name in ("tokens", "at", "ids", "logs"):
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+    assert frames.version_of((frames.read(pipe) or (b"", b""))[1]) == (4, b"weights")
+    assert frames.read(pipe) is None

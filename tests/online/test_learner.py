@@ -1,0 +1,196 @@
+"""A learner on a tiny shift: it raises acceptance, and publishes nothing that is worse."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.versions import Version, packed, unpacked
+from tests.needs import module
+from tests.tiny_pair import TinyPair, tiny_pair
+
+module("safetensors.numpy", "safetensors")
+torch = module("torch", "PyTorch")
+
+from mpissd.learn.llama import angles, blocks_of, load, mapped  # noqa: E402
+from mpissd.online.examples import Example, compressed  # noqa: E402
+from mpissd.online.learner import Learner, LearnerPlan, State  # noqa: E402
+from mpissd.online.process import TrainerProcess  # noqa: E402
+from mpissd.online.replay import Part, Replay, gaps_closed, parts_of, rejected  # noqa: E402
+from mpissd.online.student import Student  # noqa: E402
+
+V, LENGTH = 97, 40
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3)
+
+
+def answers(pair: TinyPair, count: int, first: int) -> list[Example]:
+    """The target's greedy answers to prompts of three tokens, and its distributions there."""
+    checkpoint = open_checkpoint(str(pair.target))
+    model, blocks = (
+        load(checkpoint, "cpu", torch.float32),
+        blocks_of(checkpoint.config, torch.float32),
+    )
+    table = angles(checkpoint.config, LENGTH, "cpu")
+    tokens = torch.tensor([[n % 5, (first + n) % V, 1] for n in range(count)])
+    with torch.no_grad():
+        for _ in range(LENGTH - 3):
+            part = [each[: tokens.shape[1]] for each in table]
+            hidden = blocks.hidden(model, tokens, *part)
+            logits = blocks.product(hidden, model.head)
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    at = np.arange(2, LENGTH - 1, dtype=np.int32)
+    found = []
+    for row, values in zip(tokens.numpy(), logits.numpy(), strict=True):
+        found.append(Example(row.astype(np.int32), at, *compressed(values[at], 32)))
+    return found
+
+
+def student(pair: TinyPair, **told: Any) -> Student:
+    torch.manual_seed(0)
+    return Student(str(pair.draft), str(pair.target), longest=64, **{"rate": 3e-3, **told})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_learner_agrees_more_on_prompts_that_it_has_not_seen(
+    pair: TinyPair, optimizer: str
+) -> None:
+    """Half of the stream's prompts come again later, as on a shift whose prompts resemble."""
+    learner = Learner(student(pair, optimizer=optimizer), LearnerPlan(batch=6))
+    stream, started = answers(pair, 24, 0), time.monotonic()
+    before = learner.student.agreement(stream)
+    for example in stream * 4:
+        learner.add(example)
+        while learner.is_due:
+            assert learner.learn().is_finite
+    assert learner.publish() and learner.counts.published == 1
+    after = learner.student.agreement(stream)
+    print(f"{before:.3f} → {after:.3f} in {time.monotonic() - started:.1f} s")
+    assert after > before + 0.15
+
+
+def test_a_loss_that_is_no_number_goes_back_to_the_last_version(pair: TinyPair) -> None:
+    learner = Learner(student(pair), LearnerPlan(batch=2))
+    good, wrong = answers(pair, 1, 0)[0], answers(pair, 1, 5)[0]
+    before = packed(learner.student.arrays())
+    learner.add(good)
+    learner.learn()
+    changed = packed(learner.student.arrays())
+    logs = wrong.logs.copy()
+    logs[3] = np.nan
+    learner.add(Example(wrong.tokens, wrong.at, wrong.ids, logs))
+    assert not learner.learn().is_finite
+    assert learner.state is State.DIVERGED and learner.counts.diverged == 1
+    assert changed != before and packed(learner.student.arrays()) == before
+    assert learner.publish() and learner.state is State.LEARNING
+
+
+def test_weights_that_are_no_numbers_are_not_published(pair: TinyPair) -> None:
+    learner = Learner(student(pair), LearnerPlan())
+    with torch.no_grad():
+        learner.student.draft.layers[0].down[0, 0] = torch.inf
+    assert not learner.publish() and learner.state is State.DIVERGED
+    assert learner.student.is_finite and learner.counts.published == 0
+
+
+def test_a_version_that_agrees_less_is_refused_and_after_three_the_last_one_is_restored(
+    pair: TinyPair,
+) -> None:
+    learner = Learner(student(pair), LearnerPlan())
+    for example in answers(pair, 40, 0):
+        learner.memory.add(example)
+    good = packed(learner.student.arrays())
+    worse = mapped(learner.student.copy(), lambda tensor: tensor * -1)
+    learner.student.restore(worse)
+    for count in (1, 2, 3):
+        assert not learner.publish() and learner.state is State.REFUSED
+        assert learner.counts.refused == count
+        assert (packed(learner.student.arrays()) == good) == (count == 3)
+
+
+def test_the_arrays_of_a_quantised_draft_are_its_own_again(tmp_path: Path) -> None:
+    """int8 and its scales, without the head that the target lends: nothing is rounded twice."""
+    draft = student_of_shipped_kind(tmp_path)
+    arrays = unpacked(packed(draft.arrays()))
+    assert "lm_head.weight" not in arrays
+    version = Version(draft.source, arrays)
+    for name in arrays:
+        if name.endswith("proj.weight"):
+            assert arrays[name].dtype == np.int8
+            found, own = version.matrix(name), draft.source.matrix(name)
+            assert np.abs(found - own).max() <= np.abs(own).max() / 100
+
+
+def student_of_shipped_kind(tmp_path: Path) -> Student:
+    """A student of a draft in int8 with the target's embedding and head."""
+    from mpissd.learn import export
+    from mpissd.learn.llama import named
+
+    made = tiny_pair(tmp_path, noise=0.4)
+    source = open_checkpoint(str(made.draft))
+    weights = named(load(source, "cpu", torch.float32), source.config)
+    del weights["lm_head.weight"]
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    folder = tmp_path / "int8"
+    stored = export.quantized(arrays, np.arange(50, dtype=np.int32))
+    export.save(folder, source.config, stored, {"head": "target"})
+    return Student(str(folder), str(made.target), longest=64)
+
+
+def test_a_trainer_publishes_rising_versions_and_a_killed_one_is_lost(pair: TinyPair) -> None:
+    task = {"draft": str(pair.draft), "target": str(pair.target), "device": "cpu",
+            "publish_s": 0.0, "longest": 64, "rate": 1e-3}  # fmt: skip
+    trainer, found = TrainerProcess(task), list[int]()
+    until = time.monotonic() + 90
+    stream = answers(pair, 12, 0)
+    while len(found) < 3 and time.monotonic() < until:
+        trainer.post(stream[len(found)])
+        time.sleep(0.2)
+        if (newest := trainer.take()) is not None:
+            found.append(newest[0])
+            assert "model.norm.weight" in unpacked(newest[1])
+    assert len(found) == 3 and found == sorted(set(found))
+    trainer._process.kill()
+    trainer._process.wait()
+    for example in stream:
+        trainer.post(example)  # nobody reads it, and nobody waits
+    report = trainer.stop()
+    assert report["state"] == "lost" and report["published"] >= 1
+
+
+def test_a_replay_measures_static_online_and_offline_on_held_out_prompts(pair: TinyPair) -> None:
+    from mpissd.common.flags import parse_into
+    from mpissd.online.config import OnlineConfig
+
+    told = {"target": str(pair.target), "stream": "a=x", "every": "15", "epochs": "2",
+            "learn_from": "all", "batch": "6"}  # fmt: skip
+    config, stream = parse_into(OnlineConfig, told), answers(pair, 40, 0)
+    parts = parts_of({"a": stream}, 0)
+    assert (len(parts[0].seen), len(parts[0].held)) == (30, 10)
+    parts = [Part("a", parts[0].seen, parts[0].seen[:10])]  # a shift on which it cannot fail
+    replay = Replay(student(pair, rate=1e-3), config)
+    points = [*replay.static(parts), *replay.online(parts), *replay.offline(parts)]
+    assert [p["schedule"] for p in points] == ["static", *["online"] * 2, *["offline"] * 2]
+    assert [p["prompts"] for p in points] == [0, 15, 30, 30, 30]
+    assert points[2]["tokens"] == points[4]["tokens"] == 30 * (LENGTH - 3)
+    static, online, offline = points[0], points[2], points[4]
+    for key in ("agreement", "alpha", "tokens_per_round_4"):
+        assert static[key] < online[key] and static[key] < offline[key]
+    closed = gaps_closed(points)["a"]
+    gap = offline["agreement"] - static["agreement"]
+    assert closed == round((online["agreement"] - static["agreement"]) / gap, 3)
+
+
+def test_rejected_positions_are_those_at_which_rounds_end() -> None:
+    #        accepted 0 0, rejected 3 | accepted 0 0 0, then the bonus 5 | rejected 1 | accepted 0
+    ranks = [0, 0, 3, 0, 0, 0, 5, 1, 0]
+    assert rejected(ranks, 3).tolist() == [2, 7]
+    assert rejected([0, 0, 0, 0], 3).tolist() == [] and rejected([2], 3).tolist() == [0]
