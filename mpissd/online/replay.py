@@ -1,0 +1,148 @@
+"""Replays learning schedules over stored answers: acceptance over tokens seen.
+
+A quarter of a stage's prompts is held out of every schedule; all points are measured on it. The
+online draft sees each of the others once, in order, and goes on from stage to stage. The offline
+draft starts from the same weights at each stage and sees the stage's prompts several times: it is
+the most that this learner gets from them, the ceiling. The static draft is the one it starts from.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpissd.learn.rounds import rounds_of
+from mpissd.online.config import OnlineConfig
+from mpissd.online.examples import Example, epoch
+from mpissd.online.learner import Learner, LearnerPlan
+from mpissd.online.student import Student
+
+HELD_OUT = 4  # one prompt in so many
+LOOKAHEADS = (4, 7)
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of the stream: what is learned from, and what points are measured on."""
+
+    name: str
+    seen: Sequence[Example]
+    held: Sequence[Example]
+
+
+def parts_of(stages: Mapping[str, Sequence[Example]], seed: int) -> list[Part]:
+    """Returns the stages in order, each shuffled, with a quarter held out."""
+    found = []
+    for name, examples in stages.items():
+        order = list(examples)
+        random.Random(f"{seed}, {name}").shuffle(order)
+        count = len(order) // HELD_OUT
+        found.append(Part(name, order[count:], order[:count]))
+    return found
+
+
+class Replay:
+    """Replays schedules of one draft over the stages."""
+
+    def __init__(self, student: Student, config: OnlineConfig) -> None:
+        self.student, self.config = student, config
+        self._start = student.copy()
+
+    def static(self, parts: Sequence[Part]) -> Iterator[Point]:
+        """Yields one point a stage, of the draft as it is."""
+        self.student.restore(self._start)
+        for part in parts:
+            yield {"schedule": "static", "prompts": 0, "tokens": 0, **self._judged(part)}
+
+    def online(self, parts: Sequence[Part]) -> Iterator[Point]:
+        """Yields points of a draft that sees every prompt once and is then published."""
+        self.student.restore(self._start)
+        config, every = self.config, self.config.every
+        learner = Learner(self.student, LearnerPlan(config.batch, config.steps, seed=config.seed))
+        spent = 0.0
+        for part in parts:
+            tokens = 0
+            for number, example in enumerate(part.seen, 1):
+                began = time.perf_counter()
+                learner.add(self._learned(example))
+                while learner.is_due:
+                    learner.learn()
+                spent += time.perf_counter() - began
+                tokens += len(example.at)
+                if number % every == 0 or number == len(part.seen):
+                    point = {"schedule": "online", "prompts": number, "tokens": tokens}
+                    point |= {"steps": learner.counts.steps, "learning_s": round(spent, 1)}
+                    point["published"] = learner.publish()
+                    yield {**point, **self._judged(part)}
+
+    def offline(self, parts: Sequence[Part]) -> Iterator[Point]:
+        """Yields points of drafts that are distilled on one stage each, epoch by epoch.
+
+        They learn from every position: their text is at hand before anything is drafted.
+        """
+        for part in parts:
+            self.student.restore(self._start)
+            for number in range(self.config.epochs):
+                for batch in epoch(part.seen, self.config.batch, number):
+                    self.student.step(batch)
+                tokens = sum(len(one.at) for one in part.seen)
+                point = {"schedule": "offline", "epoch": number + 1, "prompts": len(part.seen)}
+                yield {**point, "tokens": tokens, **self._judged(part)}
+
+    def _learned(self, example: Example) -> Example:
+        """Returns the positions of an answer that the online draft learns from."""
+        if self.config.learn_from == "all":
+            return example
+        (judged,) = self.student.judge([example])
+        return example.take(rejected([rank for rank, _ in judged], self.config.lookahead))
+
+    def _judged(self, part: Part) -> Point:
+        """Returns the draft's figures on the stage's held-out prompts."""
+        judged = self.student.judge(part.held)
+        pairs = [pair for answer in judged for pair in answer]
+        found: Point = {"stage": part.name, "held_out": len(judged), "positions": len(pairs)}
+        found["agreement"] = round(sum(rank == 0 for rank, _ in pairs) / len(pairs), 5)
+        found["alpha"] = round(sum(overlap for _, overlap in pairs) / len(pairs), 5)
+        for lookahead in LOOKAHEADS:
+            ranks = [[rank for rank, _ in answer] for answer in judged]
+            rounds = [one for answer in ranks for one in rounds_of(answer, lookahead)]
+            emitted = sum(k + (rank is not None) for k, rank in rounds)
+            found[f"tokens_per_round_{lookahead}"] = round(emitted / len(rounds), 4)
+        return found
+
+
+def rejected(ranks: Sequence[int], lookahead: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns the positions of an answer at which a drafted token is rejected, int32.
+
+    ranks: how many tokens the draft finds likelier than the target's, by position.
+    """
+    found, at = [], 0
+    for accepted, rank in rounds_of(ranks, lookahead):
+        if accepted < lookahead and rank is not None:
+            found.append(at + accepted)
+        at += accepted + 1
+    return np.array(found, np.int32)
+
+
+def gaps_closed(points: Sequence[Point], key: str = "agreement") -> dict[str, float | None]:
+    """Returns, by stage, the share of the gap between static and offline that online closed.
+
+    Each schedule counts with its last point of the stage; None without a gap.
+    """
+    last = {(point["stage"], point["schedule"]): point[key] for point in points}
+    found: dict[str, float | None] = {}
+    for stage in dict.fromkeys(point["stage"] for point in points):
+        static, online, offline = (
+            last.get((stage, which)) for which in ("static", "online", "offline")
+        )
+        if static is None or online is None or offline is None:
+            continue
+        gap = offline - static
+        found[stage] = round((online - static) / gap, 3) if gap > 0 else None
+    return found
