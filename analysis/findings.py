@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from analysis.draft_findings import kinds
 from analysis.gain import claim
 from analysis.load_findings import LOAD_FINDINGS
 from analysis.pool_findings import pools
@@ -306,6 +307,7 @@ FINDINGS: dict[str, Says] = {
         batch,
         pareto,
         drafts,
+        kinds,
         saguaro,
         predicted,
         break_even,

@@ -13,6 +13,7 @@ from analysis.figures.fanout import fan_out
 from analysis.figures.head import lm_head_context
 from analysis.figures.heterogeneity import heterogeneity
 from analysis.figures.hits import cache_hits
+from analysis.figures.kinds import kinds
 from analysis.figures.latency import latency
 from analysis.figures.load import load_frontier, load_goodput, load_speedup, load_times
 from analysis.figures.pareto import pareto
@@ -48,6 +49,7 @@ FIGURES = {
     "batch": Spec(batch_scaling, "batch scaling and the p_hit^b cliff"),
     "pareto": Spec(pareto, "tok/s per GPU against tok/s per sequence"),
     "drafts": Spec(drafts, "draft depth against width, and KV bytes a token"),
+    "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
     "predicted": Spec(predicted, "predicted against measured"),
     "break_even": Spec(break_even, "where the extra GPU pays"),

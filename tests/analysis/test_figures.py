@@ -30,7 +30,7 @@ from mpissd.lab.sweep.claims import claims
 FIXTURE = Path(__file__).parent / "fixture"
 H100 = "NVIDIA H100 80GB SXM (emulated)"
 OF_RUNS = sorted(name for name, spec in FIGURES.items() if spec.of == "rows")  # see test_loads
-OF_ROWS = sorted(set(OF_RUNS) - {"roofline", "saguaro"})
+OF_ROWS = sorted(set(OF_RUNS) - {"roofline", "saguaro", "kinds"})
 
 
 @lru_cache(maxsize=1)
@@ -378,6 +378,42 @@ def test_saguaro() -> None:
         FIGURES["saguaro"].draw(Data(frame[frame["saguaro_c"] > 0]))
 
 
+def test_kinds() -> None:
+    """A model, heads, a lookup without a forward and a draft over a lookup, beside AR."""
+    text = {
+        **{"mode": "sd", "workload": "text", "num_drafts": 0, "inline_draft": True},
+        **{"lookahead": 4, "prompts_sha256": "p", "token_limit": 64, "temperature": 0.0},
+        **{"backup": "jit", "backup_lookahead": 4, "fan_out": None, "world_size": 1, "tp": 1},
+    }
+    told: list[dict[str, object]] = [
+        {"draft": "smollm2-draft", "T_SD": 0.9, "acceptance_length": 2.6, "tok_per_s": 1400.0},
+        {"draft": "medusa", "T_SD": 0.1, "acceptance_length": 2.0, "tok_per_s": 1800.0},
+        {"draft": "lookup", "lookup": "suffix", "T_SD": None, "acceptance_length": 1.5},
+        {"draft": "smollm2-draft", "draft_lookup": "suffix", "T_SD": 0.7, "acceptance_length": 2.6},
+        {"draft": "other", "T_SD": 0.2, "acceptance_length": 9.0, "prompts_sha256": "q"},
+        {"mode": "ar", "draft": None, "lookahead": 0, "T_SD": None, "tok_per_s": 1000.0},
+    ]
+    rows = [{**raw()[0], **text, "run_id": f"k{n}", **row} for n, row in enumerate(told)]
+    from analysis.tidy import complete, tidy
+
+    frame = tidy([complete(row) for row in rows])
+    with themed():
+        figure = FIGURES["kinds"].draw(Data(frame))
+    numbers = figure.table().set_index("series")
+    assert list(numbers["x"]) == [0.0, 0.1, 0.7, 0.9]  # the cheapest first, others' prompts never
+    names = ["lookup: suffix", "medusa", "smollm2-draft over suffix", "smollm2-draft"]
+    assert list(numbers.index) == names
+    assert numbers["over_ar"][["medusa", "smollm2-draft"]].tolist() == [1.8, 1.4]
+    (ax,) = figure.axes
+    dotted = [line.get_ydata() for line in ax.lines if line.get_linestyle() == ":"]
+    assert dotted and all(
+        end / start == pytest.approx(1 + ax.get_xlim()[1]) for start, end in dotted
+    )
+    assert "equal speedup" in figure.caption
+    with pytest.raises(NothingLeft, match="by two drafts"):
+        FIGURES["kinds"].draw(Data(frame[frame["draft"] != "medusa"].head(1)))
+
+
 def test_predicted() -> None:
     numbers = poster("predicted").table()
     told = numbers.dropna(subset=["n"]).set_index("series")
@@ -457,7 +493,7 @@ def test_head() -> None:
 
 
 def test_figures_without_rows_are_skipped() -> None:
-    found = {name: next(iter(draw(data(), name))) for name in ("roofline", "saguaro")}
+    found = {name: next(iter(draw(data(), name))) for name in ("roofline", "saguaro", "kinds")}
     for name, item in found.items():
         assert isinstance(item, Skipped) and item.name == name and "it needs" in item.why
 
