@@ -30,7 +30,8 @@ def kinds(data: Data) -> Poster:
     used = usual(used, _SHARED, data.notes, "drafts of other conditions")
     need(used["kind"].nunique() >= 2, "SD inline rows of text by two drafts")
     alone = text[(text["mode"] == "ar") & text["prompts_sha256"].isin(used["prompts_sha256"])]
-    alone = alone[alone["target"].isin(used["target"])]
+    for shared in ("target", "temperature"):
+        alone = alone[alone[shared].isin(used[shared])]
     poster = Poster(7.8)
     ax = poster.panels(1, 1)[0][0]
     ax.set_title("T_SD against acceptance")

@@ -48,8 +48,12 @@ def state_config(
 ) -> TransformerConfig:
     """Returns the architecture of a draft of one of KINDS, with the target's widths.
 
-    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns.
+    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns. Raises
+    ConfigError for widths that cannot be quantised.
     """
+    if target.shape.hidden % BLOCK or target.shape.ffn % BLOCK:
+        told = f"a hidden state of {target.shape.hidden} and an FFN of {target.shape.ffn}"
+        raise ConfigError(f"kinds={kind}: {told}: allowed: multiples of {BLOCK}")
     shape, name = target.shape, f"{target.shape.name}-{kind}"
     ffn, layers = shape.ffn, 1
     if kind == "medusa":

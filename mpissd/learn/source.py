@@ -17,7 +17,7 @@ from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.exam import Exam, read_exams
 from mpissd.learn.mould import Mould, mould_of
-from mpissd.learn.shape import draft_config
+from mpissd.learn.shape import draft_config, state_config
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,11 @@ def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
     """Refuses layers and shapes of which no draft can be made, before time goes into samples."""
     for form in config.forms:
         draft_config(target.config, form, 0)
+    for kind in config.kind_names:
+        state_config(target.config, kind, config.heads, 0)
     last = target.config.shape.num_layers - 1
     beyond = [number for number in config.layer_numbers if number > last]
-    if beyond and not config.forms and not config.start:
+    if beyond and not (config.forms or config.start or config.kinds):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
 
 
