@@ -30,7 +30,8 @@ class Target:
     hits: of the outcome that is on its way. clock: when its lead has that outcome. steps: growth
     steps that the last growth had taken. finish, backup: turns that its late hits and its misses
     still need. began: forwards before the first step of its growth; -1: nothing grows. lanes: of
-    its growth. glues: its glue is due. left: rounds that it still decodes, beyond any by default.
+    its growth. glues: its glue is due. left: rounds that it still decodes, beyond any by default. round_s: seconds
+    of those that it has decoded.
     """
 
     fates: Fates
@@ -43,6 +44,7 @@ class Target:
     lanes: int = 0
     glues: bool = False
     left: int = sys.maxsize
+    round_s: list[float] = field(default_factory=list)
 
     @property
     def won(self) -> int:
@@ -140,10 +142,11 @@ def simulate(pool: Pool, num_rounds: int, seed: int = 0) -> Simulated:
     return Simulated.of(draft.tally, draft.now, pool)
 
 
-def replay(pool: Pool, num_rounds: int) -> Simulated:
+def replay(pool: Pool, num_rounds: int) -> tuple[Simulated, list[list[float]]]:
     """Predicts a run of num_rounds rounds a target from its own draws; all begin at once.
 
-    The tally ends with the last round of the last target.
+    Returns its means, which end with the last round of the last target, and the seconds of each
+    target's rounds.
     """
     targets = [
         Target(Replayed(pool.job, n, num_rounds), [False] * pool.batch, 0.0, left=num_rounds)
@@ -151,7 +154,8 @@ def replay(pool: Pool, num_rounds: int) -> Simulated:
     ]
     draft = _Draft(pool, targets)
     draft.frames_until(num_rounds * pool.targets)
-    return Simulated.of(draft.tally, max(target.clock for target in targets), pool)
+    end = max(target.clock for target in targets)
+    return Simulated.of(draft.tally, end, pool), [target.round_s for target in targets]
 
 
 class _Draft:
@@ -168,7 +172,8 @@ class _Draft:
         self.tally = Tally()
         self.now = self._idle_since = 0.0
         self._number = 0  # of the next forward
-        self._asked = [(target.clock, n) for n, target in enumerate(targets)]
+        travel_s = pool.host.lead_send + pool.host.link
+        self._asked = [(target.clock + travel_s, n) for n, target in enumerate(targets)]
         self._held: list[int] = []  # whose outcomes are there before their glues
         self._answering: list[int] = []
         self._glueing: list[int] = []
@@ -203,6 +208,8 @@ class _Draft:
     def _outcome(self, number: int, target: Target) -> None:
         """Looks an outcome up: ends the growth, and says what the answer needs."""
         steps = target.steps = self._end_growth(target)
+        if not target.left:  # It says stop.
+            return
         won = target.won
         target.finish = self._most - steps if won and not self._serves else 0
         target.backup = self._backup if won < len(target.hits) else 0
@@ -243,10 +250,11 @@ class _Draft:
             target.glues = True
             target.lanes = won * self._branches[1] + missed * self._branches[0]
             self._glueing.append(number)
-        target.hits, target.clock = hits, seen + verify_s + host.lead_s
+        over = seen + verify_s + host.lead_s
+        target.round_s.append(over - target.clock)
+        target.hits, target.clock = hits, over
         target.left -= 1
-        if target.left:
-            heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
+        heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
 
     def _forward(self) -> None:
         """Makes one forward of everybody's next turn, and does what follows from it."""
