@@ -20,6 +20,8 @@ from mpissd.engine.backend.profile import Profile, known_profiles, load_profile,
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.pools import advice as pool_advice
 from mpissd.lab.pools import search as pool_search
+from mpissd.lab.pools.durations import Pool
+from mpissd.lab.pools.predict import check_pool, predict_pool
 from mpissd.lab.predict import advice as advice_text
 from mpissd.lab.predict import jobfile, real_hits
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
@@ -57,6 +59,8 @@ def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int
         return _judge(config, config.rows)
     if config.profile is None:
         raise ConfigError("profile: needed: a job's OUT/profiles/RUN_ID.json, or a device's")
+    if config.run.groups > 1:
+        return _predict_pool(config, config.profile, given)
     job, device, host, num_rounds = _costs(config, config.profile, given)
     if job.config.workload == "replay":
         row, mean = predict_replay(job, device, host), ""
@@ -65,6 +69,22 @@ def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int
         mean = f"   (the laws' mean: {_number(row['expected_tok_per_s'])})"
     rounds = row["round_us"]
     print(f"   tok/s  {_number(row['tok_per_s'])}{mean}")
+    print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
+    print(json.dumps(row))
+    return 0
+
+
+def _predict_pool(config: PredictConfig, name: str, given: AbstractSet[str]) -> int:
+    """Prints the predicted row of a run whose groups share a draft, from a device's profile."""
+    if jobfile.load(name) is not None:
+        raise ConfigError(f"predict groups={config.run.groups}: allowed: a device's profile")
+    one = dataclasses.replace(config, run=dataclasses.replace(config.run, groups=1))
+    job, _, host, _ = _costs(one, name, given - {"groups"})
+    check_pool(job)
+    row = predict_pool(Pool.of(job, config.run.groups, load_profile(name), host))
+    means = f"{_number(row['expected_tok_per_s'])}, by theory {_number(row['theory_tok_per_s'])}"
+    print(f"   tok/s  {_number(row['tok_per_s'])}   (the laws' mean: {means})")
+    rounds = row["round_us"]
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
     print(json.dumps(row))
     return 0

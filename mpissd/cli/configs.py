@@ -26,7 +26,7 @@ class ProbeConfig(Checked):
 class PredictConfig(Checked):
     """Flags of `predict`: those of a run, T, and the profile to predict from."""
 
-    run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
+    run: RunConfig = contained(RunConfig)
     profile: str | None = flag(
         None,
         words,
@@ -47,6 +47,11 @@ class PredictConfig(Checked):
         """Refuses --host without --rows."""
         if self.host is not None and self.rows is None:
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
+
+    def check_groups(self) -> None:
+        """Refuses several groups with --rows, whose rows say their groups."""
+        if self.run.groups > 1 and self.rows is not None:
+            raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
 
     def check_schedule(self) -> None:
         """Refuses --schedule, because flags that are not given are taken from the profile."""

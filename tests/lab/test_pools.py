@@ -173,3 +173,38 @@ def test_plan_for_two_gpus_has_no_pool(capsys: pytest.CaptureFixture[str]) -> No
     *lines, last = capsys.readouterr().out.splitlines()
     assert json.loads(last)["pools"] is None
     assert not any("equal copies" in line for line in lines)
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    common = ("--profile=h200", "--pair=8b/1b", "--mode=ssd", "--num_drafts=1", "--alpha=.8")
+    assert main(["predict", *common, "--rounds=200", *flags]) == 0
+    row: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return row
+
+
+def test_predict_takes_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, pool = (predicted(capsys, f"--groups={n}") for n in (1, 4))
+    assert alone["tok_per_s"] < pool["tok_per_s"] < 4 * alone["tok_per_s"]
+    assert pool["tok_per_s_per_gpu"] == pytest.approx(pool["tok_per_s"] / 5)
+    assert pool["round_us"]["n"] == 800 and pool["groups"] == 4
+    for mean in ("expected_tok_per_s", "theory_tok_per_s"):
+        assert pool[mean] == pytest.approx(pool["tok_per_s"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--num_tokens=100",), "and rounds"),
+        (("--rounds=9", "--on_late=auto"), "nothing that adapts"),
+        (("--rounds=9", "--num_drafts=2"), "one draft"),
+        (("--rows=results",), "groups=3 with rows"),
+    ],
+)
+def test_predict_refuses_groups_without_a_recurrence(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], why: str
+) -> None:
+    words = ["--profile=h200", "--pair=8b/1b", "--mode=ssd", "--groups=3", *flags]
+    if not any(word.startswith("--num_drafts") for word in flags):
+        words.append("--num_drafts=1")
+    assert main(["predict", *words]) == 2
+    assert why in capsys.readouterr().err

@@ -30,8 +30,8 @@ class Target:
     hits: of the outcome that is on its way. clock: when its lead has that outcome. steps: growth
     steps that the last growth had taken. finish, backup: turns that its late hits and its misses
     still need. began: forwards before the first step of its growth; -1: nothing grows. lanes: of
-    its growth. glues: its glue is due. left: rounds that it still decodes, beyond any by default. round_s: seconds
-    of those that it has decoded.
+    its growth. glues: its glue is due. left: rounds that it still decodes, beyond any by default.
+    round_s: seconds of those that it has decoded.
     """
 
     fates: Fates
