@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import choice, contained, flag, integer, number, switch, words
-from mpissd.common.implied import with_text
+from mpissd.common.implied import with_measured, with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
@@ -61,9 +61,9 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, and what mode=auto stands for; AR alone
-        needs no draft rank."""
-        given = with_text({"workload": "text", **super().completed(flags)})
+        """Adds pair=smollm2 if the flags name no model, the K and fan-out of a run of SSD, and what
+        mode=auto stands for; AR alone needs no draft rank."""
+        given = with_measured(with_text({"workload": "text", **super().completed(flags)}))
         if given.get("mode") == AUTO:
             given |= {"mode": "ssd", "auto": "true"}
         if given.get("mode") == "ar":

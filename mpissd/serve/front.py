@@ -112,6 +112,7 @@ class Front:
         ):
             path = str(Path(folder, "lead"))
             async with await self._lead.accept(path):
+                self._say_what_loads()
                 ranks = await _started(command, path)
                 watch = asyncio.create_task(self._watch(ranks, server.end))
                 await server.serve(sockets=[self._listener])
@@ -147,6 +148,14 @@ class Front:
             self._member.leave()
         told = f"{self._lead.outstanding} requests have {self._config.drain_s:g} s to end"
         sys.stderr.write(f"mpissd: serve: SIGTERM: {told}\n")
+
+    def _say_what_loads(self) -> None:
+        draft = "" if self._job.draft is None else f" with {self._job.draft.name}"
+        sys.stderr.write(
+            f"mpissd: serve: loads {self._job.target.name}{draft} on {self._config.num_ranks} "
+            "ranks; a first start compiles, too\n"
+        )
+        sys.stderr.flush()
 
     def _announce(self) -> None:
         if self._member is not None:

@@ -93,9 +93,11 @@ def test_a_card_says_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str
     whole, floor = row["t_target_s"] * 1e3, row["floor_us"] / 1e3
     share = f"its floor is {floor:.2f} ms, {floor / whole:.0%} of that"
     assert f"  target  {whole:.2f} ms a forward; {share}\n" in text
-    print_summary(Row.from_dict(shown))  # a row from before there was this key
+    print_summary(Row.from_dict({**shown, "num_prompts": 3}), "out")
+    assert f"answers  out/text/{row['run_id']}.jsonl: of 3 prompts\n" in capsys.readouterr().out
+    print_summary(Row.from_dict(shown), "out")  # a row from before there was this key
     print_summary(Row.from_dict({**shown, "imposed_hits": None}))
-    assert "imposed:" not in capsys.readouterr().out
+    assert "imposed:" not in (text := capsys.readouterr().out) and "answers" not in text
     print_summary(Row.from_dict({**shown, "imposed_hits": {**price, "branch_budget": None}}))
     assert "imposed: no fan-out of power:A=0.75,r=1.0 hits as often" in capsys.readouterr().out
 

@@ -139,6 +139,14 @@ def a_round(
     return RoundResult(speculation, Outcome(1, np.array(rows, np.int32)), 0.0)
 
 
+def test_tokens_behind_the_end_of_an_answer_are_not_counted(tokenizer: Tokenizer) -> None:
+    letters = [tiny.of_byte(ord(c)) for c in "abcd"]
+    for stop, rounds, kept in ([["bc"], letters, 3], [[], [letters[0], 1, *letters[2:]], 2]):
+        show = Show(AnswerText(tokenizer, stop, {1}), lambda new, _: None, has_cache=True)
+        show.take(a_round([0], [rounds], [4], letters[0]))
+        assert show.is_over and show.meter.num_tokens == kept
+
+
 def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(tokenizer: Tokenizer) -> None:
     shown: list[Piece] = []
     show = Show(AnswerText(tokenizer, [], {1}), lambda new, _: shown.extend(new), has_cache=True)

@@ -107,6 +107,7 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path, sent:
         until(lambda: not Path(f"/proc/{ranks}").exists())
     log = (tmp_path / "log").read_text()
     assert "-np 2" in log and "Traceback" not in log and "ERROR" not in log
+    assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
 
 
 def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mpissd.common import implied
+from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.flags import parse_into
 from mpissd.serve.config import KEY_VARIABLE, ServeConfig, is_local
@@ -59,6 +61,15 @@ def test_auto_is_a_mode_of_the_server_and_ssd_of_the_job() -> None:
     assert config.auto and config.run.mode == "ssd"
     with pytest.raises(ConfigError, match="auto with mode=ar"):
         parse_into(ServeConfig, {"mode": "ar", "auto": "true", "pair": "toy"})
+
+
+def test_ssd_on_a_cpu_has_the_k_and_fan_out_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"pair": "toy", "backend": "numpy"}
+    monkeypatch.setitem(implied._ON_TWO_CORES, "toy", {"lookahead": "3", "fan_out": "uniform:2"})
+    served, run = parse_into(ServeConfig, given).run, parse_flags({**given, "workload": "text"})
+    assert (served.lookahead, served.fan_out) == (run.lookahead, run.fan_out) == (3, "uniform:2")
+    assert parse_into(ServeConfig, {**given, "lookahead": "5"}).run.lookahead == 5
+    assert parse_into(ServeConfig, {**given, "mode": "auto"}).run.lookahead == 4  # the most
 
 
 def test_nobody_else_is_let_in_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

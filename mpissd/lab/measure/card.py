@@ -14,6 +14,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
+from mpissd.engine.workload.text.answers import answers_file
 from mpissd.lab.predict.imposed import price_of, under_default_law
 
 
@@ -130,8 +131,11 @@ def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = Fals
     )
 
 
-def print_summary(row: Row) -> None:
-    """Prints a short table, then the row as JSON on the last line of stdout."""
+def print_summary(row: Row, out: str = "") -> None:
+    """Prints a short table, then the row as JSON on the last line of stdout.
+
+    out: the folder that has the answers to several prompts, of which one is shown.
+    """
     rounds = row.round_us
     lines = [
         ("tok/s", f"{row.tok_per_s:.1f}   per GPU {row.tok_per_s_per_gpu:.1f}"),
@@ -139,7 +143,8 @@ def print_summary(row: Row) -> None:
         (
             "tokens",
             f"{row.num_tokens} in {row.num_rounds} rounds, "
-            f"{row.acceptance_length:.2f} a round and sequence",
+            f"{row.acceptance_length:.2f} a round and sequence"
+            + (" with those behind an answer's end" if row.num_prompts else ""),
         ),
         ("target", _target(row)),
     ]
@@ -155,6 +160,8 @@ def print_summary(row: Row) -> None:
         price = price_of(row.imposed_hits, row.expected_tok_per_s or 0.0)
         hits = [f"{row.hit_rate:.3f} of the lookups", price]
         lines.append(("hits", ", ".join(filter(None, hits))))
+    if (row.num_prompts or 0) > 1 and out:
+        lines.append(("answers", f"{answers_file(out, row.run_id)}: of {row.num_prompts} prompts"))
     if row.stable is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))

@@ -79,7 +79,7 @@ def _run(session: Session) -> None:
         print_card(session)
     row = measure(session)
     if row is not None:
-        print_summary(row)
+        print_summary(row, session.job.config.out)
 
 
 def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None:

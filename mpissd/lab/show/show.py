@@ -63,16 +63,20 @@ class Show:
         if self._left is not None:
             tokens = tokens[: self._left]
             self._left -= len(tokens)
-        pieces = self._pieces(tokens, sources)
-        self.meter.add(len(tokens), _hit(drafted, row) if self._has_cache else None)
+        kept, pieces = self._pieces(tokens, sources)
+        self.meter.add(kept, _hit(drafted, row) if self._has_cache else None)
         self.is_over = self._text.ended is not None or self._left == 0
         self._write(pieces, self.meter.short())
 
-    def _pieces(self, tokens: list[int], sources: list[str]) -> list[Piece]:
+    def _pieces(self, tokens: list[int], sources: list[str]) -> tuple[int, list[Piece]]:
+        """Returns how many tokens are the answer's, the one that ends it included, and their
+        text."""
         found = []
         for token, source in zip(tokens, sources, strict=False):
+            if self._text.ended is not None:
+                break
             found.append((self._text.push(token), source))
-        return [piece for piece in found if piece[0]]
+        return len(found), [piece for piece in found if piece[0]]
 
     def end(self) -> None:
         """Shows the text that is still held back."""

@@ -69,6 +69,11 @@ def sources_of(num_accepted: int, source: int) -> list[str]:
     return [Source(source).name.lower()] * num_accepted + [BONUS]
 
 
+def answers_file(out: str, run_id: str) -> Path:
+    """Returns the file of a run's answers."""
+    return Path(out, "text", f"{run_id}.jsonl")
+
+
 def write_answers(
     out: str, run_id: str, answers: Sequence[Answer], faults: Sequence[str] = ()
 ) -> Path:
@@ -77,9 +82,9 @@ def write_answers(
     faults: of a run whose row is flagged; each line has them as "gates", as the row has.
     """
     flagged = {"gates": list(faults)} if faults else {}
-    folder = Path(out) / "text"
+    path = answers_file(out, run_id)
+    folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{run_id}.jsonl"
     dicts = [{**answer.to_dict(), **flagged} for answer in answers]
     lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in dicts]
     handle, name = tempfile.mkstemp(dir=folder, prefix=f".{run_id}.")
