@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mpissd.common.row import Row
+from mpissd.lab.gates import violations
 from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,3 +33,15 @@ def test_theory_and_simulation_where_targets_are_few() -> None:
     few = [row for row in ROWS if 1 < row["targets"] <= 8 and row["batch_size"] == 1]
     errors = np.abs([row["theory_tok_per_s"] / row["tok_per_s"] - 1 for row in few])
     assert len(few) > 80 and np.median(errors) < 0.03 and np.mean(errors < 0.1) > 0.97
+
+
+def test_emulated_runs_are_within_a_tenth_of_all_three() -> None:
+    """A replay of their draws, the simulated mean under the laws, and queueing theory."""
+    emulated = load("results/pools/emulated.py")
+    lines = (ROOT / "results/pools/emulated.jsonl").read_text().splitlines()
+    rows = [Row.from_dict(json.loads(line)) for line in lines]
+    for row in rows:
+        assert max(map(abs, emulated.errors(row))) < 0.1, row.run_id
+        assert violations(row, {}) == []
+    assert {row.groups for row in rows} == {1, 2, 4, 8}
+    assert emulated.table(rows) in (ROOT / "docs" / "pools.md").read_text()
