@@ -7,6 +7,7 @@ what a plain NumPy reading of state_drafts' equations gives.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,16 @@ from scipy.stats import chisquare
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.job import resolve
-from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.job import Serving, resolve
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.tensors import EMBEDDING, tensors
 from tests.loop.markov_rig import joint_law
 from tests.loop.text_rig import TextPair
-from tests.tiny_pair import tiny_pair
+from tests.serve.test_driver import Script, Submit, ThreeRows, all_returned, prompts, served
+from tests.serve.test_driver import alone as alone_by_itself
+from tests.text_config import text_config
+from tests.tiny_pair import TinyPair, tiny_pair
 from tests.tiny_states import KINDS, state_draft
 
 V, TOKENS, HEADS = 97, 60, 5
@@ -169,3 +175,36 @@ def test_an_unknown_kind_is_refused(tiny: Family, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(ConfigError, match=r"mpissd\.kind='hydra' is not supported: allowed: m"):
         open_checkpoint(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("kv_tokens", [0, 320])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_s_answers_are_those_of_jobs_of_their_own(
+    tiny: Family, kind: str, kv_tokens: int
+) -> None:
+    """Prompts are stored beside rounds of others, and again where pages ran out."""
+    pair = TinyPair(tiny.target, tiny.drafts[kind])
+    count = 60 if kv_tokens else 20
+    asked = [(n, prompt, count + 7 * (n % 5)) for n, prompt in enumerate(prompts(8))]
+    mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
+    told = text_config(pair, **INLINE, lookahead=4, batch_size=4)
+    with Loops(*in_one_process(told, Serving(kv_tokens=kv_tokens))) as loops:
+        driver = served(loops, mail, times=ThreeRows())
+    assert all_returned(loops)
+    assert (driver.scheduler.num_preempted > 0) == (kv_tokens > 0)
+    assert mail.tokens() == {n: alone_by_itself(pair, *what) for n, *what in asked}
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [("medusa", 1), ("mlp", 4), ("eagle", 4)])
+def test_a_round_s_forwards_and_bytes_are_counted_as_they_are(
+    tiny: Family, kind: str, forwards: int
+) -> None:
+    told = config(tiny.target, tiny.drafts[kind], **INLINE, lookahead=4)
+    job = resolve(told, 1, backend="numpy", memory_bytes=None)
+    shard = job.draft_shard
+    assert shard is not None and job.num_forwards(4) == forwards
+    read = dict(tensors(config_of(str(tiny.drafts[kind]), str(tiny.target))))
+    unread = EMBEDDING, *(n for n in read if n.startswith("model.layers.4."))  # Medusa's fifth head
+    weights = sum(math.prod(size) for name, size in read.items() if name not in unread)
+    assert shard.num_params(job.draft_options) == weights
+    assert shard.kv_bytes(100, 1) == (100 * 2 * shard.kv_width * 2 if kind == "eagle" else 0)

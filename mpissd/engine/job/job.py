@@ -213,10 +213,14 @@ class Job:
 
     def num_forwards(self, tokens: int) -> int:
         """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""
-        each = 1 if self.draft is None else self.draft.num_tokens
+        return -(-tokens // self.tokens_a_forward)
+
+    @property
+    def tokens_a_forward(self) -> int:
+        """Tokens of a sequence that one draft forward drafts: several by Medusa heads."""
         if isinstance(self.draft_shard, StateShard):
-            each = self.draft_shard.num_heads_used
-        return -(-tokens // each)
+            return self.draft_shard.num_heads_used
+        return 1 if self.draft is None else self.draft.num_tokens
 
     @property
     def verify_rows(self) -> int:

@@ -96,7 +96,24 @@ class StateStack(TransformerStack):
 
     weights: StateWeights
     _source: Array = None  # the target's states
-    _joined: Array = None  # [max_rows, hidden], the embedding's part of the product that joins
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: StateShard,
+        options: ForwardOptions,
+        weights: StateWeights,
+        *,
+        max_rows: int,
+        max_sequences: int,
+    ) -> None:
+        """Allocates the buffers, before any forward is captured."""
+        super().__init__(
+            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
+        )
+        # [max_rows, hidden], the embedding's part of the product that joins.
+        self._joined = None if weights.ops is None else weights.ops.delta(max_rows)
 
     def read_states(self, target: TransformerStack) -> None:
         """Takes the states of a target on the same device; before any forward is compiled."""
@@ -104,8 +121,6 @@ class StateStack(TransformerStack):
 
     def _enter(self, ops: Ops, rows: int) -> Array:
         memory, weights = self.buffers, self.weights
-        if self._joined is None:
-            self._joined = ops.delta(len(memory.tokens))
         ops.embed(weights.table, memory.tokens, memory.hidden, rows)
         ops.norm(memory.hidden, None, weights.joined_norms[0], memory.x, rows)
         ops.product(memory.x, weights.joins[0], self._joined, rows)

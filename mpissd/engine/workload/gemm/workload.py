@@ -64,7 +64,7 @@ class GemmWorkload(Workload):
         stream = DraftStream(
             job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
         )
-        return GemmDraftWorker(stepper, stream, 1 if job.draft is None else job.draft.num_tokens)
+        return GemmDraftWorker(stepper, stream, job.tokens_a_forward)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         ids = range(first_id, first_id + count)
