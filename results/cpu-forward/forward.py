@@ -1,10 +1,11 @@
 """Times forwards of 1 … 32 rows on one core a rank: [mpirun -n T] python forward.py [flags]
 
---model=smollm2 (any name that --target takes) --rows=1,2,3,5,8,15,32 --context=320 --repeats=60
---kinds=trunk,lanes. Forwards of all row counts take turns. One JSON line a row count goes to
-stdout: `best_ms` and `median_ms` are of the forward's own time on rank 0 (embedding, layers,
-attention over `context` cached tokens, LM head, candidates), `cpu_ms` is the least time for which
-the core ran it, and r is cpu_ms over that of 1 row (best_ms with T > 1, whose ranks wait busily).
+--model=smollm2 (any name that --target takes; --beside=TARGET of a draft) --rows=1,2,3,5,8,15,32
+--context=320 --repeats=60 --kinds=trunk,lanes. Forwards of all row counts take turns. One JSON line
+a row count goes to stdout: `best_ms` and `median_ms` are of the forward's own time on rank 0
+(embedding, layers, attention over `context` cached tokens, LM head, candidates), `cpu_ms` is the
+least time for which the core ran it, and r is cpu_ms over that of 1 row (best_ms with T > 1, whose
+ranks wait busily).
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ PROMPT = 32  # rows of a prompt's chunk
 class Bench:
     """A stepper whose cache holds `context` tokens of one sequence."""
 
-    def __init__(self, model: str, rows: list[int], context: int) -> None:
+    def __init__(self, model: str, beside: str | None, rows: list[int], context: int) -> None:
         world, backend = MPI.COMM_WORLD, NumpyBackend()
         self.waiter, self.context = Waiter(60.0, spin=True), context
         self.dice = np.random.default_rng(0)
         group = open_group(backend, world, "auto", self.waiter)
         begun = time.perf_counter()
-        config = config_of(model)
+        config = config_of(model, beside)
         options = ForwardOptions(
             lm_head=True, values=True, capacity=context + 64, lanes=max(rows), steps=8
         )
@@ -56,7 +57,7 @@ class Bench:
             buckets=sorted({*rows, PROMPT}),
             num_sequences=1,
             seed=0,
-            stacks=TransformerStacks(model),
+            stacks=TransformerStacks(model, beside),
         )
         self.load_s = time.perf_counter() - begun
         self.vocab, self.tp = config.shape.vocab_size, world.size
@@ -88,13 +89,14 @@ class Bench:
 def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--model", default="smollm2")
+    flags.add_argument("--beside")
     flags.add_argument("--rows", default="1,2,3,5,8,15,32")
     flags.add_argument("--kinds", default="trunk,lanes")
     flags.add_argument("--context", type=int, default=320)
     flags.add_argument("--repeats", type=int, default=60)
     told = flags.parse_args()
     rows = [int(n) for n in told.rows.split(",")]
-    bench = Bench(told.model, rows, told.context)
+    bench = Bench(told.model, told.beside, rows, told.context)
     cells = [(kind, n) for kind in told.kinds.split(",") for n in rows]
     times: dict[tuple[str, int], list[tuple[float, float]]] = {cell: [] for cell in cells}
     for _ in range(told.repeats):
