@@ -20,8 +20,8 @@ the target's own input embedding (not stored here), and an LM head over the {hea
 frequent tokens of its answers{head_origin}: {parameters:.1f} million parameters are stored.
 It proposes tokens that the target then checks; it is not meant to be used alone.
 
-`python -m mpissd distill` made it on {processes} × {device}: the target wrote its own prompts and
-answers ({sequences} conversations, {answered:.1f} million answered tokens), and the draft was
+`python -m mpissd distill` made it on {processes} × {device}: the target {wrote_told}
+({sequences} conversations, {answered:.3g} million answered tokens), and the draft was
 trained on the target's distributions over them for {steps} steps of all processes:
 Kullback-Leibler divergence first, then mostly total variation{on_policy_told}.
 No other text was used; the prompts of the evaluation below were not trained on. curves.jsonl holds
@@ -90,6 +90,9 @@ def write(folder: Path, report: Mapping[str, Any], license_name: str) -> None:
     rows = "\n".join([*heading, *(row(name, told) for name, told in found.items())])
     told = {**report, "license": "other" if license_name == "target" else license_name}
     told["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
+    told["wrote_told"] = "wrote its own prompts and\nanswers"
+    if report["on"] is not None:
+        told["wrote_told"] = f"answered the prompts of\n{report['on']}"
     share = report["on_policy"]
     told["on_policy_told"] = f", {share:.0%} of it\non the draft's own proposals" if share else ""
     card = _STATE_CARD if reads_states else _CARD

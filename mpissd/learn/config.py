@@ -8,6 +8,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
 from mpissd.engine.model.transformer.config import KINDS
 from mpissd.learn.form import Form, form_of
+from mpissd.learn.openings import TASKS
 
 
 def _layers(name: str, text: str) -> str:
@@ -63,6 +64,15 @@ class DistillConfig(Checked):
     heads: int = flag(4, integer(1), "Medusa's heads, and steps ahead that `kinds` are trained for")
     start: str = flag("", words, "an earlier draft of this target to go on from, instead of layers")
     vocab: int = flag(12288, integer(32), "rows of the draft's LM head: the most frequent tokens")
+    task: str = flag(
+        "any", choice(*TASKS), "how users' messages begin: any, chat, code, or text to work over"
+    )
+    on: str | None = flag(
+        None,
+        words,
+        "what to train on instead of sampled conversations, a comma between: people's prompts "
+        "(.jsonl), which the target answers at temperature 0, and recordings (.npz)",
+    )
     head: str = flag(
         "own", choice("own", "target"), "own: trained and stored; target: rows of the target's"
     )
@@ -133,3 +143,9 @@ class DistillConfig(Checked):
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
         if bool(self.shapes) + bool(self.start) + bool(self.kinds) > 1:
             raise ConfigError("shapes, start and kinds: allowed: one of them")
+
+    def check_on(self) -> None:
+        """Refuses to train on the files of the evaluation."""
+        both = set((self.on or "").split(",")) & set((self.prompts or "").split(",")) - {""}
+        if both:
+            raise ConfigError(f"on and prompts: {min(both)} in both: allowed: other prompts")

@@ -53,18 +53,22 @@ class Distillation:
         self.target = load(source.checkpoint, self.device, dtype)
         self.blocks = blocks_of(source.checkpoint.config, dtype)
         self.length = config.length_of(group.rank)
-        longest = [e.longest(config.answer) for e in source.exams.values()]
+        every = (*source.exams.values(), *source.lessons.values())
+        longest = [e.longest(config.answer) for e in every]
         self.room = max(config.length_of(0), self.length, *longest, 1)
         farthest = self.room + max(LOOKAHEADS)
         self.table = angles(source.checkpoint.config, farthest, self.device)
         log(f"{source.checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
 
     def sample(self) -> None:
-        """Has the target write conversations until the time for it is over."""
+        """Has the target write conversations until the time for it is over, or reads lessons."""
+        if self.source.lessons:
+            self._read_lessons()
+            return
         config, is_compiled = self.config, self.device.type == "cuda"
         blocks = compiled(self.blocks) if is_compiled else self.blocks
         sampler = Sampler(self.target, blocks, self.table, is_compiled)
-        self.openings = Openings(self.source.tokenizer)
+        self.openings = Openings(self.source.tokenizer, config.task)
         self.parts: list[Samples] = []
         started, num, last = time.monotonic(), self._rows(), 0.0
         for number in range(config.batches):
@@ -78,12 +82,30 @@ class Distillation:
             rate = num * (self.length - len(self.source.mould.before)) / last
             self.log(f"batch {number + 1}: {answered / 1e6:.2f} M answered, {rate:.0f} tokens/s")
         seconds = time.monotonic() - started
-        self.held = self.parts[0].take(slice(0, -(-num // HELD)))
-        self.parts[0] = self.parts[0].take(slice(-(-num // HELD), num)) if num > 1 else self.held
+        self._hold_out()
         self._count(seconds)
         if is_compiled:
             self.log(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
             torch.cuda.empty_cache()
+
+    def _read_lessons(self) -> None:
+        """Takes people's prompts and the target's answers to them; each process a share of them."""
+        sampler = Sampler(self.target, self.blocks, self.table, False)
+        config, group, started = self.config, self.group, time.monotonic()
+        self.parts = []
+        for lesson in self.source.lessons.values():
+            mine = lesson.part(group.rank, group.size)
+            room = self.room
+            self.parts.append(exam.answered(sampler, mine, self.source.mould, config.answer, room))
+        self._hold_out()
+        self._count(time.monotonic() - started)
+
+    def _hold_out(self) -> None:
+        """Takes some of the first batch's conversations for the curves."""
+        num = len(self.parts[0].tokens)
+        few = -(-num // HELD)
+        self.held = self.parts[0].take(slice(0, few))
+        self.parts[0] = self.parts[0].take(slice(few, num)) if num > 1 else self.held
 
     def _count(self, seconds: float) -> None:
         """Adds up what all processes sampled: conversations, answered tokens, their counts."""
@@ -212,6 +234,8 @@ class Distillation:
             "processes": self.group.size,
             "optimizer": self.config.optimizer,
             "on_policy": self.config.on_policy,
+            "task": self.config.task,
+            "on": self.config.on,
             "answer": self.config.answer,
             "seed": self.config.seed,
             "device": torch.cuda.get_device_name() if gpu else "cpu",

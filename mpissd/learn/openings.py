@@ -47,7 +47,45 @@ def|import math
 def|def solve(values: list) -> int:
     \"\"\"|class
 """
-SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
+EDITING = """
+Rename the function in this code and return the whole code.
+
+def|Rename the variables in the following Python code:
+
+def|Add type hints to this function:
+
+def|Add a docstring to this function:
+
+def|Fix the bug in this code:
+
+def
+"""
+WORKING = """
+Summarise the following text in two sentences.
+
+|Summarize this article:
+
+|Summarise these paragraphs:
+
+|Rewrite the following text in simpler words:
+
+|Correct the mistakes in this text:
+
+|Translate into formal English:
+
+|Repeat the following text, with every date removed:
+
+|Make a list of the facts in this text:
+
+
+"""
+# By the task that a draft is for, the shares of ways to begin.
+TASKS = {
+    "any": {"nothing": 3, "asking": 5, "word": 6, "coding": 2},
+    "chat": {"nothing": 3, "asking": 5, "word": 6},
+    "code": {"coding": 2, "editing": 1},
+    "text": {"working": 1},
+}
 RANKS = 20_000  # words are looked for among so many token ids: merges are numbered by frequency
 _WORD = re.compile(" [a-z]{4,}")
 
@@ -69,20 +107,24 @@ class Words(Protocol):
 class Openings:
     """Draws the beginning of a user's message: nothing, an opening, an opening and a word."""
 
-    def __init__(self, tokenizer: Words) -> None:
-        self.asking, self.coding = (
-            [tuple(tokenizer.encode(text)) for text in _split(texts)] for texts in (ASKING, CODING)
-        )
+    def __init__(self, tokenizer: Words, task: str = "any") -> None:
+        """Takes the task that the messages are about, of TASKS."""
+        self.shares = TASKS[task]
+        texts = {"asking": ASKING, "coding": CODING, "editing": EDITING, "working": WORKING}
+        self.beginnings = {
+            name: [tuple(tokenizer.encode(text)) for text in _split(each)]
+            for name, each in texts.items()
+        }
         ids = range(min(RANKS, tokenizer.vocab_size))
         found: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.decode([i]))]
         self.words = found or [()]
 
     def draw(self, choose: random.Random) -> tuple[int, ...]:
         """Returns the token ids of a beginning."""
-        (kind,) = choose.choices(list(SHARES), list(SHARES.values()))
+        (kind,) = choose.choices(list(self.shares), list(self.shares.values()))
         if kind == "nothing":
             return ()
-        opening = choose.choice(self.coding if kind == "coding" else self.asking)
+        opening = choose.choice(self.beginnings["asking" if kind == "word" else kind])
         return opening + choose.choice(self.words) if kind == "word" else opening
 
 

@@ -6,6 +6,7 @@ Everything that can be wrong with them is refused here, in one line.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,21 +15,25 @@ from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.learn.asked import Exam, read_exams
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.exam import Exam, read_exams
 from mpissd.learn.mould import Mould, mould_of
 from mpissd.learn.shape import draft_config, state_config
 
 
 @dataclass(frozen=True)
 class Source:
-    """The target's weights and tokenizer, its template's parts, exams by name, an earlier draft."""
+    """The target's weights and tokenizer, its template's parts, exams by name, an earlier draft.
+
+    lessons: what is trained on instead of samples, by name; none where the target writes them.
+    """
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     mould: Mould
     exams: dict[str, Exam]
     start: Checkpoint
+    lessons: Mapping[str, Exam]
 
     @property
     def stop_ids(self) -> list[int]:
@@ -48,7 +53,9 @@ def read(config: DistillConfig) -> Source:
         raise ConfigError(f"target={config.target}: {told}: allowed: the tokenizer of the weights")
     _check_draft(config, checkpoint)
     exams = read_exams(config.prompts, tokenizer, vocab)
-    return Source(checkpoint, tokenizer, mould_of(tokenizer), exams, _start(config, checkpoint))
+    lessons = read_exams(config.on, tokenizer, vocab, "on")
+    start, mould = _start(config, checkpoint), mould_of(tokenizer)
+    return Source(checkpoint, tokenizer, mould, exams, start, lessons)
 
 
 def _check_draft(config: DistillConfig, target: Checkpoint) -> None:

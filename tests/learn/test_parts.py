@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.quantize import BLOCK, dequantize, quantize
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.mould import Mould, mould_of
+from mpissd.learn.openings import Openings
 from mpissd.learn.rounds import Judged, rounds_of, summary
 
 
@@ -85,3 +87,33 @@ def test_a_target_is_needed() -> None:
     with pytest.raises(ConfigError, match="target: needed"):
         DistillConfig()
     assert DistillConfig(target="x").layer_numbers == (0, 1, 28, 29)
+
+
+class Words:
+    """A tokenizer of single letters."""
+
+    vocab_size = 300
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("task", "some", "never"),
+    [
+        ("chat", "Explain", "def "),
+        ("code", "def ", "Explain how"),
+        ("code", "Fix the bug in this code:\n\ndef", "Summarise"),
+        ("text", "Summarise the following", "Explain how"),
+    ],
+)
+def test_messages_begin_as_their_task(task: str, some: str, never: str) -> None:
+    openings, choose = Openings(Words(), task), random.Random(1)
+    drawn = [Words().decode(openings.draw(choose)) for _ in range(300)]
+    assert any(text.startswith(some) for text in drawn)
+    assert not any(text.startswith(never) for text in drawn)
+    assert ("" in drawn) == (task == "chat")
+    assert not any("|" in text for text in drawn)
