@@ -34,6 +34,8 @@ _PRODUCTS = GemmStacks()
 class Stepper:
     """Runs one model's forwards on one rank, asynchronously and one at a time."""
 
+    is_routed = False  # whether sequences may be of several models
+
     def __init__(
         self,
         backend: Backend,

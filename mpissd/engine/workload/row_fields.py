@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpissd.common.workload_flags import WorkloadFlags
@@ -34,3 +35,4 @@ class RowFields:
     recording: str | None = None
     lookup: str | None = None
     draft_lookup: str | None = None
+    draft_kinds: Mapping[str, int] | None = None

@@ -9,10 +9,11 @@ import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.routed import RoutedStepper
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker
-from mpissd.engine.workload.placement import Index
+from mpissd.engine.workload.placement import Index, Placement
 from mpissd.engine.workload.rollout import Branches, Guesses, Lanes, Rollout
 from mpissd.engine.workload.sampled import (
     Draws,
@@ -22,6 +23,7 @@ from mpissd.engine.workload.sampled import (
     SamplingDraftWorker,
     check_finite,
 )
+from mpissd.engine.workload.text.kinds import Kinds
 from mpissd.engine.workload.text.sequences import PromptHistories
 
 _NOBODY = np.zeros(0, np.int64)
@@ -56,11 +58,13 @@ class TextDraftWorker(SamplingDraftWorker):
         ids: Ints | None = None,
         lookup: str = "prompt",
         draft_lookup: str | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         """Makes a worker.
 
         lookup: how a fast backup finds what to copy. draft_lookup: how tokens are found that the
-        draft verifies while it drafts (None: it drafts token by token).
+        draft verifies while it drafts (None: it drafts token by token). kinds: chooses the
+        draft of a prompt, for a stepper of several.
         twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
         logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
         given others.
@@ -70,13 +74,30 @@ class TextDraftWorker(SamplingDraftWorker):
         self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
         self._lookup, self._draft_lookup = lookup, draft_lookup
+        self._kinds = kinds
         self._histories = PromptHistories()
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
         """Returns a worker of the `gemm` workload: paused forwards have no logits."""
         return self._twin.twin(stepper)
 
+    def _place(self, placement: Placement, slot: int, request: Request) -> None:
+        super()._place(placement, slot, request)
+        if self._routed is not None:
+            self._routed[1].route(slot, self._routed[0].draft_of(request.prompt))
+
+    @property
+    def _routed(self) -> tuple[Kinds, RoutedStepper] | None:
+        """What chooses each sequence's draft, and what runs them; None for one draft alone."""
+        stepper = self.stepper
+        is_routed = self._kinds is not None and isinstance(stepper, RoutedStepper)
+        return (self._kinds, stepper) if is_routed else None  # type: ignore[return-value]
+
     def shared(self, slot: int, request: Request) -> int:
+        if self._routed is not None:
+            kinds, stepper = self._routed
+            if stepper.routed(slot) != kinds.draft_of(request.prompt):
+                return 0  # another draft's cache holds them
         return self._histories.shared(slot, request.prompt)
 
     def known(self, slot: int) -> Sequence[int]:

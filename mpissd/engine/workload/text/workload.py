@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from mpissd.common.errors import ConfigError
@@ -10,14 +10,17 @@ from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
 from mpissd.engine.job.job import WARM_TOKENS, Job
 from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
 from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.text.draft import TextDraftWorker
+from mpissd.engine.workload.text.kinds import Kinds, check_alike, kinds_of
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.sequences import TextEndings
 from mpissd.engine.workload.text.state_draft import StateDraftWorker
@@ -63,6 +66,17 @@ class TextWorkload(Workload):
         draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
         return known_ids(draft, self.vocab)
 
+    @cached_property
+    def kinds(self) -> Kinds | None:
+        """The drafts by kind of prompt that the draft's folder holds; None without a router."""
+        own = self.job.drafts_by_transformer and not self.job.reads_states
+        return kinds_of(self.job.draft_where) if own else None
+
+    @property
+    def draft_members(self) -> tuple[Stacks, ...]:
+        folders = () if self.kinds is None else self.kinds.folders
+        return tuple(TransformerStacks(folder, self.job.target_where) for folder in folders)
+
     @property
     def proposal_width(self) -> int:
         return self.vocab if self.draft_ids is None else len(self.draft_ids)
@@ -94,6 +108,8 @@ class TextWorkload(Workload):
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
         if self.job.config.ledger_ab:  # its rounds go on behind the end of every answer
             raise ConfigError("ledger_ab with workload=text: allowed: another workload")
+        if self.kinds is not None:
+            check_alike(self.job.draft_where, self.kinds, self.job.target_where, self.vocab)
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
@@ -131,7 +147,7 @@ class TextWorkload(Workload):
         }
         if isinstance(shard := job.draft_shard, StateShard):
             return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
-        return TextDraftWorker(*parts, **told)  # type: ignore[arg-type]
+        return TextDraftWorker(*parts, kinds=self.kinds, **told)  # type: ignore[arg-type]
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled as the flags say."""
@@ -170,12 +186,16 @@ class TextWorkload(Workload):
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             lookup=config.fast_lookup,
             draft_lookup=config.draft_lookup,
+            draft_kinds=None if self.kinds is None else self.kinds.counted(self._tokens()),
             laws=laws_label(config),
             top_p=config.top_p,
             stop=list(config.stop_strings),
             num_prompts=len(self.prompts),
             prompts_sha256=digest_of(self.prompts),
         )
+
+    def _tokens(self) -> Iterator[tuple[int, ...]]:
+        return (tuple(prompt.tokens) for prompt in self.prompts)
 
 
 def check_prompts(job: Job) -> None:
