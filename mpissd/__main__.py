@@ -137,6 +137,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.learn.command import distill
 
         return distill(command.config)
+    if command.name == "router":
+        from mpissd.learn.routes import router
+
+        return router(command.config)
     from mpissd.cli import commands
     from mpissd.lab.sweep import commands as sweeping
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.workload.text.kinds import kinds_of
 from tests.needs import module
 from tests.text import tiny
 from tests.weight_files import CONFIG, values_of, write_folder
@@ -41,8 +43,13 @@ def folder(home: Path, **tokenizer: Any) -> Path:
 
 
 def distill(*flags: object, limit: float = 120, before: str = "") -> tuple[int, str]:
-    """Runs the command; before: shell commands that come first."""
-    command = [sys.executable, "-m", "mpissd", "distill", *map(str, flags)]
+    """Runs `distill`; before: shell commands that come first."""
+    return command("distill", *flags, limit=limit, before=before)
+
+
+def command(*words: object, limit: float = 120, before: str = "") -> tuple[int, str]:
+    """Runs a command of mpissd."""
+    command = [sys.executable, "-m", "mpissd", *map(str, words)]
     line = f'{before} exec "$@"'
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     told = subprocess.run(
@@ -86,6 +93,36 @@ def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path
     assert "started as an earlier draft" in card and "20% of it" in card
 
 
+def test_a_draft_of_one_kind_of_prompts_and_what_chooses_it(target: Path, tmp_path: Path) -> None:
+    """Trained on the target's answers to people's prompts instead of its own conversations."""
+    lessons, asked = tmp_path / "lessons.jsonl", target.parent / "asked.jsonl"
+    texts = [f"{word} {n}" for word in ("hello", "well") for n in range(20)]
+    lessons.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    out, drafts = tmp_path / "well", tmp_path / "drafts"
+    flags = [f"--target={target}", f"--on={lessons}", f"--out={out}", f"--prompts={asked}"]
+    code, told = distill(*flags, *SMALL, "--steps=150", "--held_out=0")
+    assert code == 0, told
+    report = report_of(out)
+    assert report["sequences"] == 38 and 0 < report["answered"] <= 40 * 16 / 1e6  # type: ignore[operator]
+    assert "answered the prompts of" in (out / "README.md").read_text()
+    losses = [point["cross_entropy"] for point in curves_of(out)]
+    assert losses[-1] < losses[0] - 0.01
+    shutil.copytree(out, drafts)
+    shutil.copytree(out, drafts / "well")
+    code, told = command(
+        "router",
+        f"--target={target}",
+        f"--draft={drafts}",
+        f"--prompts=well={lessons};other={asked}",
+    )
+    assert code == 0 and "well of well, other have one" in told, told
+    kinds = kinds_of(str(drafts))
+    assert kinds is not None and kinds.drafts == (1, 0)
+    assert kinds.folders == (str(drafts / "well"),)
+    found = json.loads(told.splitlines()[-1])
+    assert sum(found["confusion"]["well"].values()) == 40 and 0 < found["accuracy"] <= 1
+
+
 def test_a_head_that_is_the_target_s_replaces_an_earlier_draft_s_own(
     target: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +164,9 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "length": ({}, ["--length=48,x"], "whole numbers >= 48"),
     "layer": ({}, ["--layers=0,9"], "layers=9: allowed: 0 to 3"),
     "width": ({}, ["--shapes=2x1x1x64"], "heads that are 32 wide together"),
+    "both": ({}, ["--on={home}/asked.jsonl", "--prompts={home}/asked.jsonl"], "in both"),
+    "no lesson": ({}, ["--on={home}/none.jsonl"], "on='{home}/none.jsonl': no prompt"),
+    "kind": ({}, ["--kind=poem"], "unknown kind 'poem': allowed: any, chat, code, text"),
     "no prompt": ({}, ["--prompts={home}/none.jsonl"], "no prompt: allowed: one or more"),
     "processes": ({}, ["--processes=0"], "processes=0"),
 }
@@ -141,7 +181,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> Non
     code, told = distill(f"--target={path}", f"--out={tmp_path / 'out'}", *flags)
     lines = [line for line in told.splitlines() if line.startswith("mpissd: ")]
     assert code == 2 and "Traceback" not in told, told
-    assert len(lines) == 1 and expected in lines[0], told
+    assert len(lines) == 1 and expected.format(home=tmp_path) in lines[0], told
     assert not list(tmp_path.glob("out/*")), "half written"
     assert " s  " not in told, "refused before anything is sampled"
 
