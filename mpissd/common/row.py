@@ -114,9 +114,9 @@ class Row(Origin, Mapping[str, Any]):
     draft_lookup: str | None = key(
         "the lookup whose tokens the draft verified while it drafted (`--draft_lookup`); else null"
     )
-    draft_kinds: Mapping[str, Any] | None = key(
+    draft_tasks: Mapping[str, Any] | None = key(
         "with a router in the draft's folder, how many prompts were given to the draft of each "
-        "kind; else null"
+        "task; else null"
     )
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")

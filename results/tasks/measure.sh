@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Drafts by kind of prompts against one draft of the same size:  results/tasks/measure.sh TARGET OUT
-# On one H200 some 25 minutes: a draft for everything, one for each kind that goes on from it with the same time, and
+# Drafts by task against one draft of the same size:  results/tasks/measure.sh TARGET OUT
+# On one H200 some 25 minutes: a draft for everything, one for each task that goes on from it with the same time, and
 # as strong a rival the first one trained on for as long; then every draft on every kind of prompts, and the router.
 # PYTHON=.venv/bin/python; SAMPLING, TRAINING (seconds), PROCESSES; SMALL="--device=cpu …" to rehearse.
 set -eu -o pipefail
@@ -21,10 +21,10 @@ distil() { # folder, flags
 }
 
 distil "$out/first" --layers="${LAYERS:-0,1,2,27,28,29}" --learning_rate=0.002
-distil "$out/any" --start="$out/first" --kind=any # the rival: as much more time, on everything
+distil "$out/any" --start="$out/first" --task=any # the rival: as much more time, on everything
 rm -rf "$out/drafts" && cp -r "$out/any" "$out/drafts"
 for kind in chat code text; do
-    distil "$out/drafts/$kind" --start="$out/first" --kind="$kind"
+    distil "$out/drafts/$kind" --start="$out/first" --task="$kind"
 done
 "$PYTHON" -m mpissd router --target="$target" --draft="$out/drafts" \
     --prompts="chat=$prompts/chat.jsonl;code=$prompts/humaneval.jsonl,$prompts/edit.jsonl;text=$prompts/summarise.jsonl" |

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints tokens a round of every draft on every kind of prompts, and what a wrong choice costs.
 
-    results/tasks/table.py DRAFTS        the folder of the draft for everything, with those of kinds
+    results/tasks/table.py DRAFTS        the folder of the draft for everything, with those of tasks
 
 It reads each draft's report.json, which distill wrote: the greedy answers to people's prompts. The
 last lines say what a perfect choice gains over the draft for everything, and the worst one loses.

@@ -53,7 +53,7 @@ def test_a_router_is_what_was_saved(tmp_path: Path) -> None:
     router.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     again = load(tmp_path)
-    assert again is not None and again.kinds == ("chat", "code")
+    assert again is not None and again.tasks == ("chat", "code")
     assert again.scores([5, 7, 9]).tolist() == router.scores([5, 7, 9]).tolist()
 
 
@@ -61,7 +61,7 @@ def test_a_router_is_what_was_saved(tmp_path: Path) -> None:
 def test_a_damaged_router_is_one_line(tmp_path: Path, damage: str) -> None:
     router = fit({"chat": [[5, 6]], "code": [[7]]})
     if damage == "shape":
-        router = Router(router.kinds, router.tokens, np.zeros((2, 9), np.float32))
+        router = Router(router.tasks, router.tokens, np.zeros((2, 9), np.float32))
     router.save(tmp_path)
     data = (tmp_path / FILE).read_bytes()
     if damage != "shape":
@@ -72,5 +72,5 @@ def test_a_damaged_router_is_one_line(tmp_path: Path, damage: str) -> None:
 
 def test_one_kind_is_no_choice() -> None:
     for prompts in ({"a": [[1]]}, {"a": [[1]], "b": []}):
-        with pytest.raises(ConfigError, match="two kinds or more"):
+        with pytest.raises(ConfigError, match="two tasks or more"):
             fit(prompts)

@@ -1,6 +1,6 @@
-"""Chooses the kind of a prompt from its tokens: multinomial naive Bayes.
+"""Chooses the task of a prompt from its tokens: multinomial naive Bayes.
 
-Each kind has a distribution over tokens; a prompt is of the kind that gives its first tokens the
+Each task has a distribution over tokens; a prompt is of the task that gives its first tokens the
 largest probability [McCallum and Nigam 1998, A comparison of event models for naive Bayes text
 classification]. It needs NumPy alone and some 10 µs a prompt, on the rank that drafts.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.whole import whole_file
 
-FILE = "router.npz"  # in the folder of a draft, beside the folders of its kinds' drafts
+FILE = "router.npz"  # in the folder of a draft, beside the folders of its tasks' drafts
 MOST = 256  # tokens of a prompt that are read
 # What zipfile, zlib and NumPy raise for a file that is damaged, or no archive.
 _BROKEN = (
@@ -31,20 +31,20 @@ SMOOTHING = 0.5  # added to the count of every token
 
 @dataclass(frozen=True)
 class Router:
-    """kinds: their names. tokens: int32 [n], rising, those that the prompts of the fit had.
-    weights: float32 [kinds, n + 1], the logarithm of each one's probability; the last column is
+    """tasks: their names. tokens: int32 [n], rising, those that the prompts of the fit had.
+    weights: float32 [tasks, n + 1], the logarithm of each one's probability; the last column is
     that of any other token."""
 
-    kinds: tuple[str, ...]
+    tasks: tuple[str, ...]
     tokens: NDArray[np.int32]
     weights: NDArray[np.float32]
 
     def choose(self, prompt: Sequence[int]) -> int:
-        """Returns the number of the kind that a prompt is likeliest of; of equal ones the first."""
+        """Returns the number of the task that a prompt is likeliest of; of equal ones the first."""
         return int(self.scores(prompt).argmax())
 
     def scores(self, prompt: Sequence[int]) -> NDArray[np.float64]:
-        """Returns the logarithm of the prompt's probability in each kind, [kinds]."""
+        """Returns the logarithm of the prompt's probability in each task, [tasks]."""
         given = np.asarray(prompt[:MOST], np.int32)
         places = np.searchsorted(self.tokens, given)
         found = self.tokens[np.minimum(places, len(self.tokens) - 1)] == given
@@ -59,21 +59,21 @@ class Router:
         new.unlink(missing_ok=True)
         with whole_file(new) as file:
             np.savez_compressed(
-                file, kinds=np.array(self.kinds), tokens=self.tokens, weights=self.weights
+                file, tasks=np.array(self.tasks), tokens=self.tokens, weights=self.weights
             )
         new.replace(folder / FILE)
 
 
 def fit(prompts: Mapping[str, Sequence[Sequence[int]]]) -> Router:
-    """Returns the router of these prompts by kind; every kind counts as equally likely.
+    """Returns the router of these prompts by task; every task counts as equally likely.
 
-    Raises ConfigError for fewer than two kinds, and for one without a prompt.
+    Raises ConfigError for fewer than two tasks, and for one without a prompt.
     """
     if len(prompts) < 2 or not all(prompts.values()):
-        raise ConfigError("a router: allowed: two kinds or more, each with a prompt or more")
+        raise ConfigError("a router: allowed: two tasks or more, each with a prompt or more")
     read = {
-        kind: np.concatenate([np.asarray(prompt[:MOST], np.int32) for prompt in each])
-        for kind, each in prompts.items()
+        task: np.concatenate([np.asarray(prompt[:MOST], np.int32) for prompt in each])
+        for task, each in prompts.items()
     }
     tokens = np.unique(np.concatenate(list(read.values())))
     counts = np.full((len(read), len(tokens) + 1), SMOOTHING)
@@ -91,9 +91,9 @@ def load(folder: Path) -> Router | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as file:
-            kinds, tokens, weights = (file[name] for name in ("kinds", "tokens", "weights"))
-            router = Router(tuple(kinds.tolist()), tokens.astype(np.int32), weights)
-            ok = weights.shape == (len(kinds), len(tokens) + 1) and np.isfinite(weights).all()
+            tasks, tokens, weights = (file[name] for name in ("tasks", "tokens", "weights"))
+            router = Router(tuple(tasks.tolist()), tokens.astype(np.int32), weights)
+            ok = weights.shape == (len(tasks), len(tokens) + 1) and np.isfinite(weights).all()
     except _BROKEN as error:
         raise ConfigError(f"{path}: allowed: a router that `mpissd router` wrote") from error
     if not ok or not len(tokens):
@@ -104,16 +104,16 @@ def load(folder: Path) -> Router | None:
 def held_out(
     prompts: Mapping[str, Sequence[Sequence[int]]], folds: int
 ) -> dict[str, dict[str, int]]:
-    """Returns, by true kind, how many prompts were taken for each kind by routers that were fitted
+    """Returns, by true task, how many prompts were taken for each task by routers that were fitted
     without them: prompt n is of fold n % folds."""
-    found = {kind: dict.fromkeys(prompts, 0) for kind in prompts}
+    found = {task: dict.fromkeys(prompts, 0) for task in prompts}
     for fold in range(folds):
         rest = {
-            kind: [p for n, p in enumerate(each) if n % folds != fold]
-            for kind, each in prompts.items()
+            task: [p for n, p in enumerate(each) if n % folds != fold]
+            for task, each in prompts.items()
         }
         router = fit(rest)
-        for kind, each in prompts.items():
+        for task, each in prompts.items():
             for prompt in each[fold::folds]:
-                found[kind][router.kinds[router.choose(prompt)]] += 1
+                found[task][router.tasks[router.choose(prompt)]] += 1
     return found

@@ -35,4 +35,4 @@ class RowFields:
     recording: str | None = None
     lookup: str | None = None
     draft_lookup: str | None = None
-    draft_kinds: Mapping[str, int] | None = None
+    draft_tasks: Mapping[str, int] | None = None

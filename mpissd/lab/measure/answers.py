@@ -64,8 +64,8 @@ def model_fields(session: Session) -> dict[str, Any]:
     names = {"target": job.target_where}
     if job.drafts_by_transformer:
         names["draft"] = job.draft_where
-        if isinstance(session.workload, TextWorkload) and session.workload.kinds is not None:
-            names |= {f"draft {Path(each).name}": each for each in session.workload.kinds.folders}
+        if isinstance(session.workload, TextWorkload) and session.workload.tasks is not None:
+            names |= {f"draft {Path(each).name}": each for each in session.workload.tasks.folders}
     every = {which: open_checkpoint(name, target=job.target_where) for which, name in names.items()}
     weights: dict[str, dict[str, str | None]] = {
         which: {"name": opened.name, "sha256": opened.sha256, "sha256_of": opened.sha256_of}

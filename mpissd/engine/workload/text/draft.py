@@ -23,8 +23,8 @@ from mpissd.engine.workload.sampled import (
     SamplingDraftWorker,
     check_finite,
 )
-from mpissd.engine.workload.text.kinds import Kinds
 from mpissd.engine.workload.text.sequences import PromptHistories
+from mpissd.engine.workload.text.tasks import Tasks
 
 _NOBODY = np.zeros(0, np.int64)
 
@@ -58,12 +58,12 @@ class TextDraftWorker(SamplingDraftWorker):
         ids: Ints | None = None,
         lookup: str = "prompt",
         draft_lookup: str | None = None,
-        kinds: Kinds | None = None,
+        tasks: Tasks | None = None,
     ) -> None:
         """Makes a worker.
 
         lookup: how a fast backup finds what to copy. draft_lookup: how tokens are found that the
-        draft verifies while it drafts (None: it drafts token by token). kinds: chooses the
+        draft verifies while it drafts (None: it drafts token by token). tasks: chooses the
         draft of a prompt, for a stepper of several.
         twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
         logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
@@ -74,7 +74,7 @@ class TextDraftWorker(SamplingDraftWorker):
         self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
         self._lookup, self._draft_lookup = lookup, draft_lookup
-        self._kinds = kinds
+        self._tasks = tasks
         self._histories = PromptHistories()
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
@@ -87,16 +87,16 @@ class TextDraftWorker(SamplingDraftWorker):
             self._routed[1].route(slot, self._routed[0].draft_of(request.prompt))
 
     @property
-    def _routed(self) -> tuple[Kinds, RoutedStepper] | None:
+    def _routed(self) -> tuple[Tasks, RoutedStepper] | None:
         """What chooses each sequence's draft, and what runs them; None for one draft alone."""
         stepper = self.stepper
-        is_routed = self._kinds is not None and isinstance(stepper, RoutedStepper)
-        return (self._kinds, stepper) if is_routed else None  # type: ignore[return-value]
+        is_routed = self._tasks is not None and isinstance(stepper, RoutedStepper)
+        return (self._tasks, stepper) if is_routed else None  # type: ignore[return-value]
 
     def shared(self, slot: int, request: Request) -> int:
         if self._routed is not None:
-            kinds, stepper = self._routed
-            if stepper.routed(slot) != kinds.draft_of(request.prompt):
+            tasks, stepper = self._routed
+            if stepper.routed(slot) != tasks.draft_of(request.prompt):
                 return 0  # another draft's cache holds them
         return self._histories.shared(slot, request.prompt)
 

@@ -20,12 +20,12 @@ from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
 from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.text.draft import TextDraftWorker
-from mpissd.engine.workload.text.kinds import Kinds, check_alike, kinds_of
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.sequences import TextEndings
 from mpissd.engine.workload.text.state_draft import StateDraftWorker
 from mpissd.engine.workload.text.stops import Stops
 from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.text.tasks import Tasks, check_alike, tasks_of
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -67,14 +67,14 @@ class TextWorkload(Workload):
         return known_ids(draft, self.vocab)
 
     @cached_property
-    def kinds(self) -> Kinds | None:
-        """The drafts by kind of prompt that the draft's folder holds; None without a router."""
+    def tasks(self) -> Tasks | None:
+        """The drafts by task of prompt that the draft's folder holds; None without a router."""
         own = self.job.drafts_by_transformer and not self.job.reads_states
-        return kinds_of(self.job.draft_where) if own else None
+        return tasks_of(self.job.draft_where) if own else None
 
     @property
     def draft_members(self) -> tuple[Stacks, ...]:
-        folders = () if self.kinds is None else self.kinds.folders
+        folders = () if self.tasks is None else self.tasks.folders
         return tuple(TransformerStacks(folder, self.job.target_where) for folder in folders)
 
     @property
@@ -108,8 +108,8 @@ class TextWorkload(Workload):
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
         if self.job.config.ledger_ab:  # its rounds go on behind the end of every answer
             raise ConfigError("ledger_ab with workload=text: allowed: another workload")
-        if self.kinds is not None:
-            check_alike(self.job.draft_where, self.kinds, self.job.target_where, self.vocab)
+        if self.tasks is not None:
+            check_alike(self.job.draft_where, self.tasks, self.job.target_where, self.vocab)
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
@@ -147,7 +147,7 @@ class TextWorkload(Workload):
         }
         if isinstance(shard := job.draft_shard, StateShard):
             return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
-        return TextDraftWorker(*parts, kinds=self.kinds, **told)  # type: ignore[arg-type]
+        return TextDraftWorker(*parts, tasks=self.tasks, **told)  # type: ignore[arg-type]
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled as the flags say."""
@@ -186,7 +186,7 @@ class TextWorkload(Workload):
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             lookup=config.fast_lookup,
             draft_lookup=config.draft_lookup,
-            draft_kinds=None if self.kinds is None else self.kinds.counted(self._tokens()),
+            draft_tasks=None if self.tasks is None else self.tasks.counted(self._tokens()),
             laws=laws_label(config),
             top_p=config.top_p,
             stop=list(config.stop_strings),

@@ -1,4 +1,4 @@
-"""Drafts by kind of prompt: a draft's folder with a router and the folders of its kinds' drafts."""
+"""Drafts by task of prompt: a draft's folder with a router and the folders of its tasks' drafts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mpissd.engine.spec.router import Router, load
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """router: chooses a prompt's kind. folders: of drafts 1 …; draft 0 is the folder's own, which
-    drafts for kinds that have no folder. drafts: by kind, the number of its draft."""
+class Tasks:
+    """router: chooses a prompt's task. folders: of drafts 1 …; draft 0 is the folder's own, which
+    drafts for tasks that have no folder. drafts: by task, the number of its draft."""
 
     router: Router
     folders: tuple[str, ...]
@@ -30,12 +30,12 @@ class Kinds:
         return self.drafts[self.router.choose(prompt)]
 
     def counted(self, prompts: Iterable[Sequence[int]]) -> dict[str, int]:
-        """Returns how many of these prompts are of each kind."""
-        found = Counter(self.router.kinds[self.router.choose(prompt)] for prompt in prompts)
-        return {kind: found[kind] for kind in self.router.kinds}
+        """Returns how many of these prompts are of each task."""
+        found = Counter(self.router.tasks[self.router.choose(prompt)] for prompt in prompts)
+        return {task: found[task] for task in self.router.tasks}
 
 
-def kinds_of(where: str) -> Kinds | None:
+def tasks_of(where: str) -> Tasks | None:
     """Returns what a draft's folder holds beside its own draft; None without a router.
 
     Raises ConfigError for a damaged one.
@@ -44,17 +44,17 @@ def kinds_of(where: str) -> Kinds | None:
     router = None if path is None or not path.is_dir() else load(path)
     if path is None or router is None:
         return None
-    own = [path / kind for kind in router.kinds]
+    own = [path / task for task in router.tasks]
     folders = [str(folder) for folder in own if (folder / "config.json").is_file()]
     drafts = (folders.index(str(each)) + 1 if str(each) in folders else 0 for each in own)
-    return Kinds(router, tuple(folders), tuple(drafts))
+    return Tasks(router, tuple(folders), tuple(drafts))
 
 
-def check_alike(where: str, kinds: Kinds, target: str, vocab: int) -> None:
+def check_alike(where: str, tasks: Tasks, target: str, vocab: int) -> None:
     """Refuses drafts of other shapes, or of other tokens, than the folder's own."""
     first, shape = open_checkpoint(where, target=target), _form(config_of(where, target))
     ids = known_ids(first, vocab)
-    for folder in kinds.folders:
+    for folder in tasks.folders:
         mine = known_ids(open_checkpoint(folder, target=target), vocab)
         same = ids is None if mine is None else ids is not None and np.array_equal(ids, mine)
         if _form(config_of(folder, target)) != shape or not same:

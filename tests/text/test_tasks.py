@@ -1,4 +1,4 @@
-"""Drafts by kind of prompt: each sequence is drafted by its own draft, whatever is beside it."""
+"""Drafts by task of prompt: each sequence is drafted by its own draft, whatever is beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.spec.router import fit
-from mpissd.engine.workload.text.kinds import Kinds
+from mpissd.engine.workload.text.tasks import Tasks
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, TOKENS = 97, 48
@@ -101,7 +101,7 @@ def test_a_slot_that_changes_its_draft_forgets_what_the_other_one_stored(
     """The second prompt begins with the first one, and goes to another draft."""
     prompts = [PROMPTS[0], PROMPTS[0] + [90] * 30]
     numbers = {len(prompts[0]): 1, len(prompts[1]): 0}
-    monkeypatch.setattr(Kinds, "draft_of", lambda self, prompt: numbers[len(prompt)])
+    monkeypatch.setattr(Tasks, "draft_of", lambda self, prompt: numbers[len(prompt)])
     sd = {"mode": "sd", "num_drafts": 0, "batch_size": 1}
     found, own = decode(pair, folder, prompts, **sd), decode(pair, pair.draft, prompts, **sd)
     assert found[0] == own[0] and found[2][1] == own[2][1]
@@ -126,7 +126,7 @@ def test_a_row_counts_its_prompts_by_kind(pair: TinyPair, folder: Path) -> None:
     for draft, wanted in ((folder, {"chat": 2, "code": 2}), (pair.draft, None)):
         config = RunConfig(workload="text", draft=str(draft), num_drafts=0, **told)
         job = resolve(config, 1, backend="numpy", memory_bytes=None)
-        assert workload_of(job).row_fields().draft_kinds == wanted
+        assert workload_of(job).row_fields().draft_tasks == wanted
         assert len(workload_of(job).draft_members) == (draft == folder)
 
 
