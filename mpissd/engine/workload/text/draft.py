@@ -10,6 +10,7 @@ import numpy as np
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.routed import RoutedStepper
+from mpissd.engine.model.shared import Seat
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker
@@ -87,11 +88,12 @@ class TextDraftWorker(SamplingDraftWorker):
             self._routed[1].route(slot, self._routed[0].draft_of(request.prompt))
 
     @property
-    def _routed(self) -> tuple[Tasks, RoutedStepper] | None:
+    def _routed(self) -> tuple[Tasks, RoutedStepper | Seat] | None:
         """What chooses each sequence's draft, and what runs them; None for one draft alone."""
-        stepper = self.stepper
-        is_routed = self._tasks is not None and isinstance(stepper, RoutedStepper)
-        return (self._tasks, stepper) if is_routed else None  # type: ignore[return-value]
+        tasks, stepper = self._tasks, self.stepper
+        if tasks is None or not isinstance(stepper, (RoutedStepper, Seat)):
+            return None
+        return tasks, stepper
 
     def shared(self, slot: int, request: Request) -> int:
         if self._routed is not None:
