@@ -22,6 +22,7 @@ from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
+from mpissd.engine.model import routed
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.registry import workload_of
 from tests.loop.harness import Guarded
@@ -100,7 +101,7 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     workload, backend = workload_of(job), open_backend("numpy", device="h100", local_rank=0)
     shard = job.draft_shard if drafts else job.target_shard
     assert shard is not None
-    return Stepper(
+    return routed.stepper_of(
         backend,
         SoloGroup(),
         shard,
@@ -108,6 +109,7 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
         buckets=job.draft_buckets() if drafts else job.target_buckets(),
         num_sequences=job.draft_sequences if drafts else job.config.batch_size,
         stacks=workload.draft_stacks if drafts else workload.target_stacks,
+        members=workload.draft_members if drafts else (),
         seed=2 * job.config.seed + drafts,
     )
 

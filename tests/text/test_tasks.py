@@ -15,6 +15,7 @@ from mpissd.common.records import outcome_digest
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.spec.router import fit
 from mpissd.engine.workload.text.tasks import Tasks
+from tests.loop.pool_rig import Pool, config_of
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, TOKENS = 97, 48
@@ -85,6 +86,20 @@ def test_a_batch_of_both_kinds_is_drafted_as_each_kind_alone(
             told_tokens, _, told_accepted = alone[n % 2]
             assert tokens[n] == told_tokens[n]
             assert accepted[n] == told_accepted[n], f"sequence {n} by another draft"
+
+
+def test_groups_that_share_the_drafts_are_drafted_as_one(pair: TinyPair, folder: Path) -> None:
+    ids = ";".join(",".join(map(str, prompt)) for prompt in PROMPTS)
+    told = {"target": pair.target, "draft": folder, "prompt_ids": ids, "num_tokens": TOKENS}
+    told |= {"workload": "text", "mode": "ssd", "fan_out": "uniform:2", "backend": "numpy"}
+    wanted = decode(pair, folder, PROMPTS, mode="ssd", fan_out="uniform:2")
+    with Pool(config_of(**told, batch_size=1, groups=2)) as pool:
+        pool.decode(range(2), 10**6)
+    for group in pool.groups:
+        rows = group.records.sequences()
+        for n, tokens in group.records.tokens().items():
+            assert tokens[:TOKENS] == wanted[0][n]
+            assert rows[rows[:, 1] == n, 3].mean() == wanted[2][n], f"sequence {n} by another draft"
 
 
 def test_the_drafts_differ(pair: TinyPair, folder: Path) -> None:
