@@ -34,8 +34,8 @@ from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
-from mpissd.online.config import OnlineConfig
 from mpissd.learn.routes import RouterConfig
+from mpissd.online.config import OnlineConfig
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.serve.config import ServeConfig
 from mpissd.serve.replicas.config import ReplicasConfig

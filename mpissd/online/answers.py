@@ -19,6 +19,7 @@ from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.learn import exam
+from mpissd.learn.asked import Exam, read_exams
 from mpissd.learn.llama import angles, blocks_of, compiled, load
 from mpissd.learn.mould import mould_of
 from mpissd.learn.openings import Openings
@@ -65,15 +66,15 @@ class Answers:
         if source.startswith("own:"):
             return self._own(sampler, source.removeprefix("own:"))
         vocab = self.checkpoint.config.shape.vocab_size
-        (asked,) = exam.read_exams(source, self.tokenizer, vocab).values()
+        (asked,) = read_exams(source, self.tokenizer, vocab).values()
         answers = None if asked.answers is None else asked.answers[: config.prompts]
-        asked = exam.Exam(asked.prompts[: config.prompts], answers)
+        asked = Exam(asked.prompts[: config.prompts], answers)
         return exam.answered(sampler, asked, self.mould, config.answer, self.room)
 
     def _own(self, sampler: Sampler, kind: str) -> Samples:
         """Returns answers to prompts that the target writes behind openings of one kind."""
         openings, choose = Openings(self.tokenizer), random.Random(f"{self.config.seed}, {kind}")
-        known = {"asking": openings.asking, "coding": openings.coding}
+        known = {name: openings.beginnings[name] for name in ("asking", "coding")}
         if kind not in known:
             raise ConfigError(f"own:{kind}: allowed: own:{', own:'.join(known)}")
         starts = [

@@ -132,6 +132,11 @@ def test_drafts_of_another_shape_are_refused(pair: TinyPair, folder: Path, tmp_p
         decode(pair, home, PROMPTS, mode="sd", num_drafts=0)
 
 
+def test_a_learner_beside_several_drafts_is_refused(pair: TinyPair, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="drafts by task: allowed: a folder without a router"):
+        decode(pair, folder, PROMPTS, mode="sd", num_drafts=1, learners=1)
+
+
 def test_a_row_counts_its_prompts_by_kind(pair: TinyPair, folder: Path) -> None:
     from mpissd.engine.job import resolve
     from mpissd.engine.workload.registry import workload_of

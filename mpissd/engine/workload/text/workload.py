@@ -109,6 +109,9 @@ class TextWorkload(Workload):
         if self.job.config.ledger_ab:  # its rounds go on behind the end of every answer
             raise ConfigError("ledger_ab with workload=text: allowed: another workload")
         if self.tasks is not None:
+            if self.job.config.learners:
+                asked = f"learners=1 with draft={self.job.draft_where}, drafts by task"
+                raise ConfigError(f"{asked}: allowed: a folder without a router")
             check_alike(self.job.draft_where, self.tasks, self.job.target_where, self.vocab)
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
