@@ -33,6 +33,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"workload": "markov", "alpha": 0.8}, "alpha=0.8 with workload=markov"),
     ({"workload": "markov", "p_hit": 0.5}, "p_hit=0.5 with workload=markov"),
     ({"vocab": 16}, "vocab=16 with workload=gemm"),
+    ({"groups": 2, "mode": "ar"}, "groups=2 with mode=ar, num_drafts=0: allowed: 1, or a draft"),
+    ({"groups": 2, "on_draft_loss": "ar"}, "groups=2 with on_draft_loss=ar: allowed: abort"),
+    ({"groups": 2, "trace": "x.json"}, "trace with groups=2: allowed: groups=1"),
 ]
 
 NUMBERS = {  # flag: values that are none of its
@@ -42,6 +45,7 @@ NUMBERS = {  # flag: values that are none of its
     "num_tokens": ["0", "-7", "many"],
     "seed": ["-1", str(2**64), "0.5"],
     "num_drafts": ["-1", "5", "99", "one"],
+    "groups": ["0", "65", "two"],
     "context": ["-1", "1.5", "inf"],
     "num_layers": ["0", "-2", "all"],
     "warmup_rounds": ["0", "-1", "x"],

@@ -32,7 +32,7 @@ def judged(flags: Flags, world_size: int) -> RunConfig:
     command = cli.parse(arguments(flags))
     config = command.config
     memory = load_profile(config.device).memory_bytes
-    tp = check_world(world_size, config.drafts)
+    tp = check_world(world_size, config.drafts, config.groups)
     resolve(config, tp, backend=config.backend, memory_bytes=memory)
     assert isinstance(config, RunConfig)
     return config
@@ -78,6 +78,8 @@ def drawn(dice: random.Random, world_size: int) -> Flags:
     if dice.random() < 0.2:
         flags["context"] = str(dice.choice([1, 128, 4096]))
     flags["warmup_rounds"] = str(dice.choice([1, 2, 10]))
+    if drafts and dice.random() < 0.25:
+        flags["groups"] = "2"
     return flags
 
 

@@ -57,7 +57,7 @@ def closed(row: dict, out: Path) -> dict:
         "rounds": row["num_rounds"],
         "tokens": row["num_tokens"],
         "mode": row["mode"],
-        "wall_s": row["wall_s"],
+        "wall_s": sum(group["wall_s"] for group in row["per_group"] or [row]),
     }
     for role in ("lead", "draft"):
         table = rounds.get(f"{role}_ledger_ns")
