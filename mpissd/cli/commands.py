@@ -187,6 +187,8 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     uses += pool_search.replicas(advice.judged, config.gpus)
     for line in pool_advice.lines(uses, config.gpus):
         print(f"   {line}")
+    if (pool := pool_advice.best_pool(uses)) is not None:
+        print(f"   run a pool: {_command(run, pool.choice, pool.targets)}")
     summary = {
         **advice_text.to_dict(advice, placed),
         "real_hits": [hits.to_dict() for hits in real],
@@ -203,9 +205,14 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
     return dataclasses.replace(config.run, **{"pair": config.run.pair or "8b/1b", **probed})
 
 
-def _command(run: RunConfig, choice: Choice) -> str:
-    """Returns the command line that runs a choice under the planned laws and options."""
+def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
+    """Returns the command line that runs a choice under the planned laws and options.
+
+    groups: targets that share its draft.
+    """
     flags = {"pair": run.pair or "", **choice.flags()}
+    if groups > 1:
+        flags["groups"] = str(groups)
     flags_said = said(run)
     if choice.mode != "ar":
         if run.laws is None or run.acceptance is not None or run.alpha is not None:
@@ -217,7 +224,8 @@ def _command(run: RunConfig, choice: Choice) -> str:
     if "forward" not in flags and has_weights(split_pair(flags["pair"])[0]):
         flags["workload"] = "gemm"  # beside weights, laws have to be asked for
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd run {text}"
+    ranks = groups * choice.tp + choice.num_drafts
+    return f"mpirun -np {ranks} python -m mpi4py -m mpissd run {text}"
 
 
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")

@@ -72,6 +72,14 @@ def gain_of(pool: Use, uses: Sequence[Use]) -> Gain:
     return Gain(pool, next(in_time, None), next(iter(others), None), next(each, None))
 
 
+def best_pool(uses: Sequence[Use]) -> Use | None:
+    """Returns the pool of the frontier that gains most over what is no later; None without one."""
+    gains = [gain_of(use, uses) for use in frontier(uses) if use.is_pool]
+    known = [gain for gain in gains if gain.in_time is not None]
+    best = max(known or gains, key=lambda gain: gain.over(gain.in_time) or 0.0, default=None)
+    return None if best is None else best.pool
+
+
 def lines(uses: Sequence[Use], gpus: int) -> list[str]:
     """Returns the lines of a plan; none without a pool."""
     if not any(use.is_pool for use in uses):
