@@ -21,7 +21,8 @@ from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
 from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.simulation import Simulated, simulate
+from mpissd.lab.pools.simulation import simulate
+from mpissd.lab.pools.tally import Simulated
 from mpissd.lab.predict.costs import HostCosts, RowTable
 from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.laws import Laws
