@@ -241,6 +241,43 @@ def test_a_cancelled_request_counts_until_the_lead_has_ended_it(words: Tokenizer
         assert is_well_after(rig)
 
 
+class SlowWords:
+    """A tokenizer that takes its time, and counts what it was asked for."""
+
+    def __init__(self, words: Tokenizer) -> None:
+        self._words, self.encoded = words, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += 1
+        time.sleep(0.3)
+        return self._words.encode(text)
+
+
+def test_prompts_of_clients_that_have_left_hold_nobody_up(words: Tokenizer) -> None:
+    slow = SlowWords(words)
+    with serving(slow, Script([LETTER]), max_queue=100) as rig:  # type: ignore[arg-type]
+        left = [rig.send(packed()) for _ in range(20)]
+        until(lambda: slow.encoded)
+        for connection in left:
+            connection.close()
+        assert is_well_after(rig)
+        assert slow.encoded < 10
+
+
+def test_prompts_that_wait_to_be_encoded_are_waiting_requests(words: Tokenizer) -> None:
+    slow = SlowWords(words)
+    with serving(slow, Script([LETTER], max_running=1), max_queue=2) as rig:  # type: ignore[arg-type]
+        connections = [rig.send(packed()) for _ in range(8)]
+        statuses = [answered(connection)[0] for connection in connections]
+        for connection in connections:
+            connection.close()
+    assert statuses.count(200) == slow.encoded and 3 <= slow.encoded < 8
+    assert statuses.count(429) == 8 - slow.encoded
+
+
 def test_a_client_that_says_nothing_is_cut(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

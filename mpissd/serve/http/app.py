@@ -97,6 +97,7 @@ class Endpoints:
         self._lead, self._tokenizer, self._defaults = lead, tokenizer, defaults
         self._metrics = Metrics(lead)
         self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt would hold all others up
+        self._encoding = 0  # prompts that are encoded, or wait for it
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
@@ -134,8 +135,7 @@ class Endpoints:
         self._lead.check_room()
         ask = parse(await read_body(request), is_chat=is_chat)
         self._check_model(ask)
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._encoder, ask.encode, self._tokenizer)
+        prompt = await unless_gone(request.receive, self._encoded(ask))
         ready = self._lead.check()
         ask = self._completed(ask, len(prompt), ready)
         written = Written(self._tokenizer, ask, ready.stop_ids)
@@ -147,6 +147,17 @@ class Endpoints:
             return await unless_gone(request.receive, self._whole(answering, form, written))
         finally:
             answering.leave()
+
+    async def _encoded(self, ask: Ask) -> list[int]:
+        """Returns the tokens of a prompt. One whose client leaves before its turn is not encoded;
+        those that wait for their turn count as waiting requests."""
+        self._lead.check_room(self._encoding)
+        loop = asyncio.get_running_loop()
+        self._encoding += 1
+        try:
+            return await loop.run_in_executor(self._encoder, ask.encode, self._tokenizer)
+        finally:
+            self._encoding -= 1
 
     def _check_model(self, ask: Ask) -> None:
         names = self._defaults.names

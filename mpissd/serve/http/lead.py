@@ -110,14 +110,17 @@ class Lead:
         """Whether requests are decoded: the lead has come, and is not gone."""
         return self.ready is not None and self.gone is None
 
-    def check_room(self) -> None:
-        """Raises Problem(429) if the queue is full, Problem(503) where nothing new is taken."""
+    def check_room(self, more: int = 0) -> None:
+        """Raises Problem(429) if the queue is full, Problem(503) where nothing new is taken.
+
+        more: requests that come as well.
+        """
         if self.is_refusing:
             raise _leaving()
         most = self.check().max_running + self._max_queue
-        if self.outstanding >= most:
+        if (count := self.outstanding + more) >= most:
             after = str(self._retry_after())
-            message = f"{self.outstanding} requests are waiting or running: try again in {after} s"
+            message = f"{count} requests are waiting or running: try again in {after} s"
             raise Problem(429, message, code="queue_full", headers={"retry-after": after})
 
     def _retry_after(self) -> int:
