@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Forwards, Places, Results
@@ -28,13 +29,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, heads=4, kv_heads=2, noise=0.1)
 
 
-def stepper(pair: TinyPair, seats: int) -> Stepper:
+def stepper(pair: TinyPair, seats: int, backend: Backend | None = None) -> Stepper:
     where = str(pair.draft)
     options = ForwardOptions(
         lm_head=True, values=True, top_k=3, capacity=64, lanes=seats * LANES, steps=4
     )
     return Stepper(
-        NumpyBackend(), SoloGroup(), TransformerShard(config_of(where)), options,
+        backend or NumpyBackend(), SoloGroup(), TransformerShard(config_of(where)), options,
         buckets=[1, 2, 4, 8, 8 * seats], num_sequences=seats * SLOTS, seed=0,
         stacks=TransformerStacks(where, page=16),
     )  # fmt: skip

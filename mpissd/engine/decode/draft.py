@@ -215,7 +215,9 @@ class Drafter:
         start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
-            yield from self._step(short)
+            self._worker.launch_step(short)
+            yield
+            self._worker.collect_step(short)
             steps += 1
         drafting_s = perf_counter() - start
         self._forwards = steps
@@ -236,11 +238,6 @@ class Drafter:
         if rollout.steps >= self._most:
             return self._most
         return min(self._controls.late_steps(rollout.steps, self._clocks), self._most)
-
-    def _step(self, rollouts: Sequence[Rollout]) -> Steps[None]:
-        self._worker.launch_step(rollouts)
-        yield
-        self._worker.collect_step(rollouts)
 
     def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
         policy, head, sampled = self._policy, Speculation.HEAD, self._policy.sampled
@@ -355,7 +352,10 @@ class Drafter:
     def grow_step(self) -> Steps[None]:
         """Adds one token to every branch."""
         assert self._growth is not None, "grow_step() without growth"
-        yield from self._step([self._growth])
+        growing = [self._growth]
+        self._worker.launch_step(growing)
+        yield
+        self._worker.collect_step(growing)
         if not self.growing:
             self._growth_s = perf_counter() - self._growth_start
         self.ledger.mark(DraftPhase.GROW)

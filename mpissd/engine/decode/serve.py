@@ -49,7 +49,7 @@ def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> No
     groups = [_Group(*end, updates) for end in ends]
     while groups:
         running = None
-        for group in tuple(groups):
+        for group in groups[:]:
             if group.awaited is not None and not group.awaited():
                 continue
             try:
@@ -90,7 +90,9 @@ def _rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None) -> Turns[
         answer = yield from drafter.answering(outcome)
         _reply(link, drafter, answer)
         drafter.ledger.mark(DraftPhase.SEND)
-        speculation = yield from _served(link, drafter, answer)
+        speculation = answer
+        if drafter.policy.share.num_drafts > 1:
+            speculation = yield from _served(link, drafter, answer)
         drafter.hear(speculation)
         yield from _grow(link, drafter, speculation)
         drafter.close_round(speculation)
@@ -125,9 +127,10 @@ def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
 
 
 def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Turns[Speculation]:
-    """Returns the speculation that is served, merged over all drafts."""
+    """Waits, where this draft has not made all of it, for the speculation that several drafts
+    serve; returns it."""
     policy = drafter.policy
-    if policy.share.num_drafts == 1 or answer.source.all() or not drafter.is_asked:
+    if answer.source.all() or not drafter.is_asked:
         return answer
     if not link.trunk_arrived():  # other groups are served meanwhile
         yield link.trunk_arrived
