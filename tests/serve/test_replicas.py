@@ -64,6 +64,8 @@ def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
         {"beat": None},
         {"schema": 2},
         {"host": 5},
+        {"about": ["mode"]},
+        {"about": None},
     ],
 )
 def test_a_file_that_is_no_entry_is_passed_over(tmp_path: Path, change: dict[str, object]) -> None:
@@ -74,6 +76,18 @@ def test_a_file_that_is_no_entry_is_passed_over(tmp_path: Path, change: dict[str
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     (tmp_path / "notes.json").write_text("{")
     assert entries.read(tmp_path) == [TWO]
+
+
+OTHERS = "", "[]", "5", "null", '"r-one"', '["id"]', "[" * 100_000, "\xff"
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_file_of_anything_else_is_passed_over(tmp_path: Path, text: str) -> None:
+    """One such file would else end the beat of every replica, which then expires."""
+    entries.write(tmp_path, TWO)
+    (tmp_path / "r-one.json").write_bytes(text.encode("latin-1"))
+    (tmp_path / "folder.json").mkdir()
+    assert entries.read(tmp_path) == [TWO] == Living(tmp_path).look()
 
 
 def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
@@ -254,6 +268,12 @@ def test_haproxy_takes_it(tmp_path: Path, replicas: list[Entry]) -> None:
     assert haproxy.install(haproxy.text_of("out", replicas, BIND), file)
     assert not haproxy.install(haproxy.text_of("out", replicas, BIND), file)
     assert os.listdir(tmp_path) == ["haproxy.cfg"]
+
+
+def test_a_file_that_is_no_text_is_replaced(tmp_path: Path) -> None:
+    file, text = tmp_path / "haproxy.cfg", haproxy.text_of("out", [], BIND)
+    file.write_bytes(b"\xff\xfe\0")
+    assert haproxy.install(text, file) and file.read_text() == text
 
 
 @needs_haproxy

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+# What a file of anything else raises.
+_NO_ENTRY = (ValueError, TypeError, LookupError, RecursionError)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _NAME = re.compile(rf"{_ID.pattern}\.json")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
@@ -65,7 +67,7 @@ def read(folder: Path) -> list[Entry]:
     """
     found = []
     for name in sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name)):
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, LookupError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, *_NO_ENTRY):
             path = folder / name
             found.append(_parsed(path.read_text(), path.stem))
     return found
@@ -76,17 +78,19 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _parsed(text: str, name: str) -> Entry:
-    """Returns the entry of a file; raises ValueError, TypeError or LookupError for anything else.
+    """Returns the entry of a file; raises one of _NO_ENTRY for anything else.
 
     Its words go into HAProxy's configuration, so that none may hold a space or a new line.
     """
-    told = json.loads(text)
+    told = dict(json.loads(text))
     known = {f.name for f in fields(Entry)}
     entry = Entry(**{key: value for key, value in told.items() if key in known})
     is_known = told["schema"] == SCHEMA and entry.id == name
     is_safe = _ID.fullmatch(entry.id) and _HOST.fullmatch(entry.host)
     numbers = (entry.port, entry.max_wait_s, entry.beat, entry.beat_s)
     if not is_known or not is_safe or not all(type(each) in (int, float) for each in numbers):
+        raise ValueError(name)
+    if not isinstance(entry.about, dict):
         raise ValueError(name)
     if not (isinstance(entry.port, int) and 0 < entry.port < 65536 and 0 < entry.max_wait_s < 1e6):
         raise ValueError(name)

@@ -92,9 +92,9 @@ def install(text: str, file: Path) -> bool:
     """
     made = file.with_name(f".{file.name}.new")
     try:
-        if file.exists() and file.read_text() == text:
+        if file.exists() and file.read_bytes() == text.encode():
             return False
-        made.write_text(text)
+        made.write_bytes(text.encode())
         _check(made)
         made.replace(file)
     except OSError as error:
