@@ -120,3 +120,57 @@ def test_a_seat_launches_once_before_it_waits(pair: TinyPair) -> None:
     seat.launch()
     with pytest.raises(AssertionError, match="before the first one is over"):
         seat.launch()
+
+
+class Told:
+    """A stepper that only remembers: each launch, with what was uploaded for it."""
+
+    most_rows, chunk_rows = 16, 4
+
+    def __init__(self) -> None:
+        self.uploaded: tuple[Any, ...] = ()
+        self.launched: list[tuple[Any, ...]] = []
+        self.is_running = False
+
+    def upload(self, rows: int, tokens: Any, places: None, *, lists: bool) -> None:
+        self.uploaded = ("rows", tokens.tolist())
+
+    def upload_chunk(self, slot: int, start: int, tokens: Any) -> None:
+        assert not self.is_running
+        self.uploaded = ("chunk", slot, start, tokens.tolist())
+
+    def launch(self) -> None:
+        self.launched.append(self.uploaded)
+        self.is_running = True
+
+    def wait(self, waiter: Waiter) -> None:
+        self.is_running = False
+
+    def done(self) -> bool:
+        return not self.is_running
+
+    def elapsed_s(self) -> float:
+        return 0.0
+
+
+def test_a_chunk_of_a_prompt_is_a_forward_of_its_own_beside_the_rows_of_others() -> None:
+    """In the slot of its seat; a group waits for the chunks of all others, and one forward."""
+    told: Any = Told()
+    shared = SharedForwards(told, 4, slots=SLOTS, lanes=LANES)
+    tokens = np.arange(4, dtype=np.int32)
+    assert shared.seats[0].chunk_rows == 4
+    shared.seats[1].upload_chunk(0, 8, tokens)
+    shared.seats[3].upload_chunk(1, 4, tokens + 4)
+    for number in (0, 2):
+        shared.seats[number].upload(1, tokens[number : number + 1])
+    for seat in shared.seats:
+        seat.launch()
+    shared.seats[2].wait(WAITER)
+    assert all(seat.done() for seat in shared.seats)
+    chunks = [("chunk", 2, 8, [0, 1, 2, 3]), ("chunk", 7, 4, [4, 5, 6, 7])]
+    assert told.launched == [*chunks, ("rows", [0, 2])]
+    assert shared.log()[:, 2:].tolist() == [[4, 1], [4, 1], [2, 2]]
+    shared.seats[1].upload(1, tokens[:1])  # the chunk is over, and no second time
+    shared.seats[1].launch()
+    shared.seats[1].wait(WAITER)
+    assert told.launched[3:] == [("rows", [0])]
