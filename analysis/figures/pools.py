@@ -44,6 +44,8 @@ def pools(data: Data) -> Poster:
         column[-1].set_label(f"{name}, b = {batches[0]}, time a token")
         _times(poster, column[-1], part[part["batch_size"] == batches[0]])
         column[-1].set_xlabel("targets a draft")
+        for ax in column:
+            ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
     for ax in grid[:-1, 0]:
         ax.set_ylabel("tok/s a GPU")
     grid[-1, 0].set_ylabel("ms a token of a sequence")
@@ -71,12 +73,12 @@ def _rates(poster: Poster, ax: Axes, part: pd.DataFrame, pair: pd.DataFrame) -> 
     theory = part[part["theory"].notna()].sort_values("targets")
     look: dict[str, Any] = {"color": BLACK, "linestyle": ":", "linewidth": 1.6}
     poster.line(ax, THEORY, theory["targets"], theory["theory"], **look)
+    _rivals(poster, ax, part, "per_gpu")
     ends = part["targets"].min(), part["targets"].max()
     rivals = pair[pair["method"] != "SSD"]
-    if len(rivals):
+    if len(rivals):  # last: where the best T is this one, it lies on that one's line
         best = [float(rivals["per_gpu"].max())] * 2
         poster.line(ax, ANY, ends, best, color=BLACK, linestyle="--", linewidth=1.6)
-    _rivals(poster, ax, part, "per_gpu")
 
 
 def _times(poster: Poster, ax: Axes, part: pd.DataFrame) -> None:
@@ -107,4 +109,3 @@ def _rivals(poster: Poster, ax: Axes, part: pd.DataFrame, column: str) -> None:
         if len(rows):
             value = [float(rows[column].iloc[0])] * 2
             poster.line(ax, f"{method}, same T", ends, value, color=color, linewidth=2.0)
-    ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
