@@ -54,7 +54,7 @@ def line(part: list[Line], rows: list[Line]) -> str:
     )
     served = max(n for n, row in pools.items() if row["token_ms"] <= LATER * each["token_ms"])
     gains = (rate(best) / rate(row) for row in (each, inline, max(others, key=rate)))
-    device = str(each["device_name"]).removeprefix("NVIDIA ").split()[0]
+    device = str(each["device_name"]).removeprefix("NVIDIA ").split()[0] + ", simulated"
     laws = f"{each['acceptance'].removeprefix('alpha:')}, {each['hit_law']}"
     cells = [device, each["pair"], each["tp"], each["batch_size"], laws]
     cells += [told(each), told(best), best["targets"], *(f"{gain:.2f}×" for gain in gains), served]
