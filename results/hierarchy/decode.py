@@ -5,7 +5,8 @@
 
 Every method decodes one round, then the next method one, so that all meet the same machine. One
 JSON line a method: tokens a round, forwards of the draft, and the seconds for which the core ran
-(`core_s`, of rounds without a prompt), which other processes do not count in; `tok_per_core_s`.
+(`core_s`, of rounds without a prompt), which other processes do not count in; `tok_per_core_s`,
+and the median round, `round_ms`.
 Methods of one K have one digest with every lookup in the draft, or the command fails.
 """
 
@@ -17,6 +18,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from time import thread_time
 from typing import Any
@@ -46,7 +48,7 @@ class Method:
 
     name: str
     decoder: Decoder
-    core_s: float = 0.0
+    core_s: list[float] = field(default_factory=list)  # by round
     tokens: int = 0
     rounds: int = 0
     seen: set[int] = field(default_factory=set)
@@ -60,7 +62,7 @@ class Method:
         if not set(rows[:, 0].tolist()) <= self.seen:  # its prompt is in this round
             self.seen |= set(rows[:, 0].tolist())
             return
-        self.core_s += spent
+        self.core_s.append(spent)
         self.tokens += int((rows[:, 3] + 1).sum())
         self.rounds += 1
 
@@ -68,8 +70,9 @@ class Method:
         """Returns what the method took; the draft's table is of all rounds."""
         sequences = self.decoder.records.sequences()
         found = {"method": self.name, "rounds": self.rounds, "tokens": self.tokens}
-        found |= {"core_s": self.core_s, "tok_per_core_s": self.tokens / self.core_s}
+        found |= {"core_s": sum(self.core_s), "tok_per_core_s": self.tokens / sum(self.core_s)}
         found |= {"tokens_a_round": self.tokens / self.rounds}
+        found |= {"round_ms": 1e3 * median(self.core_s)}  # which neighbours on the host shift less
         found |= {"outcome_digest": outcome_digest(sequences)}
         drafter = getattr(self.decoder.loop._speculator, "_drafter", None)
         if isinstance(drafter, Drafter):

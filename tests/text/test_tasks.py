@@ -140,6 +140,7 @@ def test_a_learner_beside_several_drafts_is_refused(pair: TinyPair, folder: Path
 def test_a_row_counts_its_prompts_by_kind(pair: TinyPair, folder: Path) -> None:
     from mpissd.engine.job import resolve
     from mpissd.engine.workload.registry import workload_of
+    from mpissd.lab.predict.row import is_followable
 
     ids = ";".join(",".join(map(str, prompt)) for prompt in PROMPTS)
     told: dict[str, Any] = {"target": str(pair.target), "prompt_ids": ids, "mode": "sd"}
@@ -148,6 +149,7 @@ def test_a_row_counts_its_prompts_by_kind(pair: TinyPair, folder: Path) -> None:
         job = resolve(config, 1, backend="numpy", memory_bytes=None)
         assert workload_of(job).row_fields().draft_tasks == wanted
         assert len(workload_of(job).draft_members) == (draft == folder)
+        assert is_followable(job) == (draft != folder)
 
 
 def test_rows_of_several_drafts_come_back_in_their_order(pair: TinyPair, folder: Path) -> None:

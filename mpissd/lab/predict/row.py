@@ -36,6 +36,7 @@ def is_followable(job: Job) -> bool:
     on_time = not job.fan_out or job.config.on_late == "finish"
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
     has_steps = has_steps and job.config.draft_lookup is None
+    has_steps = has_steps and not workload_of(job).draft_members  # of which a step may run several
     return workload_of(job).reports_outcomes and on_time and has_steps and _is_fixed(job)
 
 
