@@ -42,15 +42,16 @@ def _replayed(config: OnlineConfig, device: str) -> int:
     stages = {name: answers.stage(name, source) for name, source in config.stages.items()}
     parts = parts_of(stages, config.seed)
     how = {"rate": config.rate, "optimizer": config.optimizer}
-    student = Student(config.draft, config.target, device=device, **how)  # type: ignore[arg-type]
+    student = Student(config.draft, config.target, device=device, exact=config.exact, **how)  # type: ignore[arg-type]
     replay = Replay(student, config)
+    weights = "as trained" if config.exact else "as stored"
     points: list[dict[str, Any]] = []
     file = Path(config.out) / "curves.jsonl"
     about = {"learn_from": config.learn_from, **how, "batch": config.batch, "steps_a_prompt":
              config.steps, "seed": config.seed, "device": device}  # fmt: skip
     for schedule in config.schedules.split(","):
         for point in getattr(replay, schedule)(parts):
-            points.append({**point, "about": about})
+            points.append({**point, "about": about, "weights": weights})
             log(json.dumps(point))
             with file.open("a") as lines:
                 lines.write(json.dumps(points[-1]) + "\n")

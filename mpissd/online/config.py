@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, choice, flag, integer, number, words
+from mpissd.common.flags import Checked, choice, flag, integer, number, switch, words
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,17 @@ class OnlineConfig(Checked):
     prompts: int = flag(10**6, integer(8), "prompts of a stage at most")
     answer: int = flag(128, integer(8), "tokens of an answer at most")
     learn_from: str = flag(
-        "rejected",
+        "all",
         choice("rejected", "all"),
         "positions that are learned from: where a draft was rejected, or all that were verified",
     )
-    rate: float = flag(1e-4, number(0, 1), "learning rate")
+    rate: float = flag(3e-5, number(0, 1), "learning rate")
     optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
     batch: int = flag(4, integer(1), "sequences of a step: new ones, and some of earlier")
     steps: int = flag(1, integer(1), "steps for each new sequence")
+    exact: bool = flag(
+        False, switch, "measure drafts that compute with float16 (CuPy), also where files are int8"
+    )
     epochs: int = flag(4, integer(0), "passes over a stage of the draft that is distilled offline")
     every: int = flag(25, integer(1), "prompts between two points of a curve")
     lookahead: int = flag(4, integer(1), "K of the rounds in which drafts are rejected")

@@ -115,9 +115,14 @@ class Learner:
         held = self.memory.held
         if len(held) < self.plan.min_held:
             return True
-        self.agreement = self.student.agreement(held)
         mine = self.student.draft
+        self.agreement = self._stored_agreement()
         self.student.draft = self._good
-        before = self.student.agreement(held)
+        before = self._stored_agreement()
         self.student.draft = mine
         return self.agreement >= before - FALL
+
+    def _stored_agreement(self) -> float:
+        """Returns the held-out agreement of the student's weights as a draft computes with them."""
+        with self.student.stored():
+            return self.student.agreement(self.memory.held)

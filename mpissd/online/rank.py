@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.stage import Stage
+from mpissd.engine.backend.registry import choose
 from mpissd.engine.comm import lessons
 from mpissd.engine.comm.version_pieces import Bytes, pieces
 from mpissd.engine.job import resolve_unopened
@@ -112,6 +113,7 @@ def task_of(config: RunConfig, target: str, draft: str, local_rank: int) -> dict
         "batch": config.learn_batch,
         "steps": config.learn_steps,
         "publish_s": config.publish_s,
+        "exact": choose(config.backend) == "cupy",
         "longest": config.context or 1024,
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
     }

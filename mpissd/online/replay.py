@@ -103,8 +103,9 @@ class Replay:
         return example.take(rejected([rank for rank, _ in judged], self.config.lookahead))
 
     def _judged(self, part: Part) -> Point:
-        """Returns the draft's figures on the stage's held-out prompts."""
-        judged = self.student.judge(part.held)
+        """Returns the figures on the stage's held-out prompts of the draft as it is stored."""
+        with self.student.stored():
+            judged = self.student.judge(part.held)
         pairs = [pair for answer in judged for pair in answer]
         found: Point = {"stage": part.name, "held_out": len(judged), "positions": len(pairs)}
         found["agreement"] = round(sum(rank == 0 for rank, _ in pairs) / len(pairs), 5)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
 from mpissd.learn.llama import Llama, Tensor, angles, blocks_of, load, mapped, named
 from mpissd.learn.muon import optimizer_of, parameters
 from mpissd.learn.pair import distance
+from mpissd.learn.result import rounded
 from mpissd.learn.shape import trained
 from mpissd.online.examples import Example
 
@@ -54,16 +56,18 @@ class Student:
 
     def __init__(
         self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
-        rate: float = 1e-4, optimizer: str = "adamw", longest: int = 1024,
+        rate: float = 1e-4, optimizer: str = "adamw", longest: int = 1024, exact: bool = False,
     ) -> None:  # fmt: skip
         """Reads the weights. draft, target: as open_checkpoint takes them.
 
         seed: that of random weights. rate: the learning rate, reached over the first ten steps.
-        longest: positions of a sequence that are used.
+        longest: positions of a sequence that are used. exact: hands weights on in float16 also
+        where the draft's files are int8, for a draft whose device computes with float16 (CuPy).
         """
         self.source: Checkpoint = open_checkpoint(draft, seed, target)
         config = self.source.config
         self.device, self.rate, self.longest = device, rate, longest
+        self._int8 = config.int8 and not exact
         self._optimizer_name = optimizer
         self.blocks = blocks_of(config, product_dtype(device))
         self.table = angles(config, longest, device)
@@ -168,6 +172,19 @@ class Student:
         overlap = torch.where(known, torch.minimum(q, logs.exp()), 0).sum(-1)
         return list(zip(ranks.tolist(), overlap.tolist(), strict=True))
 
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Judges, inside the block, the weights as the draft computes with them."""
+        own = self.draft
+        if self._int8:
+            whole = self.copy()
+            head = whole.head if self.shares_head else rounded(whole.head)
+            self.draft = mapped(whole, rounded)._replace(head=head)
+        try:
+            yield
+        finally:
+            self.draft = own
+
     def agreement(self, examples: Sequence[Example]) -> float:
         """Returns the share of positions at which the draft's best token is the target's."""
         ranks = [rank for one in self.judge(examples) for rank, _ in one]
@@ -188,7 +205,7 @@ class Student:
             values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
             if values.ndim == 1:
                 found[name] = values
-            elif self.source.config.int8:
+            elif self._int8:
                 scale = name.removesuffix("weight") + "scale"
                 found[name], found[scale] = quantize(values)
             else:

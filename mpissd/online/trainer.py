@@ -40,6 +40,7 @@ class Task:
     publish_s: float = 10.0
     longest: int = 1024
     threads: int = 1
+    exact: bool = False
 
 
 class Trainer:
@@ -49,7 +50,7 @@ class Trainer:
         self.task, self._out = task, out
         student = Student(
             task.draft, task.target, seed=task.seed, device=_device(task), rate=task.rate,
-            longest=task.longest,
+            longest=task.longest, exact=task.exact,
         )  # fmt: skip
         self.learner = Learner(student, LearnerPlan(task.batch, task.steps))
         self._published_at = self._reported_at = time.monotonic()

@@ -59,6 +59,10 @@ class Version:
                 told = f"{name} is {list(values.shape)}, expected {wanted and list(wanted)}"
                 raise ProtocolError(f"version of {self.name}: {told}")
 
+    def replaces(self, name: str) -> bool:
+        """Whether a tensor is another one than the checkpoint's."""
+        return name in self._arrays
+
     def _size(self, name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
         """Returns the shape that an array must have; None for a tensor that the model lacks."""
         if not name.endswith(".scale"):
