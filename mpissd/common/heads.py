@@ -20,6 +20,10 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 
+# Drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP speculator
+# (2404.19124), one EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section 2.2).
+STATE_KINDS = ("medusa", "mlp", "eagle")
+
 MEDUSA_HEADS = 4
 _FORM = re.compile(r"(eagle|mtp|medusa|mlp)(\d{1,5})?([:-])(.+)", re.IGNORECASE | re.DOTALL)
 

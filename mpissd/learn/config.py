@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
-from mpissd.engine.model.transformer.config import KINDS
+from mpissd.common.heads import STATE_KINDS
 from mpissd.learn.form import Form, form_of
 from mpissd.learn.openings import TASKS
 
@@ -37,8 +37,8 @@ def _shapes(name: str, text: str) -> str:
 def _kinds(name: str, text: str) -> str:
     """Takes kinds of drafts that read hidden states, a comma between, each once."""
     parts = text.split(",") if text else []
-    if not set(parts) <= set(KINDS) or len(set(parts)) < len(parts):
-        raise ConfigError(f"{name}={text}: allowed: {', '.join(KINDS)}, a comma between")
+    if not set(parts) <= set(STATE_KINDS) or len(set(parts)) < len(parts):
+        raise ConfigError(f"{name}={text}: allowed: {', '.join(STATE_KINDS)}, a comma between")
     return text
 
 

@@ -68,7 +68,7 @@ class StateResult(Result):
 
 
 def made(job: Making, kind: str, folder: Path, plan: Plan) -> StateResult:
-    """Trains one of config.KINDS and returns it; all processes do so together."""
+    """Trains one of heads.STATE_KINDS and returns it; all processes do so together."""
     draft = started(job, kind)
     facts = job.facts(draft.head_ids, draft.config.shape.num_layers, f"a fresh {kind} draft")
     facts |= {"kind": kind, "head": "target", "steps_ahead": job.config.heads}

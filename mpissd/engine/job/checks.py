@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import ModelShape
+from mpissd.common.presets import ModelShape, files_of
 from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -127,7 +127,8 @@ def check_states(
     config: RunConfig, tp: int, draft: ModelShape, draft_where: str, where: str
 ) -> None:
     """Refuses a draft that reads its target's hidden states where it cannot have them in time."""
-    kind = config_of(draft_where, where).kind
+    # What no file describes reads tokens; its target may be of products alone.
+    kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
     if not kind:
         return
     asked = f"draft={draft.name} ({kind})"

@@ -15,10 +15,6 @@ from numpy.typing import NDArray
 
 from mpissd.common.presets import ModelShape
 
-# Drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP speculator
-# (2404.19124), one EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section 2.2).
-KINDS = ("medusa", "mlp", "eagle")
-
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -43,8 +39,8 @@ class TransformerConfig:
     tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
     rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
     the layers' matrices and the head are stored as int8 with a scale for each 32 inputs. kind: of a
-    draft that reads its target's hidden state, one of KINDS; "" for a model that reads tokens
-    alone. The layers of "medusa" are its heads.
+    draft that reads its target's hidden state, one of heads.STATE_KINDS; "" for a model that reads
+    tokens alone. The layers of "medusa" are its heads.
     """
 
     shape: ModelShape

@@ -11,9 +11,10 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf_metadata import GgufFile
+from mpissd.common.heads import STATE_KINDS
 from mpissd.common.presets import ModelShape
 from mpissd.engine.model.transformer.checkpoint import Floats
-from mpissd.engine.model.transformer.config import KINDS, Llama3Scaling, TransformerConfig
+from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -209,7 +210,7 @@ def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
         ("quantization_config", method, not packed, _DENSE),
         ("mpissd.quantization", told, told in (None, "int8-32"), "int8-32"),
         ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
-        ("mpissd.kind", kind, kind in (None, *KINDS), ", ".join(KINDS)),
+        ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias, "false"),
         ("mlp_bias", config.get("mlp_bias"), not config.get("mlp_bias"), "false"),

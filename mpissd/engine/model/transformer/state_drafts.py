@@ -1,4 +1,4 @@
-"""Forwards of drafts that read their target's last hidden state (config.KINDS).
+"""Forwards of drafts that read their target's last hidden state (heads.STATE_KINDS).
 
 With e the embedding of a position's token, h the target's normalised last hidden state in front of
 that position, and n, n' RMSNorms of their own:
