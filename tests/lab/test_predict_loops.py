@@ -270,7 +270,7 @@ class VirtualRun:
         draft = VirtualCarrier(self.draft, (out, into), (up, down), HOST.link, costs)
         draft_end = DraftEnd(draft, out, into, self.draft)
         return RemoteSpeculator(lead_end), threading.Thread(
-            target=serve, args=(draft_end, drafter), daemon=True
+            target=serve, args=((draft_end, drafter),), daemon=True
         )
 
 

@@ -41,7 +41,7 @@ def host_costs_of(jobs: list[tuple[Job, ForwardTimes]], monkeypatch: Any) -> lis
     found = []
     for each, draft in jobs:
         world = SimpleNamespace(gather=lambda passes: [passes, passes])
-        topology = SimpleNamespace(world=world, tp=1, num_drafts=each.config.drafts)
+        topology = SimpleNamespace(world=world, first_draft=1, num_drafts=each.config.drafts)
         session: Any = SimpleNamespace(
             job=each, calibrations=calibrations, topology=topology, backend=backend
         )
