@@ -177,7 +177,7 @@ class Remembering(SpeculationCache):
 
 def remembered(scenario: Scenario, steps: int = K) -> tuple[Result, Remembering]:
     rig, cache = Rig(scenario), Remembering()
-    rig.drafter._cache = cache
+    rig.drafter._ahead.cache = cache
     loop = rig.loop(SteppedSpeculator(rig, lambda round_: steps))
     return Result(rig, drive(loop, scenario)), cache
 
@@ -227,7 +227,7 @@ def test_an_outcome_that_is_no_key_of_its_sequence_misses() -> None:
 def test_a_newcomer_misses_whatever_its_prompt() -> None:
     """The same id and epoch comes again, and its prompt ends with a token that is a key."""
     rig, cache = Rig(replace(MIXED, p_hit=1.0, batch=1)), Remembering()
-    rig.drafter._cache = cache
+    rig.drafter._ahead.cache = cache
     first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
     begin_growth(rig, first)
     token = next(key[4] for key in cache.filled[-1] if key[3] == 0)
@@ -242,7 +242,7 @@ def test_a_newcomer_misses_whatever_its_prompt() -> None:
 
 def test_an_answer_forgets_what_was_grown() -> None:
     rig, cache = Rig(MIXED), Remembering()
-    rig.drafter._cache = cache
+    rig.drafter._ahead.cache = cache
     first = rig.drafter.answer(Outcome.admission(-1, requests(6)))
     assert begin_growth(rig, first) and rig.drafter.growing and len(cache)
     gone = np.array([(id_, 0, Event.RELEASE, 0, 5) for id_ in range(6)], np.int32)

@@ -5,26 +5,25 @@ SD runs the same loop without growth: its cache is always empty, so every outcom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import LIVE, Batch, Control, Outcome, Source, Speculation
-from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
-from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
+from mpissd.common.rounds import Batch, Control, Outcome, Source, Speculation
+from mpissd.common.trace import DraftLedger, DraftPhase, Ledger
 from mpissd.common.wait import Waiter
+from mpissd.engine.decode.ahead import Ahead
 from mpissd.engine.decode.controls import Clocks, Controls
+from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.decode.observer import Observer
 from mpissd.engine.decode.share import Share
-from mpissd.engine.spec.cache import Key, SpeculationCache
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import DraftWorker
-from mpissd.engine.workload.rollout import Branches, Rollout
+from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import R, Steps, finish
 
 
@@ -49,10 +48,7 @@ class DraftPolicy:
 class Drafter:
     """One draft's state between rounds: the batch, the growth, and the cache of its outcomes."""
 
-    COLUMNS = (
-        *("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready"),
-        *("draft_forwards", "guessed", "guessed_right"),
-    )
+    COLUMNS = DraftRows.COLUMNS
 
     def __init__(
         self,
@@ -71,16 +67,10 @@ class Drafter:
         self._observer = Observer(self._controls) if self._controls.is_observing else None
         self._clocks = Clocks() if self._observer is None else self._observer.clocks
         self._batch = Batch(capacity)
-        self._cache = SpeculationCache()
-        self._branches: Branches | None = None
-        self._own: NDArray[np.int64] | None = None  # [lanes], index into the growth; -1: not ours
-        self._growth: Rollout | None = None
+        self._ahead = Ahead(policy.share)
         self._proposals: dict[int, list[NDArray[np.float32]]] = {}
         self.ledger: Ledger = DraftLedger()
-        self._rows = Tape("d")  # The values of COLUMNS, round after round.
-        self._draft_s = self._growth_s = float("nan")
-        self._num_jit = self._steps_ready = 0
-        self._forwards = self._guessed = self._guessed_right = 0  # of the answer's drafting
+        self._rows = DraftRows()
         self._control = Control()  # of the round that is answered now
         self.version = 0  # of the weights that draft; 0: as they were loaded
 
@@ -138,15 +128,14 @@ class Drafter:
         self._worker.enter(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         self._control = outcome.control
-        lanes = self._lookup(outcome)
+        lanes = self._ahead.lookup(self._batch, outcome)
         mark(DraftPhase.LOOKUP)
         rollouts = self._winners(lanes) + (yield from self._backups(lanes))
         yield from self._finish(rollouts)
         speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
         if self._observer is not None:
-            self._observer.note_lookup(outcome, lanes, self._branches, self._fan_outs)
-        self._cache.clear()
-        self._growth = self._branches = self._own = None
+            self._observer.note_lookup(outcome, lanes, self._ahead.branches, self._fan_outs)
+        self._ahead.clear()
         mark(DraftPhase.SPECULATE)
         return speculation
 
@@ -161,36 +150,18 @@ class Drafter:
         """Whether the lead waits for the answer: one without a token it knows."""
         return self._control.lookahead != 0
 
-    def _lookup(self, outcome: Outcome) -> list[int | None]:
-        """Returns the lane that answers each live sequence, or None for a miss."""
-        batch, cache = self._batch, self._cache
-        if not len(cache):
-            return [None] * len(batch)
-        lookup, round_ = cache.lookup, outcome.round
-        return [
-            None if event else lookup((round_, seq, epoch, k, token))
-            for seq, epoch, event, k, token in outcome.rows.tolist()
-            if LIVE[event]
-        ]
-
     def _winners(self, lanes: Sequence[int | None]) -> list[Rollout]:
-        rows = [row for row, lane in enumerate(lanes) if lane is not None]
-        if not rows or self._growth is None or not self._most:
+        growth = self._ahead.prune(lanes) if self._most else None
+        if growth is None:
             return []
-        won = [lane for lane in lanes if lane is not None]
-        if self._own is not None:  # The other drafts answer the hits on their own lanes.
-            places = self._own[won]
-            rows = [row for row, place in zip(rows, places, strict=True) if place >= 0]
-            won = places[places >= 0].tolist()
-        self._growth.keep(won, rows)
-        self._steps_ready = self._growth.steps
-        return [self._growth] if rows else []
+        self._rows.steps_ready = growth.steps
+        return [growth] if len(growth.rows) else []
 
     def _backups(self, lanes: Sequence[int | None]) -> Steps[list[Rollout]]:
         rows = [row for row, lane in enumerate(lanes) if lane is None]
         if self._policy.share.num_drafts > 1:
             rows = [row for row in rows if self._policy.share.drafts_miss(row)]
-        self._num_jit = 0
+        self._rows.num_jit = 0
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
@@ -198,7 +169,7 @@ class Drafter:
             self.ledger.mark(DraftPhase.PREFILL)
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
-            self._num_jit = len(rows)
+            self._rows.num_jit = len(rows)
             if backup.guesses is not None:
                 backup.guesses.wanted = min(self._policy.backup_lookahead, self._most)
         else:
@@ -220,20 +191,20 @@ class Drafter:
             self._worker.collect_step(short)
             steps += 1
         drafting_s = perf_counter() - start
-        self._forwards = steps
+        self._rows.forwards = steps
         guesses = [one.guesses for one in rollouts if one.guesses is not None]
-        self._guessed = sum(one.offered for one in guesses)
-        self._guessed_right = sum(one.accepted for one in guesses)
+        self._rows.guessed = sum(one.offered for one in guesses)
+        self._rows.guessed_right = sum(one.accepted for one in guesses)
         if self._observer is not None:
-            has_misses = bool(rollouts) and rollouts[-1] is not self._growth
+            has_misses = bool(rollouts) and rollouts[-1] is not self._ahead.growth
             self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)
-        only_jit = self._num_jit == len(self._batch) > 0
+        only_jit = self._rows.num_jit == len(self._batch) > 0
         drafted = min(self._policy.backup_lookahead, self._most)
         complete = only_jit and drafted == self._policy.lookahead
-        self._draft_s = drafting_s if complete else float("nan")
+        self._rows.draft_s = drafting_s if complete else float("nan")
 
     def _wanted(self, rollout: Rollout) -> int:
-        if rollout is not self._growth:
+        if rollout is not self._ahead.growth:
             return min(self._policy.backup_lookahead, self._most)
         if rollout.steps >= self._most:
             return self._most
@@ -246,7 +217,7 @@ class Drafter:
         if sampled:
             self._proposals = {}
         for rollout in rollouts:
-            won, steps = rollout is self._growth, min(rollout.steps, self._most)
+            won, steps = rollout is self._ahead.growth, min(rollout.steps, self._most)
             # A slice if the rollout covers all rows in order.
             rows = slice(None) if len(rollout) == count else rollout.rows
             source = Source.CACHE if won else self._backup
@@ -302,14 +273,7 @@ class Drafter:
         yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)
-        self._cache.fill(self._keys(speculation.round, branches))
-        self._branches, self._growth = branches, branches.rollout
-        rows, k = branches.lanes.rows, branches.lanes.k
-        if self._policy.share.num_drafts > 1:
-            mine = self._policy.share.keep_own(branches, speculation.source, fan_outs)
-            self._own = np.full(len(rows), -1, np.int64)
-            self._own[mine] = np.arange(len(mine))
-            rows, k = rows[mine], k[mine]
+        rows, k = self._ahead.begin(self._batch, speculation, branches, fan_outs)
         self._worker.settle(self._batch, branches.rollout, rows, k)
         self.ledger.mark(DraftPhase.KEYS)
         return True
@@ -317,15 +281,6 @@ class Drafter:
     def _limited(self, fan_outs: FanOuts) -> FanOuts:
         """Returns the fan-outs within what the lead allows in this round."""
         return fan_outs.within(self._control.width, self._control.lookahead)
-
-    def _keys(self, round_: int, branches: Branches) -> Iterator[Key]:
-        """Yields the key (round, id, epoch, k, t*) of every lane, in lane order."""
-        (rows, k), first = branches.lanes.lists, branches.rollout.first.tolist()
-        names = self._batch.identity[:, :2].tolist()
-        if len(names) == 1:
-            return zip(repeat(round_), repeat(names[0][0]), repeat(names[0][1]), k, first)
-        ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
-        return zip(repeat(round_), ids, epochs, k, first)
 
     def _keep_up(self) -> Steps[None]:
         """Stores what rounds without drafting committed, so that drafting can begin again."""
@@ -346,18 +301,18 @@ class Drafter:
     @property
     def growing(self) -> bool:
         """Whether a further growth step would add tokens to the cache."""
-        growth = self._growth
+        growth = self._ahead.growth
         return growth is not None and len(growth) > 0 and growth.steps < self._most
 
     def grow_step(self) -> Steps[None]:
         """Adds one token to every branch."""
-        assert self._growth is not None, "grow_step() without growth"
-        growing = [self._growth]
+        assert self._ahead.growth is not None, "grow_step() without growth"
+        growing = [self._ahead.growth]
         self._worker.launch_step(growing)
         yield
         self._worker.collect_step(growing)
         if not self.growing:
-            self._growth_s = perf_counter() - self._growth_start
+            self._rows.growth_s = perf_counter() - self._growth_start
         self.ledger.mark(DraftPhase.GROW)
 
     def change(self, version: int) -> None:
@@ -366,29 +321,15 @@ class Drafter:
         Called between two rounds, when the worker's model has changed. What the old weights stored
         and grew is dropped, so that a speculation is of one version, and so are its q.
         """
-        self._cache.clear()
-        self._growth = self._branches = self._own = None
+        self._ahead.clear()
         self._worker.forget()
         self.version = version
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
-        # Eight calls of append take less time than one extend().
-        add = self._rows.tail.append
-        add(speculation.round)
-        add(self._draft_s)
-        add(self._growth_s)
-        add(self._num_jit)
-        add(self._steps_ready)
-        add(self._forwards)
-        add(self._guessed)
-        add(self._guessed_right)
-        self._growth_s = float("nan")
-        self._steps_ready = 0
-        if speculation.round % SPILL_ROUNDS == LAST:
-            self._rows.spill()
+        self._rows.close(speculation.round)
         self.ledger.close_round(speculation.round, DraftPhase.RECORD)
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Returns the rows of COLUMNS for rounds first … last-1."""
-        return select(self._rows.read(), len(self.COLUMNS), first_round, last_round)
+        return self._rows.table(first_round, last_round)
