@@ -23,7 +23,7 @@ at_once() { # flags of mpissd load: b sequences together, for every b
 }
 
 some=(--requests=400 --max_running=128)
-small=("${some[@]}" --pair=8b/1b --rate=4,16,48,96,144,192 --ttft=0.1 --tpot=0.005)
+small=("${some[@]}" --pair=8b/1b "--rate=4,16,48,96,144,192" --ttft=0.1 --tpot=0.005)
 for use in --mode=ar "--mode=sd --num_drafts=0" --mode=sd --mode=ssd --mode=auto; do
     load "${small[@]}" --tp=1 $use
 done
@@ -32,7 +32,7 @@ for use in --mode=ar "--mode=sd --num_drafts=0"; do
     load "${small[@]}" --tp=1 --replicas=2 $use
 done
 
-large=("${some[@]}" --pair=70b/1b --rate=1,4,16,32,48,64 --ttft=0.2 --tpot=0.012)
+large=("${some[@]}" --pair=70b/1b "--rate=1,4,16,32,48,64" --ttft=0.2 --tpot=0.012)
 for use in --mode=ar "--mode=sd --num_drafts=0" --mode=sd --mode=ssd --mode=auto; do
     load "${large[@]}" --tp=4 $use
 done

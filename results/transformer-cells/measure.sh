@@ -25,8 +25,8 @@ cells() { # grid, ranks, drafts, flags of the probe: the sweep, a probe, and the
 case $kind in
     cpu)
         backend=--backend=numpy rounds=400
-        pair=(--target=gen:layers=6,hidden=512,ffn=1536,kv_heads=2,vocab=8192
-            --draft=gen:layers=1,hidden=256,ffn=768,kv_heads=2,vocab=8192)
+        pair=("--target=gen:layers=6,hidden=512,ffn=1536,kv_heads=2,vocab=8192"
+            "--draft=gen:layers=1,hidden=256,ffn=768,kv_heads=2,vocab=8192")
         cells cpu_alone 1 0 --mode=sd "${pair[@]}" --context=3072
         cells cpu_two 2 0 --mode=sd "${pair[@]}" --context=3072
         cells cpu_draft 2 1 --mode=ssd "${pair[@]}" --context=3072
