@@ -202,7 +202,10 @@ def ask_when(command: list[str]) -> int:
     if shutil.which("sbatch") is None:
         print("submit: no sbatch here: when it would start is not known", file=sys.stderr)
         return 0
-    return call([command[0], "--test-only", *command[1:]])
+    code = call([command[0], "--test-only", *command[1:]])
+    if code:
+        print("submit: sbatch cannot say when it would start: its words are above", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

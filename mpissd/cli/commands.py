@@ -188,7 +188,9 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     for line in pool_advice.lines(uses, config.gpus):
         print(f"   {line}")
     if (pool := pool_advice.best_pool(uses)) is not None:
-        print(f"   run a pool: {_command(run, pool.choice, pool.targets)}")
+        print(
+            f"   run the pool that gains most, {pool}: {_command(run, pool.choice, pool.targets)}"
+        )
     summary = {
         **advice_text.to_dict(advice, placed),
         "real_hits": [hits.to_dict() for hits in real],

@@ -168,7 +168,7 @@ def test_plan_knows_pools(capsys: pytest.CaptureFixture[str]) -> None:
         assert gain["in_time"]["token_ms"] <= gain["pool"]["token_ms"]
         assert gain["pool"]["gpus"] <= 5 >= gain["most"]["gpus"]
     assert any("SSD T=1 G=4 D=1 over the most with tokens no later" in line for line in lines)
-    (command,) = (line for line in lines if line.startswith("   run a pool: "))
+    (command,) = (line for line in lines if line.startswith("   run the pool "))
     ranks = int(re.findall(r"-np (\d+)", command)[0])
     words = shlex.split(command.partition(" mpissd ")[2])
     assert main([*words, "--backend=emulated", "--dry_run", f"--world_size={ranks}"]) == 0

@@ -87,7 +87,10 @@ def lines(uses: Sequence[Use], gpus: int) -> list[str]:
     best = frontier(uses)
     batch = best[0].choice.batch_size
     each = f"{batch} sequence{'s' * (batch > 1)}"
-    text = [f"equal copies on {gpus} GPUs, {each} a target, all that no other beats in both:"]
+    text = [
+        f"equal copies on {gpus} GPUs, {each} a target, all that no other beats in both, from the "
+        "most tok/s to the earliest tokens:"
+    ]
     text += [_line(use, gpus) for use in best]
     gains = [gain_of(use, uses) for use in best if use.is_pool]
     if not gains:
