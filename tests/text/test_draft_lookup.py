@@ -10,7 +10,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.workload.rollout import Guesses
 from mpissd.engine.workload.text.draft import TextDraftWorker
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -47,15 +47,15 @@ def config(pair: TinyPair, **flags: Any) -> RunConfig:
 
 def decode(pair: TinyPair, **flags: Any) -> Found:
     counted = np.zeros(3, np.int64)
-    close = Drafter.close_round
+    close = DraftRows.close
 
-    def watched(self: Drafter, speculation: Any) -> None:
-        if self._num_jit:
-            counted[:] += self._forwards, self._guessed, self._guessed_right
-        close(self, speculation)
+    def watched(self: DraftRows, round_: int) -> None:
+        if self.num_jit:
+            counted[:] += self.forwards, self.guessed, self.guessed_right
+        close(self, round_)
 
     with pytest.MonkeyPatch.context() as patch, Decoder(config(pair, **flags)) as decoder:
-        patch.setattr(Drafter, "close_round", watched)
+        patch.setattr(DraftRows, "close", watched)
         while not decoder.is_over:
             decoder.step()
         rows, tokens = decoder.records.sequences(), decoder.tokens
