@@ -86,7 +86,7 @@ class Tracing:
 
     def _rank_trace(self, rank: int, clock: Clock, tracks: list[Track]) -> RankTrace:
         topology = self._session.topology
-        role = "draft" if topology.is_draft else "target" if rank else "lead"
+        role = "draft" if rank >= topology.first_draft else "target" if rank else "lead"
         device = self._session.infos[rank].name
         return RankTrace(rank, role, topology.hosts[rank], device, clock, tracks)
 
