@@ -102,11 +102,11 @@ class Expected:
     wait_s: Floats  # The lead's wait for its speculation.
 
 
-def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Computes the expectation of one job, AR included ([1])."""
+def expected(job: Job, device: DeviceCosts, host: HostCosts, late_s: float = 0.0) -> Expected:
+    """Computes the expectation of one job, AR included ([1]); late_s: as in `expect`."""
     if job.lookahead == 0:
         return expect_ar(job.config.batch_size, device, host)
-    return expect(Cells.of(job), device, host)
+    return expect(Cells.of(job), device, host, late_s)
 
 
 def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
@@ -116,25 +116,31 @@ def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
     return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
 
 
-def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Computes the expectation of every cell, with the kernels that its own row counts select."""
+def expect(cells: Cells, device: DeviceCosts, host: HostCosts, late_s: float = 0.0) -> Expected:
+    """Computes the expectation of every cell, with the kernels that its own row counts select.
+
+    late_s: seconds by which drafts saw the outcome before the first round too late. Where it
+    matters there are two stationary rounds: a lead that naps once for a late speculation asks so
+    much later that the draft has begun a further step, is late again, and the lead naps in every
+    round. Chance at the start decides between them; 0 gives the shorter round.
+    """
     widths = cells.batch_size * (cells.lookahead + 1)
     if device.draft is None or device.draft.few is None:
-        return _expect(cells, replace(device, verify=device.verify.in_job(widths)), host)
+        return _expect(cells, replace(device, verify=device.verify.in_job(widths)), host, late_s)
     is_few = cells.draft_rows <= device.draft.few_rows
     columns = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
     for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
         if len(chosen):
             part = cells.take(chosen)
             known = device.in_job(widths, int(part.draft_rows.max()))
-            for name, values in vars(_expect(part, known, host)).items():
+            for name, values in vars(_expect(part, known, host, late_s)).items():
                 columns[name][chosen] = values
     return Expected(**columns)
 
 
-def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
+def _expect(cells: Cells, device: DeviceCosts, host: HostCosts, late_s: float) -> Expected:
     """Computes the expectation of cells whose forwards use one kernel."""
-    model = _Model(cells, device, host)
+    model = _Model(cells, device, host, late_s)
     batch, hits = cells.batch_size, model.hits
     chance = hits * model.p_hit[:, :, None] + (batch - hits) * model.p_hit_miss[:, None, None]
     return _means(model, stationary(int(hits[-1]), chance / batch, model.next))
@@ -146,8 +152,8 @@ class _Model:
     In each cell j is between `first` and `first` + D − 1; index d stands for j = first + d.
     """
 
-    def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts) -> None:
-        self.cells, self.host = cells, host
+    def __init__(self, cells: Cells, device: DeviceCosts, host: HostCosts, late_s: float) -> None:
+        self.cells, self.host, self._start_s = cells, host, late_s
         lookahead, batch = cells.lookahead, cells.batch_size
         full, can_hit = batch * (lookahead + 1), bool(cells.branches_miss.any())
         self.hits = hit_counts(batch if can_hit else 0)
@@ -198,7 +204,7 @@ class _Model:
         each = cells.num_drafts
         won, missed = -(-hits // each), -(-(cells.batch_size - hits) // each)
         self.drafting = answer_s(self.lanes_s, won, left, missed, backup)
-        late, slack = np.zeros(self.served.shape), np.full(1, np.nan)
+        late, slack = np.full(self.served.shape, self._start_s), np.full(1, np.nan)
         for _ in range(2):
             arrived, answered = self.answered(late)
             before, slack = slack, answered - arrived
