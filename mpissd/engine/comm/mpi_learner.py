@@ -42,6 +42,7 @@ class LearnerSeats:
         self.outlet = MpiOutlet(self._all, last) if self.is_lead else None
         self.inbox = MpiInbox(self._all, last) if self.is_draft else None
         self._stopped = False
+        self._ending: MPI.Request | None = None  # holds what `stop` sends, until it is received
 
     @property
     def is_lost(self) -> bool:
@@ -54,7 +55,7 @@ class LearnerSeats:
         self._stopped = True
         if self.is_lost:
             return None
-        self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
+        self._ending = self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
         status, until = MPI.Status(), time.monotonic() + _REPORT_S
         while not self._all.Iprobe(self.learner, _REPORT, status):
             if self.is_lost or time.monotonic() > until:
