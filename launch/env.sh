@@ -33,6 +33,14 @@ fi
 
 default HOME ~ # of the password file: Open MPI does not start without one
 
+# An mpirun that was killed leaves its folder ompi.PID, and Open MPI 5 doesn't start where a later one
+# gets the same process id: "The PMIx server's listener thread failed to start".
+for folder in "${TMPDIR:-/tmp}"/ompi.[0-9]*; do
+    pid=${folder##*/ompi.}
+    case $pid in *[!0-9]*) continue ;; esac # another release's: ompi.HOST.USER
+    [ ! -O "$folder" ] || { [ "$pid" != $$ ] && kill -0 "$pid" 2>/dev/null; } || rm -rf "$folder"
+done
+
 # NumPy's threads would fight with the other ranks: uncapped, a 2.7 ms round took 104 ms.
 default OPENBLAS_NUM_THREADS 1
 default MKL_NUM_THREADS 1

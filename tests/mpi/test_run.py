@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mpissd.common.row import KEYS
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from tests.loop.harness import Scenario, check_rows
-from tests.mpi.harness import Job, Started, Together, launch, needs_mpi
+from tests.mpi.harness import DIRECT, Job, Started, Together, launch, needs_mpi
 
 pytestmark = needs_mpi
 
@@ -252,6 +253,19 @@ def test_a_run_needs_no_home(tmp_path: Path) -> None:
     words = ["env", "-u", "HOME", "launch/local.sh", "2", *NULL, f"--out={tmp_path}"]
     with Started(words) as job:
         assert Job(*job.finish(), tmp_path).row["num_rounds"] == TOY.rounds
+
+
+def test_a_killed_mpirun_s_folder_stops_no_later_one(tmp_path: Path) -> None:
+    """Open MPI 5 names the folder of a job by mpirun's process id, and refuses one that exists."""
+    kept = {"ompi.host.1000", f"ompi.{os.getpid()}", "ompi.0x"}  # the second: a process that runs
+    for name in {*kept, f"ompi.{2**22 + 1}"}:  # no process has so high an id
+        (tmp_path / name).mkdir()
+    stale = 'mkdir "$TMPDIR/ompi.$$"; echo stale >"$TMPDIR/ompi.$$/pmix.vm.tool"; '
+    run = ["mpirun", "1", "mpissd", "run", "--mode=ar", "--rounds=2", f"--out={tmp_path / 'out'}"]
+    with Started(["bash", "-c", stale + DIRECT, *run], {"TMPDIR": str(tmp_path)}) as job:
+        code, _, err = job.finish()
+    assert code == 0, err
+    assert {path.name for path in tmp_path.glob("ompi.*")} == kept
 
 
 def test_a_run_can_be_repeated_and_rows_add_up(tmp_path: Path) -> None:
