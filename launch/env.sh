@@ -38,7 +38,7 @@ default HOME ~ # of the password file: Open MPI does not start without one
 for folder in "${TMPDIR:-/tmp}"/ompi.[0-9]*; do
     pid=${folder##*/ompi.}
     case $pid in *[!0-9]*) continue ;; esac # another release's: ompi.HOST.USER
-    [ ! -O "$folder" ] || { [ "$pid" != $$ ] && kill -0 "$pid" 2>/dev/null; } || rm -rf "$folder"
+    [ ! -O "$folder" ] || { [ "$pid" != $$ ] && kill -0 "$pid" 2>/dev/null; } || rm -rf "$folder" || :
 done
 
 # NumPy's threads would fight with the other ranks: uncapped, a 2.7 ms round took 104 ms.
