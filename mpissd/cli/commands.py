@@ -173,26 +173,32 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     placed = survey(run, profile, config.gpus)
     asked = run, HostCosts(), placed.placements, config.gpus, placed.unjudged
     advice, real = plan(*asked), real_hits.real_hits(*asked)
+    uses = pool_search.pools(run, profile, placed.placements, HostCosts(), config.gpus)
+    uses += pool_search.replicas(advice.judged, config.gpus)
+    most = None if advice.missing else pool_advice.most(uses)
     heading = advice_text.heading(run, profile, config.gpus)
-    print(advice_text.render(advice, heading, placed, config.gpus))
+    said = pool_advice.most_lines(most, config.gpus)
+    print(advice_text.render(advice, heading, placed, config.gpus, said))
     ssd = next((choice for choice in advice.by_method if choice.mode == "ssd"), None)
     if run.laws is not None:
         print(f"   {advice_text.pays(advice)}")
     price = real_hits.price_line(run, ssd, placed.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
-    what = "run the fastest of these" if advice.missing else "run it"
+    what = "run the fastest of these" if advice.missing else "→ run it"
     print(f"   {what}: {_command(run, advice.best)}")
-    uses = pool_search.pools(run, profile, placed.placements, HostCosts(), config.gpus)
-    uses += pool_search.replicas(advice.judged, config.gpus)
+    if most is not None and most.copies * most.targets > 1:
+        command = _command(run, most.choice, most.targets)
+        print(f"   most tok/s, {most.copies} such job{'s' * (most.copies > 1)}: {command}")
     for line in pool_advice.lines(uses, config.gpus):
         print(f"   {line}")
-    if (pool := pool_advice.best_pool(uses)) is not None:
+    if (pool := pool_advice.best_pool(uses)) is not None and pool != most:
         print(
             f"   run the pool that gains most, {pool}: {_command(run, pool.choice, pool.targets)}"
         )
     summary = {
         **advice_text.to_dict(advice, placed),
+        "most_tok_per_s": None if most is None else pool_advice.to_dict(most),
         "real_hits": [hits.to_dict() for hits in real],
         "pools": pool_advice.summary(uses),
     }

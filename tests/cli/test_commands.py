@@ -263,6 +263,27 @@ def test_a_plan_names_the_hits_of_a_real_pair(capfd: pytest.CaptureFixture[str])
         assert hits["gain_at_equal_gpus"] == alone["extra_gpu"]["gain_at_equal_gpus"]
 
 
+def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Two GPUs: one sequence is fastest over both, two on one GPU each give more together."""
+    assert main(["plan", "--profile=h200", "--fuse", "--alpha=.7", "--gpus=2"]) == 0
+    *lines, told = capfd.readouterr().out.splitlines()
+    plan = json.loads(told)
+    best, most = plan["best"], plan["most_tok_per_s"]
+    copies = [(2 // (c["tp"] + c["num_drafts"])) * c["tok_per_s"] for c in plan["judged"]]
+    assert most["tok_per_s"] == max(copies) > best["tok_per_s"] and most["copies"] == 2
+    below = next(n for n, line in enumerate(lines) if "fastest single sequence" in line)
+    assert f"on 2 GPUs, {best['tok_per_s']:.1f} tok/s" in lines[below]
+    assert f"most tok/s of all 2 GPUs: SD inline T=1 × 2, {max(copies):.1f} " in lines[below + 1]
+    assert lines[below - 1].strip().startswith("AR T=1")  # right below the table
+    (twice,) = (line for line in lines if "2 such jobs: " in line)
+    assert run_line(twice)[0] == most["tp"] == 1
+    assert main(["plan", "--profile=h200", "--fuse", "--gpus=1", "--batch_size=4"]) == 0
+    out = capfd.readouterr().out
+    assert "→ fastest batch of 4 sequences: " in out and "most tok/s" not in out
+
+
 def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
     """Pair and fused products are the probe's where nothing else is said; other T are derived."""
     assert main(["plan", EIGHT, "--gpus=4"]) == 0

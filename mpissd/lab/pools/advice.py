@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpissd.lab.pools.search import Use
-from mpissd.lab.predict.advice import gain_text
+from mpissd.lab.predict.advice import gain_text, gpus_text
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,20 @@ def best_pool(uses: Sequence[Use]) -> Use | None:
     known = [gain for gain in gains if gain.in_time is not None]
     best = max(known or gains, key=lambda gain: gain.over(gain.in_time) or 0.0, default=None)
     return None if best is None else best.pool
+
+
+def most(uses: Sequence[Use]) -> Use | None:
+    """Returns the use of all GPUs with the most tok/s, of equal ones the one that is soonest."""
+    return next(iter(frontier(uses)), None)
+
+
+def most_lines(use: Use | None, gpus: int) -> list[str]:
+    """Returns the line that names the most tok/s of N GPUs; none without a use, or of one GPU."""
+    if use is None or gpus == 1:
+        return []
+    targets, mark = use.targets * use.copies, " (derived)" * bool(use.choice.derived)
+    each = f", {use.tok_per_s / targets:.1f} for each of {targets} targets" * (targets > 1)
+    return [f"most tok/s of all {gpus_text(gpus)}: {use}, {use.tok_per_s:.1f} tok/s{each}{mark}"]
 
 
 def lines(uses: Sequence[Use], gpus: int) -> list[str]:

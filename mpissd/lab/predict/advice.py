@@ -138,10 +138,12 @@ def gain_text(gain: float) -> str:
     return f"{gain:.3f}×{none * near}"
 
 
-def render(advice: Advice, heading: str, survey: Survey, gpus: int) -> str:
+def render(
+    advice: Advice, heading: str, survey: Survey, gpus: int, said: Sequence[str] = ()
+) -> str:
     """Returns the advice as text, with the uses that the survey left out.
 
-    gpus: the number of GPUs that the user asked for.
+    gpus: the number of GPUs that the user asked for. said: lines to stand right below the uses.
     """
     best = None if advice.missing else advice.best
     lines = [heading]
@@ -152,7 +154,20 @@ def render(advice: Advice, heading: str, survey: Survey, gpus: int) -> str:
     lines += [f" {'→' if choice == best else ' '} {_line(choice)}" for choice in advice.judged]
     legend = [_LEGEND] if advice.extra_gpu is not None else []
     notes = [*_sources(advice.judged), *_left_out(advice, survey), *_verdict(advice, gpus)]
-    return "\n".join([*lines, *(f"   {line}" for line in (*legend, *notes))])
+    fastest = [] if best is None else [_fastest(best)]
+    return "\n".join([*lines, *(f"   {line}" for line in (*fastest, *said, *legend, *notes))])
+
+
+def _fastest(best: Choice) -> str:
+    """Returns the meaning of the arrow: the use whose one batch advances fastest, on its GPUs."""
+    what = f"batch of {best.batch_size} sequences" if best.batch_size > 1 else "single sequence"
+    rate = f"{best.tok_per_s:.1f} tok/s{_mark(bool(best.derived))}"
+    return f"→ fastest {what}: {Family.of(best)} on {gpus_text(best.gpus)}, {rate}"
+
+
+def gpus_text(count: int) -> str:
+    """Returns a number of GPUs as text."""
+    return f"{count} GPU{'s' * (count > 1)}"
 
 
 def _sources(judged: Sequence[Choice]) -> list[str]:
@@ -238,7 +253,7 @@ def _over_asked(choice: Choice, advice: Advice, gpus: int) -> list[str]:
 
 
 def _over(choice: Choice, other: Choice, what: str) -> str:
-    held = f"{Family.of(choice)} ({choice.gpus} GPU{'s' * (choice.gpus > 1)})"
+    held = f"{Family.of(choice)} ({gpus_text(choice.gpus)})"
     gain = gain_text(choice.tok_per_s / other.tok_per_s)
     mark = _mark(bool(choice.derived or other.derived))
     return f"{held} over {what}, {Family.of(other)}: {gain}{mark}"
