@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,20 @@ def test_every_method_emits_the_tokens_of_the_law(flags: dict[str, Any]) -> None
         assert tokens == [law.true(id_, n) for n in range(1, len(tokens) + 1)]
     hits = decoder.records.sequences()[:, 6]
     assert hits.any() == (flags["mode"] == "ssd")
+
+
+@pytest.mark.parametrize("flags", METHODS, ids=str)
+def test_its_models_are_freed_with_it(flags: dict[str, Any]) -> None:
+    """At once: a program that decodes many configurations holds one pair of models at a time."""
+    gc.collect()
+    gc.disable()
+    try:
+        decoder = decode(**flags)
+        models = [weakref.ref(one) for one in (decoder.target_stepper, *decoder.draft_steppers)]
+        del decoder
+        assert [model() for model in models] == [None] * len(models)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from threading import Thread
 from typing import TypeVar
 
@@ -69,10 +70,11 @@ class Loops:
         self.workload = workload_of(job)
         self._resources = ExitStack()
         self._waiter = Waiter(job.config.deadline_s, spin=False)
-        self._waiter.alarm = self._check
         self._threads: list[Thread] = []
         self.draft_steppers: list[Stepper] = []
         self._faults: list[Exception] = []
+        # Not a method of this object, which would keep itself, and its models, until a collection.
+        self._waiter.alarm = partial(_raise_first, self._faults)
         self.target_stepper = self._stepper(
             job.target_shard, job.options, job.target_buckets(), drafts=False
         )
@@ -149,10 +151,6 @@ class Loops:
         """Returns what brings a draft newer weights; nothing does by default."""
         return None
 
-    def _check(self) -> None:
-        if self._faults:
-            raise FaultError(f"the draft's thread ended: {self._faults[0]}") from self._faults[0]
-
     def close(self) -> None:
         """Ends the drafts' threads, then frees the models."""
         if not self._faults:
@@ -166,6 +164,12 @@ class Loops:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+def _raise_first(faults: list[Exception]) -> None:
+    """Raises FaultError if a draft's thread has ended."""
+    if faults:
+        raise FaultError(f"the draft's thread ended: {faults[0]}") from faults[0]
 
 
 class Decoder(Loops):
