@@ -95,6 +95,7 @@ class Driver:
         self.times = RowTimes()
         self.goodput: Goodput | None = None  # chooses each round's way; None: it stays the same
         self._live: list[int] = []  # the sequences for which it has chosen
+        self._most_rows = 0  # of the loop's largest forward
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._told_s = -_STATS_S
@@ -120,6 +121,7 @@ class Driver:
     def drive(self, loop: Rounds) -> None:
         """Decodes until nothing is left, or the front has left."""
         loop.ledger = NullLedger(LeadPhase)
+        self._most_rows = loop.most_rows
         loop.meanwhile = self._send
         self._change(loop)
         while self._has_round:
@@ -159,7 +161,7 @@ class Driver:
         way = self._way(live)
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
-            fill = self.times.beside(rows, loop.most_rows, way.lookahead)
+            fill = self.times.beside(rows, self._most_rows, way.lookahead)
             fill = min(fill, MOST_FILL)  # as many as other ranks are told
         fixed = self.goodput is None
         loop.control = Control(fill=fill) if fixed else Control(*way, fill)
@@ -181,7 +183,7 @@ class Driver:
             return Way(0 if self.draft_lost else self.lookahead)
         if live != self._live:
             self._live = live
-            self.goodput.choose(self.scheduler.tasks(live))
+            self._choose(self.goodput)
         self.mode = self.goodput.way.mode
         return self.goodput.way
 
@@ -257,7 +259,12 @@ class Driver:
             self.goodput.observe(*self._unseen)
             self._unseen = None
         if self._live:
-            self.goodput.choose(self.scheduler.tasks(self._live))
+            self._choose(self.goodput)
+
+    def _choose(self, goodput: Goodput) -> None:
+        """Has the next round's way chosen; sequences that run and are not live wait for it."""
+        tasks, running = self.scheduler.tasks(self._live), len(self.scheduler.running)
+        goodput.choose(tasks, running - len(tasks), self._most_rows)
 
     def _tell_stats(self) -> None:
         now = self._clock()

@@ -1,20 +1,20 @@
 """Compares control by goodput with every fixed way, from idle to saturation, in virtual time.
 
-    python results/serving-control/control.py [--requests=200] [--seed=0] > control.jsonl
+    python results/serving-control/control.py [--requests=200] [--seeds=0,1,2] [--pair=PAIR] > FILE
 
-A line for each pair, law and rate: tokens a second of request time (from arrival to last token) of
-AR on the same T ranks, of every fixed mode and K, of `auto`, and of rivals on as many GPUs (T + 1):
-SD with the draft inline on T ranks, on more of them where the model divides, and as several servers
-that share the arrivals. Arrivals are Poisson; all ways see the same arrivals and the same coins. A
-ratio stands with its 95% interval: the requests are drawn again, 1,000 times, the same ones for
-both ways.
+A line for each pair, law, rate and seed: tokens a second of request time (from arrival to last
+token) of AR on the same T ranks, of every fixed mode and K, of `auto`, and of rivals on as many
+GPUs (T + 1): SD with the draft inline on T ranks, on more of them where the model divides, and as
+several servers that share the arrivals. Arrivals are Poisson; all ways see the same arrivals and
+the same coins. A ratio stands with its 95% interval: the requests are drawn again, 1,000 times, the
+same ones for both ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ PAIRS = {
     "8b/1b": (1, (0.5, 3.0, 8.0, 16.0, 24.0, 36.0)),
     "smollm2": (1, (0.05, 0.2, 0.4, 0.7, 1.0, 1.5)),
 }
-CPU = "smollm2"  # on one core a model, with the forwards of cpu_rows.json
+CPU = "smollm2"  # on one core a model: cpu_rows.json tells all its seconds, whatever the job
 # (T, servers) with D = 0
 RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2)), CPU: ((1, 1), (1, 2))}
 CHAT = "results/recordings/smollm2-chat.npz"
@@ -81,9 +81,8 @@ def config_of(pair: str, law: Mapping[str, str], flags: Mapping[str, str], seed:
     """Returns the configuration of one way."""
     unread = {"ar": ("alpha", "hit_a", "hit_r"), "sd": ("hit_a", "hit_r"), "ssd": ()}
     rules = {name: text for name, text in law.items() if name not in unread[flags["mode"]]}
-    told = {"pair": pair, "backend": "emulated", "device": "h200", "batch_size": "32"}
-    real = {"forward": "transformer", "device": "null"} if pair == CPU else {}
-    return parse_flags({**told, **real, **rules, **flags, "seed": str(seed)})
+    told = {"pair": "8b/1b" if pair == CPU else pair, "backend": "emulated", "device": "h200"}
+    return parse_flags({**told, "batch_size": "32", **rules, **flags, "seed": str(seed)})
 
 
 def costs(pair: str) -> tuple[DeviceCosts, HostCosts] | None:
@@ -129,6 +128,7 @@ def line(pair: str, name: str, rate: float, count: int, seed: int) -> dict[str, 
     rival = max((way for way, *_ in rivals(pair)), key=speeds.__getitem__)
     return {
         "pair": pair, "tp": PAIRS[pair][0], "law": name, "rate": rate, "requests": count,
+        "seed": seed,
         "best": best, "auto_over_best": ratio(every["auto"], every[best]),
         "auto_over_ar": ratio(every["auto"], every["ar"]),
         "rival": rival, "auto_over_rival": ratio(every["auto"], every[rival]),
@@ -136,15 +136,23 @@ def line(pair: str, name: str, rate: float, count: int, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
+def cases(pairs: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+    """Pair, law and rate of every line; the CPU's pair has its recording alone."""
+    for pair in pairs:
+        for law in LAWS:
+            if pair != CPU or law.startswith("recording"):
+                yield from ((pair, law, rate) for rate in PAIRS[pair][1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--pair", choices=PAIRS, help="this one alone")
     told = parser.parse_args()
-    every = [(name, pair, rate) for name in LAWS for pair, (_, s) in PAIRS.items() for rate in s]
-    every = [case for case in every if case[1] != CPU or case[0].startswith("recording")]
-    for name, pair, rate in every:
-        print(json.dumps(line(pair, name, rate, told.requests, told.seed)), flush=True)
+    for seed in map(int, told.seeds.split(",")):
+        for case in cases([told.pair] if told.pair else list(PAIRS)):
+            print(json.dumps(line(*case, told.requests, seed)), flush=True)
 
 
 if __name__ == "__main__":

@@ -122,3 +122,24 @@ def test_sequences_that_accept_little_lower_the_lookahead() -> None:
     goodput, (ways,) = decoded(world, [4])
     poor = [Task(n, (1,), 99, accepted=5, rejected=200) for n in range(4)]
     assert ways[-1].lookahead == K and goodput.choose(poor).lookahead < K
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_waiting_prompts_get_the_rows_that_cost_nothing(count: int) -> None:
+    world = World(0.9, 0.95, 1e-6)
+    goodput, (ways,) = decoded(world, [count])
+    assert ways[-1].lookahead == K, "rows are free"
+    for rows in range(1, 65):  # now as on a CPU: eight rows take as long as one
+        for _ in range(400):
+            goodput._times.add(rows, 0.01 + 0.001 * max(0, rows - 8))
+    tasks = [Task(n, (1,), 10**6, accepted=900, rejected=100) for n in range(count)]
+    alone = goodput.choose(tasks)
+    few, many = (goodput.choose(tasks, storing, 512) for storing in (1, 50))
+    assert alone.lookahead >= few.lookahead >= many.lookahead < alone.lookahead
+    assert goodput.choose(tasks, 0, 512) == alone
+
+
+def test_prompts_that_no_way_can_store_change_nothing() -> None:
+    goodput, _ = decoded(World(0.9, 0.95, 2e-4), [4])
+    tasks = [Task(n, (1,), 10**6) for n in range(4)]
+    assert goodput.choose(tasks, 9, 4) == goodput.choose(tasks)

@@ -260,7 +260,7 @@ class Dice(Goodput):
         super().__init__(K, [None, 1], RowTimes())
         self._dice = random.Random(seed)
 
-    def choose(self, tasks: Sequence[Task]) -> Way:
+    def choose(self, tasks: Sequence[Task], storing: int = 0, most_rows: int = 0) -> Way:
         self.way = Way(self._dice.choice([0, 0, 1, 2, K]), self._dice.choice([None, 1, 0]))
         return self.way
 

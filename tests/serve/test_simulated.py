@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +22,12 @@ from mpissd.lab.load.virtual import server
 from mpissd.lab.load.virtual.loop import VirtualLoop, costs_of
 from mpissd.lab.load.virtual.outcomes import outcomes_of
 from mpissd.lab.load.virtual.server import Arrival, simulate
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.recurrence import expect_by_law
 
 RECORDING = "results/recordings/smollm2-chat.npz"
+CPU_ROWS = Path("results/serving-control/cpu_rows.json")  # a real pair's forwards on two cores
 EMULATED = {"backend": "emulated", "device": "h200", "batch_size": "16", "alpha": "0.8"}
 
 
@@ -174,6 +178,21 @@ def test_ssd_is_back_within_20_rounds_of_a_burst(monkeypatch: pytest.MonkeyPatch
 def share(ways: Sequence[tuple[int, str]], mode: str) -> float:
     """The share of rounds in a mode; another one is tried now and then."""
     return float(np.mean([found == mode for _, found in ways]))
+
+
+def test_goodput_is_near_the_best_way_where_prompts_wait() -> None:
+    rng, flags = np.random.default_rng(2), {**EMULATED, "pair": "8b/1b", "batch_size": "32"}
+    flags |= {"workload": "replay", "recording": RECORDING, "seed": "2"}
+    del flags["alpha"]
+    times = np.cumsum(rng.exponential(1 / 1.5, 200)).tolist()
+    prompts, tokens = rng.integers(20, 201, 200).tolist(), rng.integers(50, 251, 200).tolist()
+    asked = [Arrival(*one) for one in zip(times, prompts, tokens, strict=True)]
+    costs = DeviceCosts.from_dict(json.loads(CPU_ROWS.read_text())), HostCosts()
+    ar = simulate(parse_flags({**flags, "mode": "ar"}), 1, asked, costs=costs)
+    flags |= {"mode": "ssd", "fan_out": "uniform:3"}
+    one = simulate(parse_flags({**flags, "lookahead": "1"}), 1, asked, costs=costs)
+    auto = simulate(parse_flags({**flags, "lookahead": "7"}), 1, asked, auto=True, costs=costs)
+    assert busy_s(auto.requests) <= min(busy_s(ar.requests), busy_s(one.requests)) / 0.95
 
 
 def test_a_recording_gives_the_outcomes_of_a_replay() -> None:

@@ -5,6 +5,12 @@ that it is expected to take:
 
     Σ_i (1 + Σ_{j ≤ K} Π_{n ≤ j} a_in) / (forward of b(K+1) rows + wait for the draft + host)
 
+While prompts wait to be stored, the forward has rows of them as well: as many as lengthen the round
+by 30%, and fewer of them where rows verify drafted tokens. A round is then worth n_live G + n_store
+R, with its goodput G and its rows of prompts a second R as shares of the most that any way reaches:
+a request that waits for its first token counts as much as one that waits for its next, since mean
+latency is the mean number of both over the rate of arrivals (Little's law).
+
 K = 0 is AR, a way that grows nothing is SD, and others are SSD with a width of its fan-out. Times
 are running means of the lead's own; acceptance is that of the sequences' own outcomes, each shrunk
 to that of all. The choice reads counts and clocks, never the proposed tokens, so decoding stays
@@ -56,6 +62,14 @@ class Way(NamedTuple):
         if not self.lookahead:
             return "ar"
         return "sd" if self.width == 0 else "ssd"
+
+
+class Promise(NamedTuple):
+    """What a round of some way is expected to give. rows: of prompts, stored beside the others."""
+
+    tokens: float
+    seconds: float
+    rows: int
 
 
 class ByLoad:
@@ -162,17 +176,20 @@ class Goodput:
     def _kind(way: Way) -> int | None:
         return way.width if way.lookahead else -1
 
-    def choose(self, tasks: Sequence[Task]) -> Way:
-        """Returns the way of the next round, of these live sequences."""
+    def choose(self, tasks: Sequence[Task], storing: int = 0, most_rows: int = 0) -> Way:
+        """Returns the way of the next round, of these live sequences.
+
+        storing: sequences whose prompts wait to be stored. most_rows: of the largest forward.
+        """
         count = len(tasks)
         if not count:
             return self.way
-        tokens = self._tokens(tasks)
-        rates = dict(self._rates(count, tokens))
+        promises = dict(self._promises(count, self._tokens(tasks), most_rows if storing else 0))
+        rates = _rates(promises, storing / count)
         best = max(rates, key=rates.__getitem__)
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
             best = self.way
-        self.way = self._tried(rates, best, count, tokens)
+        self.way = self._tried(rates, best, count, promises)
         return self.way
 
     def _tokens(self, tasks: Sequence[Task]) -> Floats:
@@ -187,17 +204,21 @@ class Goodput:
         ahead = np.cumprod(each, axis=1).sum(axis=0)
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
-    def _rates(self, count: int, tokens: Floats) -> Iterator[tuple[Way, float]]:
-        """Yields the goodput of every way."""
+    def _promises(
+        self, count: int, tokens: Floats, most_rows: int
+    ) -> Iterator[tuple[Way, Promise]]:
+        """Yields what a round of every way gives. most_rows: 0 where no prompt waits."""
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
         drafting = self._drafting_s(count)
         for lookahead, expected in enumerate(tokens.tolist()):
-            base = self._times.seconds(count * (lookahead + 1)) + host[lookahead > 0]
+            rows = count * (lookahead + 1)
+            stored = self._times.room(rows, most_rows, lookahead) if most_rows else 0
+            base = self._times.grown_s(rows, rows + stored) + host[lookahead > 0]
             for width, growth in self._growths.items():
                 if not lookahead and width != 0:
                     continue
                 wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
-                yield Way(lookahead, width), expected / max(base + wait, 1e-9)
+                yield Way(lookahead, width), Promise(expected, max(base + wait, 1e-9), stored)
 
     def _drafting_s(self, count: int) -> float:
         """Returns the seconds of a draft's step for all sequences."""
@@ -212,7 +233,9 @@ class Goodput:
         alone: float = growth.hits**count
         return alone * growth.late_s(lookahead, count, drafting) + (1 - alone) * miss
 
-    def _tried(self, rates: dict[Way, float], best: Way, count: int, tokens: Floats) -> Way:
+    def _tried(
+        self, rates: dict[Way, float], best: Way, count: int, promises: dict[Way, Promise]
+    ) -> Way:
         """Returns the best way, or another one that was not tried for long and costs little."""
         load, limit = count.bit_length(), self._round - _STALE_ROUNDS
         fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
@@ -220,11 +243,22 @@ class Goodput:
         if not stale:
             return best
         way = max(stale, key=rates.__getitem__)
-        loss_s = tokens[way.lookahead] / rates[way] - tokens[way.lookahead] / rates[best]
+        loss_s = promises[way].seconds * (1 - rates[way] / rates[best])
         if self._lost_s + loss_s > EXPLORE * self._elapsed_s:
             return best
         self._lost_s += max(0.0, loss_s)
         return way
+
+
+def _rates(promises: dict[Way, Promise], waiting: float) -> dict[Way, float]:
+    """Returns the goodput of every way in tokens a second, rows of prompts included.
+
+    waiting: sequences whose prompts wait to be stored, for each live one.
+    """
+    most_tokens = max(each.tokens / each.seconds for each in promises.values())
+    most_rows = max(each.rows / each.seconds for each in promises.values())
+    worth = waiting * most_tokens / most_rows if most_rows else 0.0  # of a row, in tokens
+    return {way: (p.tokens + worth * p.rows) / p.seconds for way, p in promises.items()}
 
 
 def widths_of(job: Job) -> list[int | None]:

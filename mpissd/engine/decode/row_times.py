@@ -94,18 +94,24 @@ class RowTimes(Times):
             return most
         own_s = self.seconds(rows)
         round_s = own_s + lookahead * self._step_s
-        next_s = self._grown_s(rows, min(most, self._size(rows) + 1)) - own_s
+        next_s = self.grown_s(rows, min(most, self._size(rows) + 1)) - own_s
         self._earned_s = min(self._earned_s + _GROWTH * round_s, max(round_s, next_s))
-        total = self._largest(rows, most, own_s + _GROWTH * round_s)
+        total = rows + self.room(rows, most, lookahead)
         self._within += 1
         if self._within > _APART:
             larger = self._largest(rows, most, own_s + self._earned_s)
             if larger - rows > _APART * (total - rows):
                 total, self._within = larger, 0
-        self._earned_s -= max(0.0, self._grown_s(rows, total) - own_s)
+        self._earned_s -= max(0.0, self.grown_s(rows, total) - own_s)
         return total - rows
 
-    def _grown_s(self, rows: int, total: int) -> float:
+    def room(self, rows: int, most: int, lookahead: int = 0) -> int:
+        """Returns the rows of prompts with which a round of `rows` others takes 30% longer."""
+        own_s = self.seconds(rows)
+        grown_s = own_s + _GROWTH * (own_s + lookahead * self._step_s)
+        return self._largest(rows, most, grown_s) - rows
+
+    def grown_s(self, rows: int, total: int) -> float:
         """Returns the seconds of a forward of `total` rows, and of storing those of prompts."""
         stored_s = self._stores.seconds(total - rows) if total > rows else 0.0
         return self.seconds(total) + stored_s
@@ -116,7 +122,7 @@ class RowTimes(Times):
         low, high = bisect_left(sizes, rows) - 1, bisect_left(sizes, most + 1) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self._grown_s(rows, sizes[middle]) <= limit_s
+            fits = self.grown_s(rows, sizes[middle]) <= limit_s
             low, high = (middle, high) if fits else (low, middle - 1)
         return max(rows, sizes[low]) if 0 <= low < len(sizes) else rows
 
