@@ -117,6 +117,8 @@ class Front:
                 watch = asyncio.create_task(self._watch(ranks, server.end))
                 await server.serve(sockets=[self._listener])
                 watch.cancel()
+                if told := server.drain.ending():
+                    sys.stderr.write(f"mpissd: serve: {told}\n")
                 return await self._leave(ranks, is_asked=not self._lead.ended.is_set())
 
     async def _watch(self, ranks: asyncio.subprocess.Process, end: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import signal
 import time
 from pathlib import Path
@@ -37,7 +38,9 @@ def test_it_finishes_what_it_has(pair: TinyPair, tmp_path: Path) -> None:
             status, answer, _ = answered(unfinished)
         assert (status, answer["choices"][0]["text"]) == (200, "hello there")
         assert serving.process.wait(15) == 0
-    assert "SIGTERM: 1 requests have 30 s to end" in (tmp_path / "log").read_text()
+    began, ended = (tmp_path / "log").read_text().splitlines()[-2:]
+    assert began == "mpissd: serve: SIGTERM: 1 requests have 30 s to end"
+    assert re.fullmatch(r"mpissd: serve: drained in \d+\.\d s; requests cut off: none", ended)
 
 
 @pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
@@ -57,6 +60,7 @@ def test_it_waits_no_longer_than_it_was_told(
             assert answered(unfinished)[0] == 503
         assert serving.process.wait(15) == 0
         assert time.monotonic() - began >= (1.5 if second is None else 0)
+    assert (tmp_path / "log").read_text().endswith(" s; requests cut off: 1\n")
 
 
 def metrics(port: int) -> str:

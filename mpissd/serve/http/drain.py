@@ -28,6 +28,7 @@ class Drain:
         self._longest_s, self._notice_s = longest_s, notice_s
         self._began_s: float | None = None
         self._refuses_s = 0.0
+        self._unfinished = 0
         self.on_begin: Callable[[], object] = lambda: None
 
     def begin(self) -> bool:
@@ -45,6 +46,14 @@ class Drain:
             self._lead.is_leaving = True
             self._refuses_s = self._notice_s if self._lead.is_serving else 0.0
             self.on_begin()
+        self._unfinished = num_requests
         passed = self._clock() - self._began_s
         self._lead.is_refusing = passed >= min(self._refuses_s, self._longest_s)
         return passed >= self._longest_s or (self._lead.is_refusing and not num_requests)
+
+    def ending(self) -> str | None:
+        """Returns what is to be said at the server's end; None where nothing was drained."""
+        if self._began_s is None:
+            return None
+        cut, passed = self._unfinished, self._clock() - self._began_s
+        return f"drained in {passed:.1f} s; requests cut off: {cut or 'none'}"
