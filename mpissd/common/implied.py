@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 
-_PROMPTS = ("prompt", "prompts", "prompt_ids")
+PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
 _ON_TWO_CORES = {"smollm2": {"lookahead": "3", "fan_out": "uniform:2"}}  # results/cpu-text
 
@@ -44,7 +44,7 @@ def _runs_on_cpu(backend: str) -> bool:
 
 
 def _wants_text(flags: Mapping[str, str]) -> bool:
-    if any(name in flags for name in _PROMPTS):
+    if any(name in flags for name in PROMPTS):
         return True
     target = _target_of(flags)
     return target is not None and _has_weights(target)

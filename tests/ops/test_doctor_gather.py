@@ -189,3 +189,10 @@ def test_the_ranks_get_the_same_flags() -> None:
     told = dict(flag.removeprefix("--").split("=", 1) for flag in flags(config.run))
     assert parse_into(DoctorConfig, {**told, "tp": "2"}) == config
     assert "tp" not in told
+
+
+def test_a_pair_with_weights_is_examined_without_a_prompt() -> None:
+    given = parse_into(DoctorConfig, {"workload": "text", "pair": "toy"}).run
+    assert (given.workload, given.prompt) == ("text", "Hello")
+    assert parse_into(DoctorConfig, {"workload": "text", "prompt_ids": "5"}).run.prompt is None
+    assert parse_into(DoctorConfig, {"pair": "toy"}).run.prompt is None

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import Checked, contained, flag, integer, number, switch
-from mpissd.common.implied import with_text
+from mpissd.common.implied import PROMPTS, with_text
+
+_PROMPT = "Hello"
 
 
 @dataclass(frozen=True)
@@ -22,5 +24,8 @@ class DoctorConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what a prompt, or a pair with weights, stands for."""
-        return with_text(super().completed(flags))
+        """Adds what a prompt, or a pair with weights, stands for; a pair needs no prompt here."""
+        given = with_text(super().completed(flags))
+        if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
+            given["prompt"] = _PROMPT
+        return given
