@@ -245,7 +245,7 @@ class Driver:
 
     def _end(self, ended: Ended) -> None:
         task = ended.task
-        counts = task.drafted, task.accepted, task.hits, task.rounds
+        counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
         self._mail.put(End(task.request_id, ended.reason, *counts))
 
     def _send(self) -> None:

@@ -82,7 +82,7 @@ class End:
     """The end of a request: "stop" (a stop token), "length", "cancelled" or "deadline".
 
     drafted, accepted: tokens over all of its rounds. hits: rounds whose outcome was in the
-    speculation cache.
+    speculation cache. cached: tokens of the prompt whose KV cache an earlier request had left.
     """
 
     op: ClassVar[str] = "end"
@@ -92,6 +92,7 @@ class End:
     accepted: int = 0
     hits: int = 0
     rounds: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -122,6 +122,16 @@ def test_a_stop_token_or_the_limit_ends_a_request_within_a_round() -> None:
     assert (first.tokens, first.ended) == ([7, 8], "stop")
     assert (second.tokens, second.ended) == ([7, 8, 9], "length")
     assert scheduler.turn(0.0).leave == [0, 1] and scheduler.is_idle
+
+
+def test_what_was_cached_of_a_prompt_is_counted_at_its_first_admission_alone() -> None:
+    scheduler, ranks = Scheduler(ROOM), Ranks(random.Random(0))
+    scheduler.submit(task(0))
+    ranks.turn([], scheduler.turn(0.0).join)
+    (given,) = scheduler.take(replace(ranks.step(), adopted={0: 4, 9: 1}))
+    given.task.epoch += 1  # preempted, and back: its own pages are no cache of others
+    scheduler.take(replace(ranks.step(), adopted={0: 5}))
+    assert given.task.cached == 4
 
 
 @pytest.mark.parametrize("seed", range(20))

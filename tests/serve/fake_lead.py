@@ -101,7 +101,7 @@ class FakeLead:
 
     def _end(self, number: int, reason: str) -> None:
         self.script.ended[number] = reason
-        self._tell(End(number, reason, drafted=8, accepted=5, hits=3, rounds=4))
+        self._tell(End(number, reason, drafted=8, accepted=5, hits=3, rounds=4, cached=2))
 
     def _tell(self, message: Message) -> None:
         if not self._writer.is_closing():

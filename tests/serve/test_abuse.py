@@ -361,6 +361,7 @@ def test_the_state_is_told(rig: Rig, words: Tokenizer) -> None:
         'mpissd_responses_total{endpoint="/v1/completions",status="200"} 1.0',
         'mpissd_tokens_total{kind="completion"} 2.0',
         'mpissd_tokens_total{kind="accepted"} 5.0',
+        'mpissd_tokens_total{kind="cached"} 2.0',
         "mpissd_cache_hits_total 3.0",
         "mpissd_time_to_first_token_seconds_count 1.0",
         "mpissd_free_pages 7.0",

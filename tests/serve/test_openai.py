@@ -44,6 +44,7 @@ def test_a_chat(rig: Rig, words: Tokenizer) -> None:
     used = answer.usage
     assert (used.prompt_tokens, used.completion_tokens) == (prompt, said)
     assert used.total_tokens == prompt + said
+    assert used.prompt_tokens_details.cached_tokens == 2
     assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4}
     asked = rig.script.submitted[0]
     assert list(asked.prompt) == words.chat(QUESTION)
@@ -62,7 +63,9 @@ def test_a_stream_adds_up_and_characters_arrive_whole(rig: Rig) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
     assert reasons[-1] == "stop" and set(reasons[:-1]) == {None}
-    assert not chunks[-1].choices and chunks[-1].usage.speculation["accepted"] == 5
+    used = chunks[-1].usage
+    assert not chunks[-1].choices and used.speculation["accepted"] == 5
+    assert used.prompt_tokens_details.cached_tokens == 2
     assert len({c.id for c in chunks}) == 1
 
 

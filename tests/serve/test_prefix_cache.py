@@ -56,6 +56,20 @@ def test_a_conversation_is_not_computed_again(pair: TinyPair, mode: str) -> None
     assert saved > 0.8 * 64 * pages
 
 
+@pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_request_is_told_how_many_tokens_of_its_prompt_were_cached(
+    pair: TinyPair, mode: str, prefix_cache: bool
+) -> None:
+    asked = Submit(0, SYSTEM, 4), Submit(1, [*SYSTEM, 5], 4), Submit(2, SYSTEM[:128], 9)
+    mail = Script(*((99 * n, one) for n, one in enumerate(asked)), (198, Submit(3, [5], 9)))
+    serving = Serving(prefix_cache=prefix_cache)
+    with Loops(*in_one_process(config(pair, mode=mode), serving)) as loops:
+        served(loops, mail)
+    cached = [mail.ends()[n].cached for n in range(4)]
+    assert cached == ([0, 128, 64, 0] if prefix_cache else [0] * 4)
+
+
 @pytest.mark.parametrize("mode", ["ar", "ssd"])
 def test_a_prompt_that_ends_with_a_page_is_read_once_more_at_its_end(
     pair: TinyPair, mode: str

@@ -53,7 +53,7 @@ class Task:
     """One request and what has become of it. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    stop_ids: tokens that end it.
+    stop_ids: tokens that end it. cached: tokens of its prompt that nobody had to compute for it.
     """
 
     request_id: int
@@ -74,6 +74,7 @@ class Task:
     rejected: int = 0
     hits: int = 0
     rounds: int = 0
+    cached: int = 0
 
     @property
     def length(self) -> int:
@@ -267,6 +268,9 @@ class Scheduler:
     def take(self, result: RoundResult) -> list[Emitted]:
         """Counts a round; returns what it gave to each request that still runs."""
         self.num_rounds += 1
+        for request_id, count in result.adopted.items():
+            if (one := self._running.get(request_id)) and not one.epoch:
+                one.cached = count
         drafted, outcome = result.speculation, result.outcome
         rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=False)
         given = []

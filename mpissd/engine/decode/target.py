@@ -45,7 +45,8 @@ class RoundResult:
     logprobs: by batch row, the target's log-probability of each token that it emitted, of those
     sequences that asked for it. num_rows: of the forward, those of prompts included. wait_s: for
     the draft, once the outcome was applied. stored_s: in which a draft on the lead's own device
-    stored prompts.
+    stored prompts. adopted: by id of the sequences placed in this round, tokens of their prompts
+    that other sequences had stored.
     """
 
     speculation: Speculation
@@ -55,6 +56,7 @@ class RoundResult:
     num_rows: int = 0
     wait_s: float = 0.0
     stored_s: float = 0.0
+    adopted: Mapping[int, int] = field(default_factory=dict)
 
 
 class TargetLoop:
@@ -178,7 +180,16 @@ class TargetLoop:
         mark(LeadPhase.SAMPLE)
         self.round += 1
         seconds, rows = self._worker.elapsed_s(), self._worker.num_rows
-        return RoundResult(speculation, self._pending, seconds, logprobs, rows, waited, stored)
+        return RoundResult(
+            speculation,
+            self._pending,
+            seconds,
+            logprobs,
+            rows,
+            waited,
+            stored,
+            self._worker.adopted,
+        )
 
     def _prefill(self) -> bool:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""

@@ -38,6 +38,8 @@ class PlacedWorker(ABC):
     placement: Placement | None = None
     num_rows = 0  # of the trunk forward that was uploaded last
     _opened: Mapping[int, Request] = {}  # by slot, those whose prompts are being stored
+    # By request id, of the sequences placed in this round: tokens that others have stored.
+    adopted: Mapping[int, int] = {}
 
     @abstractmethod
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
@@ -49,20 +51,20 @@ class PlacedWorker(ABC):
 
     def enter(self, batch: Batch, admissions: Admissions) -> None:
         """Begins a round: places new sequences in the KV cache, rolls the others back."""
-        placement = self.placement
+        placement, adopted = self.placement, dict[int, int]()
         if placement is not None:
             self._vacate(placement, batch.occupied)
             for slot, request in (*admissions, *batch.opened.items()):
                 if self._opened.get(slot) is not request:
-                    self._place(placement, slot, request)
+                    adopted[request.request_id] = self._place(placement, slot, request)
                 elif slot not in batch.opened:  # it joins
                     self._keep(slot, request.prompt[: int(placement.filled[slot])])
             placement.roll_back(batch)
-        self._opened = dict(batch.opened)
+        self._opened, self.adopted = dict(batch.opened), adopted
         self.begin_round(batch, admissions)
 
-    def _place(self, placement: Placement, slot: int, request: Request) -> None:
-        """Gives a new sequence its slot."""
+    def _place(self, placement: Placement, slot: int, request: Request) -> int:
+        """Gives a new sequence its slot; returns how many of its tokens are stored already."""
         shared = self.reusable(slot, request)
         if not shared:
             self._keep(slot, self.known(slot)[: int(placement.filled[slot])])  # of the last one
@@ -70,6 +72,7 @@ class PlacedWorker(ABC):
             if placement.keeps and request.prompt and (pages := self._pages):
                 shared = pages.adopt(slot, request.prompt[:-1])
         placement.admit(slot, request, shared)
+        return shared
 
     def leave(self) -> None:
         """Ends a pass: gives back the pages of every sequence, where sequences share them."""

@@ -123,7 +123,9 @@ def usage(prompt_tokens: int, written: Written, end: End) -> dict[str, Any]:
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": written.num_tokens}
     counts["total_tokens"] = sum(counts.values())
     names = ("drafted", "accepted", "hits", "rounds")
-    return {**counts, "speculation": {name: getattr(end, name) for name in names}}
+    speculation = {name: getattr(end, name) for name in names}
+    cached = {"cached_tokens": end.cached}
+    return {**counts, "prompt_tokens_details": cached, "speculation": speculation}
 
 
 def event(data: dict[str, Any]) -> bytes:

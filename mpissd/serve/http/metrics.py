@@ -52,7 +52,7 @@ class Metrics:
 
     def ended(self, prompt: int, tokens: int, end: End, seconds: float, decoding_s: float) -> None:
         """Counts a request that ended: its tokens and times. decoding_s: behind the first token."""
-        counts = {"prompt": prompt, "completion": tokens}
+        counts = {"prompt": prompt, "cached": end.cached, "completion": tokens}
         for kind, count in {**counts, "drafted": end.drafted, "accepted": end.accepted}.items():
             self._tokens.labels(kind).inc(count)
         self._hits.inc(end.hits)

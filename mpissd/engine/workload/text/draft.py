@@ -82,10 +82,11 @@ class TextDraftWorker(SamplingDraftWorker):
         """Returns a worker of the `gemm` workload: paused forwards have no logits."""
         return self._twin.twin(stepper)
 
-    def _place(self, placement: Placement, slot: int, request: Request) -> None:
-        super()._place(placement, slot, request)
+    def _place(self, placement: Placement, slot: int, request: Request) -> int:
+        adopted = super()._place(placement, slot, request)
         if self._routed is not None:
             self._routed[1].route(slot, self._routed[0].draft_of(request.prompt))
+        return adopted
 
     @property
     def _routed(self) -> tuple[Tasks, RoutedStepper | Seat] | None:
