@@ -6,6 +6,15 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the tests of GPUs need none
+    pass
+else:  # An example may take as long as a busy machine needs.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
+    settings.load_profile("untimed")
+
 
 @pytest.fixture(autouse=True)
 def refusals_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

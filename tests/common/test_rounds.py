@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
@@ -66,7 +66,6 @@ def next_rows(data: st.DataObject, model: Model, new_id: int) -> Ints:
     return np.array(rows, np.int32).reshape(-1, Outcome.WIDTH)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 8))
 def test_a_batch_follows_its_outcomes(data: st.DataObject, capacity: int, rounds: int) -> None:
     batch, model, slot_of, new_id = Batch(capacity), Model(capacity), dict[int, int](), 0

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common import tape as module
@@ -21,7 +21,6 @@ from tests.needs import needs_linux
 Steps = st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=60)
 
 
-@settings(deadline=None)
 @given(Steps, st.data())
 def test_any_part_is_read_as_it_was_written(steps: list[int | None], data: st.DataObject) -> None:
     """None: what is in memory goes to the file."""

@@ -219,7 +219,7 @@ Rows = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(Rows, st.integers(1, 40), st.integers(0, 2), st.floats(0.01, 3), st.floats(0.1, 4))
 def test_any_outcomes_give_lists_within_the_budget(
     rows: list[tuple[int, int, int, int]], spare: int, minimum: int, a: float, r: float
@@ -240,7 +240,7 @@ def test_any_outcomes_give_lists_within_the_budget(
     assert all(0 <= rate <= 1 for fast in (False, True) for rate in estimator.hazards(fast=fast))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(0.3, 0.9), st.floats(0.02, 0.09), st.integers(8, 40))
 def test_more_acceptance_moves_candidates_to_later_rows(
     alpha: float, more: float, budget: int

@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.tensors import tensors
 from mpissd.engine.model.transformer.vocabulary import check_vocabularies
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
-ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def refused(where: Path, told: str = "") -> str:

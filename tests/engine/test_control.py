@@ -222,7 +222,7 @@ def test_errors_name_the_value_and_what_is_allowed() -> None:
 Hazards = st.lists(st.floats(0.05, 0.99), min_size=1, max_size=9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(Hazards, st.floats(0.01, 1), st.floats(0, 0.2), st.floats(0, 1), st.data())
 def test_late_hits_are_grown_to_the_best_rate(
     hazards: list[float], step: float, slope: float, rest: float, data: st.DataObject
@@ -249,7 +249,7 @@ def test_free_steps_are_all_taken_and_dear_ones_are_not() -> None:
     assert steps_to_serve(7, 7, 0.0, [1.0] * 8, [0.8] * 7) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(0.5, 0.95), st.floats(0.02, 0.5), st.floats(0.1, 0.9), st.floats(0, 3))
 def test_where_other_rounds_differ_the_long_run_s_rate_decides(
     alpha: float, step: float, share: float, backup: float

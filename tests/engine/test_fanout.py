@@ -51,7 +51,7 @@ def test_greedy_and_no_zeros_are_worse() -> None:
     assert hit_rate(without_zeros, hazards, a) == pytest.approx(0.349, abs=5e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0, 1), min_size=0, max_size=3),
     st.integers(1, 8),
@@ -81,7 +81,7 @@ def test_the_optimum_on_a_grid(alpha: float, r: float, a: float) -> None:
         assert found == pytest.approx(least_miss(weights, budget, [a] * 4, r), abs=1e-11)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(Hazards, st.integers(1, 64), st.floats(0.1, 1.5), st.floats(0.3, 2))
 def test_properties_of_the_optimum(hazards: list[float], budget: int, a: float, r: float) -> None:
     weights = accept_probabilities(hazards)
@@ -107,7 +107,7 @@ def geometric_miss(alpha: float, lookahead: int, budget: float, r: float, a: flo
 
 
 @given(st.floats(0.3, 0.95), st.integers(1, 8), st.floats(0.5, 2))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_rounding_costs_little_and_never_gains(alpha: float, lookahead: int, r: float) -> None:
     """Theorem 12 bounds the whole numbers from below, and is met closely by a large budget."""
     budget = 64 * (lookahead + 1)

@@ -48,7 +48,7 @@ def arrays(outcomes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(Outcomes, st.integers(0, 2**32 - 1))
 def test_nothing_is_likelier_than_the_fit(outcomes: list[tuple[int, int]], seed: int) -> None:
     ranks, limits = arrays(outcomes)
@@ -139,7 +139,7 @@ def test_one_limit_is_enough_if_ranks_are_spread() -> None:
     assert fit.hit_a == pytest.approx(0.75) and fit.hit_r == pytest.approx(1.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(Outcomes, st.randoms(use_true_random=False), st.integers(0, 20))
 def test_order_and_outcomes_with_nothing_kept_change_nothing(
     outcomes: list[tuple[int, int]], random: object, empty: int
@@ -149,7 +149,7 @@ def test_order_and_outcomes_with_nothing_kept_change_nothing(
     assert fit_power_law(*arrays(mixed)) == fit_power_law(*arrays(outcomes))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(Outcomes, st.integers(1, 9))
 def test_one_more_first_hit_lowers_a(outcomes: list[tuple[int, int]], limit: int) -> None:
     before = fit_power_law(*arrays(outcomes))
@@ -172,7 +172,7 @@ def posterior(
     return log_likelihood(ranks, limits, a, r) - pull
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(Outcomes, min_size=1, max_size=1), st.integers(0, 2**32 - 1))
 def test_the_shrunken_r_is_the_posterior_s_mode(
     groups: list[list[tuple[int, int]]], seed: int

@@ -147,7 +147,7 @@ Fans = st.integers(1, 5).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(Fans.filter(any), st.integers(0, 5), st.integers(0, 2**32), st.data())
 def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObject) -> None:
     """Distinct; the true bonus where its rank says and nowhere else; never what was proposed."""

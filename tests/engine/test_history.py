@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
@@ -26,7 +26,6 @@ def prompt(request: Request) -> list[int]:
     return [request.request_id, request.epoch, request.first_token]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_every_sequence_keeps_its_own_tokens(data: st.DataObject) -> None:
     """Sequences come, commit and go in any order; a slot's next tenant inherits nothing."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
@@ -29,7 +29,6 @@ def overlap(a: MarkovModel, b: MarkovModel, contexts: int = 60) -> float:
     return float(np.mean(found))
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 300),
     st.integers(1, 3),

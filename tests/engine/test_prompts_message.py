@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
@@ -30,7 +30,6 @@ REQUESTS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(REQUESTS, max_size=BATCH, unique_by=lambda r: (r.request_id, r.epoch)))
 def test_every_draft_hears_the_prompts_as_they_are(requests: list[Request]) -> None:
     lead, draft = queue_link(SHAPE, WAITER)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
@@ -16,7 +16,6 @@ from mpissd.engine.spec.router import FILE, MOST, SMOOTHING, Router, fit, held_o
 Prompts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(Prompts, Prompts, st.lists(st.integers(0, 12), max_size=9))
 def test_scores_are_the_smoothed_frequencies(
     first: list[list[int]], second: list[list[int]], asked: list[int]

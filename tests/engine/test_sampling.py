@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
@@ -45,7 +45,6 @@ def pairs(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return draw(distributions(size)), draw(distributions(size))
 
 
-@settings(deadline=None)
 @given(Logits, st.floats(0.05, 50))
 def test_probabilities_are_a_softmax(logits: NDArray[np.float32], temperature: float) -> None:
     probs = sampling.probabilities(logits, temperature)
@@ -55,7 +54,6 @@ def test_probabilities_are_a_softmax(logits: NDArray[np.float32], temperature: f
     assert probs.dtype == np.float64
 
 
-@settings(deadline=None)
 @given(Logits)
 def test_temperature_0_is_greedy_and_takes_the_first_of_equals(
     logits: NDArray[np.float32],
@@ -73,7 +71,6 @@ def test_no_temperature_is_too_extreme(temperature: float) -> None:
     assert probs == pytest.approx(want, abs=1e-12)
 
 
-@settings(deadline=None)
 @given(Logits, st.floats(0.2, 5), st.integers(0, 14), st.sampled_from([1.0, 0.7, 0.1, 0.0]))
 def test_saguaro_sampling_damps_the_likeliest(
     logits: NDArray[np.float32], temperature: float, top: int, scale: float
@@ -89,7 +86,6 @@ def test_saguaro_sampling_damps_the_likeliest(
         assert found == pytest.approx([p / total for p in damped], rel=1e-9, abs=1e-15)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(2, 9), st.integers(1, 8))
 def test_the_less_the_likeliest_weigh_the_more_they_are_left(
     data: st.DataObject, size: int, top: int
@@ -106,7 +102,6 @@ def test_the_less_the_likeliest_weigh_the_more_they_are_left(
     assert all(after >= before - 1e-9 for before, after in pairwise(chances))
 
 
-@settings(deadline=None)
 @given(Logits, st.integers(0, 14), st.data())
 def test_largest_are_the_largest(
     logits: NDArray[np.float32], count: int, data: st.DataObject
@@ -117,7 +112,6 @@ def test_largest_are_the_largest(
     assert sampling.largest(logits, count, without).tolist() == want
 
 
-@settings(deadline=None)
 @given(distributions())
 def test_what_is_recorded_is_a_distribution(probs: NDArray[np.float64]) -> None:
     row = sampling.record(probs)
@@ -129,7 +123,6 @@ def test_what_is_recorded_is_a_distribution(probs: NDArray[np.float64]) -> None:
     assert sampling.recorded(arrived).tobytes() == exact.tobytes()
 
 
-@settings(deadline=None)
 @given(distributions(), Uniforms)
 def test_a_proposal_is_of_the_row_that_travels(probs: NDArray[np.float64], u: float) -> None:
     token, q, row = sampling.propose(probs, u)
@@ -143,7 +136,6 @@ def test_what_single_precision_cannot_hold_is_never_proposed() -> None:
     assert [sampling.propose(probs, u)[:2] for u in (0.0, 0.5, LAST)] == [(1, 1.0)] * 3
 
 
-@settings(deadline=None)
 @given(distributions(), Uniforms)
 def test_draw_inverts_the_cumulative_distribution(probs: NDArray[np.float64], u: float) -> None:
     token = sampling.draw(probs, u)
@@ -151,7 +143,6 @@ def test_draw_inverts_the_cumulative_distribution(probs: NDArray[np.float64], u:
     assert probs[:token].sum() <= u + 1e-12 and u - 1e-12 <= probs[: token + 1].sum()
 
 
-@settings(deadline=None)
 @given(pairs())
 def test_the_residual_is_what_p_has_and_q_has_not(
     pair: tuple[NDArray[np.float64], NDArray[np.float64]],
@@ -165,7 +156,6 @@ def test_the_residual_is_what_p_has_and_q_has_not(
         assert left == pytest.approx([x / sum(missing) for x in missing], abs=1e-12)
 
 
-@settings(deadline=None)
 @given(distributions(), st.data())
 def test_the_residual_of_a_certain_proposal(p: NDArray[np.float64], data: st.DataObject) -> None:
     token = data.draw(st.integers(0, len(p) - 1))
@@ -189,7 +179,6 @@ def verdicts(judge: Callable[[Choices], tuple[int, int]]) -> dict[tuple[int, int
     return law
 
 
-@settings(deadline=None)
 @given(pairs(), st.booleans())
 def test_a_verified_token_has_the_law_of_the_target(
     pair: tuple[NDArray[np.float64], NDArray[np.float64]], certain: bool

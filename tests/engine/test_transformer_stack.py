@@ -71,7 +71,7 @@ def test_where_the_pages_lie_changes_nothing(page: int) -> None:
     assert np.array_equal(rig.trunk(1, 0, tokens[:40]), alone[:40])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_ragged_forwards_of_many_sequences(data: st.DataObject) -> None:
     rig, slots = Rig(LLAMA, slots=4), range(4)
@@ -206,7 +206,7 @@ def test_a_chunk_that_nobody_reads_is_stored_all_the_same() -> None:
     assert np.array_equal(last, Rig(LLAMA).one_by_one(0, tokens)[32:])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))

@@ -126,7 +126,7 @@ def test_every_format_gives_the_weights(
 
 
 @given(kind=st.sampled_from(sorted(ALLOWED)), data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_part_of_a_file_is_cut_from_the_whole(
     sources: dict[str, tuple[Checkpoint, Values]], kind: str, data: st.DataObject
 ) -> None:

@@ -139,7 +139,7 @@ def test_every_single_bit_of_the_header_counts(send: Send) -> None:
 
 
 @in_every_message
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_flipped_bits_are_refused(send: Send, data: st.DataObject) -> None:
     message = send(data.draw(st.integers(0, 99), "seed"))
@@ -151,7 +151,7 @@ def test_any_flipped_bits_are_refused(send: Send, data: st.DataObject) -> None:
 
 
 @in_every_message
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_truncated_messages_are_refused(send: Send, data: st.DataObject) -> None:
     """Behind what arrived lies an older message, or nothing."""
@@ -189,7 +189,7 @@ def test_another_version_is_named_with_ours(send: Send) -> None:
 
 
 @in_every_message
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.binary(min_size=0, max_size=400))
 def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
     """Never a hang, a wrong cast or an IndexError."""
@@ -204,7 +204,7 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
         refused(message)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_sealed_nonsense_is_refused_or_harmless(data: st.DataObject) -> None:
     """A peer with a defect, not a damaged message: what passes is within all limits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
@@ -43,7 +43,6 @@ def sent(speculation: Speculation) -> Buffer:
     return buffer
 
 
-@settings(deadline=None)
 @given(sampled())
 def test_probabilities_ride_with_the_tokens(speculation: Speculation) -> None:
     """All 64 bits of them: the verifier compares with what was sampled."""
@@ -61,7 +60,6 @@ def test_probabilities_ride_with_the_tokens(speculation: Speculation) -> None:
     assert found.num_proposals.tolist() == (found.num_draft - certain).tolist()
 
 
-@settings(deadline=None)
 @given(sampled(), st.booleans())
 def test_a_plan_carries_them_to_the_followers(speculation: Speculation, stop: bool) -> None:
     count, lookahead = speculation.tokens.shape
@@ -97,7 +95,6 @@ def shape(batch: int = 2, lookahead: int = 3, vocab: int = 5, num_drafts: int = 
     return LinkShape(1, batch, lookahead, vocab=vocab, num_drafts=num_drafts)
 
 
-@settings(deadline=None)
 @given(
     arrays.arrays(
         np.float32,

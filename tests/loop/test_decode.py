@@ -132,7 +132,7 @@ def test_the_target_verifies_the_last_token_and_the_drafts() -> None:
         assert fed == want and rows == len(want)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_scenario(data: st.DataObject) -> None:
     draw = data.draw

@@ -54,7 +54,7 @@ def is_sound(ask: Ask) -> bool:
     return all(ranges)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.booleans())
 @example({"prompt": [0.5]}, False)
 @example({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True)
