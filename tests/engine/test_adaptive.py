@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -256,19 +255,6 @@ def test_more_acceptance_moves_candidates_to_later_rows(
         adaptive.observe(seen(k, 3 * same, same, np.arange(len(k)) % 4 > 0, 2 * same))
         plans.append(adaptive.plan().after_hit)
     assert plans[1][3] >= plans[0][3] and plans[1][0] <= plans[0][0]
-
-
-def test_a_round_costs_microseconds() -> None:
-    """Best of several, so that a busy machine passes; 3 µs were measured, 20 are allowed."""
-    estimator = OutcomeEstimator(7, (0.8,) * 7)
-    outcome = seen([3], [7], [1], [1], [4])
-    least = math.inf
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(500):
-            estimator.observe(outcome)
-        least = min(least, (time.perf_counter() - start) / 500)
-    assert least < 20e-6
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -138,10 +137,8 @@ def test_uniform_and_list() -> None:
     assert resolve_fan_out("geometric:6", 0, [], 1.0, 1.0) == (6,)
 
 
-def test_the_largest_plan_is_quick_and_close_to_real_valued() -> None:
-    start = time.perf_counter()
+def test_the_largest_plan_is_close_to_real_valued() -> None:
     fan_out = resolve_fan_out(f"geometric:{MAX_BRANCHES}", 16, [0.8] * 16, 0.75, 1.0)
-    assert time.perf_counter() - start < 5
     miss = miss_probability(accept_probabilities([0.8] * 16), fan_out, [0.75] * 17, 1.0)
     assert miss == pytest.approx(geometric_miss(0.8, 16, MAX_BRANCHES, 1.0, 0.75), rel=1e-3)
     assert math.fsum(fan_out) == MAX_BRANCHES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any
@@ -25,6 +24,7 @@ from mpissd.lab.predict.laws import Laws, cut_law
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.search import FULL, Choice, Placement, cells_of, fan_outs
 
+MOST_WEIGHED = 6000  # of the 26,000 configurations of FULL on eight GPUs; half a second
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
     link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=4e-6, draft_assemble=21e-6,
@@ -61,23 +61,21 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
         return random_cell(rnd)
 
 
-def shortfall(seed: int) -> tuple[float, float]:
-    """(1 − advised / exhaustive, seconds that the advice took) in one random cell."""
+def shortfall(seed: int) -> tuple[float, int]:
+    """(1 − advised / exhaustive, configurations that the advice weighed) in one random cell."""
     config, host, places, gpus = random_cell(random.Random(seed))
-    start = time.process_time()
     found = plan(config, host, places, gpus)
-    seconds = time.process_time() - start
     every = Search(Laws.of(config), config.batch_size, host, gpus).run(places, FULL)
-    return 1 - found.best.tok_per_s / by_speed(every)[0].tok_per_s, seconds
+    return 1 - found.best.tok_per_s / by_speed(every)[0].tok_per_s, found.num_evaluated
 
 
 @pytest.mark.slow
-def test_close_to_exhaustive_search_and_quick() -> None:
+def test_close_to_exhaustive_search_with_few_of_its_configurations() -> None:
     """Within 2%; FULL is every K ≤ 16, uniform:1 … 10, fourteen budgets, every K_b, both backups
     and both ways of being late, on every T that divides and fits."""
-    losses, seconds = np.array([shortfall(seed) for seed in range(6)]).T
+    losses, weighed = np.array([shortfall(seed) for seed in range(6)]).T
     assert losses.max() < 0.02
-    assert np.median(seconds) < 1.0
+    assert weighed.max() < MOST_WEIGHED
 
 
 @pytest.mark.long
@@ -85,9 +83,9 @@ def test_close_to_exhaustive_search_and_quick() -> None:
 def test_close_to_exhaustive_search_in_500_cells(block: int) -> None:
     """Fifty at a time: three quarters of a minute each."""
     seeds = range(1000 + 50 * block, 1050 + 50 * block)
-    losses, seconds = np.array([shortfall(seed) for seed in seeds]).T
+    losses, weighed = np.array([shortfall(seed) for seed in seeds]).T
     assert (losses < 0.02).mean() >= 0.95
-    assert (seconds < 1.0).mean() >= 0.95  # a busy machine stretches a few
+    assert weighed.max() < MOST_WEIGHED
 
 
 def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
@@ -263,11 +261,12 @@ def test_a_law_is_cut_to_what_is_drafted() -> None:
         assert cut_law(text, 1) == text
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 17, 64, 256])
-def test_an_advice_takes_less_than_a_second(batch: int) -> None:
-    start = time.process_time()
-    advise(8, pair="70b/1b", batch_size=batch)
-    assert time.process_time() - start < 1.0
+@pytest.mark.parametrize(
+    ("batch", "most"), [(1, MOST_WEIGHED), (16, MOST_WEIGHED), (17, 2000), (256, 2000)]
+)
+def test_large_batches_are_weighed_more_roughly(batch: int, most: int) -> None:
+    """Each of their configurations takes longer, with the sequences that may hit."""
+    assert most / 2 < advise(8, pair="70b/1b", batch_size=batch).num_evaluated < most
 
 
 def test_needs_a_machine() -> None:
