@@ -115,15 +115,18 @@ def widest(gpus: int, tps: Collection[int]) -> tuple[Family, ...]:
     return tuple(family for family in possible if family.tp)
 
 
-def tps_of(target: str, most: int) -> tuple[int, ...]:
+def tps_of(target: str, most: int, forward: str = "gemm") -> tuple[int, ...]:
     """Returns every T up to `most` on which a target can run, judged by its name.
 
-    model/shard.py divides heads and inner width by T. For an unknown name every T is returned.
+    model/shard.py divides heads and inner width by T; a transformer's ranks need a KV head each.
+    For an unknown name every T is returned.
     """
     try:
         shape = resolve_model(target)
     except ConfigError:
         return tuple(range(1, most + 1))
+    if forward == "transformer":
+        return tuple(range(1, min(most, shape.num_kv_heads) + 1))
     widths = shape.num_heads, shape.num_kv_heads, shape.ffn
     return tuple(t for t in range(1, most + 1) if not any(width % t for width in widths))
 

@@ -95,4 +95,5 @@ def test_t_of_a_target_are_those_that_it_divides_by(name: str) -> None:
 
 
 def test_t_of_an_unknown_target_are_all() -> None:
+    assert tps_of("llama-3.1-70b", 12, "transformer") == tuple(range(1, 9))  # a KV head each
     assert tps_of("somebody's own", 3) == (1, 2, 3)

@@ -137,6 +137,24 @@ def test_a_use_that_was_not_measured_is_said_and_nothing_is_best() -> None:
     assert told["not_measured"] == ["SD inline T=2"]
 
 
+def test_a_lookup_is_a_rival_where_no_law_decides() -> None:
+    """It drafts beside any draft model; under a law its acceptance would be assumed."""
+    told = {"workload": "replay", "recording": "a.npz", "acceptance": None, "hit_law": None}
+    inline = {"num_drafts": 0, "inline_draft": True, "world_size": 2, "tp": 2}
+    looked_up = {**inline, "draft": "lookup", "backup": "fast"}
+
+    def beside(**laws: Any) -> str:
+        rows = [row("ssd", 4, 500, **laws), row("sd", 2, 450, **inline, **laws)]
+        rows += [row("sd", 8, 700, **looked_up, **laws)]
+        comparison = compare_methods(rows)[0]
+        assert {"tp": 1, "draft": "1b"}.items() <= dict(comparison.setting).items()
+        (verdict,) = verdicts(comparison, rows)
+        return str(verdict)
+
+    assert "fastest measured of 2 GPUs, lookup T=2 K=8: 700.0 tok/s" in beside(**told)
+    assert "SD inline T=2 K=2: 450.0 tok/s" in beside(hit_law="power:A=0.75,r=1.0")
+
+
 def test_gpus_of_another_kind_are_no_rivals() -> None:
     rows = of_two_gpus(row("ar", 0, 525, tp=2))
     mixed = rows[3] | {"draft_device_name": "V100", "tok_per_s": 5000.0}

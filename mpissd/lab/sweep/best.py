@@ -1,9 +1,10 @@
 """Finds the fastest method from measured rows, both at equal K and with each method at its best K.
 
 Rows are compared only within a *setting*: one pair on one machine, with one acceptance law, batch
-size and context. AR accepts nothing, so its rows belong to every acceptance law. A *method* is a
-mode with all of its options except K: where the draft runs, fan-out, hit law, backup. All rows of
-one method, K and setting form one cell, whatever their seeds. A cell is shown by its median and
+size and context. AR accepts nothing, so its rows belong to every acceptance law; a lookup drafts
+without a model, so where texts or recordings decide its rows belong beside every draft. A *method*
+is a mode with all of its options except K: where the draft runs, fan-out, hit law, backup. All rows
+of one method, K and setting form one cell, whatever their seeds. A cell is shown by its median and
 range; its gain over AR comes from mpissd.common.compare and is paired by seed if there are several
 seeds.
 """
@@ -19,6 +20,7 @@ from mpissd.common.compare import Comparison as Gain
 from mpissd.common.compare import compare_rows
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.presets import LOOKUP
 from mpissd.common.row import Row
 
 _MACHINE = ("workload", "backend", "device_name", "target", "tp", "dtype", "num_layers")
@@ -135,10 +137,25 @@ class Comparison:
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
     """Groups rows by setting and method, in order of appearance; skips entries that are no rows."""
     kept = [row for row in rows if is_row(row)]
-    settings = dict.fromkeys(setting_of(row) for row in kept if row.mode != "ar")
-    if not settings:
-        settings = dict.fromkeys(setting_of(row) for row in kept)
+    full = [row for row in kept if not free_keys(row)] or [r for r in kept if r.mode != "ar"]
+    settings = dict.fromkeys(setting_of(row) for row in full or kept)
     return [Comparison(setting, _methods(kept, dict(setting))) for setting in settings]
+
+
+def free_keys(row: Row) -> tuple[str, ...]:
+    """Returns the keys of a setting that do not bind a row.
+
+    AR has no draft, and accepts nothing. A lookup drafts for any target without a model; under a
+    law its acceptance is assumed, not the draft's, so that it stays apart.
+    """
+    if row.mode == "ar":
+        return DRAFTED
+    return ("draft",) if is_lookup(row) and row.acceptance is None else ()
+
+
+def is_lookup(row: Row) -> bool:
+    """Returns whether nothing but a lookup drafts."""
+    return row.draft == LOOKUP.name
 
 
 def is_row(row: Row) -> bool:
@@ -169,7 +186,7 @@ def value_of(row: Row, name: str) -> Any:
 def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
     cells: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        names = [name for name in setting if row.mode != "ar" or name not in DRAFTED]
+        names = set(setting).difference(free_keys(row))
         if all(value_of(row, name) == setting[name] for name in names):
             cells.setdefault(method_of(row), {}).setdefault(row.lookahead, []).append(row)
     methods = [Method(name, _cells(of)) for name, of in cells.items()]

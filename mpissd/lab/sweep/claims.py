@@ -85,7 +85,7 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
         claim
         for comparison in compare_methods(kept)
         for verdict in verdicts(comparison, kept)
-        if (claim := _claim(dict(comparison.setting), verdict)) is not None
+        if (claim := claim_of(dict(comparison.setting), verdict)) is not None
     ]
     if not judged:
         least = f"{HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds"
@@ -112,7 +112,9 @@ def _configuration(row: Row) -> tuple[Any, ...]:
     return setting_of(row), method_of(row), row.lookahead, row.world_size
 
 
-def _claim(setting: dict[str, Any], verdict: Verdict) -> Claim | None:
+def claim_of(setting: dict[str, Any], verdict: Verdict) -> Claim | None:
+    """Returns SSD beside the other use that leaves its interval the smallest lower end; None where
+    no use was measured that it can be compared with."""
     fastest, gain = verdict.others.fastest, verdict.gain
     if fastest is None or gain is None:
         return None

@@ -10,10 +10,11 @@ from mpissd.common.compare import Comparison as Gain
 from mpissd.common.rivals import Family, Others, other_uses, tps_of, widest
 from mpissd.common.row import Row
 from mpissd.lab.sweep.best import (
-    DRAFTED,
     Cell,
     Comparison,
     best_cell,
+    free_keys,
+    is_lookup,
     is_row,
     method_of,
     value_of,
@@ -39,7 +40,10 @@ class MeasuredUse:
     @property
     def where(self) -> str:
         """The use as text: its mode, T, D and K."""
-        return f"{Family.of(self)}{f' K={self.cell.lookahead}' * bool(self.cell.lookahead)}"
+        name = str(Family.of(self))
+        if is_lookup(self.cell.rows[0]):
+            name = name.replace("SD inline", "lookup")
+        return f"{name}{f' K={self.cell.lookahead}' * bool(self.cell.lookahead)}"
 
     def __str__(self) -> str:
         return f"{self.where}: {self.cell.median:.1f} tok/s"
@@ -107,7 +111,8 @@ def verdicts(comparison: Comparison, rows: Iterable[Row]) -> list[Verdict]:
     setting = dict(comparison.setting)
     alike = _alike(setting, rows)
     ways, uses = _ways(alike), _uses(alike)
-    tps = tps_of(str(setting["target"]), max((row.world_size for row in alike), default=0))
+    most = max((row.world_size for row in alike), default=0)
+    tps = tps_of(str(setting["target"]), most, str(setting["forward"]))
     here = [row for row in alike if row.mode == "ssd" and row.tp == setting["tp"]]
     judged = []
     for case in dict.fromkeys(map(_case, here)):
@@ -133,8 +138,8 @@ def _alike(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Row]:
 
 
 def _is_alike(row: Row, setting: Mapping[str, Any]) -> bool:
-    """Returns whether a row belongs to a setting, ignoring its T and, for AR, the draft."""
-    free = {*_OF_T, *(DRAFTED if row.mode == "ar" else ())}
+    """Returns whether a row belongs to a setting, ignoring its T and what does not bind it."""
+    free = {*_OF_T, *free_keys(row)}
     same = all(value_of(row, name) == value for name, value in setting.items() if name not in free)
     return same and row.other_draft_device is None
 
