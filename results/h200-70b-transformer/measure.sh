@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # 70b/1b as whole transformers with random weights on four GPUs, imposed acceptance and the recording of a real pair:
-#   results/h200-70b-transformer/measure.sh OUT [steps: t4 t3 t2 replay2 forwards probe far2, default all]
+#   results/h200-70b-transformer/measure.sh OUT [steps: t4 t3 t2 replay2 forwards, default all]
 # T=4 without a draft rank; T=3 with one; T=2 with none, one and two. Run it in the project's folder. LIMIT_S=120 bounds each step; BACKEND=emulated rehearses.
 # PYTHON and MPIRUN: launch/env.sh.
 set -u -o pipefail
-usage="usage: results/h200-70b-transformer/measure.sh OUT [t4 t3 t2 replay2 forwards probe far2]"
+usage="usage: results/h200-70b-transformer/measure.sh OUT [t4 t3 t2 replay2 forwards]"
 out=${1:?$usage} gpus=4
 here=${0%/*} LIMIT_S=${LIMIT_S:-120}
 # shellcheck source-path=SCRIPTDIR
@@ -12,7 +12,7 @@ here=${0%/*} LIMIT_S=${LIMIT_S:-120}
 # shellcheck source-path=SCRIPTDIR
 . "$here/../../launch/env.sh"
 shift
-[ $# -gt 0 ] || set -- t4 t3 t2 replay2 forwards probe far2
+[ $# -gt 0 ] || set -- t4 t3 t2 replay2 forwards
 
 ranks() { # T: forwards of T ranks against their floor, and their rows' bits
     PYTHONPATH=$here/../..${PYTHONPATH:+:$PYTHONPATH} timeout -k 5 "$LIMIT_S" $MPIRUN -np "$1" "$PYTHON" -m mpi4py \
@@ -30,13 +30,9 @@ mkdir -p "$out"
 for step; do
     case $step in
         forwards) ranks 4 ;;
-        probe)
-            step probe 4 probe --pair=70b/1b --forward=transformer --mode=sd --num_drafts=0 --lookahead=5 --context=4096 \
-                --name=70b-1b-T4D0-transformer "${flags[@]}"
-            ;;
         t4) sweep 0 ;;
         t3) sweep 1 ;;
-        t2 | replay2 | far2) sweep 2 ;;
+        t2 | replay2) sweep 2 ;;
         *) echo "$usage" >&2; exit 2 ;;
     esac
 done

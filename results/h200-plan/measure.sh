@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # 8b/1b on two GPUs: a probe, what `plan` advises by it, and that beside its strongest rival, in one visit:
-#   results/h200-plan/measure.sh OUT [steps: probe t1 t2 bare, default all]
+#   results/h200-plan/measure.sh OUT [steps: probe t1 t2, default all]
 # LIMIT_S=120 bounds each step; BACKEND=emulated rehearses. PYTHON and MPIRUN: launch/env.sh.
 set -u -o pipefail
-out=${1:?usage: results/h200-plan/measure.sh OUT [probe t1 t2 bare]} gpus=2
+out=${1:?usage: results/h200-plan/measure.sh OUT [probe t1 t2]} gpus=2
 here=${0%/*} LIMIT_S=${LIMIT_S:-120}
 # shellcheck source-path=SCRIPTDIR
 . "$here/../study.sh"
 # shellcheck source-path=SCRIPTDIR
 . "$here/../../launch/env.sh"
 shift
-[ $# -gt 0 ] || set -- probe t1 t2 bare
+[ $# -gt 0 ] || set -- probe t1 t2
 flags=(--backend="${BACKEND:-cupy}" ${DEVICE:+--device="$DEVICE"} --progress=off)
 
 advise() { # a block of a grid for each alpha, by the profile of `probe`
@@ -31,8 +31,7 @@ for step; do
             ;;
         t1) step t1 2 sweep --grid="$out/advised.grid" --num_drafts=1 --repeats=1 "${flags[@]}" ;;
         t2) step t2 2 sweep --grid="$here/t2.grid" --num_drafts=0 --repeats=1 "${flags[@]}" ;;
-        bare) step bare 2 sweep --grid="$here/bare.grid" --num_drafts=1 --repeats=1 "${flags[@]}" ;;
-        *) echo "step $step: probe, t1, t2 or bare" >&2; exit 2 ;;
+        *) echo "step $step: probe, t1 or t2" >&2; exit 2 ;;
     esac
 done
 exit $failed

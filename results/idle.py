@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Prints how long the target waited between two verifications, behind hits and behind misses.
 
-    results/h200-real/idle.py OUT/t1 …     # folders with runs.jsonl and rounds/ of SSD, b = 1
+    results/idle.py OUT/t1 …     # folders with runs.jsonl and rounds/ of SSD, b = 1
 
 A round without its forward: the acceptance rule, both messages, the draft's answer, and the launch.
-`ready`: hits whose branch had all K tokens when the outcome came.
+`ready`: hits whose branch had all K tokens when the outcome came. Behind each run stands why: a
+draft that is never idle bounds the rounds itself; else the wait is host work and the link.
 """
 
 from __future__ import annotations
@@ -33,6 +34,25 @@ def idles(folder: Path, row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, idle[1:][chosen[1:]]
 
 
+def is_draft_bound(row: dict[str, Any]) -> bool:
+    """Returns whether the draft always had an outcome to answer: it waits for less than a tenth of
+    a verification in the median round."""
+    return bool(1e-6 * row["phases_us"]["draft"]["wait"] < 0.1 * row["t_target_s"])
+
+
+def why(row: dict[str, Any]) -> str:
+    """Returns what a run's rounds wait for behind a hit."""
+    lead, draft = row["phases_us"]["lead"], row["phases_us"]["draft"]
+    if is_draft_bound(row):
+        return (
+            f"the draft: glue and growth take {1e3 * row['t_growth_s']:.2f} ms, the verification "
+            f"{1e3 * row['t_target_s']:.2f}, and it waits {draft['wait']:.0f} µs a round"
+        )
+    host = {name: lead[name] for name in ("sample", "record", "send", "upload", "launch")}
+    parts = ", ".join(f"{name} {us:.0f}" for name, us in host.items())
+    return f"host and link (the draft waits {1e-3 * draft['wait']:.1f} ms a round): {parts} µs"
+
+
 def main() -> int:
     """Prints a line for each run of SSD."""
     for folder in map(Path, sys.argv[1:]):
@@ -47,7 +67,7 @@ def main() -> int:
                 for name, us in idles(folder, row)
                 if len(us)
             ]
-            print(f"{said}: {'; '.join(told)}")
+            print(f"{said}: {'; '.join(told)}; {why(row)}")
     return 0
 
 
