@@ -65,7 +65,7 @@ class ServeConfig(RanksFlags):
         mode=auto stands for; AR alone needs no draft rank."""
         given = with_measured(with_text({"workload": "text", **super().completed(flags)}))
         if given.get("mode") == AUTO:
-            given |= {"mode": "ssd", "auto": "true"}
+            given |= {"mode": "sd" if given.get("drafts") == "0" else "ssd", "auto": "true"}
         if given.get("mode") == "ar":
             given.setdefault("drafts", "0")
         if given.get("register"):
@@ -73,8 +73,8 @@ class ServeConfig(RanksFlags):
         return given
 
     def check_auto(self) -> None:
-        """Refuses --auto in another mode than ssd, of which sd and ar are a part."""
-        if self.auto and self.run.mode != "ssd":
+        """Refuses --auto in a mode of which the others are no part: all but ssd, and sd inline."""
+        if self.auto and self.run.mode != ("ssd" if self.drafts else "sd"):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
 
     def check_host(self) -> None:

@@ -265,7 +265,7 @@ class Dice(Goodput):
         return self.way
 
 
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", ["inline", "sd", "ssd"])
 def test_ways_that_change_every_round_change_no_token(pair: TinyPair, mode: str) -> None:
     asked = [(n, prompt, 60) for n, prompt in enumerate(prompts(8, seed=3))]
     mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))

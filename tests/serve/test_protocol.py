@@ -59,6 +59,8 @@ def test_what_is_no_message_is_told_apart(line: bytes) -> None:
 def test_auto_is_a_mode_of_the_server_and_ssd_of_the_job() -> None:
     config = parse_into(ServeConfig, {"mode": "auto", "pair": "toy"})
     assert config.auto and config.run.mode == "ssd"
+    inline = parse_into(ServeConfig, {"mode": "auto", "pair": "toy", "drafts": "0"})
+    assert inline.auto and (inline.run.mode, inline.num_ranks) == ("sd", 1)
     with pytest.raises(ConfigError, match="auto with mode=ar"):
         parse_into(ServeConfig, {"mode": "ar", "auto": "true", "pair": "toy"})
 

@@ -77,6 +77,16 @@ def load(rate: float, mode: str, lookahead: int, alpha: str, auto: bool = False)
     return busy_s(done.requests) / len(done.requests)
 
 
+@pytest.mark.parametrize("rate", [5.0, 100.0])
+def test_goodput_is_near_the_best_lookahead_of_a_draft_on_the_target_s_device(rate: float) -> None:
+    inline = {"num_drafts": "0", "batch_size": "32"}
+    fixed = [config("ar"), *(config("sd", k, **inline) for k in (1, 3, 6))]
+    every = [busy_s(simulate(one, 1, arrivals(rate, 100)).requests) for one in fixed]
+    auto = simulate(config("sd", 6, **inline), 1, arrivals(rate, 100), auto=True)
+    assert busy_s(auto.requests) <= min(every) / 0.95
+    assert set(auto.rounds_by) == {"ar", "sd", "ssd"} and not auto.rounds_by["ssd"]
+
+
 @pytest.mark.parametrize("alpha", ["0.3", "0.8"])
 @pytest.mark.parametrize("rate", [5.0, 100.0])
 def test_goodput_is_near_the_best_fixed_way_at_every_load(rate: float, alpha: str) -> None:

@@ -92,7 +92,7 @@ class LoadConfig(Checked):
         """Adds what mode=auto stands for."""
         given = super().completed(flags)
         if given.get("mode") == AUTO:
-            given |= {"mode": "ssd", "auto": "true"}
+            given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}
         return given
 
     @property

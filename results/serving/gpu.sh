@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# A server with a real pair (SmolLM2) under a load, on one GPU: AR, SD with the draft inline, and auto with the
+# draft inline; with a second GPU SSD and auto with a draft rank, too. One table at the end.
+#   results/serving/gpu.sh OUT [GPUS]       some 4 minutes on one GPU, 6 on two
+# RATES=8,32,64,128 requests a second, for DURATION=10 s each; MODES="ar inline auto-inline"; FLAGS="--pair=smollm2",
+# of mpissd serve; LIMIT_S=180 for a start, and for a load. On CPUs, a core a rank (some 16 minutes):
+#   FLAGS="--pair=smollm2 --backend=numpy" RATES=.5,1,1.5 DURATION=60 results/serving/gpu.sh OUT 2
+# Without GPUS it counts the GPUs; where there is none it says so and ends 2.
+set -u -o pipefail
+out=${1:?usage: results/serving/gpu.sh OUT [GPUS]}
+here=${0%/*}
+# shellcheck source=../../launch/env.sh
+. "$here/../../launch/env.sh"
+gpus=${2:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())' 2>/dev/null)} ||
+    { echo "gpu.sh: no GPU, or no CuPy" >&2; exit 2; }
+LIMIT_S=${LIMIT_S:-180} DURATION=${DURATION:-10} failed=0
+[ "$gpus" -lt 2 ] && default_modes="ar inline auto-inline" || default_modes="ar inline ssd auto"
+mkdir -p "$out"
+log=$out/serve.log
+: >"$log"
+
+ready() { # process of the server: says its URL once it takes requests, within LIMIT_S
+    local n url
+    for ((n = 0; n < 2 * LIMIT_S; n++)); do
+        url=$(grep -o 'http://[^ ]*/v1' "$out/said" 2>/dev/null) && { echo "$url"; return; }
+        kill -0 "$1" 2>/dev/null || return 1
+        sleep .5
+    done
+    return 1
+}
+
+serve_and_load() { # flags of mpissd serve
+    local url server
+    echo "== $*"
+    : >"$out/said"
+    # shellcheck disable=SC2086
+    "$here/../../launch/serve.sh" ${FLAGS:---pair=smollm2} --port=0 --max_running=32 --max_queue=512 "$@" \
+        >"$out/said" 2>>"$log" </dev/null &
+    server=$!
+    if url=$(ready "$server"); then
+        timeout -k 5 "$((LIMIT_S + 4 * DURATION))" "$PYTHON" -m mpissd load --url="$url" --out="$out" \
+            --prompts="$here/prompts.jsonl" --rate="${RATES:-8,32,64,128}" --duration="$DURATION" | grep -v '^{'
+    else
+        false
+    fi || { echo "FAILED: $* ($log says why)"; failed=1; }
+    kill -TERM "$server" 2>/dev/null
+    wait "$server" || { echo "FAILED: the server ended with $?"; failed=1; }
+}
+
+for mode in ${MODES:-$default_modes}; do
+    case $mode in
+        inline) serve_and_load --mode=sd --drafts=0 ;;
+        auto-inline) serve_and_load --mode=auto --drafts=0 ;;
+        *) serve_and_load --mode="$mode" ;;
+    esac
+done
+rm -f "$out/said"
+"$PYTHON" "$here/table.py" "$out/loads.jsonl" || failed=1
+exit $failed
