@@ -10,7 +10,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.wire import MOST_FILL
-from mpissd.engine.decode.goodput import Goodput, Way
+from mpissd.engine.decode.goodput import Backlog, Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
 from mpissd.engine.decode.target import RoundResult
@@ -50,6 +50,10 @@ class Rounds(Protocol):
     @property
     def is_storing(self) -> bool:
         """Whether prompts are being stored."""
+
+    @property
+    def unstored(self) -> int:
+        """The tokens of opened prompts that are still to be stored."""
 
     @property
     def most_rows(self) -> int:
@@ -95,7 +99,7 @@ class Driver:
         self.times = RowTimes()
         self.goodput: Goodput | None = None  # chooses each round's way; None: it stays the same
         self._live: list[int] = []  # the sequences for which it has chosen
-        self._most_rows = 0  # of the loop's largest forward
+        self._loop: Rounds | None = None  # that decodes
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._told_s = -_STATS_S
@@ -121,7 +125,7 @@ class Driver:
     def drive(self, loop: Rounds) -> None:
         """Decodes until nothing is left, or the front has left."""
         loop.ledger = NullLedger(LeadPhase)
-        self._most_rows = loop.most_rows
+        self._loop = loop
         loop.meanwhile = self._send
         self._change(loop)
         while self._has_round:
@@ -161,7 +165,7 @@ class Driver:
         way = self._way(live)
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
-            fill = self.times.beside(rows, self._most_rows, way.lookahead)
+            fill = self.times.beside(rows, loop.most_rows, way.lookahead)
             fill = min(fill, MOST_FILL)  # as many as other ranks are told
         fixed = self.goodput is None
         loop.control = Control(fill=fill) if fixed else Control(*way, fill)
@@ -263,8 +267,12 @@ class Driver:
 
     def _choose(self, goodput: Goodput) -> None:
         """Has the next round's way chosen; sequences that run and are not live wait for it."""
-        tasks, running = self.scheduler.tasks(self._live), len(self.scheduler.running)
-        goodput.choose(tasks, running - len(tasks), self._most_rows)
+        tasks, loop = self.scheduler.tasks(self._live), self._loop
+        storing = len(self.scheduler.running) - len(tasks)
+        if not storing or loop is None:
+            goodput.choose(tasks)
+        else:
+            goodput.choose(tasks, Backlog(storing, loop.unstored, loop.most_rows))
 
     def _tell_stats(self) -> None:
         now = self._clock()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mpissd.common.rounds import Event, Outcome, Source, Speculation
-from mpissd.engine.decode.goodput import Goodput, Way
+from mpissd.engine.decode import goodput as module
+from mpissd.engine.decode.goodput import Backlog, Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.decode.target import RoundResult
@@ -124,22 +125,35 @@ def test_sequences_that_accept_little_lower_the_lookahead() -> None:
     assert ways[-1].lookahead == K and goodput.choose(poor).lookahead < K
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_waiting_prompts_get_the_rows_that_cost_nothing(count: int) -> None:
-    world = World(0.9, 0.95, 1e-6)
-    goodput, (ways,) = decoded(world, [count])
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Goodput:
+    """A controller, which tries nothing more, where eight rows take as long as one."""
+    goodput, (ways,) = decoded(World(0.9, 0.95, 1e-6), [1])
     assert ways[-1].lookahead == K, "rows are free"
-    for rows in range(1, 65):  # now as on a CPU: eight rows take as long as one
+    for rows in range(1, 65):
         for _ in range(400):
             goodput._times.add(rows, 0.01 + 0.001 * max(0, rows - 8))
+    monkeypatch.setattr(module, "EXPLORE", -1.0)
+    return goodput
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_waiting_prompts_get_the_rows_that_cost_nothing(on_a_cpu: Goodput, count: int) -> None:
     tasks = [Task(n, (1,), 10**6, accepted=900, rejected=100) for n in range(count)]
-    alone = goodput.choose(tasks)
-    few, many = (goodput.choose(tasks, storing, 512) for storing in (1, 50))
+    alone = on_a_cpu.choose(tasks)
+    few, many = (on_a_cpu.choose(tasks, Backlog(n, 200 * n, 512)) for n in (1, 50))
     assert alone.lookahead >= few.lookahead >= many.lookahead < alone.lookahead
-    assert goodput.choose(tasks, 0, 512) == alone
+    assert on_a_cpu.choose(tasks, Backlog(50, 0, 512)) == on_a_cpu.choose(tasks) == alone
+
+
+def test_what_every_way_can_store_at_once_changes_nothing(on_a_cpu: Goodput) -> None:
+    tasks = [Task(0, (1,), 10**6, accepted=900, rejected=100)]
+    alone = on_a_cpu.choose(tasks)
+    assert on_a_cpu.choose(tasks, Backlog(3, 2, 512)) == alone
+    assert on_a_cpu.choose(tasks, Backlog(3, 99, 512)).lookahead < alone.lookahead
 
 
 def test_prompts_that_no_way_can_store_change_nothing() -> None:
     goodput, _ = decoded(World(0.9, 0.95, 2e-4), [4])
     tasks = [Task(n, (1,), 10**6) for n in range(4)]
-    assert goodput.choose(tasks, 9, 4) == goodput.choose(tasks)
+    assert goodput.choose(tasks, Backlog(9, 900, 4)) == goodput.choose(tasks)

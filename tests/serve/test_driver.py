@@ -11,7 +11,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
 from mpissd.engine.comm.wire import MOST_FILL
-from mpissd.engine.decode.goodput import Goodput, Way
+from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
@@ -260,7 +260,7 @@ class Dice(Goodput):
         super().__init__(K, [None, 1], RowTimes())
         self._dice = random.Random(seed)
 
-    def choose(self, tasks: Sequence[Task], storing: int = 0, most_rows: int = 0) -> Way:
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
         self.way = Way(self._dice.choice([0, 0, 1, 2, K]), self._dice.choice([None, 1, 0]))
         return self.way
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from mpissd.common.config import parse_flags
-from mpissd.engine.decode.goodput import Goodput, Way
+from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Scheduler, Task
@@ -72,7 +72,7 @@ class Crowd:
 class Dice(Goodput):
     """Chooses any way, whatever it promises."""
 
-    def choose(self, tasks: Sequence[Task], storing: int = 0, most_rows: int = 0) -> Way:
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
         self.way = Way(random.choice([0, 1, K, K]), random.choice([None, 0, 1]))
         return self.way
 

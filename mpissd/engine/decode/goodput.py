@@ -64,6 +64,17 @@ class Way(NamedTuple):
         return "sd" if self.width == 0 else "ssd"
 
 
+class Backlog(NamedTuple):
+    """Prompts that wait to be stored. rows: their tokens. most_rows: of the largest forward."""
+
+    sequences: int
+    rows: int
+    most_rows: int
+
+
+NOTHING = Backlog(0, 0, 0)
+
+
 class Promise(NamedTuple):
     """What a round of some way is expected to give. rows: of prompts, stored beside the others."""
 
@@ -176,16 +187,13 @@ class Goodput:
     def _kind(way: Way) -> int | None:
         return way.width if way.lookahead else -1
 
-    def choose(self, tasks: Sequence[Task], storing: int = 0, most_rows: int = 0) -> Way:
-        """Returns the way of the next round, of these live sequences.
-
-        storing: sequences whose prompts wait to be stored. most_rows: of the largest forward.
-        """
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
+        """Returns the way of the next round, of these live sequences beside this backlog."""
         count = len(tasks)
         if not count:
             return self.way
-        promises = dict(self._promises(count, self._tokens(tasks), most_rows if storing else 0))
-        rates = _rates(promises, storing / count)
+        promises = dict(self._promises(count, self._tokens(tasks), backlog))
+        rates = _rates(promises, backlog.sequences / count)
         best = max(rates, key=rates.__getitem__)
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
             best = self.way
@@ -205,14 +213,16 @@ class Goodput:
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
     def _promises(
-        self, count: int, tokens: Floats, most_rows: int
+        self, count: int, tokens: Floats, backlog: Backlog
     ) -> Iterator[tuple[Way, Promise]]:
-        """Yields what a round of every way gives. most_rows: 0 where no prompt waits."""
+        """Yields what a round of every way gives."""
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
         drafting = self._drafting_s(count)
         for lookahead, expected in enumerate(tokens.tolist()):
             rows = count * (lookahead + 1)
-            stored = self._times.room(rows, most_rows, lookahead) if most_rows else 0
+            stored = backlog.rows
+            if stored:
+                stored = min(stored, self._times.room(rows, backlog.most_rows, lookahead))
             base = self._times.grown_s(rows, rows + stored) + host[lookahead > 0]
             for width, growth in self._growths.items():
                 if not lookahead and width != 0:

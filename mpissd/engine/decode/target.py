@@ -105,6 +105,15 @@ class TargetLoop:
         return bool(len(self.batch.opened) > joining or (events == Event.OPEN).any())
 
     @property
+    def unstored(self) -> int:
+        """The tokens of opened prompts that are still to be stored."""
+        opened = self.batch.opened
+        known = {request.request_id for request in opened.values()}
+        new = self._pending.prompts.values()
+        coming = sum(len(one.prompt) - 1 for one in new if one.request_id not in known)
+        return coming + self._worker.unstored(opened)
+
+    @property
     def most_rows(self) -> int:
         """The rows of the target's largest forward."""
         return self._worker.stepper.most_rows

@@ -28,6 +28,7 @@ from mpissd.engine.workload.placement import (
 from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import Steps, finish
 
+_ALL = 1 << 30
 Admissions = Sequence[tuple[int, Request]]
 
 
@@ -175,6 +176,11 @@ class PlacedWorker(ABC):
             self.stepper.upload(len(tokens[part]), tokens[part], chunk(places, part))
             self.stepper.launch()
             yield
+
+    def unstored(self, opened: Mapping[int, Request]) -> int:
+        """Returns how many tokens of opened prompts, by slot, are still to be stored."""
+        gaps = [] if self.placement is None else self.placement.opened_gaps(opened, _ALL)
+        return sum(gap.stop - gap.start for gap in gaps)
 
     def is_stored(self, slot: int) -> bool:
         """Returns whether the whole prompt of an opened sequence is stored."""

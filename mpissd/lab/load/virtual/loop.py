@@ -89,6 +89,11 @@ class VirtualLoop:
         """Whether prompts are being stored."""
         return any(one.left for one in self._opened.values())
 
+    @property
+    def unstored(self) -> int:
+        """The tokens of opened prompts that are still to be stored."""
+        return sum(one.left for one in self._opened.values())
+
     def open(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join once their prompts are stored."""
         for request in requests:
