@@ -5,7 +5,7 @@
 # most comes first. Rows are written as they are measured; the table stands last. SMOLLM2=FILE.gguf adds real text.
 # PYTHON, MPIRUN: launch/env.sh. DRY=1 only plans. A rehearsal: BACKEND=emulated … with FLAGS="--device=null".
 set -u -o pipefail
-all=(real rivals advised inline 70b text bare bare-inline probe batches batches-inline 70b-more)
+all=(real rivals advised inline 70b text probe-real bare bare-inline probe batches batches-inline 70b-more)
 usage="usage: results/two-gpus/measure.sh OUT [${all[*]}]"
 out=${1:?$usage} gpus=2 here=${0%/*} BUDGET_S=${BUDGET_S:-530}
 shift
@@ -31,6 +31,10 @@ for one; do
         inline) within 60 cells advised-T2D0 ;;
         70b) within 90 cells 70b-T2D0 ;;
         text) within 40 text ;;
+        probe-real)
+            within 60 step probe-real 2 probe --pair=8b/1b --forward=transformer --context=512 --lookahead=4 \
+                --name=8b-1b-T1D1-transformer --progress=off "${flags[@]}"
+            ;;
         bare) within 90 cells bare-T1D1 ;;
         bare-inline) within 60 cells bare-T2D0 ;;
         probe)
