@@ -147,6 +147,33 @@ def test_a_prompt_is_missing_until_it_is_filled() -> None:
     assert placement.filled.tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_sequence_has_the_same_places_alone_as_beside_another(window: int | None) -> None:
+    """A batch of one takes a path of its own: round by round its rows are those of the first."""
+
+    def rounds(*told: Request) -> list[tuple[list[Any], int]]:
+        placement, batch = Placement(2, context=100, window=window), admitted(*told)
+        for slot, request in enumerate(told):
+            placement.admit(slot, request)
+        found = []
+        for round_, (drafted, accepted) in enumerate([(2, 1), (0, 0), (3, 3), (1, 0)]):
+            places = placement.trunk(batch, np.array([drafted] * len(told), np.int32))
+            mine = places.slots == 0
+            parts = places.slots, places.positions, places.lanes, places.trunks
+            assert {part.dtype for part in parts} == {np.dtype(np.int32)}
+            found.append(([part[mine].tolist() for part in parts], int(placement.filled[0])))
+            rows = [[request.request_id, 0, 0, accepted, 3] for request in told]
+            batch.apply(Outcome(round_, np.array(rows, np.int32)))
+            placement.roll_back(batch)
+        return found
+
+    assert rounds(Request(0)) == rounds(Request(0), Request(1))
+    placement, batch = Placement(2), admitted(Request(0, 7, 0, (5, 6, 7)))
+    placement.admit(0, Request(0, 7, 0, (5, 6, 7)))
+    with pytest.raises(AssertionError, match="behind tokens that are missing"):
+        placement.trunk(batch, np.array([1], np.int32))
+
+
 def test_a_cache_of_text_has_room_to_warm_up_and_to_verify() -> None:
     told = {"workload": "text", "prompt_ids": "1", "context": 20, "rounds": None}
     assert job_of("ar", **told).capacity == 20 + 1 > 8 + 10 + 1

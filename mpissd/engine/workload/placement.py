@@ -147,12 +147,25 @@ class Placement:
 
     def trunk(self, batch: Batch, num_draft: Ints) -> Places:
         """Returns the places of each sequence's last token and its num_draft served tokens."""
+        if len(num_draft) == 1:
+            return self._trunk_of_one(batch, int(num_draft[0]) + 1)
         counts = num_draft + 1
         last = self.last(batch)
         rows, ahead = _consecutive(counts)
         assert (self.filled[batch.slots] >= last).all(), "a trunk behind tokens that are missing"
         self.filled[batch.slots] = last + counts
         return _trunk(batch.slots[rows], last[rows] + ahead)
+
+    def _trunk_of_one(self, batch: Batch, count: int) -> Places:
+        """Returns `trunk` of a batch of one sequence in a third of its time, for which every round
+        waits: Python's integers instead of arrays of one."""
+        slot, behind = int(batch.slots[0]), int(batch.lengths[0]) - 1
+        first = int(self._base[slot]) + (behind if self._window is None else behind % self._window)
+        assert self.filled[slot] >= first, "a trunk behind tokens that are missing"
+        self.filled[slot] = first + count
+        positions = np.arange(first, first + count, dtype=np.int32)
+        slots, lanes = np.full(count, slot, np.int32), np.full(count, TRUNK, np.int32)
+        return Places(slots, positions, lanes, positions)
 
     def grow(self, batch: Batch, count: int) -> None:
         """Notes that the tokens from each sequence's last one on are stored, `count` of them."""
