@@ -121,9 +121,19 @@ def angles(config: TransformerConfig, length: int, device: Any) -> tuple[Tensor,
 
 def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
     """Returns a checkpoint's weights on a device."""
+    embedding = _matrix(checkpoint, "model.embed_tokens.weight", device, dtype)
+    head = embedding
+    if not checkpoint.config.tied:
+        head = _matrix(checkpoint, "lm_head.weight", device, dtype)
+    return load_trunk(checkpoint, Llama(embedding, (), None, head), dtype)
+
+
+def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
+    """Returns the model with a checkpoint's layers and final norm, on its embedding's device."""
+    device = model.embedding.device
 
     def get(name: str) -> Tensor:
-        return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
+        return _matrix(checkpoint, name, device, dtype)
 
     def vector(name: str) -> Tensor:
         return torch.tensor(checkpoint.vector(name), dtype=torch.float32, device=device)
@@ -139,10 +149,12 @@ def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
             vector(f"{at}.post_attention_layernorm.weight"),
         )
 
-    embedding = get("model.embed_tokens.weight")
-    head = embedding if checkpoint.config.tied else get("lm_head.weight")
     layers = tuple(layer(number) for number in range(checkpoint.config.shape.num_layers))
-    return Llama(embedding, layers, vector("model.norm.weight"), head)
+    return model._replace(layers=layers, norm=vector("model.norm.weight"))
+
+
+def _matrix(checkpoint: Checkpoint, name: str, device: Any, dtype: Any) -> Tensor:
+    return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
 
 
 def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:

@@ -16,14 +16,24 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.quantize import quantize
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
-from mpissd.learn.llama import Llama, Tensor, angles, blocks_of, load, mapped, named
+from mpissd.engine.model.transformer.versions import Version
+from mpissd.learn.llama import (
+    Llama,
+    Tensor,
+    angles,
+    blocks_of,
+    load,
+    load_trunk,
+    mapped,
+    named,
+)
 from mpissd.learn.muon import optimizer_of, parameters
 from mpissd.learn.pair import distance
-from mpissd.learn.result import rounded
 from mpissd.learn.shape import trained
 from mpissd.online.examples import Example
 
 CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
+DITHER = 0  # seed of the numbers that weights are rounded by
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -174,12 +184,15 @@ class Student:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Judges, inside the block, the weights as the draft computes with them."""
+        """Judges, inside the block, the weights as the draft computes with them: those of
+        `arrays`."""
         own = self.draft
         if self._int8:
-            whole = self.copy()
-            head = whole.head if self.shares_head else rounded(whole.head)
-            self.draft = mapped(whole, rounded)._replace(head=head)
+            version = Version(self.source, self.arrays())
+            self.draft = load_trunk(version, own, torch.float32)
+            if not self.shares_head:
+                head = torch.from_numpy(version.matrix(HEAD))
+                self.draft = self.draft._replace(head=head.to(self.device))
         try:
             yield
         finally:
@@ -197,8 +210,14 @@ class Student:
 
     def arrays(self) -> Arrays:
         """Returns the trained tensors as a draft loads them: int8 with scales where it stores such,
-        else float16; vectors in float32."""
+        else float16; vectors in float32.
+
+        Weights lie on int8's grid when training begins, and most move by less than half of its
+        step: rounding to nearest would take them back. They are dithered, by the same numbers in
+        every version, so that a weight that did not move stays as it was.
+        """
         found: Arrays = {}
+        draws = np.random.default_rng(DITHER)
         for name, tensor in named(self.draft, self.source.config).items():
             if name == EMBEDDING or (name == HEAD and self.shares_head):
                 continue
@@ -207,7 +226,8 @@ class Student:
                 found[name] = values
             elif self._int8:
                 scale = name.removesuffix("weight") + "scale"
-                found[name], found[scale] = quantize(values)
+                dither = draws.random(values.shape, np.float32)
+                found[name], found[scale] = quantize(values, dither)
             else:
                 found[name] = values.astype(np.float16)
         return found

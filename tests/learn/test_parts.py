@@ -27,6 +27,21 @@ def test_a_quantised_weight_is_within_half_a_step_of_its_block() -> None:
     assert np.all(np.abs(dequantize(matrix, scales) - made) <= steps * (0.5 + 127 / 2**11))
 
 
+def test_dithering_keeps_weights_on_the_grid_and_others_on_average() -> None:
+    """Also with the largest dither, which float32 would round up to 1 beside a whole number."""
+    made = np.random.default_rng(0).standard_normal((7, 96)).astype(np.float32)
+    matrix, scales = quantize(made)
+    highest = np.full(made.shape, np.nextafter(np.float32(1), 0), np.float32)
+    again, same = quantize(dequantize(matrix, scales), highest)
+    assert np.array_equal(again, matrix) and np.array_equal(same, scales)
+    draws = np.random.default_rng(1)
+    found = [quantize(made, draws.random(made.shape, np.float32)) for _ in range(400)]
+    mean = np.mean([dequantize(*each) for each in found], axis=0)
+    steps = np.repeat(scales.astype(np.float32), BLOCK, axis=1)
+    largest = np.abs(matrix) == 127
+    assert np.abs((mean - made) / steps)[~largest].max() < 0.13  # 5 sigma
+
+
 def test_a_block_of_zeros_stays_zero_and_other_widths_are_refused() -> None:
     matrix, scales = quantize(np.zeros((2, 32), np.float32))
     assert not dequantize(matrix, scales).any()
