@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Saguaro sampling on SmolLM2 and its draft: C from 1 to 0 at two temperatures, decisions alone.
 
-    results/real-pair/saguaro.py OUT [--pair=smollm2] [--prompts=24] [--tokens=48]
+    results/real-pair/saguaro.py OUT [--target=FILE] [--prompts=24] [--tokens=48]
 
 Each cell answers the first prompts of both files of tests/data/prompts in one process, K = 4, with
 hits finished and jit backups, so that what happens depends on no time. Lines go to
@@ -37,7 +37,8 @@ def main() -> int:
     """Measures the cells that OUT lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pair", default="smollm2")
+    parser.add_argument("--target", default="smollm2", help="SmolLM2's file, if no package has it")
+    parser.add_argument("--draft", default="smollm2-draft")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=48)
     given = parser.parse_args()
@@ -61,7 +62,8 @@ def cell(given: Any, temperature: float, fan_out: int, c: float) -> dict[str, An
         flags = {
             "workload": "text",
             "backend": "numpy",
-            "pair": given.pair,
+            "target": given.target,
+            "draft": given.draft,
             "prompts": prompts.name,
             "num_tokens": given.tokens,
             "temperature": temperature,
@@ -80,7 +82,7 @@ def cell(given: Any, temperature: float, fan_out: int, c: float) -> dict[str, An
         "fan_out": fan_out,
         "saguaro_c": c,
         "lookahead": LOOKAHEAD,
-        "pair": given.pair,
+        "draft": given.draft,
         "prompts": counts(sequences),
     }
 
