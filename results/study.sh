@@ -30,6 +30,15 @@ step() { # name, ranks, command, its flags: into OUT/name, what it says into OUT
     [ "$code" = 0 ] || failed=1
 }
 
+told() { # name, a command: what it says into OUT/name.log
+    local name=$1 code=0 begun=$SECONDS
+    shift
+    mkdir -p "$out"
+    timeout -k 15 "$LIMIT_S" "$@" >"$out/$name.log" 2>&1 </dev/null || code=$?
+    echo "$name: exit code $code, $((SECONDS - begun)) s"
+    [ "$code" = 0 ] || { failed=1; tail -n 3 "$out/$name.log"; }
+}
+
 within() { # seconds, a command: LIMIT_S is what BUDGET_S leaves of them; with less than 15 s left it is skipped
     local LIMIT_S=$((BUDGET_S - SECONDS))
     if [ "$LIMIT_S" -lt 15 ]; then

@@ -1,37 +1,53 @@
 #!/usr/bin/env bash
 # How fast the draft learns a stream of prompts:  results/online/measure.sh TARGET.gguf OUT
-# With a GPU: replays of chat → code → summaries, then, with two GPUs or more, runs with a learner beside equal uses of them.
-# PYTHON=.venv/bin/python; OWN (prompts of a stage that the target writes), EPOCHS, BATCH, DEVICE, BACKEND to change or to rehearse.
-set -eu -o pipefail
-cd "${0%/*}/../.."
+# PART=replay: chat → code → summaries → edits on one GPU, whose answers are computed once. PART=runs, with two GPUs or
+# more: runs with a learner beside equal uses of their GPUs. Both by default, in BUDGET_S=590. PYTHON=.venv/bin/python;
+# OWN (prompts of a stage that the target writes), EPOCHS, EVERY, BATCH, DEVICE, BACKEND, COUNT, TOKENS to rehearse.
+set -u -o pipefail
+cd "${0%/*}/../.." || exit
 target=${1:?usage: results/online/measure.sh TARGET.gguf OUT} out=${2:?usage: results/online/measure.sh TARGET.gguf OUT}
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-device=${DEVICE:-cuda} backend=${BACKEND:-cupy} own=${OWN:-2667}
+BUDGET_S=${BUDGET_S:-590} backend=${BACKEND:-cupy} gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+[ "$backend" = cupy ] || gpus=3
+# shellcheck source-path=SCRIPTDIR
+. results/study.sh
 mkdir -p "$out"
-# A quarter of 2,667 prompts is held out, so that 2,000 are seen.
-stream=chat=own:asking,code=own:coding,summarise=results/recordings/smollm2-summarise.npz,edit=results/recordings/smollm2-edit.npz
-replay="-m mpissd online --target=$target --draft=smollm2-draft --device=$device --stream=$stream --own=$own --exact --out=$out/replay"
-for from in all rejected; do
-    for rate in 3e-5 1e-4; do
-        "$PYTHON" $replay --schedules=static,online --batch="${BATCH:-16}" --every=250 --learn_from=$from --rate=$rate
-    done
-done
-"$PYTHON" $replay --schedules=offline --batch="${BATCH:-16}" --epochs="${EPOCHS:-8}" --rate=1e-4
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
-if [ "$backend" = cupy ] && [ "$gpus" -lt 2 ]; then
-    echo "one GPU: no run with a draft rank, which needs a second one" >&2
-    exit 0
+
+replay() { # name, most seconds, flags of online; points go to OUT/replay/curves.jsonl as they are made
+    local name=$1 most=$2
+    shift 2
+    within "$most" told "$name" "$PYTHON" -m mpissd online --target="$target" --draft=smollm2-draft --device="${DEVICE:-cuda}" \
+        --stream="$stream" --own="${OWN:-2667}" --batch="${BATCH:-16}" --exact --out="$out/replay" "$@"
+}
+
+if [ "${PART:-replay}" = replay ]; then
+    # A quarter of 2,667 prompts is held out, so that 2,000 are seen.
+    recordings=results/recordings/smollm2
+    stream=chat=own:asking,code=own:coding,summarise=$recordings-summarise.npz,edit=$recordings-edit.npz
+    replay online 260 --schedules=static,online --rate=3e-5 --every="${EVERY:-250}"
+    replay offline 120 --schedules=offline --rate=1e-4 --epochs="${EPOCHS:-3}"
+    replay faster 150 --schedules=online --rate=1e-4 --every="${EVERY:-250}"
+    replay rejected 180 --schedules=online --rate=3e-5 --every="${EVERY:-250}" --learn_from=rejected
+    "$PYTHON" results/online/table.py "$out/replay/curves.jsonl" | tee "$out/table.md"
 fi
-# Three ranks: a learner (on two GPUs it shares the draft's), and what its GPU would give as another draft or target.
-cat tests/data/prompts/chat.jsonl tests/data/prompts/humaneval.jsonl >"$out/stream.jsonl"
-text="--workload=text --backend=$backend --target=$target --prompts=$out/stream.jsonl --num_tokens=128 --context=1024 --progress=off --out=$out/runs"
-draft=--draft=smollm2-draft
-for mode in sd ssd; do
-    launch/local.sh 2 $text $draft --mode=$mode
-    launch/local.sh 3 $text $draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}"
-    if [ "$gpus" -ge 3 ] || [ "$backend" != cupy ]; then
-        launch/local.sh 3 $text $draft --mode=$mode --num_drafts=2
-        launch/local.sh 3 $text $draft --mode=$mode --num_drafts=1
-    fi
+[ "${PART:-runs}" = runs ] || exit "$failed"
+if [ "$gpus" -lt 2 ]; then
+    echo "one GPU: no run with a draft rank, which needs a second one" >&2
+    exit "$failed"
+fi
+{ head -n "${COUNT:-64}" tests/data/prompts/chat.jsonl; head -n "${COUNT:-64}" tests/data/prompts/humaneval.jsonl; } >"$out/stream.jsonl"
+text=(run --workload=text --backend="$backend" --target="$target" --prompts="$out/stream.jsonl")
+text+=(--num_tokens="${TOKENS:-128}" --context=1024 --progress=off)
+ranks=$gpus gpus=3 # a learner is a third rank; on two GPUs it shares the draft's
+for mode in ssd sd; do
+    within 75 step "$mode-learner" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}"
+    within 75 step "$mode" 2 "${text[@]}" --draft=smollm2-draft --mode=$mode
+    [ "$ranks" -lt 3 ] || { # what the learner's GPU would give as another draft, or as another target
+        within 75 step "$mode-drafts" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=2
+        within 75 step "$mode-targets" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=1
+    }
 done
-launch/local.sh 1 $text --mode=ar
+within 75 step ar 1 "${text[@]}" --mode=ar
+"$PYTHON" results/rates.py mode,learners,tp,num_drafts,acceptance_length,draft_versions,tok_per_s,tok_per_s_per_gpu "$out" |
+    tee "$out/rates.md"
+exit "$failed"

@@ -1,39 +1,44 @@
 #!/usr/bin/env bash
 # Drafts by task against one draft of the same size:  results/tasks/measure.sh TARGET OUT
-# On one H200 some 25 minutes: a draft for everything, one for each task that goes on from it with the same time, and
-# as strong a rival the first one trained on for as long; then every draft on every kind of prompts, and the router.
-# PYTHON=.venv/bin/python; SAMPLING, TRAINING (seconds), PROCESSES; SMALL="--device=cpu …" to rehearse.
-set -eu -o pipefail
-cd "${0%/*}/../.."
+# On one H200: from the shipped draft a draft for everything and one for each task go on, all with the same further time
+# (the first is as strong a rival); then every draft on every kind of prompts, and the router. A draft that OUT has
+# already is kept. BUDGET_S=590 in all. PYTHON=.venv/bin/python; SAMPLING, TRAINING (seconds of each draft), PROCESSES,
+# START (a draft's folder), COUNT (prompts of a kind); SMALL="--device=cpu …", BACKEND and TOKENS to rehearse.
+set -u -o pipefail
+cd "${0%/*}/../.." || exit
 target=${1:?usage: results/tasks/measure.sh TARGET OUT} out=${2:?usage: results/tasks/measure.sh TARGET OUT}
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python} PYTHONPATH=$PWD
+BUDGET_S=${BUDGET_S:-590} gpus=1
+# shellcheck source-path=SCRIPTDIR
+. results/study.sh
 prompts=tests/data/prompts recordings=results/recordings/smollm2
-mkdir -p "$out"
-judged=$recordings-chat.npz,$recordings-humaneval.npz,$recordings-edit.npz,$recordings-summarise.npz
+start=${START:-mpissd/engine/model/shipped/smollm2_draft}
+mkdir -p "$out/drafts"
 
-distil() { # folder, flags
-    local folder=$1
-    shift
+for kind in any chat code text; do
+    folder=$out/drafts/$kind
+    [ "$kind" != any ] || folder=$out/any
     # shellcheck disable=SC2086
-    "$PYTHON" -m mpissd distill --target="$target" --out="$folder" --head=target --vocab=16384 --optimizer=muon \
-        --learning_rate=0.001 --length=384 --batch=96 --held_out=0 --prompts="$judged" --processes="${PROCESSES:-1}" \
-        --seconds_sampling="${SAMPLING:-60}" --seconds_training="${TRAINING:-90}" ${SMALL:-} "$@"
-}
-
-distil "$out/first" --layers="${LAYERS:-0,1,2,27,28,29}" --learning_rate=0.002
-distil "$out/any" --start="$out/first" --task=any # the rival: as much more time, on everything
-rm -rf "$out/drafts" && cp -r "$out/any" "$out/drafts"
+    [ -f "$folder/config.json" ] || within 130 told "distill-$kind" "$PYTHON" -m mpissd distill --target="$target" --out="$folder" \
+        --start="$start" --task="$kind" --head=target --optimizer=muon --learning_rate=0.001 --length=384 --batch=96 \
+        --held_out=0 --processes="${PROCESSES:-1}" --seconds_sampling="${SAMPLING:-25}" --seconds_training="${TRAINING:-40}" \
+        --prompts="$recordings-chat.npz,$recordings-humaneval.npz,$recordings-edit.npz,$recordings-summarise.npz" \
+        --seconds_evaluating=25 ${SMALL:-}
+done
+cp "$out"/any/* "$out/drafts" # the folder's own draft is the one for everything
+"$PYTHON" results/tasks/table.py "$out/drafts" | tee "$out/table.md" # the gain, and what a wrong choice costs
+within 60 told router "$PYTHON" -m mpissd router --target="$target" --draft="$out/drafts" \
+    --prompts="chat=$prompts/chat.jsonl;code=$prompts/humaneval.jsonl,$prompts/edit.jsonl;text=$prompts/summarise.jsonl"
+cp "$out/router.log" "$out/router.txt"
+drafts=$out/drafts,$out/any,$start # by the router, the rival, and the one that all began from
 for kind in chat code text; do
-    distil "$out/drafts/$kind" --start="$out/first" --task="$kind"
+    [ ! -f "$out/drafts/$kind/config.json" ] || drafts+=,$out/drafts/$kind
 done
-"$PYTHON" -m mpissd router --target="$target" --draft="$out/drafts" \
-    --prompts="chat=$prompts/chat.jsonl;code=$prompts/humaneval.jsonl,$prompts/edit.jsonl;text=$prompts/summarise.jsonl" |
-    tee "$out/router.txt"
-"$PYTHON" results/tasks/table.py "$out/drafts" | tee "$out/table.md"
-for kind in chat humaneval edit summarise; do # drafts: by the router; the others alone, right choices and wrong ones
-    for draft in drafts any drafts/chat drafts/code drafts/text; do
-        launch/local.sh 1 --workload=text --backend="${BACKEND:-cupy}" --target="$target" --draft="$out/$draft" --mode=sd \
-            --num_drafts=0 --lookahead="${K:-4}" --batch_size=4 --prompts="$prompts/$kind.jsonl" --num_tokens="${TOKENS:-128}" \
-            --progress=off --out="$out/rates"
-    done
+for kind in chat humaneval edit summarise; do
+    head -n "${COUNT:-40}" "$prompts/$kind.jsonl" >"$out/$kind.jsonl"
+    within 60 step "rate-$kind" 1 sweep --workload=text --backend="${BACKEND:-cupy}" --target="$target" --num_drafts=0 --batch_size=4 \
+        --prompts="$out/$kind.jsonl" --num_tokens="${TOKENS:-128}" --repeats=1 --progress=off \
+        --grid="mode=sd; lookahead=${K:-4}; draft=$drafts"
+    "$PYTHON" results/rates.py draft,acceptance_length,tok_per_s "$out/rate-$kind"
 done
+exit "$failed"

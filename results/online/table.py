@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Prints a stream's curves and the share of each gap that was closed: table.py CURVES.jsonl.
+
+The gap of a stage is that between the static draft's agreement and the offline one's best.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+Point = dict[str, Any]
+COLUMNS = ["stage", "schedule", "learned from", "rate", "seen", "agreement", "alpha"]
+COLUMNS += ["K=4", "K=7", "of the gap"]
+
+
+def table(points: list[Point]) -> list[str]:
+    """Returns the lines of a Markdown table, a point of a curve each, stage after stage."""
+    keys = (
+        "stage | schedule | learned from | rate | seen | agreement | alpha | K=4 | K=7 | of the gap"
+    )
+    lines = [f"| {keys} |", "|---" * 10 + "|"]
+    for stage in dict.fromkeys(point["stage"] for point in points):
+        own = [point for point in points if point["stage"] == stage]
+        lines += [_line(point, _gap(own)) for point in own]
+    return lines
+
+
+def _gap(points: list[Point]) -> tuple[float, float] | None:
+    """Returns (static, offline's best) agreement of a stage; None where one was not measured."""
+    found = {
+        schedule: max((p["agreement"] for p in points if p["schedule"] == schedule), default=None)
+        for schedule in ("static", "offline")
+    }
+    static, offline = found["static"], found["offline"]
+    return None if static is None or offline is None or offline <= static else (static, offline)
+
+
+def _line(point: Point, gap: tuple[float, float] | None) -> str:
+    closed = ""
+    if gap is not None and point["schedule"] == "online":
+        closed = f"{(point['agreement'] - gap[0]) / (gap[1] - gap[0]):.2f}"
+    about, trained = point["about"], point["schedule"] != "static"
+    how = (about["learn_from"], f"{about['rate']:g}") if trained else ("", "")
+    seen = point["prompts"] * point.get("epoch", 1)
+    cells = [point["stage"], point["schedule"], *how, str(seen), f"{point['agreement']:.4f}"]
+    cells += [f"{point['alpha']:.4f}"]
+    cells += [f"{point[f'tokens_per_round_{k}']:.3f}" for k in (4, 7)]
+    return f"| {' | '.join([*cells, closed])} |"
+
+
+def main() -> int:
+    """Prints the table."""
+    points = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    print("\n".join(table(points)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

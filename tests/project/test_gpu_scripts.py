@@ -1,0 +1,91 @@
+"""The studies that wait for a GPU: each step is tried, whatever fails, and the budget is kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import call, fake_tools, load
+
+ROOT = Path(__file__).resolve().parents[2]
+# What each script tries, in order, where nothing answers.
+STEPS = {
+    "online": "online offline faster rejected ssd-learner ssd ssd-drafts ssd-targets sd-learner sd "
+    "sd-drafts sd-targets ar",
+    "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
+    "drafts": "distill rate ar",
+    "tasks": "distill-any distill-chat distill-code distill-text router "
+    "rate-chat rate-humaneval rate-edit rate-summarise",
+    "hierarchy": "humaneval edit summarise chat",
+}
+FAKE = f"""#!{sys.executable}
+import os, sys
+words = sys.argv[1:]
+if words[0].endswith("rates.py"):
+    print("a table")
+sys.exit(int(os.environ.get("FAILS", "") in " ".join(words) and "FAILS" in os.environ))
+"""
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Path:
+    """The scripts and prompts, and a Python and an mpirun that do nothing."""
+    for name in ("launch", "results", "tests/data/prompts"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.npz"))
+    fake_tools(tmp_path, FAKE)
+    return tmp_path
+
+
+def measure(box: Path, name: str, **env: str) -> subprocess.CompletedProcess[str]:
+    tools = {"PYTHON": f"{box}/fakes/bin/python", "MPIRUN": f"{box}/fakes/bin/mpirun"}
+    command = (f"results/{name}/measure.sh", "model.gguf", f"{box}/out")
+    return call(box, *command, **tools, GPU="1", BACKEND="numpy", **env)
+
+
+def tried(told: str) -> list[str]:
+    return re.findall(r"^([\w.-]+): (?:0 rows, )?exit code \d+, \d+ s$", told, re.M)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_all_steps_are_tried_and_a_table_comes_last(box: Path, name: str) -> None:
+    done = measure(box, name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tried(done.stdout) == STEPS[name].split()
+    assert "a table" in done.stdout.splitlines()[-3:]
+
+
+@pytest.mark.parametrize("name", ["heads", "online"])
+def test_a_step_that_fails_does_not_keep_the_others_from_theirs(box: Path, name: str) -> None:
+    done = measure(box, name, FAILS=" -m mpissd ")
+    assert done.returncode == 1 and tried(done.stdout) == STEPS[name].split()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_begins_once_the_budget_is_over(box: Path, name: str) -> None:
+    done = measure(box, name, BUDGET_S="0")
+    assert done.returncode == 1 and not tried(done.stdout), done.stdout
+    assert done.stdout.count("SKIPPED") == len(STEPS[name].split())
+
+
+def test_a_command_ends_with_its_time(tmp_path: Path) -> None:
+    script = f". {ROOT}/results/study.sh; within 1 told slow sleep 600; within 5 told next true"
+    done = call(tmp_path, "bash", "-c", script, out=str(tmp_path / "out"), BUDGET_S="99")
+    assert "slow: exit code 124" in done.stdout and "next: exit code 0" in done.stdout
+
+
+def test_a_curve_s_share_of_its_gap_is_of_the_best_offline_draft() -> None:
+    table = load("results/online/table.py").table
+    about = {"learn_from": "all", "rate": 3e-5}
+    points = [
+        {"stage": "code", "schedule": schedule, "agreement": value, "alpha": 0.5, "prompts": 9}
+        | {"tokens_per_round_4": 2.0, "tokens_per_round_7": 3.0, "about": about}
+        for schedule, value in (
+            ("static", 0.5), ("online", 0.55), ("offline", 0.6), ("offline", 0.58),
+        )
+    ]  # fmt: skip
+    assert [line.split(" | ")[-1] for line in table(points)[3:]] == ["0.50 |", " |", " |"]
