@@ -5,7 +5,7 @@
 # most comes first. Rows are written as they are measured; the table stands last. SMOLLM2=FILE.gguf adds real text.
 # PYTHON, MPIRUN: launch/env.sh. DRY=1 only plans. A rehearsal: BACKEND=emulated … with FLAGS="--device=null".
 set -u -o pipefail
-all=(real rivals advised inline 70b text probe-real bare bare-inline probe batches batches-inline 70b-more)
+all=(real rivals advised inline 70b text probe-real bare bare-inline probe batches batches-inline serve 70b-more)
 usage="usage: results/two-gpus/measure.sh OUT [${all[*]}]"
 out=${1:?$usage} gpus=2 here=${0%/*} BUDGET_S=${BUDGET_S:-530}
 shift
@@ -21,6 +21,15 @@ text() { # equal tokens by AR, SD inline, SD and SSD, T = 1 and 2
     [ -n "${SMOLLM2:-}" ] || { echo "text: SKIPPED, SMOLLM2 names no file"; return 0; }
     cells text-T1D1 "${models[@]}"
     cells text-T2D0 "${models[@]}"
+}
+
+serve() { # SmolLM2 under a load: auto with a draft GPU beside AR and SD inline over both
+    local script=$here/../serving/gpu.sh
+    [ -n "${SMOLLM2:-}" ] && [ -x "$script" ] || { echo "serve: SKIPPED, no SMOLLM2 or no $script"; return 0; }
+    [ -z "${DRY:-}" ] || return 0
+    MODES=${MODES:-ar2 inline2 auto} RATES=${RATES:-16,64,256} DURATION=${DURATION:-6} \
+        FLAGS="--target=$SMOLLM2 --draft=smollm2-draft --backend=${BACKEND:-cupy}" \
+        timeout -k 15 "$LIMIT_S" "$script" "$out/serve" 2 || failed=1
 }
 
 for one; do
@@ -43,6 +52,7 @@ for one; do
             ;;
         batches) within 60 cells batches-T1D1 ;;
         batches-inline) within 40 cells batches-T2D0 ;;
+        serve) within 150 serve ;;
         70b-more) within 120 cells 70b-more-T2D0 ;;
         *) echo "$usage" >&2; exit 2 ;;
     esac
