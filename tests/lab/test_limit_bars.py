@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.lab.limits import model
 from mpissd.lab.limits.bars import add, bars, main, read, table
+from mpissd.lab.limits.table import line_of
 from mpissd.lab.limits.whole_bars import whole_bars
+from tests.gpu.transformer_rig import tiny
 
 Row = dict[str, Any]
 
@@ -102,3 +106,27 @@ def test_the_bars_of_whole_models_read_rows_of_their_own() -> None:
     assert "MISSED" in line(rows, "8B M=5, context 512, of the floor")
     assert "not measured here" in line(rows, "8B M=8, context 512, of the floor")
     assert [bar.number for bar in whole_bars()] == sorted(bar.number for bar in whole_bars())
+
+
+def bits(different: int) -> Row:
+    row = {"what": "bits", "model": "llama-3.1-8b", "context": 126, "rows": 32}
+    return row | {"different": different}
+
+
+def test_one_row_with_other_bits_misses_bar_7() -> None:
+    start = "rows of 2 to 32 with other bits than alone, 8B"
+    assert " met " in line([bits(0)] * 3, start)
+    assert "MISSED" in line([bits(0), bits(1), bits(1)], start)
+    assert line_of(bits(2)).endswith("behind 126 tokens: 2 with other bits than alone")
+
+
+def test_rows_with_other_bits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "resolve_model", lambda where: where)
+    monkeypatch.setattr(model.families, "of_preset", lambda where: tiny("llama"))
+    tested = model.WholeModel(NumpyBackend(), "tiny", capacity=64)
+    assert model.different_rows(tested, 5) == 0
+    of_row, body = tested.stack.logits, tested.stack.body
+    asked: list[int] = []
+    monkeypatch.setattr(tested.stack, "body", lambda rows: (asked.append(rows), body(rows))[1])
+    monkeypatch.setattr(tested.stack, "logits", lambda rows: of_row(rows) + (asked[-1] == 17))
+    assert model.different_rows(tested, 5) == 17

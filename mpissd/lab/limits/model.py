@@ -25,6 +25,7 @@ from mpissd.engine.workload.placement import joined
 
 PROMPT_ROWS = 128  # of the forwards that fill a cache
 WARM_UP, LAUNCHES = 5, 40
+BIT_ROWS = (2, 5, 8, 9, 16, 17, 24, 31, 32)
 WAITER = Waiter(60.0, spin=True)
 
 
@@ -105,6 +106,31 @@ class WholeModel:
         """Returns the seconds in which weights, LM head and these keys and values are read."""
         params = self.shard.num_params(self.options)
         return (2 * params + self.shard.kv_bytes(kv_tokens, 1)) / read_rate
+
+
+def different_rows(model: WholeModel, context: int) -> int:
+    """Returns how many rows behind a context have other bits in forwards of several rows.
+
+    Forwards of each of BIT_ROWS rows are compared with those of one, at the same positions.
+    """
+    most, tokens = BIT_ROWS[-1], model.tokens(context + BIT_ROWS[-1])
+    model.fill(context)
+
+    def logits(first: int, count: int, program: Any) -> Any:
+        start, stop = context + first, context + first + count
+        model.set(tokens[start:stop], trunk_rows(0, start, stop))
+        run(program)
+        return model.stack.logits(range(count))
+
+    single = model.program(1)
+    alone = np.concatenate([logits(row, 1, single) for row in range(most)])
+    single.close()
+    different = 0
+    for count in BIT_ROWS:
+        several = model.program(count)
+        different += int((logits(0, count, several) != alone[:count]).any(axis=1).sum())
+        several.close()
+    return different
 
 
 def run(program: Any) -> float:

@@ -68,6 +68,11 @@ def _prompt(row: Row) -> str:
     return f"{line}{row['peak_tflops']:.0f} Tflop/s; the next logit differs by {row['error']:.1e}"
 
 
+def _bits(row: Row) -> str:
+    line = f"{row['model']}, up to {row['rows']} rows behind {row['context']} tokens: "
+    return f"{line}{row['different']} with other bits than alone"
+
+
 def _inline(row: Row) -> str:
     how = "chained" if row["chained"] else "by the host"
     line = f"{row['model']} inline K={row['lookahead']} {how}: round {1e3 * row['round_p50_s']:.3f}"
@@ -80,6 +85,7 @@ _LINES = {
     "parity": _parity,
     "whole_launch": _whole_launch,
     "prompt": _prompt,
+    "bits": _bits,
     "inline": _inline,
     "read": _read,
     "refused": _refused,

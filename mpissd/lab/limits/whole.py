@@ -26,7 +26,9 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.lab.limits.bar import OURS, RUNS
 from mpissd.lab.limits.bars import add
 from mpissd.lab.limits.model import (
+    BIT_ROWS,
     WholeModel,
+    different_rows,
     lane_rows,
     launch_costs,
     prompt_flops,
@@ -39,6 +41,7 @@ from mpissd.lab.limits.table import line_of
 _READ_BYTES = 4 * 10**9
 _PROMPT, _ANSWER, _CHUNKED = 48, 32, 2048  # tokens of the parity's, and of the timed prompt
 _STABLE = 0.02
+_BIT_CONTEXTS = (5, 126, 200)  # fewer and more tokens than one split of the attention
 _ROUNDING = 4e-3  # what float16 activations may move a logit by, against the largest
 
 
@@ -106,6 +109,7 @@ class Whole:
             for _ in range(RUNS):
                 self._forward(model, case, OURS, self._taken(model, case), parity)
         self._launches(model)
+        self._bits(model)
         if name == "8b":
             self._prompt(model)
         if others is not None:
@@ -160,6 +164,13 @@ class Whole:
             floor_fraction=floor / seconds, p99_s=float(np.percentile(taken, 99)),
             num_rounds=len(taken), stable=is_stable(taken, _STABLE), parity=parity,
         )  # fmt: skip
+
+    def _bits(self, model: WholeModel) -> None:
+        """Counts rows whose logits differ between forwards of 2 to 32 rows and of one."""
+        for context in _BIT_CONTEXTS:
+            different = different_rows(model, context)
+            self._tell("bits", model=model.name, context=context, rows=BIT_ROWS[-1],
+                       different=different)  # fmt: skip
 
     def _launches(self, model: WholeModel) -> None:
         program = model.program(1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mpissd.lab.limits.bar import FRACTION, MS, OURS, US, Bar
+from mpissd.lab.limits.bar import FRACTION, MS, OURS, US, Bar, Unit
 
+_COUNT = Unit(places=0)
 _MODELS = {"8B": "llama-3.1-8b", "1B": "llama-3.2-1b", "SmolLM2": "smollm2-135m-instruct"}
 
 
@@ -25,6 +26,10 @@ def whole_bars() -> Iterator[Bar]:
         yield _forward(5, f"SmolLM2 M={rows}, context 256", "SmolLM2", seconds, rows=rows)
     yield _forward(6, "8B, 16 sequences, context 1k", "8B", 0.85, sequences=16)
     yield _forward(6, "8B, 8 sequences of 1 to 4 rows, context 1k", "8B", 0.82, sequences=8)
+    for model in _MODELS:
+        where = {"what": "bits", "model": _MODELS[model]}
+        what = f"rows of 2 to 32 with other bits than alone, {model}"
+        yield Bar(7, what, "different", where, 0, unit=_COUNT)
     yield from _rounds()
 
 
