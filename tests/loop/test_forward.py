@@ -14,6 +14,7 @@ from mpissd.common.rounds import Batch, Outcome, Request
 from mpissd.engine import Decoder
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
+from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, Seats
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.workload.placement import Placement
 
@@ -172,6 +173,22 @@ def test_a_sequence_has_the_same_places_alone_as_beside_another(window: int | No
     placement.admit(0, Request(0, 7, 0, (5, 6, 7)))
     with pytest.raises(AssertionError, match="behind tokens that are missing"):
         placement.trunk(batch, np.array([1], np.int32))
+
+
+def test_branches_behind_a_short_trunk_stay_within_its_pages() -> None:
+    """A backup served one of K = 2 tokens and the trunk ends with a page; laws grow K + 1 rows."""
+    request = Request(0, 7, 0, tuple(range(15)))
+    sizes = CacheSizes(1, 1, 16, slots=1, capacity=64, page=16, lanes=3, steps=2)
+    pages = PageTable(Seats(np.zeros(Seats.size(16, sizes), np.int32), 16, sizes), sizes)
+    placement, batch = Placement(1), admitted(request)
+    placement.admit(0, request)
+    pages.place(placement.fill(placement.gaps(batch, np.arange(1))))
+    pages.place(placement.trunk(batch, np.array([1], np.int32)))
+    assert pages.held == [1] and placement.filled.tolist() == [16]
+    lanes = placement.lanes(batch, np.zeros(3, np.int64), np.arange(3, dtype=np.int32))
+    assert lanes.first.tolist() == [15, 16, 16]  # the third can never hit
+    pages.place(placement.step(lanes, 0))
+    assert pages.held == [1]
 
 
 def test_a_cache_of_text_has_room_to_warm_up_and_to_verify() -> None:

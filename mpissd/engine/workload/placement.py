@@ -182,9 +182,14 @@ class Placement:
         return np.minimum(capacity, self._base[batch.slots] + self._window) - 1 - last
 
     def lanes(self, batch: Batch, rows: Index, k: Ints) -> LanePlaces:
-        """Returns the places of branches behind k accepted tokens of batch rows `rows`."""
-        first = self.last(batch)[rows] + k + 1
-        return LanePlaces(batch.slots[rows], first, np.arange(len(rows)))
+        """Returns the places of branches behind k accepted tokens of batch rows `rows`.
+
+        Laws make branches behind tokens that a short trunk does not have, too, which can never hit:
+        they stand behind its end, so that they read nothing that is not stored.
+        """
+        slots = batch.slots[rows]
+        first = np.minimum(self.last(batch)[rows] + k + 1, self.filled[slots])
+        return LanePlaces(slots, first, np.arange(len(rows)))
 
     def restart(self, batch: Batch, rows: Index) -> LanePlaces:
         """Returns the places of lanes that continue batch rows `rows` in the cache."""
