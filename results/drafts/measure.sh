@@ -13,7 +13,7 @@ shapes=${SHAPES:-1x18x3x3200,2x9x3x1536,3x6x2x1024,4x4x2x768,6x3x1x512}
 mkdir -p "$out"
 # shellcheck disable=SC2086
 within 310 told distill "$PYTHON" -m mpissd distill --target="$target" --out="$out/shapes" --shapes="$shapes" --vocab=12288 \
-    --head=target --optimizer=muon --learning_rate=0.002 --length=256 --batch=128 --held_out=0 --seconds_evaluating=20 \
+    --head=target --optimizer=muon --learning_rate=0.002 --length=256 --batch=128 --held_out=0 --seconds_evaluating=20 --seconds=290 \
     --prompts=results/recordings/smollm2-chat.npz,results/recordings/smollm2-humaneval.npz \
     --seconds_sampling="${SAMPLING:-40}" --seconds_training="${TRAINING:-22}" ${DISTILL:-}
 { head -16 tests/data/prompts/chat.jsonl; head -8 tests/data/prompts/humaneval.jsonl; } >"$out/prompts.jsonl"

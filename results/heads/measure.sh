@@ -13,7 +13,7 @@ BUDGET_S=${BUDGET_S:-480} gpus=1
 mkdir -p "$out"
 # shellcheck disable=SC2086
 within 330 told distill "$PYTHON" -m mpissd distill --target="$target" --out="$out/drafts" --kinds=medusa,mlp,eagle --heads=4 \
-    --vocab=16384 --optimizer=muon --learning_rate=0.002 --length=256 --batch=64 --held_out=0 --seconds_evaluating=20 \
+    --vocab=16384 --optimizer=muon --learning_rate=0.002 --length=256 --batch=64 --held_out=0 --seconds_evaluating=20 --seconds=310 \
     --prompts=results/recordings/smollm2-chat.npz,results/recordings/smollm2-humaneval.npz \
     --seconds_sampling="${SAMPLING:-60}" --seconds_training="${TRAINING:-45}" ${DISTILL:-}
 { head -16 tests/data/prompts/chat.jsonl; head -8 tests/data/prompts/humaneval.jsonl; } >"$out/prompts.jsonl"

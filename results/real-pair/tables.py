@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +19,8 @@ from mpissd.common.output import read_rows  # noqa: E402
 
 Row = dict[str, Any]
 RESAMPLES = 1000
+TIMED = ("b", "method", "backup", "late hits", "tok/s", "theorem 17", "recurrence", "hits")
+TIMED += ("growth / verification", "runs")
 
 
 def saguaro(rows: Sequence[Row]) -> Iterator[str]:
@@ -88,10 +91,39 @@ def _crossing(slow: Row, fast: Row) -> str:
     return f"{math.log(inside) / math.log(h):.2f}"
 
 
+def cpu(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each cell that was timed on CPU cores: medians of its repeats."""
+    yield f"| {' | '.join(TIMED)} |"
+    yield "|---" * len(TIMED) + "|"
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        name = (row["mode"] != "ssd", row["batch_size"], row["on_late"], row["backup"], row["tp"])
+        cells.setdefault(name, []).append(row)
+    for name in sorted(cells):
+        yield _timed(cells[name])
+
+
+def _timed(runs: list[Row]) -> str:
+    """Returns a cell's line; in brackets its only run's interval, or its lowest and highest run."""
+    row, rates = runs[0], sorted(run["tok_per_s"] for run in runs)
+    low, high = (row["low"], row["high"]) if len(runs) == 1 else (rates[0], rates[-1])
+    is_ssd = row["mode"] == "ssd"
+    method = "SSD, T=1 D=1" if is_ssd else f"SD inline, T={row['tp']}"
+    how = (row["backup"], row["on_late"]) if is_ssd else ("", "")
+    cells = [str(row["batch_size"]), method, *how]
+    cells.append(f"{median(rates):.0f} ({low:.0f} to {high:.0f})")
+    for key, form in (("theorem_17", ".0f"), ("recurrence", ".0f"), ("hit_rate", ".2f")):
+        cells.append(format(median(r[key] for r in runs), form) if row[key] else "")
+    growth = [run["t_growth_s"] / run["t_verify_s"] for run in runs if run["t_growth_s"]]
+    cells.append(f"{median(growth):.1f}" if growth else "")
+    return f"| {' | '.join([*cells, str(len(runs))])} |"
+
+
 def main() -> int:
     """Prints every table whose rows are there."""
     folder = Path(sys.argv[1])
-    for name, table in (("saguaro", saguaro), ("lists", lists), ("backups", backups)):
+    tables = {"saguaro": saguaro, "lists": lists, "backups": backups, "cpu": cpu}
+    for name, table in tables.items():
         if rows := read_rows(folder / f"{name}.jsonl"):
             print("\n".join(["", f"**{name}**", "", *table(rows)]))
     return 0

@@ -23,7 +23,7 @@ for kind in any chat code text; do
         --start="$start" --task="$kind" --head=target --optimizer=muon --learning_rate=0.001 --length=384 --batch=96 \
         --held_out=0 --processes="${PROCESSES:-1}" --seconds_sampling="${SAMPLING:-25}" --seconds_training="${TRAINING:-40}" \
         --prompts="$recordings-chat.npz,$recordings-humaneval.npz,$recordings-edit.npz,$recordings-summarise.npz" \
-        --seconds_evaluating=25 ${SMALL:-}
+        --seconds_evaluating=25 --seconds=120 ${SMALL:-}
 done
 cp "$out"/any/* "$out/drafts" # the folder's own draft is the one for everything
 "$PYTHON" results/tasks/table.py "$out/drafts" | tee "$out/table.md" # the gain, and what a wrong choice costs

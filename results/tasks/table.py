@@ -30,7 +30,7 @@ def reports(folder: Path) -> dict[str, dict[str, float]]:
 
 def table(found: dict[str, dict[str, float]]) -> list[str]:
     """Returns the lines of a Markdown table."""
-    kinds = list(found["any"])
+    kinds = [kind for kind in found["any"] if all(kind in told for told in found.values())]
     lines = [f"| draft | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for name, told in found.items():
         lines.append(f"| {name} | " + " | ".join(f"{told[kind]:.3f}" for kind in kinds) + " |")
