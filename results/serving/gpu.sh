@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # A server with a real pair (SmolLM2) under a load, on one GPU: AR, SD with the draft inline, and auto with the
-# draft inline; with a second GPU SSD and auto with a draft rank, too. One table at the end.
-#   results/serving/gpu.sh OUT [GPUS]       some 4 minutes on one GPU, 6 on two
-# RATES=8,32,64,128 requests a second, for DURATION=10 s each; MODES="ar inline auto-inline"; FLAGS="--pair=smollm2",
-# of mpissd serve; LIMIT_S=180 for a start, and for a load. On CPUs, a core a rank (some 16 minutes):
-#   FLAGS="--pair=smollm2 --backend=numpy" RATES=.5,1,1.5 DURATION=60 results/serving/gpu.sh OUT 2
-# Without GPUS it counts the GPUs; where there is none it says so and ends 2.
+# draft inline; with a second GPU SSD and auto with a draft rank, too. Behind each load 12 requests are asked at once
+# and one by one: their answers have to be the same, and those of the first way. One table at the end.
+#   results/serving/gpu.sh OUT [GPUS]       some 4 minutes on one GPU, 5 on two
+# RATES=16,32,64,128 requests a second, for DURATION=10 s each; MODES="ar inline auto-inline", on two GPUs "ar inline
+# ssd auto", also ar2 and inline2 (T = 2, for a model of FLAGS that two ranks divide: not SmolLM2's three KV heads);
+# FLAGS="--pair=smollm2", of mpissd serve; LIMIT_S=180 for a start, and for a load beyond its arrivals.
+# On CPUs, a core a rank (some 9 minutes):
+#   FLAGS="--pair=smollm2 --backend=numpy" RATES=.5,1,1.5 DURATION=30 results/serving/gpu.sh OUT 2
+# Where GPUS is not said and there is no GPU, it says so and ends 2.
 set -u -o pipefail
 out=${1:?usage: results/serving/gpu.sh OUT [GPUS]}
 here=${0%/*}
@@ -15,7 +18,7 @@ gpus=${2:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())
     { echo "gpu.sh: no GPU, or no CuPy" >&2; exit 2; }
 LIMIT_S=${LIMIT_S:-180} DURATION=${DURATION:-10} failed=0
 [ "$gpus" -lt 2 ] && default_modes="ar inline auto-inline" || default_modes="ar inline ssd auto"
-mkdir -p "$out"
+mkdir -p "$out" && rm -f "$out/answers.json"
 log=$out/serve.log
 : >"$log"
 
@@ -39,7 +42,8 @@ serve_and_load() { # flags of mpissd serve
     server=$!
     if url=$(ready "$server"); then
         timeout -k 5 "$((LIMIT_S + 4 * DURATION))" "$PYTHON" -m mpissd load --url="$url" --out="$out" \
-            --prompts="$here/prompts.jsonl" --rate="${RATES:-8,32,64,128}" --duration="$DURATION" | grep -v '^{'
+            --prompts="$here/prompts.jsonl" --rate="${RATES:-16,32,64,128}" --duration="$DURATION" | grep -v '^{' &&
+            timeout -k 5 "$LIMIT_S" "$PYTHON" "$here/same.py" "$url" "$out/answers.json"
     else
         false
     fi || { echo "FAILED: $* ($log says why)"; failed=1; }
@@ -50,10 +54,12 @@ serve_and_load() { # flags of mpissd serve
 for mode in ${MODES:-$default_modes}; do
     case $mode in
         inline) serve_and_load --mode=sd --drafts=0 ;;
+        ar2) serve_and_load --mode=ar --tp=2 ;;
+        inline2) serve_and_load --mode=sd --drafts=0 --tp=2 ;;
         auto-inline) serve_and_load --mode=auto --drafts=0 ;;
         *) serve_and_load --mode="$mode" ;;
     esac
 done
-rm -f "$out/said"
+rm -f "$out/said" "$out/answers.json"
 "$PYTHON" "$here/table.py" "$out/loads.jsonl" || failed=1
 exit $failed

@@ -2,7 +2,7 @@
 
     python results/serving/table.py OUT/loads.jsonl
 
-Speedups are of mean latency, over the row of AR at the same rate.
+Speedups are of mean latency, over the row of AR at T = 1 and the same rate.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def line(row: Row, ar: Mapping[float, Row]) -> str:
 
 def main() -> None:
     rows = [json.loads(text) for text in Path(sys.argv[1]).read_text().splitlines()]
-    ar = {row["rate"]: row for row in rows if row["mode"] == "ar"}
+    ar = {row["rate"]: row for row in rows if row["mode"] == "ar" and row["tp"] == 1}
     print(HEAD, "|---" * HEAD.count(" | ") + "|---|", sep="\n")
     for row in rows:
         print(line(row, ar))
