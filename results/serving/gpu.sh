@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # A server with a real pair (SmolLM2) under a load, on one GPU: AR, SD with the draft inline, and auto with the
-# draft inline; with a second GPU SSD and auto with a draft rank, too. Behind each load 12 requests are asked at once
+# draft inline; on two GPUs also T = 2, SSD and auto with a draft rank. Behind each load 12 requests are asked at once
 # and one by one: their answers have to be the same, and those of the first way. One table at the end.
-#   results/serving/gpu.sh OUT [GPUS]       some 4 minutes on one GPU, 5 on two
-# RATES=16,32,64,128 requests a second, for DURATION=10 s each; MODES="ar inline auto-inline", on two GPUs "ar inline
-# ssd auto", also ar2 and inline2 (T = 2, for a model of FLAGS that two ranks divide: not SmolLM2's three KV heads);
+#   results/serving/gpu.sh OUT [GPUS]       some 4 minutes on one GPU, 6 on two
+# RATES=16,32,64,128 requests a second, for DURATION=10 s each; MODES="ar inline auto-inline", on two GPUs "ar ar2
+# inline2 ssd auto" (ar2, inline2: T = 2). Two servers of a GPU each at a rate are one of the first at half of it.
 # FLAGS="--pair=smollm2", of mpissd serve; LIMIT_S=180 for a start, and for a load beyond its arrivals.
 # On CPUs, a core a rank (some 9 minutes):
-#   FLAGS="--pair=smollm2 --backend=numpy" RATES=.5,1,1.5 DURATION=30 results/serving/gpu.sh OUT 2
+#   FLAGS="--pair=smollm2 --backend=numpy" RATES=.5,1,1.5 DURATION=30 \
+#   MODES="ar inline ssd auto" results/serving/gpu.sh OUT 2
 # Where GPUS is not said and there is no GPU, it says so and ends 2.
 set -u -o pipefail
 out=${1:?usage: results/serving/gpu.sh OUT [GPUS]}
@@ -17,7 +18,7 @@ here=${0%/*}
 gpus=${2:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())' 2>/dev/null)} ||
     { echo "gpu.sh: no GPU, or no CuPy" >&2; exit 2; }
 LIMIT_S=${LIMIT_S:-180} DURATION=${DURATION:-10} failed=0
-[ "$gpus" -lt 2 ] && default_modes="ar inline auto-inline" || default_modes="ar inline ssd auto"
+[ "$gpus" -lt 2 ] && default_modes="ar inline auto-inline" || default_modes="ar ar2 inline2 ssd auto"
 mkdir -p "$out" && rm -f "$out/answers.json"
 log=$out/serve.log
 : >"$log"
