@@ -1,0 +1,59 @@
+// Brings x to the warps that multiply, some slots ahead.
+struct Place {
+  int warp, lane;
+};
+
+// A lane's part of x for one slot: row lane / 4 of each row tile, for the warp's two pairs.
+typedef uint4 Columns[2][ROW_TILES];
+
+// Prefetches the columns of the next AHEAD slots into places that no other lane reads.
+class ColumnsAhead {
+ public:
+  __device__ __forceinline__ ColumnsAhead(u32 memory, const Place& at)
+      : memory_(memory + COLUMNS_AT + 16 * (32 * at.warp + at.lane)), at_(at) {}
+
+  // Starts a product of so many units; each unit runs through the whole depth once.
+  __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units) {
+    left_ = units * depth.slots;
+    mine_ = product.x + (long long)(at_.lane / 4) * product.x_step + 32 * Depth::pair_of(at_.warp) +
+            8 * (at_.lane % 4);
+    slot_ = place_ = free_ = 0;
+#pragma unroll
+    for (int i = 0; i < AHEAD - 1; ++i) fetch(product, depth);
+  }
+
+  // Returns the columns of the next slot, and starts the copy of those AHEAD - 1 slots later.
+  __device__ __forceinline__ void take(Columns& x, const Product& product, const Depth& depth) {
+    wait_for_copies<AHEAD - 2>();
+    const u32 from = memory_ + place_ * (LANE_BYTES * MULTIPLIERS);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i)
+      x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
+    if (++place_ == AHEAD) place_ = 0;
+    fetch(product, depth);  // into the place that was read last
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
+    const u32 to = memory_ + free_ * (LANE_BYTES * MULTIPLIERS);
+    if (left_ > 0) {
+      const int first = depth.start(slot_), pair = first + Depth::pair_of(at_.warp);
+      const u16* from = mine_ + 32 * first;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int m = i % ROW_TILES, p = i / ROW_TILES;
+        const bool wanted = pair + p * PAIR_STEP < depth.pairs && 8 * m + at_.lane / 4 < product.rows;
+        const u16* part = from + 8 * m * (long long)product.x_step + 32 * p * PAIR_STEP;
+        copy_own(to + i * (16 * MULTIPLIERS), wanted ? part : product.x, wanted);
+      }
+      if (++slot_ == depth.slots) slot_ = 0;
+      --left_;
+    }
+    end_of_copies();
+    if (++free_ == AHEAD) free_ = 0;
+  }
+  u32 memory_;
+  const u16* mine_;  // the lane's part of the first row tile
+  const Place& at_;
+  int left_ = 0, slot_ = 0, place_ = 0, free_ = 0;
+};

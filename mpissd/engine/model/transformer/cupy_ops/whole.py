@@ -1,0 +1,165 @@
+"""All layers and the LM head of a forward as one persistent kernel (kernels/whole.cu).
+
+The kernel needs compute capability 9.0, one rank, and no norm of q and k. Its numbers are those of
+the separate kernels, bit for bit, so that any number of rows may take either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops import whole_plan
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention
+from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
+from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
+from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
+    ADD,
+    ATTEND,
+    FFN_NORM,
+    GATED,
+    LOGITS,
+    QKV,
+    Step,
+)
+
+FIRST_CAPABILITY = 90
+OPERATIONS = 5  # of a layer
+_MIN_SLOTS = 4
+_LIMIT_NS = 20 * 10**9  # how long blocks wait for one another before they give up
+_SOURCES = (
+    "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "attend", "plan",
+    "ordered", "units", "whole",
+)  # fmt: skip
+
+
+class Whole:
+    """Launches forwards of one model; `stop` is the backend's page-locked stop word.
+
+    least_hidden: narrower models keep separate kernels, which are faster there: 30 layers of
+    SmolLM2-135M (576) wait five times each for all blocks, for 7 MB of weights.
+    """
+
+    least_hidden = 1024
+    most_rows = whole_plan.MAX_ROWS
+
+    def __init__(
+        self, launcher: Launcher, config: TransformerConfig, attention: Attention, stop: Any
+    ) -> None:
+        self._launcher, self._config, self._attention = launcher, config, attention
+        self._stop = stop
+
+    def suits(self, rows: int) -> bool:
+        """Returns whether a forward of so many rows can be one kernel."""
+        return rows <= self.most_rows and self._geometry(rows).slots >= _MIN_SLOTS
+
+    def launch(self, weights: Any, memory: Any, cache: Any, rows: int, count: int = 0) -> None:
+        """Computes all layers and the LM head, from hidden and x of the embedding on.
+
+        count: only so many operations of the table; 0: all.
+        """
+        if rows not in cache.tables:
+            steps = self._steps(weights, memory)
+            table = whole_plan.table(steps, rows)
+            model = self._model(memory, cache)
+            cache.tables[rows] = tuple(
+                self._launcher.uploaded(array.view(np.int32), np.int32) for array in (table, model)
+            )
+        table, model = cache.tables[rows]
+        geometry = self._geometry(rows)
+        shared = geometry.shared_bytes
+        kernel = self._launcher.function("whole", _SOURCES, geometry.macros, shared)
+        every = OPERATIONS * len(weights.layers) + 1
+        stop = np.uintp(self._stop.ctypes.data)
+        args = (table, np.int32(count or every), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
+        grid = (self._launcher.multiprocessors,)
+        self._launcher.launch(kernel, grid, (whole_plan.THREADS,), args, shared)
+
+    def _geometry(self, rows: int) -> whole_plan.Geometry:
+        head, room = self._config.shape.head_dim, self._launcher.shared_bytes
+        return whole_plan.geometry(rows, head, self._attention.page, room)
+
+    def _steps(self, weights: Any, memory: Any) -> Iterator[Step]:
+        """Yields the operations of a forward in their order."""
+        x, inner, attended = memory.x.values, memory.inner, memory.attended
+        last = len(weights.layers) - 1
+        for n, layer in enumerate(weights.layers):
+            following = weights.norm if n == last else weights.layers[n + 1].attention_norm
+            yield _product(QKV, n, layer.qkv, x, memory.q, layer.qkv_bias)
+            yield Step(ATTEND, n)
+            yield _product(ADD, n, layer.o, attended, x, layer.ffn_norm)
+            yield _product(GATED, n, layer.gate_up, x, inner, norm=FFN_NORM)
+            yield _product(ADD, n, layer.down, inner, x, following, norm=FFN_NORM)
+        yield _product(LOGITS, last + 1, weights.head, x, memory.logits)
+
+    def _model(self, memory: Any, cache: Any) -> Any:
+        """Returns struct Model."""
+        model, shape, every = np.zeros(1, whole_plan.MODEL), memory.x.shape, vars(cache)
+        finished = address(cache.counters)
+        done = OPERATIONS * cache.sizes.layers + 1
+        pointers = {name: address(every[name]) for name in _OF_CACHE} | {
+            "hidden": address(memory.hidden),
+            "squares": address(memory.x.squares),
+            "powers": address(memory.x.powers),
+            "table": address(cache.words) + 4 * 4 * shape[0],
+            "seats": address(cache.words),
+            "attend_queries": address(memory.q),
+            "queries": address(memory.q),
+            "attended": address(memory.attended),
+            "x": address(memory.x.values),
+            "task_count": address(cache.count),
+            "finished": finished,
+            "merged": finished + 4 * done,
+        }
+        numbers = {
+            "most_pages": cache.sizes.pages_per_slot,
+            "kv_heads": cache.sizes.kv_heads,
+            "steps": max(1, cache.sizes.steps),
+            "heads": memory.q.shape[1] // cache.sizes.head_dim,
+            "splits": cache.splits,
+            "page_layer": cache.keys[0].size,
+            "lane_layer": cache.lane_keys[0].size,
+            "most_rows": shape[0],
+            "width": shape[1],
+            "eps": self._config.norm_eps,
+            "scale": self._attention.scale,
+        }
+        for name, value in (pointers | numbers).items():
+            model[name] = value
+        return model
+
+
+def counters(layers: int, kv_heads: int) -> int:
+    """Returns the counters of a forward: of blocks by operation, of tasks by layer and KV head."""
+    return OPERATIONS * layers + 1 + layers * kv_heads
+
+
+_OF_CACHE = ("keys", "values", "lane_keys", "lane_values", "turns", "partial", "tops", "tasks")
+
+
+def address(array: Any) -> int:
+    """Returns where a device array, or the emulator's NumPy array, begins; 0 for None."""
+    if array is None:
+        return 0
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _product(
+    kind: int, layer: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
+) -> Step:
+    depth, columns = weight.depth, weight.columns
+    return Step(
+        kind=kind,
+        layer=layer,
+        weight=address(weight.values),
+        x=address(x),
+        out=address(out),
+        depth=depth,
+        tiles=weight.tiles,
+        columns=columns,
+        vector=address(vector),
+        norm=norm,
+    )
