@@ -110,7 +110,8 @@ def differences(rig: Rig, context: int, rows: int) -> Iterator[tuple[str, float]
         first = stack.weights.layers[0].attention_norm
         ops._norm(stack.buffers.hidden, None, first, stack.buffers.x, rows, stack.cache.counters)  # type: ignore[attr-defined]
         if count:
-            whole.launch(stack.weights, stack.buffers, stack.cache, rows, count)
+            norm = ops._first_norm  # type: ignore[attr-defined]
+            whole.launch(stack.weights, stack.buffers, stack.cache, rows, norm, count)
         return tensors(rig, layer, context, rows)
 
     layers = rig.checkpoint.config.shape.num_layers

@@ -154,5 +154,6 @@ inline uint4 load_fresh(const void* from) { return *(const uint4*)from; }
 inline float2 load_fresh_two(const float2* from) { return *from; }
 inline float load_fresh_one(const float* from) { return *from; }
 inline void fetch_ahead(const void*) {}
+inline void poll_again() { emulator::give_way(); }
 inline void may_start_next() {}
 inline void wait_for_last() {}

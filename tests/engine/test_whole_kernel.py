@@ -12,7 +12,13 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
 from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
-from mpissd.engine.model.transformer.cupy_ops.whole_plan import OPERATION, Step, geometry, table
+from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
+    OPERATION,
+    Form,
+    Step,
+    geometry,
+    table,
+)
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.transformer_rig import Rig, joined, prompt, tiny
 from tests.whole_twin import differences
@@ -32,6 +38,9 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Whole, "least_hidden", 0)
 
 
+FORMS = ["", "arrive=1", "arrive=1,piece=8,flying=5,teams=1,ahead=3", "piece=8,holds=0"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family, rows", [("llama", 3), ("qwen2", 9)])
 def test_each_operation_is_its_twins(gpu: Any, family: str, rows: int) -> None:
@@ -45,21 +54,27 @@ def test_each_operation_is_its_twins(gpu: Any, family: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_kernel_has_the_bits_of_many(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_one_kernel_has_the_bits_of_many(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(Whole, "form", Form.parse(form))
     found = []
     for whole in (False, True):
         monkeypatch.setattr(Whole, "most_rows", 32 if whole else 0)
-        rig = Rig(gpu, tiny("smollm2", layers=1), max_rows=12)
-        found.append(rig.fill(prompt(rig, 130), 12))
+        rig = Rig(gpu, tiny("smollm2", layers=3 if form else 1), max_rows=12)
+        found.append(rig.fill(prompt(rig, 60 if form else 130), 12))
     assert np.array_equal(*found)
     assert "whole" in gpu.launcher(early=False).launches
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS[:2])
 def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Values that one forward stores and reads: two rows of a lane beside rows of its trunk."""
+    monkeypatch.setattr(Whole, "form", Form.parse(form))
     found = []
     for whole in (False, True):
         monkeypatch.setattr(Whole, "most_rows", 32 if whole else 0)
@@ -82,7 +97,7 @@ def test_a_geometry_fills_a_multiprocessor(head: int, rows: int) -> None:
     found = geometry(rows, head, 256, ROOM)
     assert found.slots >= 8 and found.shared_bytes <= ROOM
     assert found.row_tiles == -(-rows // 8)
-    assert geometry(rows, head, 256, ROOM, most_slots=99).shared_bytes > ROOM - (17 << 10)
+    assert found.slots == 12 or found.shared_bytes > ROOM - (17 << 10)
 
 
 def test_a_table_says_where_operations_read_and_write() -> None:

@@ -9,15 +9,19 @@
 #ifndef TEAM_BYTES  // that other work needs in the place of x and the sums
 #define TEAM_BYTES 0
 #endif
+#ifndef PIECE  // pairs of a slot: WARPS or, for two a warp, 2 WARPS
+#define PIECE 16
+#endif
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
-constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
+constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = PIECE, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
 constexpr int ROUND = 4;                            // tiles whose sums are added at once
 constexpr int HALF_WORDS = ORDERED ? 64 : 65;       // 64 sums of 8 columns
 constexpr int TILE_WORDS = ORDERED ? 129 : 130;     // 128 sums, padded against bank conflicts
 constexpr int PAIR_STEP = ORDERED ? WARPS : 1;      // from a warp's first pair of a slot to its second
+constexpr int PARTS = SLOT_PAIRS / WARPS;           // a warp's pairs of a slot
 constexpr int WARP_WORDS = ROUND * TILE_WORDS;
 constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
-constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // bytes of x for one slot
+constexpr int LANE_BYTES = PARTS * ROW_TILES * 16;  // bytes of x for one slot
 constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
 constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
 constexpr int SUMS_END = SUMS_AT + WARPS * WARP_WORDS * 4, TEAM_END = COLUMNS_AT + TEAM_BYTES;

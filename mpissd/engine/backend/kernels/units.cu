@@ -1,5 +1,8 @@
 // What the persistent kernels share (chain.cu, whole.cu): a warp that reads all weights ahead, products
 // of a few tiles of columns, and the wait for all blocks. The layout of weights: chain.cu.
+#ifndef HOLDS  // attention holds the reading of weights: 1 from its wait on, 2 behind it, 0 never
+#define HOLDS 0
+#endif
 template <class Table>
 __device__ void read_weights(const Table* products, int count, u32 memory) {
   Ring ring(memory), arriving(memory);
@@ -21,7 +24,7 @@ __device__ void read_weights(const Table* products, int count, u32 memory) {
             arriving.next();
           }
           barrier_wait(ring.empty(), ring.turn() ^ 1);
-          while (TEAM_BYTES && (load_word(memory + HOLD_AT) || load_word(memory + HOLD_AT + 4))) {
+          while (HOLDS && (load_word(memory + HOLD_AT) || load_word(memory + HOLD_AT + 4))) {
           }
           barrier_arrive_expecting(ring.full(), pairs * PAIR_BYTES);
           copy_in(ring.slot(), from, pairs * PAIR_BYTES, ring.full(), policy);
@@ -35,8 +38,8 @@ __device__ void read_weights(const Table* products, int count, u32 memory) {
 
 typedef float Sums[TILES][ROW_TILES][4];
 
-// A lane's part of a slot's weights: the two steps of each of its warp's two pairs.
-typedef uint4 Part[2][2];
+// A lane's part of a slot's weights: the two steps of each of its warp's pairs.
+typedef uint4 Part[PARTS][2];
 
 __device__ __forceinline__ bool has_pair(int p, int pairs, const Place& at) {
   return Depth::pair_of(at.warp) + p * PAIR_STEP < pairs;
@@ -78,7 +81,7 @@ __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product
       if (t >= tiles) break;
       barrier_wait(ring.full(), ring.turn());
 #pragma unroll
-      for (int p = 0; p < 2; ++p)
+      for (int p = 0; p < PARTS; ++p)
         if (has_pair(p, pairs, at)) {
           Part part;
           load_part(part, p, ring.slot(), at);

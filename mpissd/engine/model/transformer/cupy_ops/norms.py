@@ -10,6 +10,12 @@ import numpy as np
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 
 TILE = 16
+LATE_FILES = ("types", "ampere", "skinny", "arithmetic", "late")
+SKINNY_MACROS = (
+    ("ROW_TILES", 1),
+    ("TILES", 1),
+    ("STAGES", 6),
+)  # unused by kernels that do not multiply
 
 
 @dataclass(frozen=True)

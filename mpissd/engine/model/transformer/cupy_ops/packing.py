@@ -90,8 +90,9 @@ class Packer:
             first = part.rows.start or 0
             for at in range(first, first + size[0], head):
                 low, high = (slice(a, a + head // 2) for a in (at, at + head // 2))
-                halves = (replace(part, rows=rows) for rows in (low, high))
-                self._fill(checkpoint, values[start:], _Tiles(*halves, head // 2, depth))
+                left, right = (replace(part, rows=rows) for rows in (low, high))
+                tiles = _Tiles(left, right, head // 2, depth)
+                self._fill(checkpoint, values[start:], tiles)
                 start += head * depth
         return PackedWeight(values, depth, outputs, head=head)
 

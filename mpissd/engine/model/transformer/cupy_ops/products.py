@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.cupy_ops.norms import LATE_FILES
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
 _THREADS = 256
 _FILES = ("types", "ampere", "skinny")
-_LATE_FILES = ("types", "ampere", "skinny", "arithmetic", "late")
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
@@ -61,7 +61,9 @@ class Products:
         macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
         shared = _shared_bytes(tiles, row_tiles, stages)
         kind = "gated" if weight.gated else str(out.dtype)
-        name, files = (f"skinny_{kind}", _FILES) if factors is None else (f"late_{kind}", _LATE_FILES)
+        name, files = (
+            (f"skinny_{kind}", _FILES) if factors is None else (f"late_{kind}", LATE_FILES)
+        )
         kernel = self._launcher.function(name, files, macros, shared)
         blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
         source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))

@@ -6,7 +6,8 @@ the separate kernels, bit for bit, so that any number of rows may take either wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
 from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
+from mpissd.engine.model.transformer.cupy_ops.norms import LATE_FILES, SKINNY_MACROS, Normed
 from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
+from mpissd.engine.model.transformer.cupy_ops.whole_places import Places, arriving, standing
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     ADD,
     ATTEND,
@@ -23,17 +26,19 @@ from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     GATED,
     LOGITS,
     QKV,
+    Form,
     Step,
 )
 
 FIRST_CAPABILITY = 90
 OPERATIONS = 5  # of a layer
-_MIN_SLOTS = 4
-_LIMIT_NS = 20 * 10**9  # how long blocks wait for one another before they give up
-_SOURCES = (
-    "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "attend", "plan",
-    "ordered", "units", "whole",
+_FILL_BLOCKS = 64
+_LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
+SOURCES = (
+    "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "attend",
+    "plan", "ordered", "units", "whole",
 )  # fmt: skip
+Norm = Callable[[Any, Any, Normed, int, Any], None]
 
 
 class Whole:
@@ -45,6 +50,7 @@ class Whole:
 
     least_hidden = 1024
     most_rows = whole_plan.MAX_ROWS
+    form = Form.parse(os.environ.get("MPISSD_WHOLE_FORM", ""))
 
     def __init__(
         self, launcher: Launcher, config: TransformerConfig, attention: Attention, stop: Any
@@ -54,24 +60,27 @@ class Whole:
 
     def suits(self, rows: int) -> bool:
         """Returns whether a forward of so many rows can be one kernel."""
-        return rows <= self.most_rows and self._geometry(rows).slots >= _MIN_SLOTS
+        return rows <= self.most_rows and self._geometry(rows).fits
 
-    def launch(self, weights: Any, memory: Any, cache: Any, rows: int, count: int = 0) -> None:
-        """Computes all layers and the LM head, from hidden and x of the embedding on.
+    def launch(
+        self, weights: Any, memory: Any, cache: Any, rows: int, norm: Norm, count: int = 0
+    ) -> None:
+        """Computes all layers and the LM head, behind the embedding.
 
-        count: only so many operations of the table; 0: all.
+        norm: enqueues the first norm. count: only so many operations of the table; 0: all.
         """
-        if rows not in cache.tables:
-            steps = self._steps(weights, memory)
-            table = whole_plan.table(steps, rows)
-            model = self._model(memory, cache)
-            cache.tables[rows] = tuple(
-                self._launcher.uploaded(array.view(np.int32), np.int32) for array in (table, model)
-            )
-        table, model = cache.tables[rows]
+        key = rows, self.form
+        if key not in cache.tables:
+            cache.tables[key] = self._tables(weights, memory, cache, rows)
+        places, table, model = cache.tables[key]
+        if places.scratch is not None:
+            words = np.int32(places.scratch.nbytes // 16)
+            fill = self._launcher.function("late_fill", LATE_FILES, SKINNY_MACROS)
+            self._launcher.launch(fill, (_FILL_BLOCKS,), (256,), (places.scratch, words))
+        norm(memory.hidden, weights.layers[0].attention_norm, places.first, rows, cache.counters)
         geometry = self._geometry(rows)
         shared = geometry.shared_bytes
-        kernel = self._launcher.function("whole", _SOURCES, geometry.macros, shared)
+        kernel = self._launcher.function("whole", SOURCES, geometry.macros, shared)
         every = OPERATIONS * len(weights.layers) + 1
         stop = np.uintp(self._stop.ctypes.data)
         args = (table, np.int32(count or every), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
@@ -80,39 +89,52 @@ class Whole:
 
     def _geometry(self, rows: int) -> whole_plan.Geometry:
         head, room = self._config.shape.head_dim, self._launcher.shared_bytes
-        return whole_plan.geometry(rows, head, self._attention.page, room)
+        return whole_plan.geometry(rows, head, self._attention.page, room, self.form)
 
-    def _steps(self, weights: Any, memory: Any) -> Iterator[Step]:
+    def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> Any:
+        """Returns the places of a forward, and its operations and struct Model on the device."""
+        if self.form.arrive:
+            layers, width = len(weights.layers), memory.x.shape[1]
+            widths = width, memory.attended.shape[1], memory.inner.shape[1]
+            places = arriving(self._launcher, rows, layers, *widths)
+        else:
+            places = standing(memory)
+        table = whole_plan.table(self._steps(weights, memory, places), rows)
+        model = self._model(memory, cache, places)
+        arrays = (array.view(np.int32) for array in (table, model))
+        return places, *(self._launcher.uploaded(array, np.int32) for array in arrays)
+
+    def _steps(self, weights: Any, memory: Any, places: Places) -> Iterator[Step]:
         """Yields the operations of a forward in their order."""
-        x, inner, attended = memory.x.values, memory.inner, memory.attended
         last = len(weights.layers) - 1
         for n, layer in enumerate(weights.layers):
             following = weights.norm if n == last else weights.layers[n + 1].attention_norm
-            yield _product(QKV, n, layer.qkv, x, memory.q, layer.qkv_bias)
-            yield Step(ATTEND, n)
-            yield _product(ADD, n, layer.o, attended, x, layer.ffn_norm)
-            yield _product(GATED, n, layer.gate_up, x, inner, norm=FFN_NORM)
-            yield _product(ADD, n, layer.down, inner, x, following, norm=FFN_NORM)
+            here, behind = places.of[n % 2], places.of[(n + 1) % 2].x
+            yield _product(QKV, n, layer.qkv, behind, memory.q, layer.qkv_bias)
+            yield Step(ATTEND, n, out=address(here.attended))
+            yield _product(ADD, n, layer.o, here.attended, here.middle, layer.ffn_norm)
+            yield _product(GATED, n, layer.gate_up, here.middle, here.inner, norm=FFN_NORM)
+            yield _product(ADD, n, layer.down, here.inner, here.x, following, norm=FFN_NORM)
+        x = places.of[last % 2].x
         yield _product(LOGITS, last + 1, weights.head, x, memory.logits)
 
-    def _model(self, memory: Any, cache: Any) -> Any:
+    def _model(self, memory: Any, cache: Any, places: Places) -> Any:
         """Returns struct Model."""
         model, shape, every = np.zeros(1, whole_plan.MODEL), memory.x.shape, vars(cache)
         finished = address(cache.counters)
         done = OPERATIONS * cache.sizes.layers + 1
         pointers = {name: address(every[name]) for name in _OF_CACHE} | {
             "hidden": address(memory.hidden),
-            "squares": address(memory.x.squares),
-            "powers": address(memory.x.powers),
+            "squares": address(places.first.squares),
+            "powers": address(places.first.powers),
             "table": address(cache.words) + 4 * 4 * shape[0],
             "seats": address(cache.words),
             "attend_queries": address(memory.q),
             "queries": address(memory.q),
-            "attended": address(memory.attended),
-            "x": address(memory.x.values),
             "task_count": address(cache.count),
             "finished": finished,
             "merged": finished + 4 * done,
+            "arrivals": address(places.arrivals),
         }
         numbers = {
             "most_pages": cache.sizes.pages_per_slot,
@@ -124,6 +146,8 @@ class Whole:
             "lane_layer": cache.lane_keys[0].size,
             "most_rows": shape[0],
             "width": shape[1],
+            "norm_rows": places.first.squares.shape[1],
+            "arrival_words": 0 if places.arrivals is None else places.arrivals.nbytes // 32,
             "eps": self._config.norm_eps,
             "scale": self._attention.scale,
         }

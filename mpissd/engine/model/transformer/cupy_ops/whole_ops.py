@@ -1,7 +1,7 @@
 """The operations of a transformer of which up to 32 rows are one persistent kernel (whole.py).
 
-RMSNorm comes in two parts (arithmetic.cu), and q and k in the order of their rotation, so that nothing
-stands between two products. More rows take separate kernels with the same bits (late.cu).
+RMSNorm comes in two parts (arithmetic.cu), and q and k in the order of their rotation, so that
+nothing stands between two products. More rows take separate kernels with the same bits (late.cu).
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import attention
 from mpissd.engine.model.transformer.cupy_ops.attention import Cache
 from mpissd.engine.model.transformer.cupy_ops.launching import ceil_div
-from mpissd.engine.model.transformer.cupy_ops.norms import Normed, normed
+from mpissd.engine.model.transformer.cupy_ops.norms import (
+    LATE_FILES,
+    SKINNY_MACROS,
+    Normed,
+    normed,
+)
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
 from mpissd.engine.model.transformer.cupy_ops.whole import FIRST_CAPABILITY, Whole, counters
@@ -27,8 +32,6 @@ from mpissd.engine.model.transformer.ops import Layer, Part
 
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
 _NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
-_LATE_FILES = ("types", "ampere", "skinny", "arithmetic", "late")
-_SKINNY_MACROS = (("ROW_TILES", 1), ("TILES", 1), ("STAGES", 6))  # unused by these kernels
 _ROTATE_FILES = (*attention.FILES, "arithmetic", "late_rotate")
 
 
@@ -121,13 +124,14 @@ class WholeOps(CupyOps):
     def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self._whole.suits(rows):
             return False
-        first = weights.layers[0].attention_norm
-        self._norm(memory.hidden, None, first, memory.x, rows, cache.counters)
-        self._whole.launch(weights, memory, cache, rows)
+        self._whole.launch(weights, memory, cache, rows, self._first_norm)
         return True
 
+    def _first_norm(self, hidden: Any, weight: Any, x: Normed, rows: int, counters: Any) -> None:
+        self._norm(hidden, None, weight, x, rows, counters)
+
     def _late(self, name: str, rows: int, threads: int, args: tuple[Any, ...]) -> None:
-        kernel = self._launcher.function(name, _LATE_FILES, _SKINNY_MACROS)
+        kernel = self._launcher.function(name, LATE_FILES, SKINNY_MACROS)
         self._launcher.launch(kernel, (rows,), (threads,), args, _NORM_BYTES)
 
 
