@@ -44,7 +44,10 @@ FORMS = (  # what each is for, and what it should take: PLAN.md
     "arrive=1,piece=8,flying=5,holds=2",
     "arrive=1,teams=1,ahead=3,holds=2",
     "arrive=1,piece=8,flying=5,teams=1,ahead=4,holds=2",
-    "arrive=1,tiles=2,holds=2",
+    "arrive=2,holds=2",
+    "arrive=2,piece=8,flying=5,holds=2",
+    "arrive=2,piece=8,flying=5,teams=1,ahead=4,holds=2",
+    "arrive=2,tiles=2,holds=2",
 )
 _READ_BYTES = 4 * 10**9
 _STUCK_S, _GIVEN_UP_S = 0.25, 9.0

@@ -38,7 +38,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Whole, "least_hidden", 0)
 
 
-FORMS = ["", "arrive=1", "arrive=1,piece=8,flying=5,teams=1,ahead=3", "piece=8,holds=0"]
+FORMS = ["", "arrive=2", "arrive=1", "arrive=1,piece=8,flying=5,teams=1,ahead=3", "piece=8,holds=0"]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def capable(backend: Any) -> None:
         lack(f"compute capability {FIRST_CAPABILITY}")
 
 
-WAYS = {"whole": "", "arrive": "arrive=1,holds=2"}  # of one kernel; forms of Form.parse
+WAYS = {"whole": "", "arrive": "arrive=2,holds=2"}  # of one kernel; forms of Form.parse
 
 
 @pytest.fixture(params=["one after another", "early", *WAYS])

@@ -2,10 +2,7 @@
 //
 // Macro ARRIVE: with 1, x may not be there yet. Its places hold 0xFFFF until then, which no float16 is that
 // a kernel stores (to_finite_half), so that the values themselves say that they have arrived, and nobody
-// waits for a counter first.
-#ifndef ARRIVE
-#define ARRIVE 0
-#endif
+// waits for a counter first. With 2, the parts of attention's splits do so as well, which are float32.
 struct Place {
   int warp, lane;
 };

@@ -109,8 +109,6 @@ __device__ __forceinline__ int norm_of(const Operation& op) {
   return ARRIVE ? 2 * op.layer + op.norm : op.norm;
 }
 
-__device__ __forceinline__ bool is_number(float x) { return __float_as_uint(x) != 0xFFFFFFFFu; }
-
 // Brings the factors of this warp's rows; returns whether all that they are made of was there.
 __device__ __forceinline__ bool bring_factors(const Operation& op, const Place& at) {
   const Model& model = the_model();
@@ -311,7 +309,7 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int number, i
   const Model& model = the_model();
   const int heads = model.attention.heads, shared = heads / model.cache.kv_heads;
   if (number >= queries) return;
-  if (team.thread == 0) {
+  if (ARRIVE < 2 && team.thread == 0) {
     Patience patience(watch);
     const u32* over = model.merged + op.layer * model.cache.kv_heads + head;
     while ((int)(load_acquire(over) - (u32)tasks) < 0 && !patience.over()) {
@@ -324,7 +322,7 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int number, i
     const Seat& seat = seat_of(row);
     if (seat.is_padding) continue;
     merge_splits(model.attention, row, of, seat.position / SPLIT + 1,
-                 op.out + ((long long)row * heads + of) * HEAD);
+                 op.out + ((long long)row * heads + of) * HEAD, watch);
   }
 }
 
@@ -370,7 +368,7 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
     refresh_values(sources.values, seat_of(task.row).fresh, team);
     finish_task(model.attention, sources.keys, rows, task, kv_heads, head, team,
                 [&] { if (team.thread == 0) store_word(hold, 0); }, number);
-    if (team.thread == 0) add_release(model.merged + op.layer * kv_heads + head);
+    if (ARRIVE < 2 && team.thread == 0) add_release(model.merged + op.layer * kv_heads + head);
   }
   MARK(number, 2);
   const int queries = rows_here * (model.attention.heads / kv_heads);

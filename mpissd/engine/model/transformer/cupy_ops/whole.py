@@ -18,7 +18,12 @@ from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 from mpissd.engine.model.transformer.cupy_ops.norms import LATE_FILES, SKINNY_MACROS, Normed
 from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
-from mpissd.engine.model.transformer.cupy_ops.whole_places import Places, arriving, standing
+from mpissd.engine.model.transformer.cupy_ops.whole_places import (
+    Places,
+    arriving,
+    awaited_parts,
+    standing,
+)
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     ADD,
     ATTEND,
@@ -97,6 +102,8 @@ class Whole:
             layers, width = len(weights.layers), memory.x.shape[1]
             widths = width, memory.attended.shape[1], memory.inner.shape[1]
             places = arriving(self._launcher, rows, layers, *widths)
+            if self.form.arrive > 1:
+                places.parts.update(awaited_parts(self._launcher, cache, rows, widths[1]))
         else:
             places = standing(memory)
         table = whole_plan.table(self._steps(weights, memory, places), rows)
@@ -135,6 +142,7 @@ class Whole:
             "finished": finished,
             "merged": finished + 4 * done,
             "arrivals": address(places.arrivals),
+            **{name: address(part) for name, part in places.parts.items()},
         }
         numbers = {
             "most_pages": cache.sizes.pages_per_slot,

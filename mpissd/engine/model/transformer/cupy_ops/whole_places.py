@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,15 @@ class Places:
 
     first: what the first norm writes: x of the layer in front of layer 0, and the norms of all.
     arrivals: both parts of `of`, as they lie in memory. scratch: what a forward sets to 0xFF before
-    it begins; None: nothing.
+    it begins; None: nothing. parts: of attention's splits, by their names in struct Model, where
+    they are not those of the cache.
     """
 
     of: tuple[Between, Between]
     first: Normed
     arrivals: Any = None
     scratch: Any = None
+    parts: dict[str, Any] = field(default_factory=dict)
 
 
 def standing(memory: Any) -> Places:
@@ -64,6 +66,22 @@ def arriving(
     )
     first = Normed(of[1].x, squares, every[3], powers, every[4])
     return Places(of, first, arrivals, scratch)
+
+
+def awaited_parts(launcher: Launcher, cache: Any, rows: int, attended: int) -> dict[str, Any]:
+    """Returns places for the parts of attention's splits, with all bits set.
+
+    A forward leaves them so.
+    """
+    splits, head = cache.splits, cache.sizes.head_dim
+    queries = rows * attended // head
+    made = {
+        "partial": launcher.empty((queries * splits * head,), np.float32),
+        "tops": launcher.empty((queries * splits * 2,), np.float32),
+    }
+    for array in made.values():
+        launcher.upload(np.full(array.shape, -1, np.int32).view(np.float32), array)
+    return made
 
 
 def _parts(values: Any, rows: int, width: int, attended: int, inner: int) -> Between:

@@ -45,7 +45,8 @@ extra_macros: tuple[tuple[str, int], ...] = ()  # of a trace (results/h200-trans
 class Form:
     """What the kernel may be built with; its numbers are the same with all of it.
 
-    arrive: whether values say themselves that they are there (ordered.cu). piece: pairs of 32
+    arrive: which values say themselves that they are there (ordered.cu): 0, none; 1, what products
+    read; 2, the parts of attention's splits, too. piece: pairs of 32
     inputs in a slot, 8 or 16. flying, ahead: copies of weights under way, and slots of x ahead; 0:
     as by default for 16 pairs. tiles: of a unit. teams: that attend tasks in a block, 1 or 2.
     holds: when attention holds the reading of weights: 1, from its wait for q, k and v on; 2,
