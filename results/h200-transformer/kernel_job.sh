@@ -27,6 +27,9 @@ step() { # step NAME SECONDS COMMAND…: runs it within what is left, its output
         return
     fi
     timeout -k 5 "$seconds" "$@" </dev/null >"$out/$name.log" 2>&1 || code=$?
+    if [[ $name =~ parity|tests ]] && ! tail -n 1 "$out/$name.log" | grep -q passed; then
+        code=${code/#0/3} # what is skipped proves nothing
+    fi
     tail -n 3 "$out/$name.log"
     ((code == 0)) || failed=1
     verdicts+=("$( ((code == 0)) && echo pass || echo "FAIL ($code)")  $name, $SECONDS s  $(tail -n 1 "$out/$name.log")")

@@ -10,8 +10,9 @@ import pytest
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
+from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps, chosen
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     OPERATION,
     Form,
@@ -19,8 +20,10 @@ from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     geometry,
     table,
 )
+from mpissd.engine.model.transformer.ops import Part
+from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.emulator.launcher import EmulatedGpu
-from tests.gpu.transformer_rig import Rig, joined, prompt, tiny
+from tests.gpu.transformer_rig import HEADS, Rig, joined, prompt, tiny
 from tests.whole_twin import differences
 
 ROOM = 227 << 10
@@ -89,6 +92,45 @@ def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
             rows = [*tokens[first : first + 2], *tokens[124:126]]
             found.append(rig.forward(rows, joined(lane, trunk), bucket=5)[:4])
     assert np.array_equal(found[0], found[2]) and np.array_equal(found[1], found[3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["", "arrive=2"])
+def test_padding_and_forwards_of_more_rows(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A forward of padding alone ends; behind it one of two rows and padding, and one of 40 rows,
+    which separate kernels compute, have the bits of separate kernels."""
+    monkeypatch.setattr(Whole, "form", Form.parse(form))
+    found = []
+    for most_rows in (32, 0):
+        monkeypatch.setattr(Whole, "most_rows", most_rows)
+        rig = Rig(gpu, tiny("llama"), max_rows=40)
+        tokens = prompt(rig, 49)
+        every = [rig.fill(tokens[:7], 7)]
+        rig.stack.place(None)
+        rig._programs[7].launch()
+        every.append(rig.forward(tokens[7:9], trunk_rows(0, 7, 9), bucket=7))
+        found.append([*every, rig.fill(tokens[9:], 40, start=9)])
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("head", [32, 64])
+def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
+    gpu: Any, head: int
+) -> None:
+    config = tiny("llama" if head == 32 else "smollm2", layers=1)
+    ops = chosen(gpu, config, heads=HEADS[config.family][0], kv_heads=1, max_rows=8, page=128)
+    checkpoint, name = RandomCheckpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
+    assert isinstance(ops, WholeOps)
+    packed = ops.qkv_matrix(checkpoint, [Part(name)])
+    expected = checkpoint.matrix(name).astype(np.float16)
+    assert packed.head == head and packed.columns == len(expected)
+    chunks = CupyChunks.__new__(CupyChunks)
+    chunks._launcher, chunks._attention = gpu.launcher(early=False), ops._attention
+    rows = gpu.launcher(early=False).zeros((expected.size,), np.float16)
+    chunks._unpack(packed, rows)
+    assert np.array_equal(rows.reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 24, 32])
