@@ -23,18 +23,26 @@ class ColumnsAhead {
       : memory_(memory + COLUMNS_AT + 16 * (32 * at.warp + at.lane)), at_(at), watch_(watch) {}
 
   // Starts a product of so many units; each unit runs through the whole depth once. wanted: bit m says
-  // whether the lane's row of row tile m is read. Only the first `most` of the slots that are copied
-  // ahead are, if there will be another start.
-  __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units, u32 wanted,
-                                        int most = AHEAD - 1) {
-    left_ = started_ = min(units * depth.slots, most);
+  // whether the lane's row of row tile m is read.
+  __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units, u32 wanted) {
+    left_ = units * depth.slots;
+    started_ = min(left_, AHEAD - 1);
     wanted_ = wanted;
     mine_ = product.x + (long long)(at_.lane / 4) * product.x_step + 32 * Depth::pair_of(at_.warp) +
             8 * (at_.lane % 4);
     slot_ = place_ = free_ = taken_ = 0;
 #pragma unroll
     for (int i = 0; i < AHEAD - 1; ++i) fetch(product, depth);
-    left_ = units * depth.slots - started_;
+  }
+
+  // Waits until one value has arrived of each of up to 256 tiles of a row of x, from all who write it: looks
+  // at all that is needed would delay weights. Lanes whose value is there look no more.
+  __device__ __forceinline__ void probe(const Product& product, int row) const {
+    const int tile = (at_.lane * WARPS + at_.warp) * (2 * product.pairs) / MULTIPLIERS;
+    const u16* from = product.x + (long long)row * product.x_step + 16 * tile;
+    Patience patience(watch_);
+    while (!arrived(load_fresh(from)) && !patience.over()) poll_again();
+    sync_lanes();
   }
 
   // Waits for the slots that were started; returns whether x has arrived in them.

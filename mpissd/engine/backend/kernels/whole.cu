@@ -117,7 +117,8 @@ __device__ __forceinline__ bool bring_factors(const Operation& op, const Place& 
   float powers[ROW_TILES], squares[ROW_TILES];
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
-    const int row = first + min(8 * m + at.warp, op.rows - 1);
+    const int own = 8 * m + at.warp, row = first + min(own, op.rows - 1);
+    const int there_are = own < op.rows ? tiles : 0;
     const float* of_row = model.squares + (long long)row * tiles;
     powers[m] = load_fresh_one(model.powers + row);
     if (ARRIVE && !is_number(powers[m])) there = false;
@@ -125,7 +126,7 @@ __device__ __forceinline__ bool bring_factors(const Operation& op, const Place& 
       const float v = load_fresh_one(of_row + t);
       if (ARRIVE && !is_number(v)) there = false;
       return v;
-    }, tiles);
+    }, there_are);
   }
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
@@ -245,14 +246,13 @@ __device__ __forceinline__ u32 rows_of_lane(const Product& product, bool is_atte
 __device__ __forceinline__ void await_arrival(ColumnsAhead& ahead, const Operation& op,
                                               const Product& product, const Depth& depth, int units,
                                               u32 wanted, const Watch& watch, const Place& at) {
-  const int probe = op.rows > 2 ? 1 : AHEAD - 1;  // slots that are asked for; more would delay weights
+  const int row = at.warp % op.rows;
+  if (op.rows > 2 && !seat_of(row).is_padding) ahead.probe(product, row);
   Patience patience(watch);
-  for (bool is_there = false;; poll_again()) {
-    ahead.start(product, depth, units, wanted, is_there ? AHEAD - 1 : probe);
-    if (is_there) return;
+  for (;; poll_again()) {
+    ahead.start(product, depth, units, wanted);
     const bool mine = bring_factors(op, at) & ahead.there();
-    is_there = __ballot_sync(0xFFFFFFFFu, !mine && !patience.over()) == 0;
-    if (is_there && probe == AHEAD - 1) return;
+    if (__ballot_sync(0xFFFFFFFFu, !mine && !patience.over()) == 0) return;
   }
 }
 
