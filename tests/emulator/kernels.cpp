@@ -4,7 +4,6 @@
 #include "exchange.cu"
 #include "plan.cu"
 #include "columns.cu"
-#include "units.cu"
 #include "chain.cu"
 
 extern "C" {

@@ -17,8 +17,7 @@ from tests.gpu.agreement import HostDevice
 from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
-_EMULATED = ("types", "system", "ampere", "hopper")  # what device.hpp stands for
-_TOGETHER = ("whole",)  # kernels whose blocks wait for one another
+_EMULATED = ("types", "ampere")  # what device.hpp stands for
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -33,7 +32,6 @@ class EmulatedLauncher:
     """Compiles kernels with g++ into `folder` and runs their threads one by one (device.hpp)."""
 
     shared_bytes = 227 << 10
-    multiprocessors = 3
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.built = folder, dict[Any, Any]()
@@ -88,9 +86,7 @@ class EmulatedLauncher:
         if compiler is None:
             lack("a C++ compiler")
         includes = [f'#include "{file}.cu"' for file in files if file not in _EMULATED]
-        kind = "run_together" if name in _TOGETHER else "run_grid"
-        run = _RUN.replace("NAME", name).replace("KIND", kind)
-        source = "\n".join(['#include "device.hpp"', *includes, run])
+        source = "\n".join(['#include "device.hpp"', *includes, _RUN.replace("NAME", name)])
         options = [f"-D{macro}={value}" for macro, value in macros]
         tag = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
         library = self._folder / f"{name}-{tag}.so"
@@ -108,7 +104,7 @@ class EmulatedLauncher:
 
 _RUN = """
 extern "C" int run(void** args, const int* sizes, u32 bytes, u32 seed) {
-  return emulator::KIND(NAME, args, sizes, bytes, seed);
+  return emulator::run_grid(NAME, args, sizes, bytes, seed);
 }
 """
 
