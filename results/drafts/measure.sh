@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Distils drafts of equal parameters on one GPU and measures them there:  results/drafts/measure.sh TARGET OUT
-# BUDGET_S=420 in all. PYTHON=.venv/bin/python; SHAPES, SAMPLING and TRAINING (seconds, the latter of each shape),
+# BUDGET_S=420 in all. PYTHON=.venv/bin/python; SHAPES (two or more), SAMPLING and TRAINING (seconds, the latter of each shape),
 # BACKEND, TOKENS, PROMPTS (a file) and DISTILL (further flags) to change or to rehearse.
 set -u -o pipefail
 cd "${0%/*}/../.." || exit

@@ -153,7 +153,9 @@ def main() -> int:
         if given.way == "float"
         else Beside(given.way, *told, rate=given.rate)
     )
-    replay = Replay(student, OnlineConfig(seed=given.seed))
+    stream = f"{part.name}={given.stage}"
+    config = OnlineConfig(target=given.target, stream=stream, seed=given.seed)
+    replay = Replay(student, config)
     about = {"way": given.way, "rate": given.rate, "seed": given.seed}
     print(json.dumps({**about, "weights": "static", **replay._judged(part)}), flush=True)
     learned(student, part, given.seed)
