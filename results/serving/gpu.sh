@@ -20,7 +20,8 @@ gpus=${2:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())
 LIMIT_S=${LIMIT_S:-180} DURATION=${DURATION:-10} failed=0
 [ "$gpus" -lt 2 ] && default_modes="ar inline auto-inline" || default_modes="ar ar2 inline2 ssd auto"
 mkdir -p "$out" && rm -f "$out/answers.json"
-log=$out/serve.log
+log=$out/serve.log server=
+trap '[ -z "$server" ] || kill -TERM "$server" 2>/dev/null' EXIT
 : >"$log"
 
 ready() { # process of the server: says its URL once it takes requests, within LIMIT_S
@@ -34,7 +35,7 @@ ready() { # process of the server: says its URL once it takes requests, within L
 }
 
 serve_and_load() { # flags of mpissd serve
-    local url server
+    local url
     echo "== $*"
     : >"$out/said"
     # shellcheck disable=SC2086
@@ -50,6 +51,7 @@ serve_and_load() { # flags of mpissd serve
     fi || { echo "FAILED: $* ($log says why)"; failed=1; }
     kill -TERM "$server" 2>/dev/null
     wait "$server" || { echo "FAILED: the server ended with $?"; failed=1; }
+    server=
 }
 
 for mode in ${MODES:-$default_modes}; do
