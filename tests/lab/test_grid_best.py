@@ -155,6 +155,21 @@ def test_a_lookup_is_a_rival_where_no_law_decides() -> None:
     assert "SD inline T=2 K=2: 450.0 tok/s" in beside(hit_law="power:A=0.75,r=1.0")
 
 
+def test_a_lookup_does_not_stand_for_the_draft_that_was_not_measured() -> None:
+    """Its rows are a rival, and have a table of their own where no other row has their T."""
+    told: dict[str, Any] = {"workload": "replay", "recording": "a.npz"}
+    told |= {"acceptance": None, "hit_law": None}
+    two: dict[str, Any] = {"num_drafts": 0, "world_size": 2, "tp": 2}
+    looked_up = {**two, "inline_draft": True, "draft": "lookup", "backup": "fast"}
+    rows = [row("ssd", 4, 500, **told), row("sd", 4, 300, **told), row("ar", 0, 200, **two, **told)]
+    rows += [row("sd", 8, 300, **looked_up, **told)]
+    beside, alone = compare_methods(rows)
+    (verdict,) = verdicts(beside, rows)
+    assert str(verdict).endswith("no claim; not measured: SD inline T=2")
+    assert {"tp": 2, "draft": "lookup"}.items() <= dict(alone.setting).items()
+    assert [method.name for method in alone.methods] == ["AR", "SD inline backup=fast"]
+
+
 def test_gpus_of_another_kind_are_no_rivals() -> None:
     rows = of_two_gpus(row("ar", 0, 525, tp=2))
     mixed = rows[3] | {"draft_device_name": "V100", "tok_per_s": 5000.0}

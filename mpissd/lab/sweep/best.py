@@ -137,9 +137,18 @@ class Comparison:
 def compare_methods(rows: Iterable[Row]) -> list[Comparison]:
     """Groups rows by setting and method, in order of appearance; skips entries that are no rows."""
     kept = [row for row in rows if is_row(row)]
-    full = [row for row in kept if not free_keys(row)] or [r for r in kept if r.mode != "ar"]
-    settings = dict.fromkeys(setting_of(row) for row in full or kept)
+    settings = dict.fromkeys(setting_of(row) for row in kept if not free_keys(row))
+    for row in kept:  # a lookup beside no other draft
+        if row.mode != "ar" and not any(_is_in(row, dict(setting)) for setting in settings):
+            settings[setting_of(row)] = None
+    settings = settings or dict.fromkeys(setting_of(row) for row in kept)
     return [Comparison(setting, _methods(kept, dict(setting))) for setting in settings]
+
+
+def _is_in(row: Row, setting: Mapping[str, Any]) -> bool:
+    """Returns whether a row belongs to a setting, ignoring what does not bind it."""
+    names = set(setting).difference(free_keys(row))
+    return all(value_of(row, name) == setting[name] for name in names)
 
 
 def free_keys(row: Row) -> tuple[str, ...]:
@@ -186,8 +195,7 @@ def value_of(row: Row, name: str) -> Any:
 def _methods(rows: Iterable[Row], setting: Mapping[str, Any]) -> tuple[Method, ...]:
     cells: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        names = set(setting).difference(free_keys(row))
-        if all(value_of(row, name) == setting[name] for name in names):
+        if _is_in(row, setting):
             cells.setdefault(method_of(row), {}).setdefault(row.lookahead, []).append(row)
     methods = [Method(name, _cells(of)) for name, of in cells.items()]
     return tuple(sorted(methods, key=lambda m: (_rank(m.name), m.name)))

@@ -119,8 +119,18 @@ def verdicts(comparison: Comparison, rows: Iterable[Row]) -> list[Verdict]:
         gpus, own = case[0], [row for row in here if _case(row) == case]
         ssd = max(_uses(own), key=lambda use: use.tok_per_s)
         every = tuple(u for u in ways if u.mode != "ssd" and Family.of(u).gpus <= gpus)
-        judged.append(Verdict(ssd, other_uses("ssd", gpus, uses, widest(gpus, tps)), every))
+        judged.append(Verdict(ssd, _others(gpus, uses, tps, setting["draft"]), every))
     return judged
+
+
+def _others(
+    gpus: int, uses: Sequence[MeasuredUse], tps: Sequence[int], draft: object
+) -> Others[MeasuredUse]:
+    """Ranks the other uses; a lookup is one of them, but stands for none of the setting's draft."""
+    wanted = widest(gpus, tps)
+    drafted = [u for u in uses if u.cell.rows[0].draft == draft or not is_lookup(u.cell.rows[0])]
+    missing = other_uses("ssd", gpus, drafted, wanted).missing
+    return replace(other_uses("ssd", gpus, uses, wanted), missing=missing)
 
 
 def _case(row: Row) -> tuple[int, str | None, str | None]:
