@@ -116,7 +116,8 @@ def bits(different: int) -> Row:
 def test_one_row_with_other_bits_misses_bar_7() -> None:
     start = "rows of 2 to 32 with other bits than alone, 8B"
     assert " met " in line([bits(0)] * 3, start)
-    assert "MISSED" in line([bits(0), bits(1), bits(1)], start)
+    for rows in ([bits(0), bits(1), bits(1)], [bits(0), bits(7), bits(0)]):  # one context of three
+        assert "MISSED" in line(rows, start)
     assert line_of(bits(2)).endswith("behind 126 tokens: 2 with other bits than alone")
 
 

@@ -2,7 +2,8 @@
 
     python -m mpissd.lab.limits.bars OUT
 
-A bar is judged by the median over at least three stable runs, each of which has its own median.
+A bar is judged by the median over at least three stable runs, each of which has its own median; one
+on bits by the worst run.
 """
 
 from __future__ import annotations
