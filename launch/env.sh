@@ -34,10 +34,15 @@ fi
 default HOME ~ # of the password file: Open MPI does not start without one
 
 # An mpirun that was killed leaves its folder ompi.PID, and Open MPI 5 doesn't start where a later one
-# gets the same process id: "The PMIx server's listener thread failed to start".
+# gets the same process id: "The PMIx server's listener thread failed to start". Where hosts or containers
+# share TMPDIR, one that runs elsewhere has no process here: its folder holds pmix.HOST.tool of another host.
+this_host=$(uname -n)
 for folder in "${TMPDIR:-/tmp}"/ompi.[0-9]*; do
     pid=${folder##*/ompi.}
     case $pid in *[!0-9]*) continue ;; esac # another release's: ompi.HOST.USER
+    for tool in "$folder"/pmix.*.tool; do
+        case ${tool##*/pmix.} in "${this_host%%.*}".* | '*.tool') ;; *) continue 2 ;; esac
+    done
     [ ! -O "$folder" ] || { [ "$pid" != $$ ] && kill -0 "$pid" 2>/dev/null; } || rm -rf "$folder" || :
 done
 

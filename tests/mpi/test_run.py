@@ -257,10 +257,13 @@ def test_a_run_needs_no_home(tmp_path: Path) -> None:
 
 def test_a_killed_mpirun_s_folder_stops_no_later_one(tmp_path: Path) -> None:
     """Open MPI 5 names the folder of a job by mpirun's process id, and refuses one that exists."""
-    kept = {"ompi.host.1000", f"ompi.{os.getpid()}", "ompi.0x"}  # the second: a process that runs
-    for name in {*kept, f"ompi.{2**22 + 1}"}:  # no process has so high an id
+    free = 2**22 + 1  # no process has so high an id
+    # A process that runs, another release's folder, and that of another host on shared storage.
+    kept = {"ompi.host.1000", f"ompi.{os.getpid()}", "ompi.0x", f"ompi.{free + 1}"}
+    for name in {*kept, f"ompi.{free}"}:
         (tmp_path / name).mkdir()
-    stale = 'mkdir "$TMPDIR/ompi.$$"; echo stale >"$TMPDIR/ompi.$$/pmix.vm.tool"; '
+    (tmp_path / f"ompi.{free + 1}" / "pmix.another-host.tool").touch()
+    stale = 'mkdir "$TMPDIR/ompi.$$"; echo stale >"$TMPDIR/ompi.$$/pmix.$(uname -n).tool"; '
     run = ["mpirun", "1", "mpissd", "run", "--mode=ar", "--rounds=2", f"--out={tmp_path / 'out'}"]
     with Started(["bash", "-c", stale + DIRECT, *run], {"TMPDIR": str(tmp_path)}) as job:
         code, _, err = job.finish()
