@@ -98,9 +98,10 @@ def numbers(rows: list[Row], base: float) -> str:
     speed = statistics.median(speeds)
     spread = f" ({min(speeds):.1f}–{max(speeds):.1f})" if len(speeds) > 1 else ""
     hits = "" if one.hit_rate is None else f"{one.hit_rate:.2f}"
-    draft = "" if one.t_draft_s is None else f"{one.t_draft_s * 1e3:.1f} ms"
+    times = [[row.t_target_s for row in rows], [row.t_draft_s for row in rows]]
     cells = [str(one.world_size), f"{speed:.1f}{spread}", f"{speed / base:.2f}"]
-    cells += [f"{one.acceptance_length:.2f}", hits, f"{one.t_target_s * 1e3:.1f} ms", draft]
+    cells += [f"{one.acceptance_length:.2f}", hits]
+    cells += ["" if None in of else f"{statistics.median(of) * 1e3:.1f} ms" for of in times]
     return " | ".join(cells)
 
 
