@@ -214,7 +214,8 @@ class Student:
 
         Weights lie on int8's grid when training begins, and most move by less than half of its
         step: rounding to nearest would take them back. They are dithered, by the same numbers in
-        every version, so that a weight that did not move stays as it was.
+        every version, so that a weight that did not move stays as it was where the largest weight
+        of its block, which makes the step, did not either.
         """
         found: Arrays = {}
         draws = np.random.default_rng(DITHER)
