@@ -6,6 +6,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -19,23 +20,25 @@ from tests.tiny_pair import TinyPair, tiny_pair
 module("uvicorn", "the extra serve")
 module("httpx", "the extra serve")
 pytestmark = [*needs_mpi, needs_haproxy]
+LAYERS = 40
 ASKED = {"prompt": "hello", "max_tokens": 900}
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    found = tiny_pair(tmp_path_factory.mktemp("pair"), vocab=len(tiny.tokens()), noise=0.02)
+    """Of so many layers that ASKED takes seconds, and a kill finds it under way."""
+    folder = tmp_path_factory.mktemp("pair")
+    found = tiny_pair(folder, layers=LAYERS, vocab=len(tiny.tokens()), noise=0.02)
     tiny.write(found.target)
     return found
 
 
 def caught(found: Cluster, replica: Replica, *, stream: bool) -> tuple[int, str]:
     """Kills a replica under a request of its own; what its client was told."""
+    began = Event()
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(found.ask, "/v1/completions", **ASKED, stream=stream)
-        until(lambda: found.outstanding(replica) == 1)
-        if stream:
-            time.sleep(0.5)  # behind the first event
+        asked = pool.submit(found.ask, "/v1/completions", began, **ASKED, stream=stream)
+        until(began.is_set if stream else lambda: found.outstanding(replica) == 1)
         replica.kill()
         return asked.result(30)
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from mpissd.serve.replicas import entry as entries
@@ -100,15 +101,23 @@ class Cluster:
     def _begin(self, command: Sequence[str]) -> None:
         self._stack.enter_context(_process(command, self.folder / Path(command[0]).name))
 
-    def ask(self, path: str, **body: Any) -> tuple[int, str]:
-        """Asks the balancer as curl does; returns the status (0: cut off), and the answer."""
+    def ask(self, path: str, began: Event | None = None, **body: Any) -> tuple[int, str]:
+        """Asks the balancer as curl does; returns the status (0: cut off), and the answer.
+
+        began: is set when the answer's first line is here.
+        """
         words = ["curl", "-sN", "-w", "\n%{http_code}", "--max-time", "60"]
         words += ["-H", BEARER, "-H", "Content-Type: application/json"]
         words += ["-d", json.dumps(body)] if body else []
         url = f"http://127.0.0.1:{self.port}{path}"
-        done = subprocess.run([*words, url], capture_output=True, text=True, timeout=90)
-        answer, _, status = done.stdout.rpartition("\n")
-        return 0 if done.returncode else int(status), answer
+        with subprocess.Popen([*words, url], stdout=subprocess.PIPE, text=True) as curl:
+            assert curl.stdout is not None
+            told = curl.stdout.readline()
+            if began is not None:
+                began.set()
+            told += curl.stdout.read()
+        answer, _, status = told.rpartition("\n")
+        return 0 if curl.returncode else int(status), answer
 
     def outstanding(self, replica: Replica) -> float:
         """How many requests a replica has."""
