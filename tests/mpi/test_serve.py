@@ -94,11 +94,12 @@ def test_a_killed_draft_costs_the_speculation_alone(
     with serving(tmp_path, ranks, *flags, mpirun=RECOVERING) as server:
         server.send(Submit(9, [1, 2], 8))
         server.ends([9])
+        draft = pid_of(server.job, ranks - 1)
         if when == "busy":
             server.send(*(Submit(*one) for one in asked))
             while len(server.tokens(0)) < 20:
                 server.take()
-        os.kill(pid_of(server.job, ranks - 1), signal.SIGKILL)
+        os.kill(draft, signal.SIGKILL)
         if when == "idle":
             time.sleep(1.0)
             server.send(*(Submit(*one) for one in asked))
@@ -120,10 +121,11 @@ def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
         pytest.raises(AssertionError, match="the lead has left"),
         serving(tmp_path, 3, *flags, "--context=512") as server,
     ):
+        target = pid_of(server.job, 1)  # found in time: the answer goes on meanwhile
         server.send(Submit(0, [5, 6, 7], 400))
         while len(server.tokens(0)) < 20:
             server.take()
-        os.kill(pid_of(server.job, 1), signal.SIGKILL)
+        os.kill(target, signal.SIGKILL)
         struck = time.monotonic()
         try:
             server.ends([0], 12.0)
