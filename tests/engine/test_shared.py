@@ -29,7 +29,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, heads=4, kv_heads=2, noise=0.1)
 
 
-def stepper(pair: TinyPair, seats: int, backend: Backend | None = None) -> Stepper:
+def stepper(
+    pair: TinyPair, seats: int, backend: Backend | None = None, *, page: int = 16
+) -> Stepper:
     where = str(pair.draft)
     options = ForwardOptions(
         lm_head=True, values=True, top_k=3, capacity=64, lanes=seats * LANES, steps=4
@@ -37,7 +39,7 @@ def stepper(pair: TinyPair, seats: int, backend: Backend | None = None) -> Stepp
     return Stepper(
         backend or NumpyBackend(), SoloGroup(), TransformerShard(config_of(where)), options,
         buckets=[1, 2, 4, 8, 8 * seats], num_sequences=seats * SLOTS, seed=0,
-        stacks=TransformerStacks(where, page=16),
+        stacks=TransformerStacks(where, page=page),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ WAITER = Waiter(60.0, spin=True)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """config.json of a random target and of a random draft of each kind."""
     home: Path = tmp_path_factory.mktemp(request.param)
-    told = config(2, vocab=V, heads=4, kv_heads=2, hidden=64)
+    told = config(2, vocab=V, heads=4, kv_heads=2, hidden=64, head_dim=32)
     own = {**told, "num_hidden_layers": HEADS if request.param == "medusa" else 1}
     for name, one in (("target", told), ("draft", {**own, "mpissd": {"kind": request.param}})):
         (home / f"{name}.json").write_text(json.dumps(one))
