@@ -116,7 +116,7 @@ STARTS_TORCH = (
             "train triton_attend"
         ).split()
     ),
-    *(f"mpissd.online.{name}" for name in "answers learner replay student trainer".split()),
+    *(f"mpissd.online.{name}" for name in "answers learner own replay student trainer".split()),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.
 MAY_NAME_HTTP = ("mpissd.serve.http",)

@@ -6,7 +6,6 @@ distributions are computed once, and any learning schedule is replayed over them
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from mpissd.learn import exam
 from mpissd.learn.asked import Exam, read_exams
 from mpissd.learn.llama import angles, blocks_of, compiled, load
 from mpissd.learn.mould import mould_of
-from mpissd.learn.openings import Openings
-from mpissd.learn.sample import USER, Sampler, Samples, blank
+from mpissd.learn.sample import Sampler, Samples
 from mpissd.online.config import OnlineConfig
 from mpissd.online.examples import KEPT, Example
+from mpissd.online.own import OwnPrompts
 
 AT_ONCE = {"cpu": 4, "cuda": 32}  # sequences in a forward
-USER_TOKENS = 128  # most tokens of a prompt that the target writes, its template's included
 Log = Callable[[str], None]
 
 
@@ -50,9 +48,9 @@ class Answers:
         self.table = angles(self.checkpoint.config, self.room, device)
 
     def stage(self, name: str, source: str) -> list[Example]:
-        """Returns the examples of a stage, from OUT/NAME.npz where they were stored before."""
+        """Returns the examples of a stage, from ANSWERS/NAME.npz where they were stored before."""
         config = self.config
-        file = Path(config.out) / f"{name}.npz"
+        file = Path(config.answers or config.out) / f"{name}.npz"
         if not file.exists():
             samples = self._samples(source)
             self.log(f"{name}: {len(samples.tokens)} answers, {int(samples.answered.sum())} tokens")
@@ -64,27 +62,14 @@ class Answers:
         blocks = compiled(self.blocks) if self.device == "cuda" else self.blocks
         sampler = Sampler(self.model, blocks, self.table, self.device == "cuda")
         if source.startswith("own:"):
-            return self._own(sampler, source.removeprefix("own:"))
+            own = OwnPrompts(sampler, self.tokenizer, self.mould, config.seed)
+            count, kind = min(config.own, config.prompts), source.removeprefix("own:")
+            return own.answered(kind, count, config.answer, self.room)
         vocab = self.checkpoint.config.shape.vocab_size
         (asked,) = read_exams(source, self.tokenizer, vocab).values()
         answers = None if asked.answers is None else asked.answers[: config.prompts]
         asked = Exam(asked.prompts[: config.prompts], answers)
         return exam.answered(sampler, asked, self.mould, config.answer, self.room)
-
-    def _own(self, sampler: Sampler, kind: str) -> Samples:
-        """Returns answers to prompts that the target writes behind openings of one kind."""
-        openings, choose = Openings(self.tokenizer), random.Random(f"{self.config.seed}, {kind}")
-        known = {name: openings.beginnings[name] for name in ("asking", "coding")}
-        if kind not in known:
-            raise ConfigError(f"own:{kind}: allowed: own:{', own:'.join(known)}")
-        starts = [
-            (*self.mould.before, *choose.choice(known[kind]), *choose.choice(openings.words))
-            for _ in range(min(self.config.own, self.config.prompts))
-        ]
-        given = blank(starts, USER_TOKENS + self.config.answer, self.device)
-        warm = torch.full((len(starts),), exam.OWN_WARMTH, device=self.device)
-        written = sampler.write(given, self.mould, USER, (warm, torch.zeros_like(warm)))
-        return exam.first_answers(written, self.mould.end, self.config.answer)
 
     def _examples(self, samples: Samples) -> list[Example]:
         found: list[Example] = []

@@ -47,6 +47,7 @@ def _replayed(config: OnlineConfig, device: str) -> int:
     weights = "as trained" if config.exact else "as stored"
     points: list[dict[str, Any]] = []
     file = Path(config.out) / "curves.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
     about = {"learn_from": config.learn_from, **how, "batch": config.batch, "steps_a_prompt":
              config.steps, "seed": config.seed, "device": device}  # fmt: skip
     for schedule in config.schedules.split(","):

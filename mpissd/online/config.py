@@ -18,9 +18,13 @@ class OnlineConfig(Checked):
         "",
         words,
         "stages of the stream, a comma between: NAME=FILE.npz (a recording), NAME=FILE.jsonl "
-        "(prompts), NAME=own:asking or own:coding (the target writes the prompts)",
+        "(prompts), NAME=own:KIND (the target writes the prompts: asking, coding; or working, "
+        "editing: on a text or on code that it wrote before)",
     )
-    out: str = flag("out/online", words, "folder for curves.jsonl and the target's distributions")
+    out: str = flag("out/online", words, "folder for curves.jsonl")
+    answers: str = flag(
+        "", words, "folder for the target's answers and distributions, NAME.npz (default: out)"
+    )
     own: int = flag(2000, integer(8), "prompts of a stage that the target writes")
     prompts: int = flag(10**6, integer(8), "prompts of a stage at most")
     answer: int = flag(128, integer(8), "tokens of an answer at most")
@@ -32,7 +36,9 @@ class OnlineConfig(Checked):
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
     batch: int = flag(4, integer(1), "sequences of a step: new ones, and some of earlier")
-    steps: int = flag(1, integer(1), "steps for each new sequence")
+    steps: float = flag(
+        1.0, number(0.01), "steps for each new sequence; it is seen batch · steps times"
+    )
     exact: bool = flag(
         False, switch, "measure drafts that compute with float16 (CuPy), also where files are int8"
     )
