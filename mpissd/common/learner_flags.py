@@ -31,8 +31,12 @@ class LearnerFlags(Checked):
     learn_batch: int = flag(
         4, integer(1), "sequences of a learner's step", modes=DRAFTING, in_digest="said"
     )
-    learn_steps: int = flag(
-        1, integer(1), "steps for each finished sequence", modes=DRAFTING, in_digest="said"
+    learn_steps: float = flag(
+        1.0,
+        number(0.01),
+        "steps for each finished sequence, which is seen learn_batch · learn_steps times",
+        modes=DRAFTING,
+        in_digest="said",
     )
     publish_s: float = flag(
         10.0,

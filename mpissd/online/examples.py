@@ -47,6 +47,20 @@ class Example:
         """Returns the example with some of its distributions alone."""
         return Example(self.tokens, self.at[chosen], self.ids[chosen], self.logs[chosen])
 
+    def whole(self) -> Example:
+        """Returns all positions from the first one on, each with the token that followed it.
+
+        The example itself where it has them all. Where rejected positions alone were kept, any
+        other version would look better on these than the one that was rejected there.
+        """
+        at = np.arange(self.at[0], len(self.tokens) - 1, dtype=np.int32)
+        if len(at) == len(self.at):
+            return self
+        kept = self.ids.shape[1]
+        logs = np.full((len(at), kept), -np.inf, np.float16)
+        logs[:, 0] = 0
+        return Example(self.tokens, at, np.repeat(self.tokens[at + 1, None], kept, 1), logs)
+
 
 def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float16]]:
     """Returns the likeliest tokens of each row and their log-probabilities, both [m, k].

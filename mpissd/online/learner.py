@@ -1,7 +1,8 @@
 """Trains a draft on the target's distributions as they come, and says what may be published.
 
-Nothing is published whose losses or weights are not finite, or that agrees with the target clearly
-less often than the published version does, on sequences that neither was trained on.
+Nothing is published whose losses or weights are not finite. On recent sequences that neither was
+trained on, a version must agree with the target more often than the one that is in use does, by
+more than one standard error: where a draft has nothing to gain, it stays as it is.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.learn.llama import Llama
 from mpissd.online.examples import Example, Memory
 from mpissd.online.student import Step, Student
 
-FALL = 0.02  # of held-out agreement, up to which a version may be published
-PATIENCE = 3  # versions in a row that are refused before training begins again from the last one
+FALL = 0.02  # of held-out agreement, up to which a version that is not published trains on
+PATIENCE = 3  # versions in a row that fell further, before training begins again from the last one
+
+
+Counted = NDArray[np.float64]
 
 
 class State(str, Enum):
@@ -21,16 +29,17 @@ class State(str, Enum):
 
     LEARNING = "learning"
     DIVERGED = "diverged"  # a loss or a weight was not finite: it went back to the last version
-    REFUSED = "refused"  # held-out agreement fell
+    REFUSED = "refused"  # held-out agreement did not rise
 
 
 @dataclass(frozen=True)
 class LearnerPlan:
-    """batch: sequences of a step. steps: steps for each new sequence. capacity: sequences that are
-    kept to train on. min_held: held-out sequences before which nothing is judged by them."""
+    """batch: sequences of a step. steps: steps for each new sequence (.25: one for four of them);
+    each is learned from batch · steps times. capacity: sequences that are kept to train on.
+    min_held: held-out sequences before which nothing is judged by them."""
 
     batch: int = 4
-    steps: int = 1
+    steps: float = 1.0
     capacity: int = 4096
     min_held: int = 2
     seed: int = 0
@@ -55,11 +64,12 @@ class Learner:
 
     def __init__(self, student: Student, plan: LearnerPlan) -> None:
         self.student, self.plan = student, plan
-        self.memory = Memory(plan.capacity, held=16, seed=plan.seed)
+        self.memory = Memory(plan.capacity, seed=plan.seed)
         self.state, self.counts = State.LEARNING, Counts()
         self.agreement: float | None = None  # held-out, of the last candidate
-        self._good = student.copy()
-        self._new = self._due = self._bad = 0
+        self.in_use = student.copy()
+        self._new = self._bad = 0
+        self._due = 0.0
 
     def add(self, example: Example) -> None:
         """Takes a finished sequence, for which `steps` steps are due."""
@@ -73,7 +83,7 @@ class Learner:
     @property
     def is_due(self) -> bool:
         """Whether a step is due."""
-        return self._due > 0 and bool(self.memory.trained)
+        return self._due >= 1 and bool(self.memory.trained)
 
     def learn(self) -> Step:
         """Takes one step: on the sequences that came since the last one, and on earlier ones."""
@@ -88,41 +98,60 @@ class Learner:
 
     def _go_back(self) -> None:
         """Begins again from the last published version."""
-        self.state, self._due = State.DIVERGED, 0
+        self.state, self._due = State.DIVERGED, 0.0
         self.counts.diverged += 1
-        self.student.restore(self._good)
+        self.student.restore(self.in_use)
 
     def publish(self) -> bool:
         """Returns whether the weights are a version to publish, which they then are."""
         if not self.student.is_finite:
             self._go_back()
             return False
-        if not self._is_good():
-            self.state = State.REFUSED
-            self.counts.refused += 1
-            self._bad += 1
-            if self._bad >= PATIENCE:
-                self._bad = 0
-                self.student.restore(self._good)
+        gain, error = self._gained()
+        if gain <= error:
+            self._refuse(gain)
             return False
         self.state, self._bad = State.LEARNING, 0
-        self._good = self.student.copy()
+        self.in_use = self.student.copy()
         self.counts.published += 1
         return True
 
-    def _is_good(self) -> bool:
-        """Whether held-out agreement did not fall by more than FALL."""
-        held = self.memory.held
-        if len(held) < self.plan.min_held:
-            return True
-        mine = self.student.draft
-        self.agreement = self._stored_agreement()
-        self.student.draft = self._good
-        before = self._stored_agreement()
-        self.student.draft = mine
-        return self.agreement >= before - FALL
+    def _refuse(self, gain: float) -> None:
+        """Counts a version that is not published; training goes on, or back to the last one."""
+        self.state = State.REFUSED
+        self.counts.refused += 1
+        self._bad = self._bad + 1 if gain < -FALL else 0
+        if self._bad >= PATIENCE:
+            self._bad = 0
+            self.student.restore(self.in_use)
 
-    def _stored_agreement(self) -> float:
-        """Returns the held-out agreement of the student's weights as a draft computes with them."""
+    def _gained(self) -> tuple[float, float]:
+        """Returns the gain of held-out agreement over the version in use, and its standard error.
+
+        Before anything is judged a version counts as gained.
+        """
+        if len(self.memory.held) < self.plan.min_held:
+            return 1.0, 0.0
+        mine, before = self._right(self.student.draft), self._right(self.in_use)
+        self.agreement = float(mine[:, 0].sum() / mine[:, 1].sum())
+        return paired(mine, before)
+
+    def _right(self, weights: Llama) -> Counted:
+        """Returns (right, all) positions of each held-out sequence, float64 [n, 2], of weights as a
+        draft computes with them."""
+        own, self.student.draft = self.student.draft, weights
         with self.student.stored():
-            return self.student.agreement(self.memory.held)
+            judged = self.student.judge([one.whole() for one in self.memory.held])
+        self.student.draft = own
+        return np.array([[sum(rank == 0 for rank, _ in one), len(one)] for one in judged], float)
+
+
+def paired(mine: Counted, other: Counted) -> tuple[float, float]:
+    """Returns the difference of two shares, and its standard error over the rows.
+
+    mine, other: (counted, all) of the same rows, [n, 2]; the error is that of a ratio's estimate.
+    """
+    total = other[:, 1].sum()
+    gains = mine[:, 0] - other[:, 0]
+    gain = gains.sum() / total
+    return float(gain), float(np.sqrt(((gains - gain * other[:, 1]) ** 2).sum()) / total)

@@ -11,15 +11,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mpissd.learn.llama import Llama
 from mpissd.learn.rounds import rounds_of
 from mpissd.online.config import OnlineConfig
 from mpissd.online.examples import Example, epoch
-from mpissd.online.learner import Learner, LearnerPlan
+from mpissd.online.learner import Learner, LearnerPlan, State
 from mpissd.online.student import Student
 
 HELD_OUT = 4  # one prompt in so many
@@ -61,16 +63,20 @@ class Replay:
             yield {"schedule": "static", "prompts": 0, "tokens": 0, **self._judged(part)}
 
     def online(self, parts: Sequence[Part]) -> Iterator[Point]:
-        """Yields points of a draft that sees every prompt once and is then published."""
+        """Yields points of a draft that learns from every prompt as it comes.
+
+        A point's figures are those of the version in use; `trained` has those of the weights that
+        were offered as the next one, None where they are not finite.
+        """
         self.student.restore(self._start)
         config, every = self.config, self.config.every
         learner = Learner(self.student, LearnerPlan(config.batch, config.steps, seed=config.seed))
         spent = 0.0
         for part in parts:
-            tokens = 0
+            tokens, used = 0, Point()
             for number, example in enumerate(part.seen, 1):
                 began = time.perf_counter()
-                learner.add(self._learned(example))
+                learner.add(self._learned(example, learner.in_use))
                 while learner.is_due:
                     learner.learn()
                 spent += time.perf_counter() - began
@@ -78,8 +84,15 @@ class Replay:
                 if number % every == 0 or number == len(part.seen):
                     point = {"schedule": "online", "prompts": number, "tokens": tokens}
                     point |= {"steps": learner.counts.steps, "learning_s": round(spent, 1)}
+                    trained = self._judged(part)
                     point["published"] = learner.publish()
-                    yield {**point, **self._judged(part)}
+                    if point["published"]:
+                        used = trained
+                    with self._using(learner.in_use):
+                        used = used or self._judged(part)
+                    told = {name: trained[name] for name in ("agreement", "alpha")}
+                    is_number = learner.state is not State.DIVERGED
+                    yield {**point, **used, "trained": told if is_number else None}
 
     def offline(self, parts: Sequence[Part]) -> Iterator[Point]:
         """Yields points of drafts that are distilled on one stage each, epoch by epoch.
@@ -95,12 +108,20 @@ class Replay:
                 point = {"schedule": "offline", "epoch": number + 1, "prompts": len(part.seen)}
                 yield {**point, "tokens": tokens, **self._judged(part)}
 
-    def _learned(self, example: Example) -> Example:
+    def _learned(self, example: Example, in_use: Llama) -> Example:
         """Returns the positions of an answer that the online draft learns from."""
         if self.config.learn_from == "all":
             return example
-        (judged,) = self.student.judge([example])
+        with self._using(in_use):
+            (judged,) = self.student.judge([example])
         return example.take(rejected([rank for rank, _ in judged], self.config.lookahead))
+
+    @contextmanager
+    def _using(self, weights: Llama) -> Iterator[None]:
+        """Judges other weights inside the block."""
+        own, self.student.draft = self.student.draft, weights
+        yield
+        self.student.draft = own
 
     def _judged(self, part: Part) -> Point:
         """Returns the figures on the stage's held-out prompts of the draft as it is stored."""

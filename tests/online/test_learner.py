@@ -19,7 +19,7 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn.llama import angles, blocks_of, load, mapped  # noqa: E402
 from mpissd.online.examples import Example, compressed  # noqa: E402
-from mpissd.online.learner import Learner, LearnerPlan, State  # noqa: E402
+from mpissd.online.learner import Learner, LearnerPlan, State, paired  # noqa: E402
 from mpissd.online.process import TrainerProcess  # noqa: E402
 from mpissd.online.replay import Part, Replay, gaps_closed, parts_of, rejected  # noqa: E402
 from mpissd.online.student import Student  # noqa: E402
@@ -116,6 +116,43 @@ def test_a_version_that_agrees_less_is_refused_and_after_three_the_last_one_is_r
         assert (packed(learner.student.arrays()) == good) == (count == 3)
 
 
+def test_a_version_that_gains_nothing_is_refused_and_training_goes_on(pair: TinyPair) -> None:
+    learner = Learner(student(pair), LearnerPlan())
+    for example in answers(pair, 40, 0):
+        learner.memory.add(example)
+    moved = mapped(learner.student.copy(), lambda tensor: tensor * (1 + 1e-5))
+    learner.student.restore(moved)
+    trained = packed(learner.student.arrays())
+    for count in (1, 2, 3, 4):
+        assert not learner.publish() and learner.counts.refused == count
+        assert packed(learner.student.arrays()) == trained
+    assert learner.counts.published == 0
+
+
+def test_a_gain_is_judged_by_its_standard_error_over_sequences() -> None:
+    before = np.array([[5, 10], [12, 20], [0, 5]], float)
+    after = before + np.array([[3, 0], [3, 0], [1, 0]])
+    gain, error = paired(after, before)
+    assert gain == 7 / 35
+    residuals = np.array([3 - 2, 3 - 4, 1 - 1])
+    assert np.isclose(error, np.sqrt((residuals**2).sum()) / 35)
+    assert paired(before, before) == (0, 0)
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(0.25, [0, 0, 0, 1, 1]), (2.0, [2, 4, 6, 8, 10])])
+def test_a_step_may_be_of_several_new_sequences(
+    pair: TinyPair, steps: float, taken: list[int]
+) -> None:
+    learner = Learner(student(pair), LearnerPlan(batch=4, steps=steps))
+    found = []
+    for example in answers(pair, 5, 0):
+        learner.add(example)
+        while learner.is_due:
+            learner.learn()
+        found.append(learner.counts.steps)
+    assert found == taken
+
+
 def test_the_arrays_of_a_quantised_draft_are_its_own_again(tmp_path: Path) -> None:
     """int8 and its scales, without the head that the target lends: weights that did not move are
     what they were, bit for bit."""
@@ -205,6 +242,20 @@ def test_a_replay_measures_static_online_and_offline_on_held_out_prompts(pair: T
     closed = gaps_closed(points)["a"]
     gap = offline["agreement"] - static["agreement"]
     assert closed == round((online["agreement"] - static["agreement"]) / gap, 3)
+
+
+def test_a_learner_that_only_loses_leaves_the_draft_that_is_in_use_as_it_is(tmp_path: Path) -> None:
+    from mpissd.common.flags import parse_into
+    from mpissd.online.config import OnlineConfig
+
+    pair = tiny_pair(tmp_path, noise=0.05, scale=3)
+    config = parse_into(OnlineConfig, {"target": str(pair.target), "stream": "a=x", "every": "20"})
+    part = Part("a", answers(pair, 60, 0), answers(pair, 10, 7))
+    replay = Replay(student(pair, rate=0.05), config)
+    (static,), online = list(replay.static([part])), list(replay.online([part]))
+    assert not any(point["published"] for point in online)
+    for point in online:
+        assert point["agreement"] == static["agreement"] > point["trained"]["agreement"]
 
 
 def test_rejected_positions_are_those_at_which_rounds_end() -> None:
