@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # How fast the draft learns a stream of prompts:  results/online/measure.sh TARGET.gguf OUT
-# PART=replay: chat → code → summaries → edits on one GPU, whose answers are computed once. PART=runs, with two GPUs or
-# more: runs with a learner beside equal uses of their GPUs. Both by default, in BUDGET_S=590. PYTHON=.venv/bin/python;
-# OWN (prompts of a stage that the target writes), EPOCHS, EVERY, BATCH, DEVICE, BACKEND, COUNT, TOKENS to rehearse.
+# PART=replay: chat → texts → edits of code on one GPU, whose answers are computed once and kept in ANSWERS (large; by
+# default OUT/replay/answers). PART=runs, with two GPUs or more: runs with a learner beside equal uses of their GPUs. Both by
+# default, in BUDGET_S=590. PYTHON=.venv/bin/python; OWN (prompts of a stage), EPOCHS, EVERY, BATCH, STEPS (for each new
+# prompt), DEVICE, BACKEND, COUNT, TOKENS to rehearse.
 set -u -o pipefail
 cd "${0%/*}/../.." || exit
 target=${1:?usage: results/online/measure.sh TARGET.gguf OUT} out=${2:?usage: results/online/measure.sh TARGET.gguf OUT}
@@ -17,17 +18,20 @@ replay() { # name, most seconds, flags of online; points go to OUT/replay/curves
     local name=$1 most=$2
     shift 2
     within "$most" told "$name" "$PYTHON" -m mpissd online --target="$target" --draft=smollm2-draft --device="${DEVICE:-cuda}" \
-        --stream="$stream" --own="${OWN:-2667}" --batch="${BATCH:-16}" --exact --out="$out/replay" "$@"
+        --stream="$stream" --own="${OWN:-2667}" --batch="${BATCH:-16}" --every="${EVERY:-250}" --exact \
+        --out="$out/replay" --answers="${ANSWERS:-$out/replay/answers}" "$@"
 }
 
 if [ "${PART:-replay}" = replay ]; then
-    # A quarter of 2,667 prompts is held out, so that 2,000 are seen.
-    recordings=results/recordings/smollm2
-    stream=chat=own:asking,code=own:coding,summarise=$recordings-summarise.npz,edit=$recordings-edit.npz
-    replay online 260 --schedules=static,online --rate=3e-5 --every="${EVERY:-250}"
+    # A quarter of 2,667 prompts is held out, so that 2,000 are seen. Each of them is learned from BATCH · STEPS = 4 times.
+    steps=${STEPS:-.25} chat=chat=own:asking text=text=own:working
+    stream=$chat,$text,edits=own:editing
+    replay online 260 --schedules=static,online --rate=1e-4 --steps="$steps"
     replay offline 120 --schedules=offline --rate=1e-4 --epochs="${EPOCHS:-3}"
-    replay faster 150 --schedules=online --rate=1e-4 --every="${EVERY:-250}"
-    replay rejected 180 --schedules=online --rate=3e-5 --every="${EVERY:-250}" --learn_from=rejected
+    replay steeper 120 --schedules=offline --rate=3e-4 --epochs="${EPOCHS:-3}"
+    replay slower 120 --schedules=online --rate=3e-5 --steps="$steps"
+    stream=$chat replay repeated 120 --schedules=online --rate=1e-4 --steps=1
+    stream=$text replay rejected 120 --schedules=online --rate=1e-4 --steps="$steps" --learn_from=rejected
     "$PYTHON" results/online/table.py "$out/replay/curves.jsonl" | tee "$out/table.md"
 fi
 [ "${PART:-runs}" = runs ] || exit "$failed"
@@ -40,7 +44,8 @@ text=(run --workload=text --backend="$backend" --target="$target" --prompts="$ou
 text+=(--num_tokens="${TOKENS:-128}" --context=1024 --progress=off)
 ranks=$gpus gpus=3 # a learner is a third rank; on two GPUs it shares the draft's
 for mode in ssd sd; do
-    within 75 step "$mode-learner" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}"
+    within 75 step "$mode-learner" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}" \
+        --learn_steps="${STEPS:-.25}"
     within 75 step "$mode" 2 "${text[@]}" --draft=smollm2-draft --mode=$mode
     [ "$ranks" -lt 3 ] || { # what the learner's GPU would give as another draft, or as another target
         within 75 step "$mode-drafts" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=2

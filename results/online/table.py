@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Prints a stream's curves and the share of each gap that was closed: table.py CURVES.jsonl.
 
-The gap of a stage is that between the static draft's agreement and the offline one's best.
+The gap of a stage is that between the static draft's agreement and the offline one's best. Online
+points are of the version in use; beside them stands the agreement of the weights as trained, and
+whether they were refused as the next version.
 """
 
 from __future__ import annotations
@@ -12,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 Point = dict[str, Any]
-COLUMNS = ["stage", "schedule", "learned from", "rate", "seen", "agreement", "alpha"]
-COLUMNS += ["K=4", "K=7", "of the gap"]
+COLUMNS = ["stage", "schedule", "learned from", "rate", "times", "seen", "agreement", "alpha"]
+COLUMNS += ["K=4", "K=7", "as trained", "of the gap"]
 
 
 def table(points: list[Point]) -> list[str]:
     """Returns the lines of a Markdown table, a point of a curve each, stage after stage."""
-    keys = (
-        "stage | schedule | learned from | rate | seen | agreement | alpha | K=4 | K=7 | of the gap"
-    )
-    lines = [f"| {keys} |", "|---" * 10 + "|"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for stage in dict.fromkeys(point["stage"] for point in points):
         own = [point for point in points if point["stage"] == stage]
         lines += [_line(point, _gap(own)) for point in own]
@@ -42,13 +41,29 @@ def _line(point: Point, gap: tuple[float, float] | None) -> str:
     closed = ""
     if gap is not None and point["schedule"] == "online":
         closed = f"{(point['agreement'] - gap[0]) / (gap[1] - gap[0]):.2f}"
-    about, trained = point["about"], point["schedule"] != "static"
-    how = (about["learn_from"], f"{about['rate']:g}") if trained else ("", "")
     seen = point["prompts"] * point.get("epoch", 1)
-    cells = [point["stage"], point["schedule"], *how, str(seen), f"{point['agreement']:.4f}"]
-    cells += [f"{point['alpha']:.4f}"]
+    cells = [point["stage"], point["schedule"], *_how(point), str(seen)]
+    cells += [f"{point[name]:.4f}" for name in ("agreement", "alpha")]
     cells += [f"{point[f'tokens_per_round_{k}']:.3f}" for k in (4, 7)]
-    return f"| {' | '.join([*cells, closed])} |"
+    return f"| {' | '.join([*cells, _trained(point), closed])} |"
+
+
+def _how(point: Point) -> tuple[str, ...]:
+    """Returns what was learned from, the rate, and how often a prompt was learned from so far."""
+    about = point["about"]
+    if point["schedule"] == "static":
+        return "", "", ""
+    online = about["batch"] * about["steps_a_prompt"]
+    times = online if point["schedule"] == "online" else point.get("epoch", 1)
+    return about["learn_from"], f"{about['rate']:g}", f"{times:g}"
+
+
+def _trained(point: Point) -> str:
+    if "trained" not in point:
+        return ""
+    told = point["trained"]
+    found = "not finite" if told is None else f"{told['agreement']:.4f}"
+    return found if point["published"] else f"{found}, refused"
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ from tests.scripts import call, fake_tools, load
 ROOT = Path(__file__).resolve().parents[2]
 # What each script tries, in order, where nothing answers.
 STEPS = {
-    "online": "online offline faster rejected ssd-learner ssd ssd-drafts ssd-targets sd-learner sd "
-    "sd-drafts sd-targets ar",
+    "online": "online offline steeper slower repeated rejected ssd-learner ssd ssd-drafts "
+    "ssd-targets sd-learner sd sd-drafts sd-targets ar",
     "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
     "drafts": "distill rate ar",
     "tasks": "distill-any distill-chat distill-code distill-text router "
@@ -80,12 +80,17 @@ def test_a_command_ends_with_its_time(tmp_path: Path) -> None:
 
 def test_a_curve_s_share_of_its_gap_is_of_the_best_offline_draft() -> None:
     table = load("results/online/table.py").table
-    about = {"learn_from": "all", "rate": 3e-5}
+    about = {"learn_from": "all", "rate": 3e-5, "batch": 16, "steps_a_prompt": 0.25}
+    told = {"alpha": 0.5, "prompts": 9, "tokens_per_round_4": 2.0, "tokens_per_round_7": 3.0}
     points = [
-        {"stage": "code", "schedule": schedule, "agreement": value, "alpha": 0.5, "prompts": 9}
-        | {"tokens_per_round_4": 2.0, "tokens_per_round_7": 3.0, "about": about}
+        {"stage": "code", "schedule": schedule, "agreement": value, "about": about} | told
         for schedule, value in (
             ("static", 0.5), ("online", 0.55), ("offline", 0.6), ("offline", 0.58),
         )
     ]  # fmt: skip
-    assert [line.split(" | ")[-1] for line in table(points)[3:]] == ["0.50 |", " |", " |"]
+    points[1] |= {"trained": {"agreement": 0.52}, "published": False}
+    rows = [line.split(" | ") for line in table(points)]
+    assert [row[-1] for row in rows[3:]] == ["0.50 |", " |", " |"]
+    trained = rows[0].index("as trained")
+    assert [row[trained] for row in rows[2:]] == ["", "0.5200, refused", "", ""]
+    assert [row[rows[0].index("times")] for row in rows[2:]] == ["", "4", "1", "1"]
