@@ -28,6 +28,9 @@ struct uint4 {
   u32 x, y, z, w;
 };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Both {
+  float a, b;
+};
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a < b ? b : a; }
 
@@ -64,6 +67,7 @@ struct Meeting {  // of a number of threads; what they bring is kept until all a
 
 struct Warp {
   Meeting lanes, product;
+  u64 brought[32];
   float* sums[32];
   uint4 a[32];
   u32 b[32][2];
@@ -233,6 +237,13 @@ inline void barrier_arrive_expecting(u32 at, u32 bytes) {
 inline void barrier_wait(u32 at, u32 parity) {
   while ((emulator::block().barriers.at(at).phase & 1) == parity) emulator::give_way();
 }
+inline u32 load_word(u32 at) {
+  emulator::give_way();
+  u32 word;
+  memcpy(&word, emulator::block().memory.data() + at, 4);
+  return word;
+}
+inline void store_word(u32 at, u32 word) { memcpy(emulator::block().memory.data() + at, &word, 4); }
 inline u64 read_once() { return 0; }
 inline void copy_in(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
   const unsigned char* source = (const unsigned char*)from;

@@ -1,4 +1,4 @@
-// Runs one grid of a kernel on a processor, block after block. Beside cuda.hpp it stands for
+// Runs one grid of a kernel on a processor, block after block or all together. Beside cuda.hpp it stands for
 // ampere.cu and for the few functions of CUDA that the transformer's kernels call by their names.
 #include "cuda.hpp"
 
@@ -20,8 +20,16 @@ inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
 inline u64 max(u64 a, u64 b) { return a < b ? b : a; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+inline u32 __float_as_uint(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
 inline float __uint_as_float(u32 bits) {
   float value;
   memcpy(&value, &bits, 4);
@@ -34,20 +42,18 @@ struct Index2 {
   int x, y;
 };
 inline Index2 grid_size, block_size;
-inline u64 brought[32][32];  // by warp and lane: one block runs at a time
 
 inline int lane() { return current->thread % 32; }
-inline int warp_number() { return current->thread / 32; }
 inline void meet_lanes() { meet(warp().lanes, 32, [] {}); }
 
 // Returns what the lane `from` of this warp brings.
 template <typename T>
 T exchange_lanes(T value, int from) {
   static_assert(sizeof(T) <= 8);
-  memcpy(&brought[warp_number()][lane()], &value, sizeof(T));
+  memcpy(&warp().brought[lane()], &value, sizeof(T));
   meet_lanes();
   T other;
-  memcpy(&other, &brought[warp_number()][from], sizeof(T));
+  memcpy(&other, &warp().brought[from], sizeof(T));
   meet_lanes();
   return other;
 }
@@ -55,6 +61,16 @@ T exchange_lanes(T value, int from) {
 template <typename... A, size_t... I>
 void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
   kernel(*(std::remove_reference_t<A>*)args[I]...);
+}
+
+// All blocks at once, as the persistent kernels need it.
+template <typename... A>
+int run_together(void (*kernel)(A...), void** args, const int* sizes, u32 bytes, u32 seed) {
+  random_.seed(seed);
+  grid_size = {sizes[0], 1};
+  block_size = {sizes[2], 1};
+  launch(sizes[0], sizes[2], bytes, [=] { call(kernel, args, std::index_sequence_for<A...>()); });
+  return run(20000000) ? (int)sizeof...(A) : 0;
 }
 
 template <typename... A>
@@ -103,6 +119,15 @@ inline u32 __ballot_sync(u32, bool vote) {
 inline void multiply_add(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   multiply_add(sums, uint4{a0, a1, a2, a3}, b0, b1);
 }
+inline uint4 load_blocks(u32 at) {
+  u32 words[4];
+  for (int b = 0; b < 4; ++b) {
+    const u32 from = emulator::exchange_lanes(at, 8 * b + emulator::lane() / 4);
+    if (from % 16) abort();
+    memcpy(&words[b], emulator::block().memory.data() + from + 4 * (emulator::lane() % 4), 4);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
 inline uint4 load_transposed(u32 at) {
   u32 words[4];
   const int row = 2 * (emulator::lane() % 4), column = emulator::lane() / 4;
@@ -119,8 +144,16 @@ inline uint4 load_transposed(u32 at) {
 }
 inline float exp2_of(float x) { return exp2f(x); }
 inline u16 to_finite_half(float x) { return to_half(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
-inline u32 halves(float low, float high) {
+inline u32 finite_halves(float low, float high) {
   return to_finite_half(low) | (u32)to_finite_half(high) << 16;
 }
+inline void sync_team(int barrier, int threads) {
+  emulator::meet(emulator::block().meetings[barrier], threads, [] {});
+}
+inline uint4 load_fresh(const void* from) { return *(const uint4*)from; }
+inline float2 load_fresh_two(const float2* from) { return *from; }
+inline float load_fresh_one(const float* from) { return *from; }
+inline void fetch_ahead(const void*) {}
+inline void poll_again() { emulator::give_way(); }
 inline void may_start_next() {}
 inline void wait_for_last() {}

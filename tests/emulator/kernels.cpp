@@ -4,6 +4,7 @@
 #include "exchange.cu"
 #include "plan.cu"
 #include "columns.cu"
+#include "units.cu"
 #include "chain.cu"
 
 extern "C" {

@@ -17,7 +17,8 @@ from tests.gpu.agreement import HostDevice
 from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
-_EMULATED = ("types", "ampere")  # what device.hpp stands for
+_EMULATED = ("types", "system", "ampere", "hopper")  # what device.hpp stands for
+_TOGETHER = ("whole",)  # kernels whose blocks wait for one another
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -32,6 +33,7 @@ class EmulatedLauncher:
     """Compiles kernels with g++ into `folder` and runs their threads one by one (device.hpp)."""
 
     shared_bytes = 227 << 10
+    multiprocessors = 3
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.built = folder, dict[Any, Any]()
@@ -86,7 +88,9 @@ class EmulatedLauncher:
         if compiler is None:
             lack("a C++ compiler")
         includes = [f'#include "{file}.cu"' for file in files if file not in _EMULATED]
-        source = "\n".join(['#include "device.hpp"', *includes, _RUN.replace("NAME", name)])
+        kind = "run_together" if name in _TOGETHER else "run_grid"
+        run = _RUN.replace("NAME", name).replace("KIND", kind)
+        source = "\n".join(['#include "device.hpp"', *includes, run])
         options = [f"-D{macro}={value}" for macro, value in macros]
         tag = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
         library = self._folder / f"{name}-{tag}.so"
@@ -104,7 +108,7 @@ class EmulatedLauncher:
 
 _RUN = """
 extern "C" int run(void** args, const int* sizes, u32 bytes, u32 seed) {
-  return emulator::run_grid(NAME, args, sizes, bytes, seed);
+  return emulator::KIND(NAME, args, sizes, bytes, seed);
 }
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.cupy_ops.whole import Whole
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
+from mpissd.engine.model.transformer.cupy_ops.whole_plan import Form
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
@@ -28,6 +30,7 @@ from tests.gpu.transformer_rig import (
     tiny,
 )
 from tests.needs import lack
+from tests.whole_twin import differences
 
 pytestmark = pytest.mark.gpu
 FIRST_CAPABILITY = 8.0
@@ -46,16 +49,28 @@ def capable(backend: Any) -> None:
         lack(f"compute capability {FIRST_CAPABILITY}")
 
 
-@pytest.fixture(params=[False, True], ids=["one after another", "early"])
-def early(request: Any) -> Iterator[bool]:
-    """Whether kernels may start before the one before them ends."""
-    before, CupyOps.early = CupyOps.early, request.param
-    yield request.param
-    CupyOps.early = before
+WAYS = {"whole": "", "arrive": "arrive=2,holds=2"}  # of one kernel; forms of Form.parse
+
+
+@pytest.fixture(params=["one after another", "early", *WAYS])
+def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether kernels may start before the one before them ends, or few rows are one kernel."""
+    chosen = str(request.param)
+    monkeypatch.setattr(CupyOps, "early", chosen != "one after another")
+    if chosen in WAYS:
+        use_whole(monkeypatch, WAYS[chosen])
+    return chosen
+
+
+def use_whole(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Makes few rows of models of any width one kernel of this form."""
+    monkeypatch.setattr(WholeOps, "is_on", True)
+    monkeypatch.setattr(Whole, "least_hidden", 0)
+    monkeypatch.setattr(Whole, "form", Form.parse(form))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forward_is_the_references(backend: Any, family: str, early: bool) -> None:
+def test_a_forward_is_the_references(backend: Any, family: str, way: str) -> None:
     rig = Rig(backend, tiny(family), capacity=1024)
     tokens = prompt(rig, 300)
     assert relative_error(rig.fill(tokens, 8), rig.reference(tokens)) < 5e-3
@@ -80,19 +95,53 @@ def test_candidates_are_the_best_logits(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, early: bool) -> None:
+def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, way: str) -> None:
     rig = Rig(backend, tiny(family), max_rows=128, capacity=512, page=256)
     check_rows_alone(rig, 290, [2, 3, 5, 8, 9, 16, 17, 24, 31, 32, 100, 128])
 
 
-@pytest.mark.parametrize("where", ["llama-3.2-1b@2L", "llama-3.1-8b@1L"])
-def test_a_row_at_full_width_is_the_same_in_any_forward(backend: Any, where: str) -> None:
+WIDE = ["llama-3.2-1b@2L", "llama-3.1-8b@1L"]
+
+
+@pytest.mark.parametrize("form", [None, *WAYS.values()])
+@pytest.mark.parametrize("where", WIDE)
+def test_a_row_at_full_width_is_the_same_in_any_forward(
+    backend: Any, where: str, form: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a form, up to 32 rows are one kernel, and 128 are not."""
+    if form is not None:
+        use_whole(monkeypatch, form)
     rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
     check_rows_alone(rig, 128, [*range(2, 33), 128])
 
 
+@pytest.mark.parametrize("form", WAYS.values())
+@pytest.mark.parametrize("where", WIDE)
+def test_one_kernel_has_the_bits_of_many(
+    backend: Any, where: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_whole(monkeypatch, form)
+    found = []
+    for most_rows in (0, 32):
+        monkeypatch.setattr(Whole, "most_rows", most_rows)
+        rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
+        found.append(rig.fill(prompt(rig, 200), 5))
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("rows", [5, 24])
+def test_each_operation_of_the_one_kernel_is_its_twins(
+    backend: Any, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 tokens before the rows: their splits are whole and begun."""
+    use_whole(monkeypatch, "")
+    rig = Rig(backend, config_of("llama-3.2-1b@2L"), max_rows=32, num_lanes=0, page=None)
+    found = dict(differences(rig, 200, rows))
+    assert max(found.values()) < 2e-3, found
+
+
 @pytest.mark.parametrize("trunk", [0, 3, 126, 250, 256])
-def test_a_lane_is_a_trunk(backend: Any, trunk: int, early: bool) -> None:
+def test_a_lane_is_a_trunk(backend: Any, trunk: int, way: str) -> None:
     rig = Rig(backend, tiny("llama"), max_rows=32, num_lanes=24, capacity=512, page=256)
     check_lanes(rig, trunk, 7)
 
@@ -130,7 +179,7 @@ def smollm2() -> str:
         lack(str(error))
 
 
-def test_the_real_models_greedy_tokens(backend: Any, capsys: Any) -> None:
+def test_the_real_models_greedy_tokens(backend: Any, way: str, capsys: Any) -> None:
     """Each token is the reference's, or the reference's margin between both is below rounding."""
     from mpissd.engine.workload.text.tokenizer import load_tokenizer
 

@@ -30,6 +30,7 @@ class Launcher:
         self._driver: Any = _driver(device_id) if early else None
         attributes = cupy.cuda.Device(device_id).attributes
         self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self.multiprocessors = int(attributes["MultiProcessorCount"])
 
     @property
     def free_bytes(self) -> int:

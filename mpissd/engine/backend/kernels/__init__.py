@@ -1,9 +1,9 @@
 """CUDA sources of the cupy backend, one operation a file, compiled at run time by NVRTC.
 
-They include no header. All except the chain (9.0) and the transformer (8.0) need only compute
-capability 7.0 and CUDA 12, so that a V100 and an H200 run the same source. To check a file without
-a GPU, put types.cu and the other files that it needs before it, and compile with nvcc -arch=sm_75
--cubin.
+They include no header. All except the chain and the whole forward (9.0) and the transformer (8.0)
+need only compute capability 7.0 and CUDA 12, so that a V100 and an H200 run the same source. To
+check a file without a GPU, put types.cu and the other files that it needs before it, and compile
+with nvcc -arch=sm_75 -cubin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENTRIES = (
 )
 EXCHANGE = ("types", "system", "inbox", "exchange")  # The sources of the kernel `exchange`.
 # The sources of the kernel `chain`, for compute capability 9.0 or more.
-CHAIN = ("types", "system", "hopper", "inbox", "plan", "columns", "chain")
+CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "units", "chain")
 
 
 def source(files: tuple[str, ...] = FILES) -> str:

@@ -14,7 +14,8 @@ __device__ __forceinline__ uint4 load_shared(u32 at) {
   return v;
 }
 
-// Starts a copy of 16 bytes by this thread, or of zeros if `wanted` is false. The thread waits for
+// Starts a copy of 16 bytes by this thread, or of zeros if `wanted` is false. It bypasses the
+// first-level cache, which does not see the writes of other multiprocessors. The thread waits for
 // all copies between two calls of end_of_copies together.
 __device__ __forceinline__ void copy_own(u32 to, const void* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -39,6 +40,50 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], u32 a0, u32 a1, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// A barrier for `threads` threads of a block, which has 16 of them; number 0 is that of the block.
+__device__ __forceinline__ void sync_team(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void sync_lanes() { __syncwarp(); }
+
+// Loads what other multiprocessors may have written since this kernel began.
+__device__ __forceinline__ uint4 load_fresh(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 load_fresh_two(const float2* from) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float load_fresh_one(const float* from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// Called between two loads of what another multiprocessor will write.
+__device__ __forceinline__ void poll_again() {}
+
+// Asks for the 128 bytes around an address in the last-level cache.
+__device__ __forceinline__ void fetch_ahead(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+// Four 8 x 8 blocks of float16 from shared memory: lane l gives the address of row l % 8 of block l / 8,
+// and receives columns 2 (l % 4) and the next of row l / 4 of each block.
+__device__ __forceinline__ uint4 load_blocks(u32 at) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+
 // Four 8 x 8 blocks of float16 from shared memory, transposed: lane l gives the address of row l % 8
 // of block l / 8, and receives rows 2 (l % 4) and the next of column l / 4 of each block.
 __device__ __forceinline__ uint4 load_transposed(u32 at) {
@@ -59,7 +104,7 @@ __device__ __forceinline__ u16 to_finite_half(float x) {
   return to_half(fminf(fmaxf(x, -65504.0f), 65504.0f));
 }
 
-__device__ __forceinline__ u32 halves(float low, float high) {
+__device__ __forceinline__ u32 finite_halves(float low, float high) {
   return to_finite_half(low) | (u32)to_finite_half(high) << 16;
 }
 

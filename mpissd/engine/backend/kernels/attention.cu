@@ -1,43 +1,17 @@
 // Attention of a few rows over a paged cache, split at absolute positions.
 //
-// Macros: HEAD (head_dim, a multiple of 32), PAGE (positions of a page, a multiple of SPLIT),
-// QUERY_TILES (of 16 query rows in a task).
-//
 // A split is SPLIT positions from a multiple of SPLIT on. For each query row a block gives a split's
 // largest score, its sum of weights and its weighted sum of values; combine adds the splits up in
 // rising order. Within a split every warp has 32 positions, added up in rising order too. What a
 // row gets from a split depends on nothing but its own query, and keys and values of the positions
 // that it sees: not on other rows, nor on whether they lie in pages or in a lane's scratch.
-constexpr int SPLIT = 128, WARPS = SPLIT / 32, ATTEND_THREADS = 32 * WARPS;
+constexpr int WARPS = SPLIT / 32, ATTEND_THREADS = 32 * WARPS;
 constexpr int QUERIES = 16 * QUERY_TILES, CHUNKS = HEAD / 32, BLOCKS = HEAD / 8;
 constexpr int VALUE_STEP = 2 * HEAD + 16;  // bytes from position to position: no bank conflicts
 constexpr int VALUE_BYTES = SPLIT * VALUE_STEP, SUM_STEP = HEAD + 4;
 constexpr int SUMS_BYTES = 4 * WARPS * QUERIES * SUM_STEP;
 constexpr int TOPS_AT = VALUE_BYTES > SUMS_BYTES ? VALUE_BYTES : SUMS_BYTES;  // of shared memory
 constexpr float NONE = -1e30f;  // the score of a position that is not seen
-
-// Where rows of a forward lie: a slot (-1: padding), a position, a lane (-1: none) and its trunk.
-struct Rows {
-  const int *slots, *positions, *lanes, *trunks;
-  __device__ __forceinline__ Rows(const int* seats, int most_rows)
-      : slots(seats), positions(seats + most_rows), lanes(seats + 2 * most_rows),
-        trunks(seats + 3 * most_rows) {}
-};
-
-// One layer's cache: pages [page][kv head][PAGE][HEAD], lanes [lane][kv head][step][HEAD].
-struct Cache {
-  u16 *keys, *values, *lane_keys, *lane_values;
-  const int* table;  // [slot][most_pages]
-  int most_pages, kv_heads, steps;
-
-  __device__ __forceinline__ long long in_page(int slot, int head, int position) const {
-    const int page = max(0, table[slot * most_pages + position / PAGE]);
-    return (((long long)page * kv_heads + head) * PAGE + position % PAGE) * HEAD;
-  }
-  __device__ __forceinline__ long long in_lane(int lane, int head, int step) const {
-    return (((long long)lane * kv_heads + head) * steps + step) * HEAD;
-  }
-};
 
 // CuPy passes no structures by value.
 #define CACHE                                                                                  \
@@ -116,14 +90,6 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
     to[i + HEAD / 2] = to_finite_half(b * by);
   }
 }
-
-// A task: query rows from `first` on of `rows` rows from row `row` on, which have one slot and see
-// the same cache; the split; and whether row `row` (then alone) also sees its lane's scratch.
-struct Task {
-  int row, rows_and_own, first, split;
-  __device__ __forceinline__ int rows() const { return rows_and_own >> 1; }
-  __device__ __forceinline__ bool own() const { return rows_and_own & 1; }
-};
 
 // Brings the seats of a forward (see cache.Seats) from page-locked host memory, and lists its tasks:
 // rows side by side with one slot, and one trunk if they are lanes, share the splits that they all
@@ -276,8 +242,8 @@ __device__ __forceinline__ void add_values(float (&sums)[BLOCKS][4], const float
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const float(&low)[4] = weights[2 * step], (&high)[4] = weights[2 * step + 1];
-    const u32 a0 = halves(low[0], low[1]), a1 = halves(low[2], low[3]);
-    const u32 a2 = halves(high[0], high[1]), a3 = halves(high[2], high[3]);
+    const u32 a0 = finite_halves(low[0], low[1]), a1 = finite_halves(low[2], low[3]);
+    const u32 a2 = finite_halves(high[0], high[1]), a3 = finite_halves(high[2], high[3]);
     const u32 row = values + (16 * step + lane % 16) * VALUE_STEP + lane / 16 * 16;
 #pragma unroll
     for (int d = 0; d < BLOCKS; d += 2) {
@@ -360,8 +326,8 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
       for (int w = 0; w < WARPS; ++w) {
         const float2 top = warp_tops[w][q];
         const float by = exp2_of(top.x - most);
-        weight += by * top.y;
-        sum += by * all[(w * QUERIES + q) * SUM_STEP + d];
+        weight = __fmaf_rn(by, top.y, weight);
+        sum = __fmaf_rn(by, all[(w * QUERIES + q) * SUM_STEP + d], sum);
       }
       const long long at =
           ((long long)(task.row + index / shared) * heads + head * shared + index % shared) * splits +
@@ -389,8 +355,8 @@ extern "C" __global__ void combine(const int* seats, int most_rows, int heads, i
   for (int s = 0; s < count; ++s) {
     const float2 top = tops[at + s];
     const float by = exp2_of(top.x - most);
-    weight += by * top.y;
-    sum += by * partial[(at + s) * HEAD + d];
+    weight = __fmaf_rn(by, top.y, weight);
+    sum = __fmaf_rn(by, partial[(at + s) * HEAD + d], sum);
   }
   out[query * HEAD + d] = to_finite_half(sum / weight);
 }

@@ -1,13 +1,6 @@
-// Instructions of compute capability 9.0, each behind a name, so that the kernels that use them read
-// as programs (and can run on a host that emulates these functions). Addresses within shared memory
-// are 32-bit offsets.
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  u32 at;
-  asm("{\n.reg .u64 wide;\ncvta.to.shared.u64 wide, %1;\ncvt.u32.u64 %0, wide;\n}"
-      : "=r"(at) : "l"(pointer));
-  return at;
-}
-
+// Instructions of compute capability 9.0 beside those of ampere.cu, each behind a name, so that the
+// kernels that use them read as programs (and can run on a host that emulates these functions).
+// Addresses within shared memory are 32-bit offsets.
 // A barrier in shared memory: a phase ends when `arrivals` threads and all bytes have arrived.
 __device__ __forceinline__ void barrier_make(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -35,6 +28,23 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
 }
 
+// A word of shared memory that other warps write and read meanwhile.
+__device__ __forceinline__ u32 load_word(u32 at) {
+  u32 word;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void store_word(u32 at, u32 word) {
+  asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ long long cycles() {
+  long long now;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));
+  return now;
+}
+
 // Starts a copy of `bytes` (a multiple of 16) from device memory; the barrier counts its bytes.
 // Data that are read once should not evict data that are read again.
 __device__ __forceinline__ u64 read_once() {
@@ -50,44 +60,15 @@ __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
-__device__ __forceinline__ uint4 load_shared(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-
-// Starts a copy of 16 bytes by this thread, or of zeros if `wanted` is false. It bypasses the
-// first-level cache, which does not see the writes of other multiprocessors. The thread waits for
-// all copies between two calls of end_of_copies together.
-__device__ __forceinline__ void copy_own(u32 to, const u16* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void end_of_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {  // leaves the last PENDING groups under way
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// sums[16, 8] += a[16, 16] b[16, 8], float16 into float32; a warp's lanes hold the parts.
+// The same as multiply_add of ampere.cu, with the lane's part of a in one value.
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  multiply_add(sums, a.x, a.y, a.z, a.w, b0, b1);
 }
 
 // A barrier for `threads` threads of a block.
 __device__ __forceinline__ void sync_some(int threads) {
   asm volatile("barrier.cta.sync 1, %0;" ::"r"(threads) : "memory");
 }
-
-__device__ __forceinline__ void sync_lanes() { __syncwarp(); }
 
 __device__ __forceinline__ void add_release(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");

@@ -1,17 +1,34 @@
 // The chain's table of products (chain_plan.py), its division among blocks, and the layout of a
 // block's shared memory.
+//
+// Macro ORDERED: with 1, warps take the pairs of the depth in turn and all blocks begin at depth 0, so
+// that a sum is added in the order of skinny.cu; a thread then adds up columns c and c + 8 of a tile.
+#ifndef ORDERED
+#define ORDERED 0
+#endif
+#ifndef TEAM_BYTES  // that other work needs in the place of x and the sums
+#define TEAM_BYTES 0
+#endif
+#ifndef PIECE  // pairs of a slot: WARPS or, for two a warp, 2 WARPS
+#define PIECE 16
+#endif
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
-constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
+constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = PIECE, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
 constexpr int ROUND = 4;                            // tiles whose sums are added at once
-constexpr int TILE_WORDS = 130;                     // 128 sums, padded against bank conflicts
+constexpr int HALF_WORDS = ORDERED ? 64 : 65;       // 64 sums of 8 columns
+constexpr int TILE_WORDS = ORDERED ? 129 : 130;     // 128 sums, padded against bank conflicts
+constexpr int PAIR_STEP = ORDERED ? WARPS : 1;      // from a warp's first pair of a slot to its second
+constexpr int PARTS = SLOT_PAIRS / WARPS;           // a warp's pairs of a slot
 constexpr int WARP_WORDS = ROUND * TILE_WORDS;
 constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
-constexpr int LANE_BYTES = 2 * ROW_TILES * 16;  // bytes of x for one slot
+constexpr int LANE_BYTES = PARTS * ROW_TILES * 16;  // bytes of x for one slot
 constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
 constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
-constexpr int BARRIERS_AT = SUMS_AT + WARPS * WARP_WORDS * 4;
+constexpr int SUMS_END = SUMS_AT + WARPS * WARP_WORDS * 4, TEAM_END = COLUMNS_AT + TEAM_BYTES;
+constexpr int BARRIERS_AT = SUMS_END > TEAM_END ? SUMS_END : TEAM_END;
 constexpr int PEERS_AT = BARRIERS_AT + 2 * SLOTS * 8;
-constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
+constexpr int HOLD_AT = PEERS_AT + (int)sizeof(Peers);  // two words: not 0, no weights shall be read
+constexpr int CHAIN_BYTES = HOLD_AT + (TEAM_BYTES ? 8 : 0);
 static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
 static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
 
@@ -46,12 +63,15 @@ __device__ __forceinline__ int unit_start(const Share& share, int unit) {
   return share.first + (share.last - share.first) * unit / share.units;
 }
 
-// The depth in slots. Blocks start at different slots, or all would read the same part of x.
+// The depth in slots. Unless ORDERED, blocks start at different ones and so read different parts of x.
 struct Depth {
-  int pairs, slots, first;
+  int pairs = 0, slots = 0, first = 0;
+  __device__ __forceinline__ Depth() {}
   __device__ __forceinline__ explicit Depth(const Product& product)
       : pairs(product.pairs), slots((pairs + SLOT_PAIRS - 1) / SLOT_PAIRS),
-        first(blockIdx.x % slots) {}
+        first(ORDERED ? 0 : blockIdx.x % slots) {}
+  // The first pair of slot i; the warp's first pair of a slot.
+  __device__ __forceinline__ static int pair_of(int warp) { return ORDERED ? warp : 2 * warp; }
   __device__ __forceinline__ int start(int i) const {
     int slot = first + i;
     return SLOT_PAIRS * (slot < slots ? slot : slot - slots);

@@ -61,7 +61,7 @@ extern "C" __global__ void norm_chunk(float* hidden, const float* delta, const f
 
 __device__ __forceinline__ u32 silu_times(u32 gate, u32 up) {
   const float a = to_float(gate & 0xFFFF), b = to_float(gate >> 16);
-  return halves(a / (1.0f + exp2_of(-1.44269504f * a)) * to_float(up & 0xFFFF),
+  return finite_halves(a / (1.0f + exp2_of(-1.44269504f * a)) * to_float(up & 0xFFFF),
                 b / (1.0f + exp2_of(-1.44269504f * b)) * to_float(up >> 16));
 }
 
@@ -74,14 +74,6 @@ extern "C" __global__ void swiglu_chunk(const uint4* both, uint4* inner, int wor
   const uint4 g = both[i / words * 2 * words + i % words], u = both[(i / words * 2 + 1) * words + i % words];
   inner[i] = make_uint4(silu_times(g.x, u.x), silu_times(g.y, u.y), silu_times(g.z, u.z),
                         silu_times(g.w, u.w));
-}
-
-// Four 8 x 8 blocks of float16: lane l receives columns 2 (l % 4) and the next of row l / 4 of each.
-__device__ __forceinline__ uint4 load_blocks(u32 at) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
 }
 
 // Starts the copies of a tile's keys and values to `at`, keys first.
@@ -152,8 +144,8 @@ __device__ __forceinline__ void add_tile(float (&sums)[BLOCKS][4], const Scores&
 #pragma unroll
   for (int s = 0; s < TILE_POSITIONS / 16; ++s) {
     const float(&low)[4] = weights[2 * s], (&high)[4] = weights[2 * s + 1];
-    const u32 a0 = halves(low[0], low[1]), a1 = halves(low[2], low[3]);
-    const u32 a2 = halves(high[0], high[1]), a3 = halves(high[2], high[3]);
+    const u32 a0 = finite_halves(low[0], low[1]), a1 = finite_halves(low[2], low[3]);
+    const u32 a2 = finite_halves(high[0], high[1]), a3 = finite_halves(high[2], high[3]);
     const u32 row = values + 2 * ((16 * s + lane % 16) * CHUNK_STEP + 8 * (lane / 16));
 #pragma unroll
     for (int d = 0; d < BLOCKS; d += 2) {
@@ -215,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
   u16* to = out + ((long long)row * heads + head) * HEAD + 2 * (lane % 4);
 #pragma unroll
   for (int d = 0; d < BLOCKS; ++d) {
-    *(u32*)(to + 8 * d) = halves(sums[d][0] / sum[0], sums[d][1] / sum[0]);
-    *(u32*)(to + down + 8 * d) = halves(sums[d][2] / sum[1], sums[d][3] / sum[1]);
+    *(u32*)(to + 8 * d) = finite_halves(sums[d][0] / sum[0], sums[d][1] / sum[0]);
+    *(u32*)(to + down + 8 * d) = finite_halves(sums[d][2] / sum[1], sums[d][3] / sum[1]);
   }
 }

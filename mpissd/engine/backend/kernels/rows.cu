@@ -90,8 +90,8 @@ __device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, cons
     if (4 * i >= width) break;
     const float4 v = values[j], w = four(weight, i);
     uint2 words;
-    words.x = halves(v.x * scale * w.x, v.y * scale * w.y);
-    words.y = halves(v.z * scale * w.z, v.w * scale * w.w);
+    words.x = finite_halves(v.x * scale * w.x, v.y * scale * w.y);
+    words.y = finite_halves(v.z * scale * w.z, v.w * scale * w.w);
     ((uint2*)(out + row))[i] = words;
   }
 }
@@ -118,5 +118,5 @@ extern "C" __global__ void add_ranks(const u32* gathered, int ranks, long long w
     low += to_float(word & 0xFFFF);
     high += to_float(word >> 16);
   }
-  out[i] = halves(low, high);
+  out[i] = finite_halves(low, high);
 }

@@ -4,6 +4,10 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+struct Both {  // two columns of a tile of 16
+  float a, b;
+};
+
 __device__ __forceinline__ u16 to_half(float x) {
   u16 h;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));

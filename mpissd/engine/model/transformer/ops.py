@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
@@ -23,7 +23,7 @@ from mpissd.engine.model.transformer.libraries import library
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Stage
 
-_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.ops", "CupyOps")}
+_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.whole_ops", "chosen")}
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class Ops(Protocol):
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
         """Returns the packed weight of one product: the parts' outputs side by side."""
 
+    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
+        """Returns the packed weight of q, k and v, which `qkv` reads."""
+
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Array:
         """Returns the packed weight that `gated` reads."""
 
@@ -93,6 +96,9 @@ class Ops(Protocol):
 
     def buffer(self, rows: int, width: int) -> Array:
         """Returns a buffer of activations between two operations."""
+
+    def normed(self, rows: int, width: int) -> Array:
+        """Returns a buffer that `norm` writes."""
 
     def hidden(self, rows: int) -> Array:
         """Returns a buffer of the residual stream (float32)."""
@@ -141,6 +147,12 @@ class Ops(Protocol):
 
     def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
+
+    def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
+        """Computes all layers and the LM head in one operation, behind `embed`, if it can.
+
+        weights: TransformerWeights. memory: Buffers. Returns whether it has done so.
+        """
 
     def sum_ranks(self, group: Group, delta: Array, rows: int) -> None:
         """Sums delta over the ranks in rank order, in place: equal bits for any number of rows."""

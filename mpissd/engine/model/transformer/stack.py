@@ -147,16 +147,22 @@ class TransformerStack:
         """Issues a forward of exactly `rows` rows."""
         ops.begin(self.cache, rows)
         delta = self._enter(ops, rows)
+        is_read = self._reads or ops.computes_padding
+        if self.states is not None or not ops.at_once(self.weights, self.buffers, self.cache, rows):
+            self._compute(ops, rows, delta, is_read)
+        if is_read:
+            self.candidates.issue(self.best(rows), rows, k)
+
+    def _compute(self, ops: Ops, rows: int, delta: Array | None, is_read: bool) -> None:
+        """Issues all layers, and the LM head if it is read, one operation after the other."""
         for number in range(len(self.weights.layers)):
             self._attention(ops, number, rows, delta)
             self._feed_forward(ops, number, rows)
             delta = self.buffers.delta
-        is_read = self._reads or ops.computes_padding
         if is_read or self.states is not None:
             self._leave(ops, rows)
         if is_read:
             ops.product(self.buffers.x, self.weights.head, self.buffers.logits, rows)
-            self.candidates.issue(self.best(rows), rows, k)
 
     def _enter(self, ops: Ops, rows: int) -> Array | None:
         """Starts the residual stream; returns what is still to be added to it."""
@@ -227,7 +233,7 @@ def _buffers(backend: Backend, shard: TransformerShard, ops: Ops | None, rows: i
     return Buffers(
         tokens=backend.host_ints(rows),
         hidden=ops.hidden(rows),
-        x=ops.buffer(rows, hidden),
+        x=ops.normed(rows, hidden),
         delta=ops.delta(rows),
         q=ops.buffer(rows, q),
         attended=ops.buffer(rows, q),

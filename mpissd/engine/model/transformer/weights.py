@@ -168,7 +168,7 @@ class _Loader:
         return replace(
             self.feed_forward(prefix),
             attention_norm=self.vector(f"{prefix}input_layernorm.weight"),
-            qkv=ops.matrix(checkpoint, parts),
+            qkv=ops.qkv_matrix(checkpoint, parts),
             qkv_bias=self.joined(biases) if config.qkv_bias else None,
             q_norm=self.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
             k_norm=self.vector(f"{attention}k_norm.weight") if config.qk_norm else None,

@@ -13,13 +13,13 @@ from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_di
 from mpissd.engine.model.transformer.ops import Layer
 
 SPLIT = 128  # A split of the attention covers this many positions.
-_QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
+QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
 _THREADS = 128
 _BEGIN_THREADS = 256
 _TASK_WORDS = 4
 # The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
 _BLOCKS = 264
-_FILES = ("types", "ampere", "attention")
+FILES = ("types", "ampere", "cache", "attention")
 _LOG2_E = 1.4426950408889634
 
 
@@ -66,8 +66,13 @@ class Attention:
     ) -> None:
         self._launcher, self._config = launcher, config
         self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
-        self._head = config.shape.head_dim
-        self.macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", _QUERY_TILES))
+        self._head, self.page = config.shape.head_dim, page
+        self.macros = (("HEAD", self._head), ("PAGE", page), ("QUERY_TILES", QUERY_TILES))
+
+    @property
+    def scale(self) -> float:
+        """What queries are multiplied by, so that 2 to the power of a score is its weight."""
+        return float(self._head**-0.5 * _LOG2_E)
 
     def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
         """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
@@ -79,7 +84,7 @@ class Attention:
         )
         rows, splits = seats.rows.shape[1], ceil_div(sizes.num_positions, SPLIT)
         queries = rows * self._heads * splits
-        per_row = ceil_div(self._heads // self._kv_heads, 16 * _QUERY_TILES)
+        per_row = ceil_div(self._heads // self._kv_heads, 16 * QUERY_TILES)
         return Cache(
             sizes=sizes,
             seats=seats,
@@ -124,7 +129,6 @@ class Attention:
     ) -> None:
         """Takes q, k and v (None: those of the forward) to the queries and the cache."""
         own = seated or Seated(cache.qkv, *self._seats(cache))
-        scale = self._head**-0.5 * _LOG2_E
         args = (
             own.qkv,
             layer.qkv_bias,
@@ -136,7 +140,7 @@ class Attention:
             np.int32(own.most_rows),
             *self.arguments(cache, number),
             np.int32(self._heads),
-            np.float32(scale),
+            np.float32(self.scale),
             q,
         )
         self._launch("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
@@ -163,7 +167,7 @@ class Attention:
     @property
     def _shared_bytes(self) -> int:
         """Shared memory of `attend`: values, or the warps' sums in their place, and their tops."""
-        queries = SPLIT // 32 * 16 * _QUERY_TILES
+        queries = SPLIT // 32 * 16 * QUERY_TILES
         return max(SPLIT * (2 * self._head + 16), queries * 4 * (self._head + 4)) + 8 * queries
 
     def _seats(self, cache: Cache) -> tuple[Any, Any]:
@@ -177,7 +181,7 @@ class Attention:
         return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self._launcher.function(name, _FILES, self.macros, shared)
+        kernel = self._launcher.function(name, FILES, self.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
 
 

@@ -17,6 +17,10 @@ class Launcher(Protocol):
     def free_bytes(self) -> int:
         """Bytes of the device that are free now."""
 
+    @property
+    def multiprocessors(self) -> int:
+        """The device's multiprocessors: so many blocks of any size are there at once."""
+
     def function(
         self,
         name: str,

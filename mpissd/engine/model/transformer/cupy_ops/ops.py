@@ -67,6 +67,8 @@ class CupyOps:
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
         return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
 
+    qkv_matrix = matrix
+
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> PackedWeight:
         return self._packer.gate_up(checkpoint, gate, up, self._size(gate))
 
@@ -84,6 +86,8 @@ class CupyOps:
 
     def buffer(self, rows: int, width: int) -> Any:
         return self._backend.activation(rows, width)
+
+    normed = buffer
 
     def hidden(self, rows: int) -> Any:
         return self._launcher.empty((rows, self._config.shape.hidden), np.float32)
@@ -144,6 +148,9 @@ class CupyOps:
 
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
         self._products.multiply(x, gate_up, inner, rows)
+
+    def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
+        return False
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums in rank order: by the group's own kernel if it does, else gathers and adds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,24 @@ class Packer:
             self._fill(checkpoint, values[start : start + size], tiles)
             start += size
         return PackedWeight(values, depth, sum(widths))
+
+    def heads(
+        self, checkpoint: Checkpoint, parts: list[tuple[Part, tuple[int, int]]], head: int
+    ) -> PackedWeight:
+        """Packs parts side by side; a tile has 8 columns of a head's first half, and 8 that rotate
+        with them. head: columns of a head."""
+        depth, outputs = parts[0][1][1], sum(size[0] for _, size in parts)
+        _check(checkpoint, depth, [head // 2])
+        values, start = self._launcher.empty((outputs * depth,), np.float16), 0
+        for part, size in parts:
+            first = part.rows.start or 0
+            for at in range(first, first + size[0], head):
+                low, high = (slice(a, a + head // 2) for a in (at, at + head // 2))
+                left, right = (replace(part, rows=rows) for rows in (low, high))
+                tiles = _Tiles(left, right, head // 2, depth)
+                self._fill(checkpoint, values[start:], tiles)
+                start += head * depth
+        return PackedWeight(values, depth, outputs, head=head)
 
     def gate_up(
         self, checkpoint: Checkpoint, gate: Part, up: Part, size: tuple[int, int]

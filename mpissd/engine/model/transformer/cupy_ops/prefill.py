@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
+from mpissd.engine.model.transformer.cupy_ops.attention import FILES, Attention, Seated
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer
 from mpissd.engine.model.transformer.shard import TransformerShard
 
-_FILES = ("types", "ampere", "attention", "prefill")
+_FILES = (*FILES, "prefill")
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
 _SPARE_BYTES = 16 << 30  # left free beside a second copy of the weights
 
@@ -165,6 +165,9 @@ class CupyChunks:
     def _unpack(self, weight: PackedWeight, rows: Any) -> None:
         """Writes the rows of a weight; those of gate come before those of up."""
         half, pairs = TILE // 2, weight.depth // 32
+        if weight.head:
+            self._unpack_heads(weight, rows)
+            return
         # Of a pair of columns the second one lies 8 columns on, or among those of up.
         apart = weight.columns if weight.gated else half
         columns = weight.columns, weight.columns - (0 if weight.gated else half)
@@ -173,6 +176,14 @@ class CupyChunks:
         args = (weight.values, np.int64(lanes), np.int32(pairs), rows, rows[apart * weight.depth :])
         grid = (min(ceil_div(lanes, 256), 1 << 16),)
         self._launch("unpack_rows", grid, (256,), (*args, *map(np.int32, columns), step))
+
+    def _unpack_heads(self, weight: PackedWeight, rows: Any) -> None:
+        """Writes the rows of q, k and v, whose heads are packed like gate and up."""
+        size = weight.head * weight.depth
+        for at in range(0, weight.columns * weight.depth, size):
+            part = weight.values[at : at + size]
+            half = PackedWeight(part, weight.depth, weight.head // 2, gated=True)
+            self._unpack(half, rows[at : at + size])
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
         kernel = self._launcher.function(name, _FILES, self._attention.macros, shared)

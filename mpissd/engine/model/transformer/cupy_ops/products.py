@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.cupy_ops.norms import LATE_FILES
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
@@ -27,13 +28,15 @@ _MIN_BLOCKS = 96  # Of a large kind: with fewer, much of a GPU has none.
 class PackedWeight:
     """A weight in the order of skinny.cu: `columns` outputs, padded to tiles of 16.
 
-    gated: the columns of gate and up alternate by 8, and an output is a pair of them.
+    gated: the columns of gate and up alternate by 8, and an output is a pair of them. head: with
+    heads of so many columns, a tile has 8 of a head's first half and those that rotate with them.
     """
 
     values: Any
     depth: int
     columns: int
     gated: bool = False
+    head: int = 0
 
     @property
     def tiles(self) -> int:
@@ -47,16 +50,25 @@ class Products:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
+    def multiply(
+        self, x: Any, weight: PackedWeight, out: Any, rows: int, factors: Any = None
+    ) -> None:
+        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up.
+
+        factors: what the sums of each row are multiplied by (late.cu).
+        """
         tiles, row_tiles, stages = self._kind(weight.tiles, rows)
         macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
         shared = _shared_bytes(tiles, row_tiles, stages)
         kind = "gated" if weight.gated else str(out.dtype)
-        kernel = self._launcher.function(f"skinny_{kind}", _FILES, macros, shared)
+        name, files = (
+            (f"skinny_{kind}", _FILES) if factors is None else (f"late_{kind}", LATE_FILES)
+        )
+        kernel = self._launcher.function(name, files, macros, shared)
         blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
         source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
-        to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns))
+        to = [out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns)]
+        to += [] if factors is None else [factors]
         assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
         self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
 

@@ -95,6 +95,10 @@ class NumbaOps:
             first += len(value)
         return Packed(words, outputs)
 
+    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
+        """Returns the packed weight of q, k and v."""
+        return self.matrix(checkpoint, parts)
+
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
         """Returns one packed weight: gate's outputs, then up's."""
         return self.matrix(checkpoint, [gate, up])
@@ -118,6 +122,10 @@ class NumbaOps:
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of 64 columns."""
         return np.zeros((rows, -(-width // WIDTH) * WIDTH), np.float32)
+
+    def normed(self, rows: int, width: int) -> Floats:
+        """Returns a buffer that `norm` writes."""
+        return self.buffer(rows, width)
 
     def hidden(self, rows: int) -> Floats:
         """Returns a buffer of the residual stream."""
@@ -228,6 +236,10 @@ class NumbaOps:
         if found is None or len(found) < count:
             found = self._products[weight.outputs] = self.buffer(count, weight.outputs)
         return found
+
+    def at_once(self, weights: Any, memory: Any, cache: Any, count: int) -> bool:
+        """Returns False: every operation is called by itself."""
+        return False
 
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
         """Sums delta over the ranks in rank order, in place."""

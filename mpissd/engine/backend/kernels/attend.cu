@@ -1,0 +1,383 @@
+// Attention of a few rows over a paged cache, split at absolute positions.
+//
+// A split is SPLIT positions from a multiple of SPLIT on. For each query row a block gives a split's
+// largest score, its sum of weights and its weighted sum of values; combine adds the splits up in
+// rising order. Within a split every warp has 32 positions, added up in rising order too. What a
+// row gets from a split depends on nothing but its own query, and keys and values of the positions
+// that it sees: not on other rows, nor on whether they lie in pages or in a lane's scratch.
+#ifndef ARRIVE  // see ordered.cu
+#define ARRIVE 0
+#endif
+constexpr int ATTEND_WARPS = SPLIT / 32, ATTEND_THREADS = 32 * ATTEND_WARPS;
+constexpr int QUERIES = 16 * QUERY_TILES, CHUNKS = HEAD / 32, BLOCKS = HEAD / 8;
+constexpr int VALUE_STEP = 2 * HEAD + 16;  // bytes from position to position: no bank conflicts
+constexpr int VALUE_BYTES = SPLIT * VALUE_STEP, SUM_STEP = HEAD + 4;
+constexpr int SUMS_BYTES = 4 * ATTEND_WARPS * QUERIES * SUM_STEP;
+constexpr int TOPS_AT = VALUE_BYTES > SUMS_BYTES ? VALUE_BYTES : SUMS_BYTES;  // of shared memory
+constexpr float NONE = -1e30f;  // the score of a position that is not seen
+constexpr int WEIGHTS_AT = TOPS_AT + 8 * ATTEND_WARPS * QUERIES, ATTEND_BYTES = WEIGHTS_AT + 16 * QUERIES;
+
+// The threads that attend a task together: their numbers, barrier, and place in the block's memory.
+struct Team {
+  int thread, barrier;
+  u32 at;
+  __device__ __forceinline__ int warp() const { return thread / 32; }
+  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ void sync() const { sync_team(barrier, ATTEND_THREADS); }
+  __device__ __forceinline__ float2* tops() const { return (float2*)(block_memory() + at + TOPS_AT); }
+  // Of each query row, what the sums of each warp are multiplied by.
+  __device__ __forceinline__ float4* weights() const {
+    return (float4*)(block_memory() + at + WEIGHTS_AT);
+  }
+  __device__ __forceinline__ float* sums() const { return (float*)(block_memory() + at); }
+};
+
+// What attention reads and writes beside the cache: queries [row][head][HEAD]; of each query row and
+// split its sums [HEAD], and its largest score with the sum of weights.
+struct Attended {
+  const u16* queries;
+  float* partial;
+  float2* tops;
+  int heads, splits;
+  __device__ __forceinline__ long long part(int row, int head, int split) const {
+    return ((long long)row * heads + head) * splits + split;
+  }
+};
+
+// The keys, or the values, of this task's positions: in pages below `edge`, from it on in the lane.
+struct Source {
+  const u16 *page, *lane;  // of the split's first position, and of position `edge`
+  int start, edge, stop;   // positions from `stop` on are not read
+  __device__ __forceinline__ const u16* at(int i) const {
+    const int position = start + i;
+    return position < edge ? page + i * HEAD : lane + (position - edge) * HEAD;
+  }
+  __device__ __forceinline__ bool there(int i) const { return start + i < stop; }
+};
+
+__device__ __forceinline__ void load_queries(uint4 (&query)[QUERY_TILES][2][CHUNKS], const u16* queries,
+                                             const Task& task, int heads, int kv_heads, int head) {
+  const int lane = threadIdx.x % 32, shared = heads / kv_heads;
+#pragma unroll
+  for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q = task.first + 16 * m + 8 * half + lane / 4;
+      const bool there = q < task.rows() * shared;
+      const long long row = task.row + (there ? q / shared : 0);
+      const u16* from = queries + (row * heads + head * shared + (there ? q % shared : 0)) * HEAD;
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j)
+        query[m][half][j] = load_fresh(from + 32 * j + 8 * (lane % 4));
+    }
+}
+
+// This warp's 32 keys, all under way together: of block t position 8 t + lane / 4.
+typedef uint4 Keys[4][CHUNKS];
+
+__device__ __forceinline__ void load_keys_of(uint4 (&key)[CHUNKS], const Source& keys, int first) {
+  const int lane = threadIdx.x % 32, i = first + lane / 4;
+  const u16* from = keys.at(keys.there(i) ? i : 0) + 8 * (lane % 4);
+#pragma unroll
+  for (int j = 0; j < CHUNKS; ++j) key[j] = load_fresh(from + 32 * j);
+}
+
+__device__ __forceinline__ void load_keys(Keys& key, const Source& keys, int first) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) load_keys_of(key[t], keys, first + 8 * t);
+}
+
+// The scores of this warp's 32 positions; element j of block t of lane l: query row l / 4 + 8 (j / 2),
+// position 8 t + 2 (l % 4) + j % 2.
+__device__ __forceinline__ void score(float (&scores)[QUERY_TILES][4][4],
+                                      const uint4 (&query)[QUERY_TILES][2][CHUNKS], const Keys& key) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int m = 0; m < QUERY_TILES; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) scores[m][t][n] = 0;
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j) {
+        const uint4 a = query[m][0][j], b = query[m][1][j], k = key[t][j];
+        multiply_add(scores[m][t], a.x, b.x, a.y, b.y, k.x, k.y);
+        multiply_add(scores[m][t], a.z, b.z, a.w, b.w, k.z, k.w);
+      }
+    }
+}
+
+// Turns scores into weights 2^(score - largest); returns the largest and the sum of a query row.
+// seen: how many of this warp's positions the row sees.
+__device__ __forceinline__ float2 weigh(float (&scores)[4][4], int half, int seen) {
+  const int lane = threadIdx.x % 32;
+  float most = NONE;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float& s = scores[t][2 * half + n];
+      if (8 * t + 2 * (lane % 4) + n >= seen) s = NONE;
+      most = fmaxf(most, s);
+    }
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+  float sum = 0;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float& s = scores[t][2 * half + n];
+      s = s > NONE ? exp2_of(s - most) : 0.0f;
+      sum += s;
+    }
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+  return make_float2(most, sum);
+}
+
+// sums[16 query rows][HEAD] = weights of 32 positions times their values.
+__device__ __forceinline__ void add_values(float (&sums)[BLOCKS][4], const float (&weights)[4][4],
+                                           u32 values) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 0; d < BLOCKS; ++d)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) sums[d][n] = 0;
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    const float(&low)[4] = weights[2 * step], (&high)[4] = weights[2 * step + 1];
+    const u32 a0 = finite_halves(low[0], low[1]), a1 = finite_halves(low[2], low[3]);
+    const u32 a2 = finite_halves(high[0], high[1]), a3 = finite_halves(high[2], high[3]);
+    const u32 row = values + (16 * step + lane % 16) * VALUE_STEP + lane / 16 * 16;
+#pragma unroll
+    for (int d = 0; d < BLOCKS; d += 2) {
+      const uint4 v = load_transposed(row + 16 * d);
+      multiply_add(sums[d], a0, a1, a2, a3, v.x, v.y);
+      multiply_add(sums[d + 1], a0, a1, a2, a3, v.z, v.w);
+    }
+  }
+}
+
+// Keys and values of a task's positions.
+struct Sources {
+  Source keys, values;
+  __device__ __forceinline__ Sources(const Cache& cache, const Rows& rows, const Task& task, int head) {
+    const int start = task.split * SPLIT, own = task.own() ? rows.lanes[task.row] : -1;
+    const int edge = own < 0 ? start + SPLIT : rows.trunks[task.row];
+    const int stop = own < 0 ? start + SPLIT : rows.positions[task.row] + 1;
+    const long long in_page = cache.in_page(rows.slots[task.row], head, start);
+    const long long in_lane = cache.in_lane(max(own, 0), head, 0);
+    keys = {cache.keys + in_page, cache.lane_keys + in_lane, start, edge, stop};
+    values = {cache.values + in_page, cache.lane_values + in_lane, start, edge, stop};
+  }
+};
+
+// Copies the values of this warp's positions, from its `first` on.
+__device__ __forceinline__ void copy_values(const Source& values, int first, const Team& team) {
+  const u32 mine = shared_address(block_memory()) + team.at + 32 * team.warp() * VALUE_STEP;
+#pragma unroll 4
+  for (int i = team.lane(); i < 32 * BLOCKS; i += 32) {
+    const int position = i / BLOCKS, there = values.there(32 * team.warp() + position);
+    if (position < first) continue;
+    copy_own(mine + position * VALUE_STEP + 16 * (i % BLOCKS),
+             values.at(there ? 32 * team.warp() + position : 0) + 8 * (i % BLOCKS), there);
+  }
+  end_of_copies();
+}
+
+// Whether a task's row sees its split at all. What nobody reads is not written, so that nobody takes it for
+// the part of a later layer.
+__device__ __forceinline__ bool is_seen(const Rows& rows, const Task& task, int row) {
+  return ARRIVE < 2 || task.split <= rows.positions[task.row + row] / SPLIT;
+}
+
+// Finds what the warps' sums of a query row are multiplied by, and writes the split's top; one thread
+// a query row.
+__device__ __forceinline__ void weigh_warps(const Attended& to, const Rows& rows, const Task& task,
+                                            int shared, int head, const Team& team) {
+  static_assert(ATTEND_WARPS == 4 && QUERIES <= ATTEND_THREADS, "weights are float4");
+  const int q = team.thread, index = task.first + q;
+  if (q >= QUERIES || index >= task.rows() * shared) return;
+  if (!is_seen(rows, task, index / shared)) return;
+  float most = NONE, weight = 0, by[ATTEND_WARPS];
+#pragma unroll
+  for (int w = 0; w < ATTEND_WARPS; ++w) most = fmaxf(most, team.tops()[w * QUERIES + q].x);
+#pragma unroll
+  for (int w = 0; w < ATTEND_WARPS; ++w) {
+    const float2 top = team.tops()[w * QUERIES + q];
+    by[w] = exp2_of(top.x - most);
+    weight = __fmaf_rn(by[w], top.y, weight);
+  }
+  team.weights()[q] = make_float4(by[0], by[1], by[2], by[3]);
+  to.tops[to.part(task.row + index / shared, head * shared + index % shared, task.split)] =
+      make_float2(most, weight);
+}
+
+// Adds the warps' sums of each query row, and writes them; a warp has every fourth query row.
+__device__ __forceinline__ void add_warps(const Attended& to, const Rows& rows, const Task& task,
+                                          int shared, int head, const Team& team) {
+  const int queries = min(QUERIES, task.rows() * shared - task.first);
+#pragma unroll 1
+  for (int q = team.warp(); q < queries; q += ATTEND_WARPS) {
+    const int index = task.first + q, row = index / shared;
+    if (!is_seen(rows, task, row)) continue;
+    const long long at = to.part(task.row + row, head * shared + index - row * shared, task.split);
+    const float* all = team.sums() + q * SUM_STEP + team.lane();
+    const float4 by = team.weights()[q];
+#pragma unroll
+    for (int d = 0; d < HEAD; d += 32) {
+      float sum = __fmul_rn(by.x, all[d]);
+      sum = __fmaf_rn(by.y, all[QUERIES * SUM_STEP + d], sum);
+      sum = __fmaf_rn(by.z, all[2 * QUERIES * SUM_STEP + d], sum);
+      sum = __fmaf_rn(by.w, all[3 * QUERIES * SUM_STEP + d], sum);
+      to.partial[at * HEAD + d + team.lane()] = sum;
+    }
+  }
+}
+
+// Copies once more the values that may have been written since: from position `fresh` on.
+__device__ __forceinline__ void refresh_values(const Source& values, int fresh, const Team& team) {
+  const int from = fresh - values.start - 32 * team.warp();  // within the warp's positions
+  if (from >= 32) return;
+  wait_for_copies<0>();
+  sync_lanes();
+  copy_values(values, max(from, 0), team);
+}
+
+// Asks for this team's keys in the last-level cache.
+__device__ __forceinline__ void fetch_keys(const Source& keys, const Team& team) {
+  constexpr int LINES = HEAD / 64 > 0 ? HEAD / 64 : 1;  // of 128 bytes a position
+#pragma unroll 1
+  for (int i = team.thread; i < SPLIT * LINES; i += ATTEND_THREADS)
+    if (keys.there(i / LINES)) fetch_ahead(keys.at(i / LINES) + i % LINES * 64);
+}
+
+// Attends a task for one KV head; its values are under way already. `seen`: called when all it reads
+// is there.
+template <class Seen>
+__device__ __forceinline__ void finish_task(const Attended& to, const Source& keys, const Rows& rows,
+                                            const Task& task, int kv_heads, int head, const Team& team,
+                                            const Seen& seen, [[maybe_unused]] int trace = 0) {
+  const int warp = team.warp(), lane = team.lane(), start = task.split * SPLIT;
+  const int shared = to.heads / kv_heads;
+  float scores[QUERY_TILES][4][4], sums[QUERY_TILES][BLOCKS][4];
+  {
+    uint4 query[QUERY_TILES][2][CHUNKS];
+    Keys key;
+    load_keys(key, keys, 32 * warp);
+    load_queries(query, to.queries, task, to.heads, kv_heads, head);
+    score(scores, query, key);
+  }
+  seen();
+  MARK(trace, 6);
+#pragma unroll
+  for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q = 16 * m + 8 * half + lane / 4;
+      const bool there = task.first + q < task.rows() * shared;
+      const int row = task.row + (there ? (task.first + q) / shared : 0);
+      const float2 top = weigh(scores[m], half, there ? rows.positions[row] + 1 - start - 32 * warp : 0);
+      if (lane % 4 == 0) team.tops()[warp * QUERIES + q] = top;
+    }
+  wait_for_copies<0>();
+  sync_lanes();
+  const u32 mine = shared_address(block_memory()) + team.at + 32 * warp * VALUE_STEP;
+#pragma unroll
+  for (int m = 0; m < QUERY_TILES; ++m) add_values(sums[m], scores[m], mine);
+  MARK(trace, 7);
+  team.sync();  // the sums take the place of the values
+  weigh_warps(to, rows, task, shared, head, team);
+#pragma unroll
+  for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+    for (int d = 0; d < BLOCKS; ++d)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int q = 16 * m + 8 * half + lane / 4;
+        *(float2*)(team.sums() + (warp * QUERIES + q) * SUM_STEP + 8 * d + 2 * (lane % 4)) =
+            make_float2(sums[m][d][2 * half], sums[m][d][2 * half + 1]);
+      }
+  team.sync();
+  MARK(trace, 8);
+  add_warps(to, rows, task, shared, head, team);
+  team.sync();
+  MARK(trace, 9);
+}
+
+__device__ __forceinline__ bool is_number(float x) { return __float_as_uint(x) != 0xFFFFFFFFu; }
+__device__ __forceinline__ bool is_number(const float2& v) { return is_number(v.x) & is_number(v.y); }
+
+// Some splits' parts of a query for one lane: its dimensions lane, lane + 32 ...
+constexpr int MERGED = 4, MINE = HEAD / 32;
+struct Parts {
+  float2 tops[MERGED];
+  float sums[MERGED][MINE];
+  __device__ __forceinline__ void load(const Attended& from, long long at, int splits) {
+#pragma unroll
+    for (int i = 0; i < MERGED; ++i) {
+      const long long split = at + min(i, splits - 1);
+      tops[i] = load_fresh_two(from.tops + split);
+#pragma unroll
+      for (int j = 0; j < MINE; ++j)
+        sums[i][j] = load_fresh_one(from.partial + split * HEAD + 32 * j + threadIdx.x % 32);
+    }
+  }
+  __device__ __forceinline__ bool are_there() const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < MERGED; ++i) {
+      all &= is_number(tops[i]);
+#pragma unroll
+      for (int j = 0; j < MINE; ++j) all &= is_number(sums[i][j]);
+    }
+    return all;
+  }
+};
+
+// A query's result: its `count` splits, added up in rising order by one warp. `to`: its HEAD values. With
+// ARRIVE 2 they are awaited, and emptied for the next layer: nobody else reads them.
+__device__ __forceinline__ void merge_splits(const Attended& from, int row, int head, int count, u16* to,
+                                             const Watch& watch) {
+  const int lane = threadIdx.x % 32;
+  const long long at = from.part(row, head, 0);
+  Parts parts;
+  parts.load(from, at, count);
+  float most = NONE, weight = 0, sums[MINE];
+#pragma unroll
+  for (int j = 0; j < MINE; ++j) sums[j] = 0;
+  Patience patience(watch);
+  for (int s = lane; s < count; s += 32) {
+    float2 top = load_fresh_two(from.tops + at + s);
+    while (ARRIVE == 2 && !is_number(top) && !patience.over()) {
+      poll_again();
+      top = load_fresh_two(from.tops + at + s);
+    }
+    most = fmaxf(most, top.x);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
+  for (int s = 0; s < count; s += MERGED) {
+    while (ARRIVE == 2 && !parts.are_there() && !patience.over()) {
+      poll_again();
+      parts.load(from, at + s, count - s);
+    }
+    sync_lanes();
+    const Parts now = parts;
+    if (s + MERGED < count) parts.load(from, at + s + MERGED, count - s - MERGED);
+#pragma unroll
+    for (int i = 0; i < MERGED; ++i) {
+      if (s + i >= count) break;
+      const float by = exp2_of(now.tops[i].x - most);
+      weight = __fmaf_rn(by, now.tops[i].y, weight);
+#pragma unroll
+      for (int j = 0; j < MINE; ++j) sums[j] = __fmaf_rn(by, now.sums[i][j], sums[j]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < MINE; ++j) to[32 * j + lane] = to_finite_half(sums[j] / weight);
+  if (ARRIVE < 2) return;
+  const float empty = __uint_as_float(0xFFFFFFFFu);
+  for (int i = lane; i < count * HEAD; i += 32) from.partial[at * HEAD + i] = empty;
+  for (int s = lane; s < count; s += 32) from.tops[at + s] = make_float2(empty, empty);
+}
