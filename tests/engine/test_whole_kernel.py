@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ import pytest
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
 from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps, chosen
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     OPERATION,
-    Form,
     Step,
     geometry,
     table,
@@ -39,9 +40,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets few rows of models of any width be one kernel."""
     monkeypatch.setattr(WholeOps, "is_on", True)
     monkeypatch.setattr(Whole, "least_hidden", 0)
-
-
-FORMS = ["", "arrive=2", "arrive=1", "arrive=1,piece=8,flying=5,teams=1,ahead=3", "piece=8,holds=0"]
+    monkeypatch.setattr(Whole, "wide", 0)
 
 
 @pytest.mark.slow
@@ -57,27 +56,25 @@ def test_each_operation_is_its_twins(gpu: Any, family: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("most, layers", [(12, 1), (7, 3), (20, 1)])
 def test_one_kernel_has_the_bits_of_many(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, most: int, layers: int
 ) -> None:
-    monkeypatch.setattr(Whole, "form", Form.parse(form))
+    """One, two and three tiles of rows, and so one and two teams that attend."""
     found = []
     for whole in (False, True):
         monkeypatch.setattr(Whole, "most_rows", 32 if whole else 0)
-        rig = Rig(gpu, tiny("smollm2", layers=3 if form else 1), max_rows=12)
-        found.append(rig.fill(prompt(rig, 60 if form else 130), 12))
+        rig = Rig(gpu, tiny("smollm2", layers=layers), max_rows=most)
+        found.append(rig.fill(prompt(rig, 130), most))
     assert np.array_equal(*found)
     assert "whole" in gpu.launcher(early=False).launches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS[:2])
 def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values that one forward stores and reads: two rows of a lane beside rows of its trunk."""
-    monkeypatch.setattr(Whole, "form", Form.parse(form))
     found = []
     for whole in (False, True):
         monkeypatch.setattr(Whole, "most_rows", 32 if whole else 0)
@@ -95,13 +92,9 @@ def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["", "arrive=2"])
-def test_padding_and_forwards_of_more_rows(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_padding_and_forwards_of_more_rows(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward of padding alone ends; behind it one of two rows and padding, and one of 40 rows,
     which separate kernels compute, have the bits of separate kernels."""
-    monkeypatch.setattr(Whole, "form", Form.parse(form))
     found = []
     for most_rows in (32, 0):
         monkeypatch.setattr(Whole, "most_rows", most_rows)
@@ -153,3 +146,15 @@ def test_a_table_says_where_operations_read_and_write() -> None:
     assert (first["pairs"], first["tiles"], first["group_tiles"], first["rows"]) == (3, 5, 5, 7)
     assert (first["x_step"], first["out_step"], first["columns"], first["layer"]) == (96, 80, 80, 3)
     assert (second["tiles"], second["weight"], second["kind"]) == (0, 0, whole_plan.ATTEND)
+
+
+@pytest.mark.parametrize("hidden, most", [(1024, 8), (2048, 8), (4096, 32)])
+def test_more_rows_of_narrow_models_take_separate_kernels(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int, most: int
+) -> None:
+    monkeypatch.undo()
+    config = tiny("llama", layers=1)
+    config = replace(config, shape=replace(config.shape, hidden=hidden))
+    whole = Whole(gpu.launcher(early=False), config, Attention.__new__(Attention), None)
+    whole._attention.page = 128
+    assert whole.suits(most) and not whole.suits(most + 1)

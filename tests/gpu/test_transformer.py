@@ -15,7 +15,6 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
 from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
-from mpissd.engine.model.transformer.cupy_ops.whole_plan import Form
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
@@ -49,24 +48,20 @@ def capable(backend: Any) -> None:
         lack(f"compute capability {FIRST_CAPABILITY}")
 
 
-WAYS = {"whole": "", "arrive": "arrive=2,holds=2"}  # of one kernel; forms of Form.parse
-
-
-@pytest.fixture(params=["one after another", "early", *WAYS])
+@pytest.fixture(params=["one after another", "early", "whole"])
 def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether kernels may start before the one before them ends, or few rows are one kernel."""
     chosen = str(request.param)
     monkeypatch.setattr(CupyOps, "early", chosen != "one after another")
-    if chosen in WAYS:
-        use_whole(monkeypatch, WAYS[chosen])
+    use_whole(monkeypatch, is_on=chosen == "whole")
     return chosen
 
 
-def use_whole(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Makes few rows of models of any width one kernel of this form."""
-    monkeypatch.setattr(WholeOps, "is_on", True)
+def use_whole(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
+    """Makes up to 32 rows of models of any width one kernel, or none."""
+    monkeypatch.setattr(WholeOps, "is_on", is_on)
     monkeypatch.setattr(Whole, "least_hidden", 0)
-    monkeypatch.setattr(Whole, "form", Form.parse(form))
+    monkeypatch.setattr(Whole, "wide", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,24 +98,22 @@ def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, way: str) -
 WIDE = ["llama-3.2-1b@2L", "llama-3.1-8b@1L"]
 
 
-@pytest.mark.parametrize("form", [None, *WAYS.values()])
+@pytest.mark.parametrize("is_on", [False, True])
 @pytest.mark.parametrize("where", WIDE)
 def test_a_row_at_full_width_is_the_same_in_any_forward(
-    backend: Any, where: str, form: str | None, monkeypatch: pytest.MonkeyPatch
+    backend: Any, where: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a form, up to 32 rows are one kernel, and 128 are not."""
-    if form is not None:
-        use_whole(monkeypatch, form)
+    """With one kernel for up to 32 rows, 128 are several."""
+    use_whole(monkeypatch, is_on=is_on)
     rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
     check_rows_alone(rig, 128, [*range(2, 33), 128])
 
 
-@pytest.mark.parametrize("form", WAYS.values())
 @pytest.mark.parametrize("where", WIDE)
 def test_one_kernel_has_the_bits_of_many(
-    backend: Any, where: str, form: str, monkeypatch: pytest.MonkeyPatch
+    backend: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_whole(monkeypatch, form)
+    use_whole(monkeypatch, is_on=True)
     found = []
     for most_rows in (0, 32):
         monkeypatch.setattr(Whole, "most_rows", most_rows)
@@ -134,7 +127,7 @@ def test_each_operation_of_the_one_kernel_is_its_twins(
     backend: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 tokens before the rows: their splits are whole and begun."""
-    use_whole(monkeypatch, "")
+    use_whole(monkeypatch, is_on=True)
     rig = Rig(backend, config_of("llama-3.2-1b@2L"), max_rows=32, num_lanes=0, page=None)
     found = dict(differences(rig, 200, rows))
     assert max(found.values()) < 2e-3, found

@@ -67,9 +67,6 @@ __device__ __forceinline__ float load_fresh_one(const float* from) {
   return v;
 }
 
-// Called between two loads of what another multiprocessor will write.
-__device__ __forceinline__ void poll_again() {}
-
 // Asks for the 128 bytes around an address in the last-level cache.
 __device__ __forceinline__ void fetch_ahead(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

@@ -5,9 +5,6 @@
 // rising order. Within a split every warp has 32 positions, added up in rising order too. What a
 // row gets from a split depends on nothing but its own query, and keys and values of the positions
 // that it sees: not on other rows, nor on whether they lie in pages or in a lane's scratch.
-#ifndef ARRIVE  // see ordered.cu
-#define ARRIVE 0
-#endif
 constexpr int ATTEND_WARPS = SPLIT / 32, ATTEND_THREADS = 32 * ATTEND_WARPS;
 constexpr int QUERIES = 16 * QUERY_TILES, CHUNKS = HEAD / 32, BLOCKS = HEAD / 8;
 constexpr int VALUE_STEP = 2 * HEAD + 16;  // bytes from position to position: no bank conflicts
@@ -185,20 +182,13 @@ __device__ __forceinline__ void copy_values(const Source& values, int first, con
   end_of_copies();
 }
 
-// Whether a task's row sees its split at all. What nobody reads is not written, so that nobody takes it for
-// the part of a later layer.
-__device__ __forceinline__ bool is_seen(const Rows& rows, const Task& task, int row) {
-  return ARRIVE < 2 || task.split <= rows.positions[task.row + row] / SPLIT;
-}
-
 // Finds what the warps' sums of a query row are multiplied by, and writes the split's top; one thread
 // a query row.
-__device__ __forceinline__ void weigh_warps(const Attended& to, const Rows& rows, const Task& task,
-                                            int shared, int head, const Team& team) {
+__device__ __forceinline__ void weigh_warps(const Attended& to, const Task& task, int shared, int head,
+                                            const Team& team) {
   static_assert(ATTEND_WARPS == 4 && QUERIES <= ATTEND_THREADS, "weights are float4");
   const int q = team.thread, index = task.first + q;
   if (q >= QUERIES || index >= task.rows() * shared) return;
-  if (!is_seen(rows, task, index / shared)) return;
   float most = NONE, weight = 0, by[ATTEND_WARPS];
 #pragma unroll
   for (int w = 0; w < ATTEND_WARPS; ++w) most = fmaxf(most, team.tops()[w * QUERIES + q].x);
@@ -214,13 +204,12 @@ __device__ __forceinline__ void weigh_warps(const Attended& to, const Rows& rows
 }
 
 // Adds the warps' sums of each query row, and writes them; a warp has every fourth query row.
-__device__ __forceinline__ void add_warps(const Attended& to, const Rows& rows, const Task& task,
-                                          int shared, int head, const Team& team) {
+__device__ __forceinline__ void add_warps(const Attended& to, const Task& task, int shared, int head,
+                                          const Team& team) {
   const int queries = min(QUERIES, task.rows() * shared - task.first);
 #pragma unroll 1
   for (int q = team.warp(); q < queries; q += ATTEND_WARPS) {
     const int index = task.first + q, row = index / shared;
-    if (!is_seen(rows, task, row)) continue;
     const long long at = to.part(task.row + row, head * shared + index - row * shared, task.split);
     const float* all = team.sums() + q * SUM_STEP + team.lane();
     const float4 by = team.weights()[q];
@@ -252,12 +241,10 @@ __device__ __forceinline__ void fetch_keys(const Source& keys, const Team& team)
     if (keys.there(i / LINES)) fetch_ahead(keys.at(i / LINES) + i % LINES * 64);
 }
 
-// Attends a task for one KV head; its values are under way already. `seen`: called when all it reads
-// is there.
-template <class Seen>
+// Attends a task for one KV head; its values are under way already.
 __device__ __forceinline__ void finish_task(const Attended& to, const Source& keys, const Rows& rows,
                                             const Task& task, int kv_heads, int head, const Team& team,
-                                            const Seen& seen, [[maybe_unused]] int trace = 0) {
+                                            [[maybe_unused]] int trace = 0) {
   const int warp = team.warp(), lane = team.lane(), start = task.split * SPLIT;
   const int shared = to.heads / kv_heads;
   float scores[QUERY_TILES][4][4], sums[QUERY_TILES][BLOCKS][4];
@@ -268,7 +255,6 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
     load_queries(query, to.queries, task, to.heads, kv_heads, head);
     score(scores, query, key);
   }
-  seen();
   MARK(trace, 6);
 #pragma unroll
   for (int m = 0; m < QUERY_TILES; ++m)
@@ -287,7 +273,7 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
   for (int m = 0; m < QUERY_TILES; ++m) add_values(sums[m], scores[m], mine);
   MARK(trace, 7);
   team.sync();  // the sums take the place of the values
-  weigh_warps(to, rows, task, shared, head, team);
+  weigh_warps(to, task, shared, head, team);
 #pragma unroll
   for (int m = 0; m < QUERY_TILES; ++m)
 #pragma unroll
@@ -300,13 +286,10 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
       }
   team.sync();
   MARK(trace, 8);
-  add_warps(to, rows, task, shared, head, team);
+  add_warps(to, task, shared, head, team);
   team.sync();
   MARK(trace, 9);
 }
-
-__device__ __forceinline__ bool is_number(float x) { return __float_as_uint(x) != 0xFFFFFFFFu; }
-__device__ __forceinline__ bool is_number(const float2& v) { return is_number(v.x) & is_number(v.y); }
 
 // Some splits' parts of a query for one lane: its dimensions lane, lane + 32 ...
 constexpr int MERGED = 4, MINE = HEAD / 32;
@@ -323,22 +306,10 @@ struct Parts {
         sums[i][j] = load_fresh_one(from.partial + split * HEAD + 32 * j + threadIdx.x % 32);
     }
   }
-  __device__ __forceinline__ bool are_there() const {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < MERGED; ++i) {
-      all &= is_number(tops[i]);
-#pragma unroll
-      for (int j = 0; j < MINE; ++j) all &= is_number(sums[i][j]);
-    }
-    return all;
-  }
 };
 
-// A query's result: its `count` splits, added up in rising order by one warp. `to`: its HEAD values. With
-// ARRIVE 2 they are awaited, and emptied for the next layer: nobody else reads them.
-__device__ __forceinline__ void merge_splits(const Attended& from, int row, int head, int count, u16* to,
-                                             const Watch& watch) {
+// A query's result: its `count` splits, added up in rising order by one warp. `to`: its HEAD values.
+__device__ __forceinline__ void merge_splits(const Attended& from, int row, int head, int count, u16* to) {
   const int lane = threadIdx.x % 32;
   const long long at = from.part(row, head, 0);
   Parts parts;
@@ -346,23 +317,10 @@ __device__ __forceinline__ void merge_splits(const Attended& from, int row, int 
   float most = NONE, weight = 0, sums[MINE];
 #pragma unroll
   for (int j = 0; j < MINE; ++j) sums[j] = 0;
-  Patience patience(watch);
-  for (int s = lane; s < count; s += 32) {
-    float2 top = load_fresh_two(from.tops + at + s);
-    while (ARRIVE == 2 && !is_number(top) && !patience.over()) {
-      poll_again();
-      top = load_fresh_two(from.tops + at + s);
-    }
-    most = fmaxf(most, top.x);
-  }
+  for (int s = lane; s < count; s += 32) most = fmaxf(most, load_fresh_two(from.tops + at + s).x);
 #pragma unroll
   for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
   for (int s = 0; s < count; s += MERGED) {
-    while (ARRIVE == 2 && !parts.are_there() && !patience.over()) {
-      poll_again();
-      parts.load(from, at + s, count - s);
-    }
-    sync_lanes();
     const Parts now = parts;
     if (s + MERGED < count) parts.load(from, at + s + MERGED, count - s - MERGED);
 #pragma unroll
@@ -376,8 +334,4 @@ __device__ __forceinline__ void merge_splits(const Attended& from, int row, int 
   }
 #pragma unroll
   for (int j = 0; j < MINE; ++j) to[32 * j + lane] = to_finite_half(sums[j] / weight);
-  if (ARRIVE < 2) return;
-  const float empty = __uint_as_float(0xFFFFFFFFu);
-  for (int i = lane; i < count * HEAD; i += 32) from.partial[at * HEAD + i] = empty;
-  for (int s = lane; s < count; s += 32) from.tops[at + s] = make_float2(empty, empty);
 }

@@ -4,7 +4,7 @@ struct Place {
 };
 
 // A lane's part of x for one slot: row lane / 4 of each row tile, for the warp's two pairs.
-typedef uint4 Columns[2][ROW_TILES];
+typedef uint4 Columns[PARTS][ROW_TILES];
 
 // Prefetches the columns of the next AHEAD slots into places that no other lane reads.
 class ColumnsAhead {
@@ -25,7 +25,7 @@ class ColumnsAhead {
     wait_for_copies<AHEAD - 2>();
     const u32 from = memory_ + place_ * (LANE_BYTES * MULTIPLIERS);
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i)
+    for (int i = 0; i < PARTS * ROW_TILES; ++i)
       x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
     if (++place_ == AHEAD) place_ = 0;
     fetch(product, depth);  // into the place that was read last
@@ -35,10 +35,10 @@ class ColumnsAhead {
   __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
     const u32 to = memory_ + free_ * (LANE_BYTES * MULTIPLIERS);
     if (left_ > 0) {
-      const int pair = depth.start(slot_) + 2 * at_.warp;
+      const int pair = depth.start(slot_) + Depth::pair_of(at_.warp);
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
+      for (int i = 0; i < PARTS * ROW_TILES; ++i) {
+        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES * PAIR_STEP;
         const bool wanted = mine < depth.pairs && row < product.rows;
         const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
                           8 * (at_.lane % 4);

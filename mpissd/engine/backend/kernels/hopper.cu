@@ -28,17 +28,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
 }
 
-// A word of shared memory that other warps write and read meanwhile.
-__device__ __forceinline__ u32 load_word(u32 at) {
-  u32 word;
-  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
-  return word;
-}
-
-__device__ __forceinline__ void store_word(u32 at, u32 word) {
-  asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
-}
-
 __device__ __forceinline__ long long cycles() {
   long long now;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));

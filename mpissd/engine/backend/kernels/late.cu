@@ -59,14 +59,6 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
   factors[row] = __fmul_rn(norm, inverse(power));
 }
 
-// Sets all bits of `words` times 16 bytes.
-extern "C" __global__ void late_fill(uint4* to, int words) {
-  may_start_next();
-  wait_for_last();
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x)
-    to[i] = {0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu};
-}
-
 // Where the sums of a product over such x go (skinny.cu): each is multiplied by its row's factor.
 struct Scaled {
   void* out;

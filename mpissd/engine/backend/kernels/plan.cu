@@ -9,11 +9,8 @@
 #ifndef TEAM_BYTES  // that other work needs in the place of x and the sums
 #define TEAM_BYTES 0
 #endif
-#ifndef PIECE  // pairs of a slot: WARPS or, for two a warp, 2 WARPS
-#define PIECE 16
-#endif
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
-constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = PIECE, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
+constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
 constexpr int ROUND = 4;                            // tiles whose sums are added at once
 constexpr int HALF_WORDS = ORDERED ? 64 : 65;       // 64 sums of 8 columns
 constexpr int TILE_WORDS = ORDERED ? 129 : 130;     // 128 sums, padded against bank conflicts
@@ -27,8 +24,7 @@ constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
 constexpr int SUMS_END = SUMS_AT + WARPS * WARP_WORDS * 4, TEAM_END = COLUMNS_AT + TEAM_BYTES;
 constexpr int BARRIERS_AT = SUMS_END > TEAM_END ? SUMS_END : TEAM_END;
 constexpr int PEERS_AT = BARRIERS_AT + 2 * SLOTS * 8;
-constexpr int HOLD_AT = PEERS_AT + (int)sizeof(Peers);  // two words: not 0, no weights shall be read
-constexpr int CHAIN_BYTES = HOLD_AT + (TEAM_BYTES ? 8 : 0);
+constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
 static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
 static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
 

@@ -1,8 +1,5 @@
 // What the persistent kernels share (chain.cu, whole.cu): a warp that reads all weights ahead, products
 // of a few tiles of columns, and the wait for all blocks. The layout of weights: chain.cu.
-#ifndef HOLDS  // attention holds the reading of weights: 1 from its wait on, 2 behind it, 0 never
-#define HOLDS 0
-#endif
 template <class Table>
 __device__ void read_weights(const Table* products, int count, u32 memory) {
   Ring ring(memory), arriving(memory);
@@ -24,8 +21,6 @@ __device__ void read_weights(const Table* products, int count, u32 memory) {
             arriving.next();
           }
           barrier_wait(ring.empty(), ring.turn() ^ 1);
-          while (HOLDS && (load_word(memory + HOLD_AT) || load_word(memory + HOLD_AT + 4))) {
-          }
           barrier_arrive_expecting(ring.full(), pairs * PAIR_BYTES);
           copy_in(ring.slot(), from, pairs * PAIR_BYTES, ring.full(), policy);
           ring.next();

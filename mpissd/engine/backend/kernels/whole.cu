@@ -7,11 +7,6 @@
 // merging of its queries. Between two operations all blocks wait for each other, while one warp of each
 // reads weights ahead (units.cu).
 //
-// With ARRIVE (ordered.cu) blocks wait for all others only behind q, k and v: x, and what attention and
-// gate and up give, say themselves that they are there. These have places of their own in layers of even
-// and of odd number; those of the layer before are emptied (set to 0xFFFF) behind q, k and v of a layer,
-// when nobody reads them any more. Sums of squares have a place in each layer.
-//
 // Every number is computed as by the kernels of attention.cu, rows.cu and skinny.cu, bit for bit.
 enum Kind { QKV, ATTEND, ADD, GATED, LOGITS };
 
@@ -25,7 +20,7 @@ struct Operation : Product {  // an attention has no tiles
 
 struct Model {
   float* hidden;          // [rows][width]
-  float *squares, *powers;  // [norms][norm_rows][width / 16] and [norms][norm_rows]
+  float *squares, *powers;  // [2 norms][norm_rows][width / 16] and [2 norms][norm_rows]
   Cache cache;            // of layer 0
   const int* seats;
   const float2* turns;
@@ -34,11 +29,10 @@ struct Model {
   const int* task_count;
   const Task* tasks;
   u32 *finished, *merged;  // blocks by operation; tasks by layer and KV head
-  uint4* arrivals;         // ARRIVE: what is emptied, of layers of even number, then of odd
   long long page_layer, lane_layer;  // elements of the cache from layer to layer
   int most_rows, width;
-  int norm_rows;      // of squares and powers
-  int arrival_words;  // of 16 bytes, of layers of even number
+  int norm_rows;  // of squares and powers
+  int gap;
   float eps, scale;
 };
 
@@ -104,16 +98,10 @@ struct Spot {
   __device__ __forceinline__ long long in(int width) const { return (long long)row * width + 16 * tile + c; }
 };
 
-// The place of the norm that an operation's x was through; the next one is of the next norm.
-__device__ __forceinline__ int norm_of(const Operation& op) {
-  return ARRIVE ? 2 * op.layer + op.norm : op.norm;
-}
-
-// Brings the factors of this warp's rows; returns whether all that they are made of was there.
-__device__ __forceinline__ bool bring_factors(const Operation& op, const Place& at) {
+// Brings the factors of this warp's rows.
+__device__ __forceinline__ void bring_factors(const Operation& op, const Place& at) {
   const Model& model = the_model();
-  const int tiles = model.width / 16, first = norm_of(op) * model.norm_rows;
-  bool there = true;
+  const int tiles = model.width / 16, first = op.norm * model.norm_rows;
   float powers[ROW_TILES], squares[ROW_TILES];
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
@@ -121,12 +109,7 @@ __device__ __forceinline__ bool bring_factors(const Operation& op, const Place& 
     const int there_are = own < op.rows ? tiles : 0;
     const float* of_row = model.squares + (long long)row * tiles;
     powers[m] = load_fresh_one(model.powers + row);
-    if (ARRIVE && !is_number(powers[m])) there = false;
-    squares[m] = squares_of_lane([&](int t) {
-      const float v = load_fresh_one(of_row + t);
-      if (ARRIVE && !is_number(v)) there = false;
-      return v;
-    }, there_are);
+    squares[m] = squares_of_lane([&](int t) { return load_fresh_one(of_row + t); }, there_are);
   }
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) {
@@ -135,7 +118,6 @@ __device__ __forceinline__ bool bring_factors(const Operation& op, const Place& 
       factor_of(8 * m + at.warp) = op.kind == ADD ? power_of_two(norm) : __fmul_rn(norm, inverse(powers[m]));
   }
   sync_lanes();
-  return there;
 }
 
 __device__ __forceinline__ void bring_hidden(Brought& brought, const Operation& op, const Spot& spot) {
@@ -176,7 +158,7 @@ __device__ __forceinline__ void store_qkv(const Operation& op, const Spot& spot,
 __device__ __forceinline__ void store_added(const Operation& op, const Spot& spot, const Brought& brought,
                                             const Both& sum) {
   const Model& model = the_model();
-  const int next = (ARRIVE ? norm_of(op) + 1 : 1 - op.norm) * model.norm_rows + spot.row;
+  const int next = (1 - op.norm) * model.norm_rows + spot.row;
   const float power = factor_of(spot.row);
   Both v = {0, 0};
   if (spot.mine) {
@@ -231,31 +213,6 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
   }
 }
 
-// The rows that a lane reads of x: bit m for row tile m. (Attention gives nothing for padding.)
-__device__ __forceinline__ u32 rows_of_lane(const Product& product, bool is_attended, const Place& at) {
-  u32 wanted = 0;
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) {
-    const int row = 8 * m + at.lane / 4;
-    if (row < product.rows && !(ARRIVE && is_attended && seat_of(row).is_padding)) wanted |= 1 << m;
-  }
-  return wanted;
-}
-
-// Starts x of a product, and brings the factors of its sums, when both have arrived.
-__device__ __forceinline__ void await_arrival(ColumnsAhead& ahead, const Operation& op,
-                                              const Product& product, const Depth& depth, int units,
-                                              u32 wanted, const Watch& watch, const Place& at) {
-  const int row = at.warp % op.rows;
-  if (op.rows > 2 && !seat_of(row).is_padding) ahead.probe(product, row);
-  Patience patience(watch);
-  for (;; poll_again()) {
-    ahead.start(product, depth, units, wanted);
-    const bool mine = bring_factors(op, at) & ahead.there();
-    if (__ballot_sync(0xFFFFFFFFu, !mine && !patience.over()) == 0) return;
-  }
-}
-
 // The counter of the blocks that have finished the operation before this one; null before the first.
 __device__ __forceinline__ const u32* before(int number) {
   return number ? the_model().finished + number - 1 : nullptr;
@@ -270,17 +227,11 @@ __device__ __forceinline__ void run_product(const Operation& op, int number, Rin
   if (op.kind == ADD && threadIdx.x <= (unsigned)(share.last - share.first) / 2)  // 128 bytes: 2 tiles
     fetch_ahead(op.vector + 16 * min(share.first + 2 * (int)threadIdx.x, share.last - 1));
   int first = share.first, stop = unit_start(share, 1);
-  ColumnsAhead ahead(shared_address(block_memory()), at, watch);
-  const u32 wanted = rows_of_lane(product, op.kind == ADD && op.norm == 0, at);
-  if (ARRIVE) {
-    await_arrival(ahead, op, product, depth, share.units, wanted, watch, at);
-    MARK(number, 1);
-  } else {
-    if (number) wait_for_blocks(before(number), gridDim.x, watch);
-    MARK(number, 1);
-    ahead.start(product, depth, share.units, wanted);
-    bring_factors(op, at);
-  }
+  ColumnsAhead ahead(shared_address(block_memory()), at);
+  if (number) wait_for_blocks(before(number), gridDim.x, watch);
+  MARK(number, 1);
+  ahead.start(product, depth, share.units);
+  bring_factors(op, at);
   MARK(number, 2);
   Sums sums;
   for (int unit = 0; unit < share.units; ++unit) {
@@ -309,7 +260,7 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int number, i
   const Model& model = the_model();
   const int heads = model.attention.heads, shared = heads / model.cache.kv_heads;
   if (number >= queries) return;
-  if (ARRIVE < 2 && team.thread == 0) {
+  if (team.thread == 0) {
     Patience patience(watch);
     const u32* over = model.merged + op.layer * model.cache.kv_heads + head;
     while ((int)(load_acquire(over) - (u32)tasks) < 0 && !patience.over()) {
@@ -322,17 +273,8 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int number, i
     const Seat& seat = seat_of(row);
     if (seat.is_padding) continue;
     merge_splits(model.attention, row, of, seat.position / SPLIT + 1,
-                 op.out + ((long long)row * heads + of) * HEAD, watch);
+                 op.out + ((long long)row * heads + of) * HEAD);
   }
-}
-
-// Empties what the layer before has read.
-__device__ __forceinline__ void empty_arrivals(int layer) {
-  const Model& model = the_model();
-  const int step = gridDim.x * MULTIPLIERS;
-  uint4* to = model.arrivals + (layer % 2 ? 0 : model.arrival_words);
-  for (int i = blockIdx.x * MULTIPLIERS + threadIdx.x; i < model.arrival_words; i += step)
-    to[i] = {0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu};
 }
 
 // tasks: the tasks of one KV head. (Not inline, so that it has the registers for itself.)
@@ -343,19 +285,13 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
   const int own = threadIdx.x / ATTEND_THREADS, kv_heads = model.cache.kv_heads, items = tasks * kv_heads;
   const Team team = {(int)threadIdx.x % ATTEND_THREADS, 2 + own, (u32)(COLUMNS_AT + own * ATTEND_BYTES)};
   const int start = own < TEAMS ? blockIdx.x + own * gridDim.x : items, step = TEAMS * gridDim.x;
-  if ((int)blockIdx.x >= items) {
-    if (ARRIVE) wait_for_blocks(before(number), gridDim.x, watch);
-    if (ARRIVE) empty_arrivals(op.layer);
-    return;
-  }
-  const u32 hold = shared_address(block_memory()) + HOLD_AT + 4 * own;
+  if ((int)blockIdx.x >= items) return;
   for (int item = start;; item += step) {
     const bool is_there = item < items;
     const int head = item % kv_heads;
     const Task task = model.tasks[is_there ? item / kv_heads : 0];
     const Sources sources(cache_of(model, op.layer), rows, task, head);
-    if (is_there) {  // what is there already comes during the wait, and before further weights
-      if (HOLDS == 1 && team.thread == 0) store_word(hold, 1);
+    if (is_there) {  // what is there already comes during the wait
       copy_values(sources.values, 0, team);
       if (item == start) fetch_keys(sources.keys, team);
     }
@@ -364,17 +300,14 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
       MARK(number, 1);
     }
     if (!is_there) break;
-    if (HOLDS == 2 && team.thread == 0) store_word(hold, 1);
     refresh_values(sources.values, seat_of(task.row).fresh, team);
-    finish_task(model.attention, sources.keys, rows, task, kv_heads, head, team,
-                [&] { if (team.thread == 0) store_word(hold, 0); }, number);
-    if (ARRIVE < 2 && team.thread == 0) add_release(model.merged + op.layer * kv_heads + head);
+    finish_task(model.attention, sources.keys, rows, task, kv_heads, head, team, number);
+    if (team.thread == 0) add_release(model.merged + op.layer * kv_heads + head);
   }
   MARK(number, 2);
   const int queries = rows_here * (model.attention.heads / kv_heads);
   for (int item = start; item < items; item += step)
     merge_queries(op, item / kv_heads, item % kv_heads, tasks, queries, watch, team);
-  if (ARRIVE) empty_arrivals(op.layer);
   MARK(number, 3);
 }
 
@@ -410,10 +343,9 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
     else
       run_product(op, p, ring, watch, at);
     wait_for_copies<0>();
-    const bool tells = !ARRIVE || op.kind == QKV;  // the place of op is used again behind the barrier
     MARK(p, 4);
-    sync_some(MULTIPLIERS);
-    if (threadIdx.x == 0 && tells) add_release(model.finished + p);
+    sync_some(MULTIPLIERS);  // the place of op is used again behind the barrier
+    if (threadIdx.x == 0) add_release(model.finished + p);
     MARK(p, 5);
   }
 }
@@ -428,8 +360,6 @@ extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
       barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
     }
     barriers_made();
-    store_word(memory + HOLD_AT, 0);
-    store_word(memory + HOLD_AT + 4, 0);
   }
   sync_block();
   if (threadIdx.x >= MULTIPLIERS) {

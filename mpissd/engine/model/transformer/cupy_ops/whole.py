@@ -6,7 +6,6 @@ the separate kernels, bit for bit, so that any number of rows may take either wa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +15,8 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
 from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
-from mpissd.engine.model.transformer.cupy_ops.norms import LATE_FILES, SKINNY_MACROS, Normed
+from mpissd.engine.model.transformer.cupy_ops.norms import Normed
 from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
-from mpissd.engine.model.transformer.cupy_ops.whole_places import (
-    Places,
-    arriving,
-    awaited_parts,
-    standing,
-)
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     ADD,
     ATTEND,
@@ -31,17 +24,15 @@ from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     GATED,
     LOGITS,
     QKV,
-    Form,
     Step,
 )
 
 FIRST_CAPABILITY = 90
 OPERATIONS = 5  # of a layer
-_FILL_BLOCKS = 64
 _LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
 SOURCES = (
     "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "attend",
-    "plan", "ordered", "units", "whole",
+    "plan", "columns", "units", "whole",
 )  # fmt: skip
 Norm = Callable[[Any, Any, Normed, int, Any], None]
 
@@ -50,12 +41,13 @@ class Whole:
     """Launches forwards of one model; `stop` is the backend's page-locked stop word.
 
     least_hidden: narrower models keep separate kernels, which are faster there: 30 layers of
-    SmolLM2-135M (576) wait five times each for all blocks, for 7 MB of weights.
+    SmolLM2-135M (576) wait five times each for all blocks, for 7 MB of weights. wide: models of
+    less take one kernel for few_rows at most: 24 lanes of 1B (2,048) took 1.34 ms so, and 1.23 by
+    separate kernels.
     """
 
-    least_hidden = 1024
-    most_rows = whole_plan.MAX_ROWS
-    form = Form.parse(os.environ.get("MPISSD_WHOLE_FORM", ""))
+    least_hidden, wide = 1024, 4096
+    few_rows, most_rows = 8, whole_plan.MAX_ROWS
 
     def __init__(
         self, launcher: Launcher, config: TransformerConfig, attention: Attention, stop: Any
@@ -65,7 +57,9 @@ class Whole:
 
     def suits(self, rows: int) -> bool:
         """Returns whether a forward of so many rows can be one kernel."""
-        return rows <= self.most_rows and self._geometry(rows).fits
+        is_wide = self._config.shape.hidden >= self.wide
+        most = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
+        return rows <= most and self._geometry(rows).fits
 
     def launch(
         self, weights: Any, memory: Any, cache: Any, rows: int, norm: Norm, count: int = 0
@@ -74,15 +68,10 @@ class Whole:
 
         norm: enqueues the first norm. count: only so many operations of the table; 0: all.
         """
-        key = rows, self.form
-        if key not in cache.tables:
-            cache.tables[key] = self._tables(weights, memory, cache, rows)
-        places, table, model = cache.tables[key]
-        if places.scratch is not None:
-            words = np.int32(places.scratch.nbytes // 16)
-            fill = self._launcher.function("late_fill", LATE_FILES, SKINNY_MACROS)
-            self._launcher.launch(fill, (_FILL_BLOCKS,), (256,), (places.scratch, words))
-        norm(memory.hidden, weights.layers[0].attention_norm, places.first, rows, cache.counters)
+        if rows not in cache.tables:
+            cache.tables[rows] = self._tables(weights, memory, cache, rows)
+        table, model = cache.tables[rows]
+        norm(memory.hidden, weights.layers[0].attention_norm, memory.x, rows, cache.counters)
         geometry = self._geometry(rows)
         shared = geometry.shared_bytes
         kernel = self._launcher.function("whole", SOURCES, geometry.macros, shared)
@@ -94,46 +83,23 @@ class Whole:
 
     def _geometry(self, rows: int) -> whole_plan.Geometry:
         head, room = self._config.shape.head_dim, self._launcher.shared_bytes
-        return whole_plan.geometry(rows, head, self._attention.page, room, self.form)
+        return whole_plan.geometry(rows, head, self._attention.page, room)
 
     def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> Any:
-        """Returns the places of a forward, and its operations and struct Model on the device."""
-        if self.form.arrive:
-            layers, width = len(weights.layers), memory.x.shape[1]
-            widths = width, memory.attended.shape[1], memory.inner.shape[1]
-            places = arriving(self._launcher, rows, layers, *widths)
-            if self.form.arrive > 1:
-                places.parts.update(awaited_parts(self._launcher, cache, rows, widths[1]))
-        else:
-            places = standing(memory)
-        table = whole_plan.table(self._steps(weights, memory, places), rows)
-        model = self._model(memory, cache, places)
-        arrays = (array.view(np.int32) for array in (table, model))
-        return places, *(self._launcher.uploaded(array, np.int32) for array in arrays)
+        """Returns the operations of a forward and struct Model on the device."""
+        table = whole_plan.table(_steps(weights, memory), rows)
+        arrays = (array.view(np.int32) for array in (table, self._model(memory, cache)))
+        return tuple(self._launcher.uploaded(array, np.int32) for array in arrays)
 
-    def _steps(self, weights: Any, memory: Any, places: Places) -> Iterator[Step]:
-        """Yields the operations of a forward in their order."""
-        last = len(weights.layers) - 1
-        for n, layer in enumerate(weights.layers):
-            following = weights.norm if n == last else weights.layers[n + 1].attention_norm
-            here, behind = places.of[n % 2], places.of[(n + 1) % 2].x
-            yield _product(QKV, n, layer.qkv, behind, memory.q, layer.qkv_bias)
-            yield Step(ATTEND, n, out=address(here.attended))
-            yield _product(ADD, n, layer.o, here.attended, here.middle, layer.ffn_norm)
-            yield _product(GATED, n, layer.gate_up, here.middle, here.inner, norm=FFN_NORM)
-            yield _product(ADD, n, layer.down, here.inner, here.x, following, norm=FFN_NORM)
-        x = places.of[last % 2].x
-        yield _product(LOGITS, last + 1, weights.head, x, memory.logits)
-
-    def _model(self, memory: Any, cache: Any, places: Places) -> Any:
+    def _model(self, memory: Any, cache: Any) -> Any:
         """Returns struct Model."""
         model, shape, every = np.zeros(1, whole_plan.MODEL), memory.x.shape, vars(cache)
         finished = address(cache.counters)
         done = OPERATIONS * cache.sizes.layers + 1
         pointers = {name: address(every[name]) for name in _OF_CACHE} | {
             "hidden": address(memory.hidden),
-            "squares": address(places.first.squares),
-            "powers": address(places.first.powers),
+            "squares": address(memory.x.squares),
+            "powers": address(memory.x.powers),
             "table": address(cache.words) + 4 * 4 * shape[0],
             "seats": address(cache.words),
             "attend_queries": address(memory.q),
@@ -141,8 +107,6 @@ class Whole:
             "task_count": address(cache.count),
             "finished": finished,
             "merged": finished + 4 * done,
-            "arrivals": address(places.arrivals),
-            **{name: address(part) for name, part in places.parts.items()},
         }
         numbers = {
             "most_pages": cache.sizes.pages_per_slot,
@@ -154,14 +118,26 @@ class Whole:
             "lane_layer": cache.lane_keys[0].size,
             "most_rows": shape[0],
             "width": shape[1],
-            "norm_rows": places.first.squares.shape[1],
-            "arrival_words": 0 if places.arrivals is None else places.arrivals.nbytes // 32,
+            "norm_rows": memory.x.squares.shape[1],
             "eps": self._config.norm_eps,
             "scale": self._attention.scale,
         }
         for name, value in (pointers | numbers).items():
             model[name] = value
         return model
+
+
+def _steps(weights: Any, memory: Any) -> Iterator[Step]:
+    """Yields the operations of a forward in their order."""
+    last, x = len(weights.layers) - 1, memory.x.values
+    for n, layer in enumerate(weights.layers):
+        following = weights.norm if n == last else weights.layers[n + 1].attention_norm
+        yield _product(QKV, n, layer.qkv, x, memory.q, layer.qkv_bias)
+        yield Step(ATTEND, n, out=address(memory.attended))
+        yield _product(ADD, n, layer.o, memory.attended, x, layer.ffn_norm)
+        yield _product(GATED, n, layer.gate_up, x, memory.inner, norm=FFN_NORM)
+        yield _product(ADD, n, layer.down, memory.inner, x, following, norm=FFN_NORM)
+    yield _product(LOGITS, last + 1, weights.head, x, memory.logits)
 
 
 def counters(layers: int, kv_heads: int) -> int:

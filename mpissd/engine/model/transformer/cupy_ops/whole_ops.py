@@ -6,7 +6,6 @@ nothing stands between two products. More rows take separate kernels with the sa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +48,7 @@ class WholeCache(Cache):
 class WholeOps(CupyOps):
     """Operations of one model on one GPU of compute capability 9.0 or more."""
 
-    # Whether a forward of few rows is one kernel, where it can be. Off until it has been measured
-    # on a GPU (docs/performance.md, "One kernel").
-    is_on = os.environ.get("MPISSD_WHOLE", "0") != "0"
+    is_on = True  # whether a forward of few rows is one kernel, where it can be
 
     def __init__(self, backend: Any, config: TransformerConfig, **sizes: Any) -> None:
         super().__init__(backend, config, **sizes)

@@ -6,7 +6,7 @@ This module does not use a GPU: arrays are addresses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,57 +29,24 @@ MODEL = np.dtype(  # struct Model
     + [(name, np.uint64) for name in ("seats", "turns", "attend_queries", "partial", "tops")]
     + [(name, np.int32) for name in ("heads", "splits")]
     + [(name, np.uint64) for name in ("queries", "task_count", "tasks", "finished", "merged")]
-    + [(name, np.uint64) for name in ("arrivals", "page_layer", "lane_layer")]
-    + [(name, np.int32) for name in ("most_rows", "width", "norm_rows", "arrival_words")]
+    + [(name, np.uint64) for name in ("page_layer", "lane_layer")]
+    + [(name, np.int32) for name in ("most_rows", "width", "norm_rows", "gap_1")]
     + [(name, np.float32) for name in ("eps", "scale")]
 )
-_WARPS, _PIECE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 8, 1 << 10, 88, 24
-_SUM_BYTES = _WARPS * 4 * 129 * 4
-_TILES, _MOST_BYTES = 4, 12 << 14  # of a unit; of all slots
-_AHEAD = {1: 4, 2: 3, 3: 3, 4: 2}  # slots of x ahead, of 16 pairs, by row tiles
-_FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of 16 pairs under way
+_SLOT_PAIRS, _PIECE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 16, 1 << 10, 88, 24
+_SUM_BYTES = 8 * 4 * 129 * 4
+_TILES, _MOST_SLOTS = 4, 12  # of a unit; of weights
+# By row tiles. One team leaves two slots more in the ring; more rows have more tasks to attend.
+_TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
+_AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
+_FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of weights under way
 extra_macros: tuple[tuple[str, int], ...] = ()  # of a trace (results/h200-transformer/trace.py)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the kernel may be built with; its numbers are the same with all of it.
-
-    arrive: which values say themselves that they are there (ordered.cu): 0, none; 1, what products
-    read; 2, the parts of attention's splits, too. piece: pairs of 32
-    inputs in a slot, 8 or 16. flying, ahead: copies of weights under way, and slots of x ahead; 0:
-    as by default for 16 pairs. tiles: of a unit. teams: that attend tasks in a block, 1 or 2.
-    holds: when attention holds the reading of weights: 1, from its wait for q, k and v on; 2,
-    behind it; 0, never.
-    """
-
-    arrive: int = 0
-    piece: int = 16
-    flying: int = 0
-    ahead: int = 0
-    tiles: int = _TILES
-    teams: int = 2
-    holds: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Form:
-        """Reads "name=number,…"; raises ValueError for anything else."""
-        given = dict(part.split("=") for part in text.split(",") if part)
-        if unknown := set(given) - {part.name for part in fields(cls)}:
-            raise ValueError(f"{text}: {', '.join(sorted(unknown))}: unknown")
-        return cls(**{name: int(value) for name, value in given.items()})
-
-    def __str__(self) -> str:
-        every = ((part.name, part.default) for part in fields(self))
-        changed = [f"{n}={getattr(self, n)}" for n, default in every if getattr(self, n) != default]
-        return ",".join(changed) or "default"
 
 
 @dataclass(frozen=True)
 class Geometry:
     """The macros that whole.cu is compiled with."""
 
-    form: Form
     row_tiles: int
     slots: int
     team_bytes: int
@@ -90,18 +57,14 @@ class Geometry:
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
         """Names and values of all macros."""
-        form = self.form
         return (
             ("ORDERED", 1),
-            ("ARRIVE", form.arrive),
             ("ROW_TILES", self.row_tiles),
-            ("TILES", form.tiles),
-            ("PIECE", form.piece),
-            ("AHEAD", _ahead(form, self.row_tiles)),
-            ("FLYING", _flying(form, self.row_tiles)),
+            ("TILES", _TILES),
+            ("AHEAD", _AHEAD[self.row_tiles]),
+            ("FLYING", _FLYING[self.row_tiles]),
             ("SLOTS", self.slots),
-            ("TEAMS", form.teams),
-            ("HOLDS", form.holds),
+            ("TEAMS", _TEAMS[self.row_tiles]),
             ("TEAM_BYTES", self.team_bytes),
             ("SHARED_BYTES", self.shared_bytes),
             ("HEAD", self.head),
@@ -113,32 +76,23 @@ class Geometry:
     @property
     def fits(self) -> bool:
         """Whether a copy may be under way into each of the slots that are waited for."""
-        return self.slots > _flying(self.form, self.row_tiles) - 1
+        return self.slots > _FLYING[self.row_tiles] - 1
 
 
-def _ahead(form: Form, row_tiles: int) -> int:
-    return form.ahead or _AHEAD[row_tiles] * (16 // form.piece)
-
-
-def _flying(form: Form, row_tiles: int) -> int:
-    return form.flying or _FLYING[row_tiles] * (16 // form.piece)
-
-
-def geometry(rows: int, head: int, page: int, room: int, form: Form = Form()) -> Geometry:
+def geometry(rows: int, head: int, page: int, room: int) -> Geometry:
     """Returns the geometry of a forward of so many rows, with as many slots of weights as fit.
 
     head: head_dim. room: bytes of shared memory that a block may have.
     """
     row_tiles = -(-rows // ROW_TILE)
-    team = form.teams * _task_bytes(head)
-    lane = form.piece // _WARPS * row_tiles * 16
-    columns = _ahead(form, row_tiles) * lane * 32 * _WARPS
-    rest = max(columns + _SUM_BYTES, team) + _PEERS_BYTES + 8 + 32 + MODEL.itemsize
+    team = _TEAMS[row_tiles] * _task_bytes(head)
+    columns = _AHEAD[row_tiles] * _SLOT_PAIRS * row_tiles * 16 * 32
+    rest = max(columns + _SUM_BYTES, team) + _PEERS_BYTES + 32 + MODEL.itemsize
     rest += row_tiles * ROW_TILE * _SEAT_BYTES + 2 * OPERATION.itemsize
     rest += row_tiles * ROW_TILE * 4
-    size = form.piece * _PIECE_BYTES
-    slots = min(_MOST_BYTES // size, (room - rest) // (size + 16))
-    return Geometry(form, row_tiles, slots, team, slots * (size + 16) + rest, head, page)
+    size = _SLOT_PAIRS * _PIECE_BYTES
+    slots = min(_MOST_SLOTS, (room - rest) // (size + 16))
+    return Geometry(row_tiles, slots, team, slots * (size + 16) + rest, head, page)
 
 
 def _task_bytes(head: int) -> int:
