@@ -66,7 +66,7 @@ class Twin:
             following = "model.norm" if last else f"model.layers.{layer + 1}.input_layernorm"
             following += ".weight"
         hidden = before["hidden"] + inner @ self.weights.matrix(weight).T
-        power = np.exp2(np.floor(np.log2(self.scale(before, norm))))
+        power = np.exp2(np.floor(np.log2(self.scale(before, norm))) - 4)
         x = hidden * self.weights.vector(following) * power[:, None]
         squares = (hidden.reshape(len(hidden), -1, 16) ** 2).sum(-1)
         other = 1 - norm

@@ -48,7 +48,9 @@ class CupyProgram(Program):
         if not reached(self._end):
             return False
         if self._stop[0]:
-            raise FaultError("GPU: a forward waited in vain for another rank, or for itself")
+            raise FaultError(
+                "GPU: a forward waited in vain for another rank, or for its own blocks"
+            )
         return True
 
     def elapsed_s(self) -> float:

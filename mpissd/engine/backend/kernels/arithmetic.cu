@@ -1,8 +1,8 @@
 // Float32 steps that several kernels take with the same bits: a product is fused with a sum only where
 // this says so.
-// The largest power of two that is not above x > 0.
+// A sixteenth of the largest power of two that is not above x > 0.
 __device__ __forceinline__ float power_of_two(float x) {
-  return __uint_as_float(__float_as_uint(x) & 0x7F800000u);
+  return __fmul_rn(__uint_as_float(__float_as_uint(x) & 0x7F800000u), 0.0625f);
 }
 
 __device__ __forceinline__ float sum_of_lanes(float sum) {
@@ -14,7 +14,9 @@ __device__ __forceinline__ float sum_of_lanes(float sum) {
 // RMSNorm in two parts. Who writes a row of the residual stream writes x = hidden * weight * power
 // beside it, and the squares of each tile of 16 columns, added up. Who multiplies x by a matrix knows
 // from these the whole row's 1 / rms, and multiplies the sums by 1 / rms / power. The power of two
-// keeps x in float16's range: it is that of the norm before, or for the first norm its own.
+// keeps x in float16's range: it is that of the norm before, or for the first norm its own. A sixteenth
+// of it leaves room for rows whose rms grows a thousandfold within one block (massive activations), and
+// values of the usual size, some 2^-4, keep all bits.
 __device__ __forceinline__ float squares_of_tile(const Both& v) {  // of 8 neighbouring lanes
   float sum = __fmaf_rn(v.a, v.a, __fmul_rn(v.b, v.b));
 #pragma unroll

@@ -25,6 +25,9 @@ extern "C" __global__ void unpack_rows(const uint4* packed, long long lanes, int
                                        u16* right, int left_columns, int right_columns, int step) {
   may_start_next();
   wait_for_last();
+  packed += blockIdx.y * lanes * 2;
+  left += blockIdx.y * (left_columns + right_columns) * (32LL * pairs);
+  right += blockIdx.y * (left_columns + right_columns) * (32LL * pairs);
   const long long all = (long long)gridDim.x * blockDim.x, depth = 32LL * pairs;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < lanes; i += all) {
     const int lane = i % 32, pair = i / 32 % pairs, column = (int)(i / 32 / pairs) * step + lane / 4;

@@ -8,6 +8,7 @@ row's, equal up to rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,26 +165,18 @@ class CupyChunks:
 
     def _unpack(self, weight: PackedWeight, rows: Any) -> None:
         """Writes the rows of a weight; those of gate come before those of up."""
-        half, pairs = TILE // 2, weight.depth // 32
-        if weight.head:
-            self._unpack_heads(weight, rows)
-            return
+        half, pairs, count = TILE // 2, weight.depth // 32, 1
+        if weight.head:  # the heads of q, k and v are packed like gate and up
+            count = weight.columns // weight.head
+            weight = replace(weight, columns=weight.head // 2, head=0, gated=True)
         # Of a pair of columns the second one lies 8 columns on, or among those of up.
         apart = weight.columns if weight.gated else half
         columns = weight.columns, weight.columns - (0 if weight.gated else half)
-        lanes = weight.tiles * pairs * 32
+        lanes = weight.tiles // count * pairs * 32
         step = np.int32(half if weight.gated else TILE)
         args = (weight.values, np.int64(lanes), np.int32(pairs), rows, rows[apart * weight.depth :])
-        grid = (min(ceil_div(lanes, 256), 1 << 16),)
+        grid = (min(ceil_div(lanes, 256), 1 << 16), count)
         self._launch("unpack_rows", grid, (256,), (*args, *map(np.int32, columns), step))
-
-    def _unpack_heads(self, weight: PackedWeight, rows: Any) -> None:
-        """Writes the rows of q, k and v, whose heads are packed like gate and up."""
-        size = weight.head * weight.depth
-        for at in range(0, weight.columns * weight.depth, size):
-            part = weight.values[at : at + size]
-            half = PackedWeight(part, weight.depth, weight.head // 2, gated=True)
-            self._unpack(half, rows[at : at + size])
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
         kernel = self._launcher.function(name, _FILES, self._attention.macros, shared)

@@ -46,7 +46,7 @@ class Whole:
     separate kernels.
     """
 
-    least_hidden, wide = 1024, 4096
+    least_hidden, wide = 2048, 4096
     few_rows, most_rows = 8, whole_plan.MAX_ROWS
 
     def __init__(

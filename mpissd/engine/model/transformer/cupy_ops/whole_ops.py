@@ -6,6 +6,7 @@ nothing stands between two products. More rows take separate kernels with the sa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from mpissd.engine.model.transformer.cupy_ops.norms import (
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.products import PackedWeight
 from mpissd.engine.model.transformer.cupy_ops.whole import FIRST_CAPABILITY, Whole, counters
+from mpissd.engine.model.transformer.cupy_ops.whole_plan import geometry
 from mpissd.engine.model.transformer.ops import Layer, Part
 
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
@@ -48,7 +50,10 @@ class WholeCache(Cache):
 class WholeOps(CupyOps):
     """Operations of one model on one GPU of compute capability 9.0 or more."""
 
-    is_on = True  # whether a forward of few rows is one kernel, where it can be
+    # Whether a forward of few rows is one kernel, where it can be: its blocks wait for one another,
+    # so that no other kernel may keep some of them from the GPU (MPS).
+    is_on = os.environ.get("MPISSD_WHOLE", "1") != "0"
+    kernel = "whole"
 
     def __init__(self, backend: Any, config: TransformerConfig, **sizes: Any) -> None:
         super().__init__(backend, config, **sizes)
@@ -60,7 +65,10 @@ class WholeOps(CupyOps):
         capability = int(str(backend.info.compute_capability).replace(".", ""))
         is_whole = heads == config.shape.num_heads and not config.kind
         fits = not config.qk_norm and config.shape.hidden >= Whole.least_hidden
-        return cls.is_on and is_whole and fits and capability >= FIRST_CAPABILITY
+        if not (cls.is_on and is_whole and fits and capability >= FIRST_CAPABILITY):
+            return False
+        room = backend.launcher(early=cls.early).shared_bytes
+        return geometry(1, config.shape.head_dim, 0, room).fits
 
     def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
         """Packs q, k and v so that a tile has 8 columns of a head's first half, and 8 that rotate

@@ -35,7 +35,7 @@ MODEL = np.dtype(  # struct Model
 )
 _SLOT_PAIRS, _PIECE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 16, 1 << 10, 88, 24
 _SUM_BYTES = 8 * 4 * 129 * 4
-_TILES, _MOST_SLOTS = 4, 12  # of a unit; of weights
+_TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
 # By row tiles. One team leaves two slots more in the ring; more rows have more tasks to attend.
 _TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
 _AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
@@ -75,8 +75,8 @@ class Geometry:
 
     @property
     def fits(self) -> bool:
-        """Whether a copy may be under way into each of the slots that are waited for."""
-        return self.slots > _FLYING[self.row_tiles] - 1
+        """Whether a block's shared memory has room for a ring that bridges waits."""
+        return self.slots >= _LEAST_SLOTS
 
 
 def geometry(rows: int, head: int, page: int, room: int) -> Geometry:
