@@ -108,7 +108,6 @@ def test_padding_and_forwards_of_more_rows(gpu: Any, monkeypatch: pytest.MonkeyP
     assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("head", [32, 64])
 class Stored:
     """A checkpoint that has no recipe of its values, as a file."""
 
@@ -119,6 +118,7 @@ class Stored:
         return None
 
 
+@pytest.mark.parametrize("head", [32, 64])
 @pytest.mark.parametrize("is_random", [True, False])
 def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     gpu: Any, head: int, is_random: bool, monkeypatch: pytest.MonkeyPatch
