@@ -22,9 +22,12 @@ from mpissd.learn.sample import USER, Sampler, Samples, blank
 
 USER_TOKENS = 128  # most tokens of a prompt that the target writes, its template's included
 PASSAGE_TOKENS = 160  # most tokens of the answer that a passage is taken from
-SPARE = 1.5  # answers that are written for each passage: some hold none
-SHORTEST = 120  # characters of a passage
+SPARE = 2  # answers that are written for each passage: some hold none
+SHORTEST = 80  # characters of a passage
 ABOUT = {"working": "asking", "editing": "coding"}  # kinds, and of what their passages are answers
+# Of the answers of own:coding one in four has a function.
+_FOR_CODE = ("Write a Python function", "Write a function", "Write a class")
+Ids = tuple[int, ...]
 _CODE = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)
 
 
@@ -46,12 +49,17 @@ class OwnPrompts:
         if kind not in ABOUT.values():
             known = ", own:".join(self._openings.beginnings)
             raise ConfigError(f"own:{kind}: allowed: own:{known}")
-        return self._conversations(kind, count, limit, 0.0)
+        return self._conversations(self._openings.beginnings[kind], kind, count, limit, 0.0)
 
     def about_passages(self, kind: str, count: int) -> list[list[int]]:
         """Returns at most `count` prompts, an opening and a passage each, as token ids."""
         about = ABOUT[kind]
-        written = self._conversations(about, int(SPARE * count), PASSAGE_TOKENS, exam.OWN_WARMTH)
+        beginnings = self._openings.beginnings[about]
+        if kind == "editing":
+            beginnings = [tuple(self._tokenizer.encode(text)) for text in _FOR_CODE]
+        written = self._conversations(
+            beginnings, f"passages of {about}", SPARE * count, PASSAGE_TOKENS, exam.OWN_WARMTH
+        )
         found = passage_of_text if kind == "working" else passage_of_code
         rows = zip(written.tokens, written.answered, strict=True)
         texts = [self._tokenizer.decode(row[mask].tolist()) for row, mask in rows]
@@ -67,15 +75,16 @@ class OwnPrompts:
     def _opening(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids).removesuffix("def")
 
-    def _conversations(self, kind: str, count: int, limit: int, warmth: float) -> Samples:
-        """Returns first answers, at this temperature, to messages of OWN_WARMTH."""
-        openings, choose = self._openings, random.Random(f"{self._seed}, {kind}")
+    def _conversations(
+        self, beginnings: Sequence[Ids], name: str, count: int, limit: int, warmth: float
+    ) -> Samples:
+        """Returns first answers, at this temperature, to messages of OWN_WARMTH.
+
+        beginnings: of the messages; a word stands behind each. name: of the random draws.
+        """
+        choose, words = random.Random(f"{self._seed}, {name}"), self._openings.words
         starts = [
-            (
-                *self._mould.before,
-                *choose.choice(openings.beginnings[kind]),
-                *choose.choice(openings.words),
-            )
+            (*self._mould.before, *choose.choice(beginnings), *choose.choice(words))
             for _ in range(count)
         ]
         device: Any = self._sampler.cos.device
