@@ -162,7 +162,7 @@ def test_a_table_says_where_operations_read_and_write() -> None:
     assert (second["tiles"], second["weight"], second["kind"]) == (0, 0, whole_plan.ATTEND)
 
 
-@pytest.mark.parametrize("hidden, most", [(2048, 8), (4096, 32)])
+@pytest.mark.parametrize("hidden, most", [(2048, 16), (4096, 32)])
 def test_more_rows_of_narrow_models_take_separate_kernels(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int, most: int
 ) -> None:

@@ -20,7 +20,7 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.workload import placement
 from tests.gpu.agreement import relative_error
-from tests.gpu.transformer_rig import Rig, prompt, tiny
+from tests.gpu.transformer_rig import Rig, prompt, tiny, use_whole
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +32,12 @@ PROMPTS = ";".join(",".join(str((7 * n + j * j) % 97) for j in range(3 + 90 * n)
 def pair(gpu: None, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     folder = tmp_path_factory.mktemp("pair")
     return tiny_pair(folder, vocab=97, noise=0.1, heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.fixture(autouse=True, params=["separate kernels", "one kernel"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a forward of few rows."""
+    use_whole(monkeypatch, is_on=request.param == "one kernel")
 
 
 @pytest.fixture

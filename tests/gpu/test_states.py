@@ -21,6 +21,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
 from tests.gpu.agreement import relative_error
+from tests.gpu.transformer_rig import use_whole
 from tests.tiny_pair import config
 from tests.tiny_states import KINDS
 
@@ -61,7 +62,12 @@ def logits(model: Stepper, tokens: Any, places: Any, heads: int = 1) -> Any:
     return model.logits(range(heads * len(tokens)))
 
 
-def test_the_logits_are_the_cpu_s(backend: Any, models: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_logits_are_the_cpu_s(
+    backend: Any, models: tuple[str, str, str], is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one kernel for few rows of the target, and with separate ones."""
+    use_whole(monkeypatch, is_on=is_whole)
     kind, target, draft = models
     tokens = (np.arange(LENGTH) ** 2 % V).astype(np.int32)
     heads, last = HEADS if kind == "medusa" else 1, LENGTH - 4

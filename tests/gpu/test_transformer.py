@@ -14,7 +14,6 @@ from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
@@ -27,6 +26,7 @@ from tests.gpu.transformer_rig import (
     check_rows_alone,
     prompt,
     tiny,
+    use_whole,
 )
 from tests.needs import lack
 from tests.whole_twin import differences
@@ -55,13 +55,6 @@ def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(CupyOps, "early", chosen != "one after another")
     use_whole(monkeypatch, is_on=chosen == "whole")
     return chosen
-
-
-def use_whole(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
-    """Makes up to 32 rows of models of any width one kernel, or none."""
-    monkeypatch.setattr(WholeOps, "is_on", is_on)
-    monkeypatch.setattr(Whole, "least_hidden", 0)
-    monkeypatch.setattr(Whole, "wide", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

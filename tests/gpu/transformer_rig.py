@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mpissd.common.presets import ModelShape
 from mpissd.common.wait import Waiter
@@ -14,6 +15,8 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops.whole import Whole
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
@@ -28,6 +31,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6},
 }
 HEADS = {"llama": (4, 2, 32), "smollm2": (3, 1, 64), "qwen2": (6, 2, 32), "qwen3": (4, 2, 64)}
+
+
+def use_whole(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
+    """Makes up to 32 rows of models of any width one kernel, or none."""
+    monkeypatch.setattr(WholeOps, "is_on", is_on)
+    monkeypatch.setattr(Whole, "least_hidden", 0)
+    monkeypatch.setattr(Whole, "wide", 0)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:

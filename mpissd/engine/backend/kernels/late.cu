@@ -62,9 +62,8 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 // Where the sums of a product over such x go (skinny.cu): each is multiplied by its row's factor.
 struct Scaled {
   void* out;
-  const float* factors;
-  u32 step;
-  __device__ __forceinline__ float by(long long at) const { return factors[(u32)at / step]; }
+  const float* factors;  // of the block's first row on
+  __device__ __forceinline__ float by(int m, int row) const { return factors[8 * m + row]; }
 };
 
 struct ScaledFloat32 {
@@ -72,7 +71,7 @@ struct ScaledFloat32 {
   static __device__ __forceinline__ void put(void* to, long long at, const float* words, int tile,
                                              int m, int row, int column) {
     const Scaled& scaled = *(const Scaled*)to;
-    ((float*)scaled.out)[at] = __fmul_rn(sum_of_warps(words, tile, m, row, column), scaled.by(at));
+    ((float*)scaled.out)[at] = __fmul_rn(sum_of_warps(words, tile, m, row, column), scaled.by(m, row));
   }
 };
 
@@ -81,7 +80,7 @@ struct ScaledGated {
   static __device__ __forceinline__ void put(void* to, long long at, const float* words, int tile,
                                              int m, int row, int column) {
     const Scaled& scaled = *(const Scaled*)to;
-    const float by = scaled.by(at);
+    const float by = scaled.by(m, row);
     const float gate = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
     const float up = __fmul_rn(sum_of_warps(words, tile, m, row, column + 8), by);
     ((u16*)scaled.out)[at] = gated(gate, up);
@@ -91,14 +90,14 @@ struct ScaledGated {
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
     late_float32(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
                  long long out_step, int rows, int columns, const float* factors) {
-  Scaled to = {out, factors, (u32)out_step};
+  Scaled to = {out, factors + first_row_of(rows)};
   skinny<ScaledFloat32>(x, x_step, weight, pairs, &to, out_step, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
     late_gated(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
                long long out_step, int rows, int columns, const float* factors) {
-  Scaled to = {out, factors, (u32)out_step};
+  Scaled to = {out, factors + first_row_of(rows)};
   skinny<ScaledGated>(x, x_step, weight, pairs, &to, out_step, rows, columns);
 }
 

@@ -136,12 +136,17 @@ struct Gated {
   }
 };
 
+// The first row of this block, of `rows`.
+__device__ __forceinline__ int first_row_of(int rows) {
+  return (int)blockIdx.x % ((rows + 8 * ROW_TILES - 1) / (8 * ROW_TILES)) * 8 * ROW_TILES;
+}
+
 template <class Out>
 __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16* weight, int pairs,
                                        void* out, long long out_step, int rows,
                                        int columns) {
   const int groups = (rows + 8 * ROW_TILES - 1) / (8 * ROW_TILES);
-  const int first_row = (int)blockIdx.x % groups * 8 * ROW_TILES;
+  const int first_row = first_row_of(rows);
   const int first = (int)blockIdx.x / groups * TILES;
   may_start_next();
   Depth depth;
