@@ -126,3 +126,18 @@ def test_the_wait_behind_a_hit_is_the_drafts_chain_or_the_hosts() -> None:
     for name in ("t2", "t3", "replay2"):
         for row in committed(f"h200-70b-transformer/measured_{name}.jsonl"):
             assert not idle.is_draft_bound(row) and "host and link" in idle.why(row)
+
+
+def test_a_run_whose_growth_was_always_cut_short_has_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a row has no t_growth_s; the first visit's table ended there, before all other rows."""
+    late = committed("h200-real/measured_t1.jsonl")[0]
+    assert "cut short" in idle.why({**late, "t_growth_s": None})
+    text = json.dumps({**late, "t_growth_s": None}) + "\n" + json.dumps(late) + "\n"
+    (tmp_path / "runs.jsonl").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["idle.py", str(tmp_path)])
+    assert idle.main() == 0
+    cut, whole = capsys.readouterr().out.splitlines()
+    assert "cut short in every round" in cut and "no raw rounds" in cut
+    assert "glue and growth take 6.02 ms" in whole
