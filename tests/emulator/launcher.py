@@ -80,6 +80,9 @@ class EmulatedLauncher:
         array[...] = values
         return array
 
+    def copy(self, source: Any, to: Any) -> None:
+        to[...] = source
+
     def upload(self, values: Any, array: Any) -> None:
         array[...] = values
 
