@@ -1,4 +1,4 @@
-"""What changes under the one kernel's tables: weights that are swapped, and states that are kept."""
+"""What changes under the one kernel: weights that are swapped, and states that are kept."""
 
 from __future__ import annotations
 

@@ -83,13 +83,7 @@ extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
     chain(const Product* products, int count, u32* finished, const Peers* everybody, int exchanges,
           int done_counts, int* stop, u64 limit) {
   const u32 memory = shared_address(block_memory());
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
-      barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
-    }
-    barriers_made();
-  }
+  if (threadIdx.x == 0) make_ring(memory);
   const u32 launches = finished[count], goal = (launches + 1) * gridDim.x;
   const Watch watch = {stop, limit};
   Peers* peers = (Peers*)(block_memory() + PEERS_AT);

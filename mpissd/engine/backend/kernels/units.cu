@@ -1,5 +1,13 @@
 // What the persistent kernels share (chain.cu, whole.cu): a warp that reads all weights ahead, products
 // of a few tiles of columns, and the wait for all blocks. The layout of weights: chain.cu.
+__device__ __forceinline__ void make_ring(u32 memory) {
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
+    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
+  }
+  barriers_made();
+}
+
 template <class Table>
 __device__ void read_weights(const Table* products, int count, u32 memory) {
   Ring ring(memory), arriving(memory);

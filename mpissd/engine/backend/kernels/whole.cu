@@ -350,17 +350,11 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
   }
 }
 
-// grid: as many blocks as can be there at once, one a multiprocessor. Counters are 0 (begin).
+// grid: as many blocks as can be there at once, one a multiprocessor. Counters are 0 (late_norm).
 extern "C" __global__ void __launch_bounds__(CHAIN_THREADS, 1)
     whole(const Operation* operations, int count, const Model* model, int rows, int* stop, u64 limit) {
   const u32 memory = shared_address(block_memory());
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
-      barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
-    }
-    barriers_made();
-  }
+  if (threadIdx.x == 0) make_ring(memory);
   sync_block();
   if (threadIdx.x >= MULTIPLIERS) {
     if (threadIdx.x == MULTIPLIERS) read_weights(operations, count, memory);

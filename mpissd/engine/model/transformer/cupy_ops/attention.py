@@ -19,7 +19,7 @@ _BEGIN_THREADS = 256
 _TASK_WORDS = 4
 # The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
 _BLOCKS = 264
-FILES = ("types", "ampere", "cache", "attention")
+FILES = ("types", "ampere", "cache", "splits", "attention")
 _LOG2_E = 1.4426950408889634
 
 

@@ -31,8 +31,8 @@ FIRST_CAPABILITY = 90
 OPERATIONS = 5  # of a layer
 _LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
 SOURCES = (
-    "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "attend",
-    "plan", "columns", "units", "whole",
+    "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "splits",
+    "attend", "plan", "columns", "units", "whole",
 )  # fmt: skip
 Norm = Callable[[Any, Any, Normed, int, Any], None]
 
