@@ -3,6 +3,7 @@
 
     results/beside.py expect results/two-gpus              # writes expected.jsonl, and its table
     results/beside.py table results/two-gpus/expected.jsonl OUT [more rows, for the comparisons]
+    results/beside.py table results/two-gpus/expected.jsonl results/two-gpus   # of committed rows
 
 Expected rates are the recurrence's mean: over the built-in `h200`, or, of whole transformers, over
 the forwards that were measured (results/forwards.json) with the host's phases of such rows. A
@@ -175,7 +176,7 @@ def bars(rows: list[Row]) -> Iterator[str]:
 def show(expected: Path, out: Path, more: list[Path]) -> int:
     """Prints cells, comparisons and bars; 1 where texts differ or no row is there."""
     lines = [json.loads(text) for text in expected.read_text().splitlines()]
-    found = sorted(out.glob("*/runs*.jsonl"))
+    found = sorted([*out.glob("runs*.jsonl"), *out.glob("*/runs*.jsonl")])
     rows = load_rows(found) if found else []
     measured = defaultdict(list)
     for row in rows:

@@ -110,6 +110,14 @@ def test_the_table_stands_beside_what_was_expected(
     assert beside.show(RESULTS / "two-gpus" / "expected.jsonl", tmp_path, []) == 1
 
 
+def test_the_committed_rows_are_those_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RESULTS / "two-gpus"
+    assert beside.show(folder / "expected.jsonl", folder, []) == 0
+    table, _, told = capsys.readouterr().out.partition("\n\n")
+    assert table in (folder / "README.md").read_text() and table.count(" ! ") == 1
+    assert "127 rows, 6 of them expected nowhere" in told and "equal tokens" in told
+
+
 def committed(name: str) -> list[dict[str, Any]]:
     rows = [json.loads(text) for text in (RESULTS / name).open()]
     return [row for row in rows if row["mode"] == "ssd"]
