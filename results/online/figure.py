@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Draws acceptance over tokens seen: results/online/figure.py CURVES.jsonl TO/online.png."""
+"""Draws acceptance over tokens seen, a stage of the stream after another.
+
+results/online/figure.py CURVES.jsonl TO.png
+"""
 
 from __future__ import annotations
 
@@ -13,59 +16,108 @@ sys.path.insert(0, str(ROOT))
 from analysis.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Poster  # noqa: E402
 from mpissd.common.output import read_rows  # noqa: E402
 
+Point = dict[str, Any]
 # (positions learned from, rate, weights): label, colour and marker.
 LINES = {
-    ("all", 3e-5, "as trained"): ("rate 3e-5, as trained", GREEN, "o"),
-    ("all", 1e-4, "as trained"): ("rate 1e-4, as trained", BLUE, "s"),
-    ("all", 3e-5, "dithered"): ("rate 3e-5, int8 dithered", PURPLE, "D"),
-    ("all", 3e-5, "nearest"): ("rate 3e-5, int8 to nearest", GREY, "v"),
-    ("rejected", 3e-5, "as trained"): ("rejected positions alone", ORANGE, "^"),
+    ("all", 1e-4, "in use"): ("online, rate 1e-4, the version in use", GREEN, "o"),
+    ("all", 3e-5, "as trained"): ("online, rate 3e-5, as trained", GREEN, "o"),
+    ("all", 1e-4, "as trained"): ("online, rate 1e-4, as trained", BLUE, "s"),
+    ("all", 3e-5, "dithered"): ("online, rate 3e-5, int8 dithered", PURPLE, "D"),
+    ("all", 3e-5, "nearest"): ("online, rate 3e-5, int8 to nearest", GREY, "v"),
+    ("rejected", 3e-5, "as trained"): ("online, rejected positions alone", ORANGE, "^"),
 }
+PANELS = (
+    ("agreement", "greedy agreement"),
+    ("tokens_per_round_4", "tokens a round, K = 4"),
+    ("tokens_per_round_7", "tokens a round, K = 7"),
+)
 
 
-def _key(point: dict[str, Any]) -> tuple[str, float, str]:
+def _key(point: Point) -> tuple[str, float, str]:
     about = point["about"]
     weights = {"as stored": "dithered"}.get(point["weights"], point["weights"])
-    return about["learn_from"], about["rate"], about.get("rounding", weights)
+    weights = "in use" if "trained" in point else about.get("rounding", weights)
+    return about["learn_from"], about["rate"], weights
 
 
-def figure(points: list[dict[str, Any]]) -> Poster:
-    """x = tokens seen of a stage, y = greedy agreement and tokens a round, on held-out prompts."""
+def figure(points: list[Point]) -> Poster:
+    """x = tokens seen of the stream, y = greedy agreement and tokens a round on held-out prompts of
+    the stage."""
     points = [point for point in points if not point["about"]["seed"]]
-    poster = Poster(7.2)
-    axes = poster.panels(1, 2)[0]
-    for ax, key, name in zip(
-        axes,
-        ("agreement", "tokens_per_round_4"),
-        ("greedy agreement", "tokens a round, K = 4"),
-        strict=True,
-    ):
-        _panel(poster, ax, points, key)
-        ax.set(xlabel="answer tokens of the shift that were seen", ylabel=name)
-    static = next(point for point in points if point["schedule"] == "static")
-    where = f"{static['held_out']} held-out prompts of stage {static['stage']!r}"
+    stages = {point["stage"]: point for point in points if point["schedule"] == "static"}
+    poster = Poster(6.6)
+    axes = poster.panels(1, len(PANELS))[0]
+    for ax, (key, name) in zip(axes, PANELS, strict=True):
+        begins = 0.0
+        ax.set_label(name)
+        for stage in stages:
+            own = [point for point in points if point["stage"] == stage]
+            begins = _stage(poster, ax, own, key, begins)
+        ax.set(xlabel="answer tokens seen, thousands", ylabel=name)
+    held = ", ".join(
+        f"{static['held_out']} of stage {stage!r} ({static['positions']:,} tokens)"
+        for stage, static in stages.items()
+    )
     text = (
-        f"SmolLM2-135M-Instruct and the shipped draft, temperature 0; {where} "
-        f"({static['positions']} tokens). Online: each prompt once, from all positions or "
-        "from those where a draft was rejected. "
-        "Offline: the same prompts several times, its highest point. int8: as a CPU computes."
+        "SmolLM2-135M-Instruct and the shipped draft, temperature 0. Held-out prompts: "
+        f"{held}. Online: each prompt once, stage after stage. Offline: from the shipped draft, "
+        f"a stage's prompts several times, its highest point. {_how(points)}"
     )
     return poster.finish("A draft that learns a shift while it answers it", text)
 
 
-def _panel(poster: Poster, ax: Any, points: list[dict[str, Any]], key: str) -> None:
-    static = next(point for point in points if point["schedule"] == "static")
-    online = [point for point in points if point["schedule"] == "online"]
-    for name, (label, color, marker) in LINES.items():
-        mine = [p for p in online if _key(p) == name]
-        if mine:
-            x, y = [0, *(p["tokens"] for p in mine)], [static[key], *(p[key] for p in mine)]
-            poster.line(ax, f"online, {label}", x, y, color=color, marker=marker)
-    span = [0, max(point["tokens"] for point in points)]
+def _how(points: list[Point]) -> str:
+    if any("trained" in point for point in points):
+        return "Refused: not ahead of the version in use by a standard error on the guard's own 32."
+    return "Online from all positions or from rejected ones alone; int8: as a CPU computes."
+
+
+def _stage(poster: Poster, ax: Any, points: list[Point], key: str, begins: float) -> float:
+    """Draws a stage from `begins` on; returns where it ends, thousands of tokens."""
+    (static, *_) = (point for point in points if point["schedule"] == "static")
+    ends = begins + max(point["tokens"] for point in points) / 1e3
     best = max((p[key] for p in points if p["schedule"] == "offline"), default=None)
-    for label, value, color in (("static", static[key], "black"), ("offline", best, RED)):
-        if value is not None:
-            poster.line(ax, label, span, [value] * 2, color=color, marker="", linestyle="--")
+    levels = [("static", static[key], "black", "--")]
+    if best is not None:
+        half = (static[key] + best) / 2
+        levels += [("offline", best, RED, "--"), ("half of the gap", half, GREY, ":")]
+    for label, value, color, style in levels:
+        poster.line(ax, label, [begins, ends], [value] * 2, color=color, marker="", linestyle=style)
+    online = [point for point in points if point["schedule"] == "online"]
+    for name in LINES:
+        if mine := [point for point in online if _key(point) == name]:
+            # Behind an earlier stage the draft is no longer the static one.
+            _line(poster, ax, mine if begins else [static, *mine], name, key, begins)
+    _refused(poster, ax, [point for point in online if key in (point.get("trained") or ())], begins)
+    if begins:
+        ax.axvline(begins, color=GREY, linewidth=1.2, linestyle=":")
+    ax.text((begins + ends) / 2, 1.01, static["stage"], transform=ax.get_xaxis_transform(),
+            ha="center", fontsize=13)  # fmt: skip
+    return ends
+
+
+def _line(
+    poster: Poster,
+    ax: Any,
+    points: list[Point],
+    name: tuple[str, float, str],
+    key: str,
+    begins: float,
+) -> None:
+    label, color, marker = LINES[name]
+    x, y = [begins + point["tokens"] / 1e3 for point in points], [p[key] for p in points]
+    drawn = "steps-post" if name[-1] == "in use" else "default"  # in use until the next one
+    poster.line(ax, label, x, y, color=color, marker=marker, drawstyle=drawn)
+
+
+def _refused(poster: Poster, ax: Any, points: list[Point], begins: float) -> None:
+    """Marks the weights as trained that were not published; they have no tokens a round."""
+    mine = [point for point in points if not point["published"]]
+    if mine:
+        x = [begins + point["tokens"] / 1e3 for point in mine]
+        y = [point["trained"]["agreement"] for point in mine]
+        style = {"marker": "x", "linestyle": "", "markeredgewidth": 2.4, "zorder": 4}
+        poster.line(ax, "refused, as trained", x, y, color=PURPLE, **style)
 
 
 def main(file: str, to: str) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +96,29 @@ def test_a_curve_s_share_of_its_gap_is_of_the_best_offline_draft() -> None:
     trained = rows[0].index("as trained")
     assert [row[trained] for row in rows[2:]] == ["", "0.5200, refused", "", ""]
     assert [row[rows[0].index("times")] for row in rows[2:]] == ["", "4", "1", "1"]
+
+
+def stream() -> list[dict[str, Any]]:
+    lines = (ROOT / "results/online/h200.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_stream_s_page_says_what_its_rows_say() -> None:
+    page = (ROOT / "docs/online.md").read_text().partition("## A stream of two shifts")[2]
+    page = re.sub(r"(?<=\d),(?=\d)", "", page.partition("![")[0].replace("*", ""))
+    told = re.findall(r"^\| +\| (\d+) (.*\d) \|$", page, re.M)
+    lines = load("results/online/table.py").table(stream())[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    rows = [(row[5], *row[6:10], row[11]) for row in cells if row[1] == "online"]
+    found = {(seen, f"| {' | '.join(rest)}".replace(" 0.", " .")) for seen, *rest in rows}
+    assert len(told) == 6 and set(told) <= found
+
+
+def test_the_figure_draws_a_stage_behind_another_and_what_is_in_use() -> None:
+    table = load("results/online/figure.py").figure(stream()).table()
+    drawn = table[table["panel"] == table["panel"].iloc[0]]
+    online = drawn[drawn["series"].str.startswith("online")]
+    assert list(online["x"]) == sorted(online["x"]) and len(online) == 1 + 2 * 9
+    assert online["y"].iloc[-1] == 0.86931 and online["x"].iloc[-1] > 370
+    refused = drawn[drawn["series"].str.startswith("refused")]
+    assert len(refused) == 9 and set(refused["y"]).isdisjoint(online["y"])
