@@ -7,6 +7,7 @@ more than one standard error: where a draft has nothing to gain, it stays as it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -137,13 +138,18 @@ class Learner:
         return paired(mine, before)
 
     def _right(self, weights: Llama) -> Counted:
-        """Returns (right, all) positions of each held-out sequence, float64 [n, 2], of weights as a
-        draft computes with them."""
+        """Returns (right, all) positions of each held-out sequence, of weights as a draft
+        computes with them."""
         own, self.student.draft = self.student.draft, weights
         with self.student.stored():
             judged = self.student.judge([one.whole() for one in self.memory.held])
         self.student.draft = own
-        return np.array([[sum(rank == 0 for rank, _ in one), len(one)] for one in judged], float)
+        return counted(judged)
+
+
+def counted(judged: Sequence[Sequence[tuple[int, float]]]) -> Counted:
+    """Returns (right, all) positions of each sequence that `Student.judge` judged, [n, 2]."""
+    return np.array([[sum(rank == 0 for rank, _ in one), len(one)] for one in judged], float)
 
 
 def paired(mine: Counted, other: Counted) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from mpissd.learn.llama import Llama
 from mpissd.learn.rounds import rounds_of
 from mpissd.online.config import OnlineConfig
 from mpissd.online.examples import Example, epoch
-from mpissd.online.learner import Learner, LearnerPlan, State
+from mpissd.online.learner import Counted, Learner, LearnerPlan, State, counted, paired
 from mpissd.online.student import Student
 
 HELD_OUT = 4  # one prompt in so many
@@ -55,6 +55,7 @@ class Replay:
     def __init__(self, student: Student, config: OnlineConfig) -> None:
         self.student, self.config = student, config
         self._start = student.copy()
+        self._first: dict[str, Counted] = {}  # of the static draft, by stage
 
     def static(self, parts: Sequence[Part]) -> Iterator[Point]:
         """Yields one point a stage, of the draft as it is."""
@@ -124,12 +125,16 @@ class Replay:
         self.student.draft = own
 
     def _judged(self, part: Part) -> Point:
-        """Returns the figures on the stage's held-out prompts of the draft as it is stored."""
-        with self.student.stored():
-            judged = self.student.judge(part.held)
+        """Returns the figures on the stage's held-out prompts of the draft as it is stored.
+
+        gain, gain_error: of agreement over the static draft, paired over prompts (`paired`).
+        """
+        judged = self._judge(part)
         pairs = [pair for answer in judged for pair in answer]
         found: Point = {"stage": part.name, "held_out": len(judged), "positions": len(pairs)}
         found["agreement"] = round(sum(rank == 0 for rank, _ in pairs) / len(pairs), 5)
+        gained = paired(counted(judged), self._static(part))
+        found["gain"], found["gain_error"] = (round(value, 5) for value in gained)
         found["alpha"] = round(sum(overlap for _, overlap in pairs) / len(pairs), 5)
         for lookahead in LOOKAHEADS:
             ranks = [[rank for rank, _ in answer] for answer in judged]
@@ -137,6 +142,17 @@ class Replay:
             emitted = sum(k + (rank is not None) for k, rank in rounds)
             found[f"tokens_per_round_{lookahead}"] = round(emitted / len(rounds), 4)
         return found
+
+    def _judge(self, part: Part) -> list[list[tuple[int, float]]]:
+        with self.student.stored():
+            return self.student.judge(part.held)
+
+    def _static(self, part: Part) -> Counted:
+        """Returns what the static draft counts on the stage's held-out prompts."""
+        if part.name not in self._first:
+            with self._using(self._start):
+                self._first[part.name] = counted(self._judge(part))
+        return self._first[part.name]
 
 
 def rejected(ranks: Sequence[int], lookahead: int) -> np.ndarray[Any, np.dtype[np.int32]]:

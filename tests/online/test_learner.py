@@ -239,6 +239,12 @@ def test_a_replay_measures_static_online_and_offline_on_held_out_prompts(pair: T
     static, online, offline = points[0], points[2], points[4]
     for key in ("agreement", "alpha", "tokens_per_round_4"):
         assert static[key] < online[key] and static[key] < offline[key]
+    assert static["gain"] == static["gain_error"] == 0
+    for point in (online, offline):  # with an error over the prompts, for a bar to be judged by
+        assert point["gain"] == pytest.approx(point["agreement"] - static["agreement"], abs=2e-5)
+        assert 0 < point["gain_error"] < point["gain"]
+    (alone, _) = Replay(student(pair, rate=1e-3), config).offline(parts)
+    assert alone == points[3]  # also where no static point was asked for
     closed = gaps_closed(points)["a"]
     gap = offline["agreement"] - static["agreement"]
     assert closed == round((online["agreement"] - static["agreement"]) / gap, 3)
