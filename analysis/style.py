@@ -124,7 +124,7 @@ class Poster(Figure):
         for ax in self.axes:
             sns.despine(ax=ax)
         tall = self.get_figheight()
-        lines = textwrap.wrap(caption, int(178 * self.get_figwidth() / WIDTH))
+        lines = textwrap.wrap(caption, int(172 * self.get_figwidth() / WIDTH))
         self.text(0.01, 1 - 0.1 / tall, heading, fontsize=19, fontweight="bold", va="top")
         self.text(0.01, 0.08 / tall, "\n".join(lines), fontsize=10.5, color="#333333", va="bottom")
         above = 0.55 + (self._legend(tall) if legend else 0.0)

@@ -176,7 +176,9 @@ def bars(rows: list[Row]) -> Iterator[str]:
 def show(expected: Path, out: Path, more: list[Path]) -> int:
     """Prints cells, comparisons and bars; 1 where texts differ or no row is there."""
     lines = [json.loads(text) for text in expected.read_text().splitlines()]
-    found = sorted([*out.glob("runs*.jsonl"), *out.glob("*/runs*.jsonl")])
+    found = sorted(
+        [*out.glob("runs*.jsonl"), *out.glob("measured*.jsonl"), *out.glob("*/runs*.jsonl")]
+    )
     rows = load_rows(found) if found else []
     measured = defaultdict(list)
     for row in rows:

@@ -242,7 +242,9 @@ def test_a_table_of_a_page_is_that_of_its_rows(page: str) -> None:
 
 def test_no_page_claims_more_than_rows_say() -> None:
     """No gain stands without an interval, no interval without rows; performance.md is a log."""
-    known = intervals(load_rows([ROOT / "results/h200-pairs", ROOT / "results/h200-70b"]))
+    studies = ["h200-pairs", "h200-70b"]
+    known = intervals(load_rows([ROOT / "results" / name for name in studies]))
+    known |= intervals(load_rows([ROOT / "results" / name for name in [*studies, "two-gpus"]]))
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     told = {p.name: unbacked(p.read_text(), known) for p in pages if p.name != "performance.md"}
     assert {name: of for name, of in told.items() if of} == {} and len(told) > 12
@@ -253,3 +255,10 @@ def test_a_block_may_keep_the_rows_with_the_head_alone() -> None:
     text = "<!-- claims results lm_head -->\n<!-- /claims -->\n"
     found = rewritten(text, lambda _: load_rows([folder]))
     assert "| yes |" in found and "| no |" not in found
+
+
+def test_a_block_may_keep_the_rows_under_a_real_pairs_hits_alone() -> None:
+    both = [ROOT / "results" / name for name in ("h200-pairs", "two-gpus")]
+    found = rewritten("<!-- claims results real -->\n<!-- /claims -->\n", lambda _: load_rows(both))
+    assert "assumed" not in found and found.count("SSD over it") == 1
+    assert found.count("| yes |") == 4 and found.count("| no |") == 3

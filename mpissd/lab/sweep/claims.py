@@ -27,7 +27,9 @@ from mpissd.common.row import Row
 from mpissd.lab.sweep.best import compare_methods, is_row, method_of, setting_of
 from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts
 
-BLOCK = re.compile(r"(<!-- claims (\S+)( lm_head)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- claims (\S+)( lm_head)?( real)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL
+)
 _HEAD = """\
 | alpha | LM head | SSD | tok/s | best other use of {gpus} GPUs | tok/s | SSD over it | with a real pair's hits, predicted |
 |---|---|---|---|---|---|---|---|"""  # noqa: E501
@@ -55,6 +57,11 @@ class Claim:
             for name, rate in under_real_pairs(row).items():
                 shares.setdefault(name, []).extend([rate / row.tok_per_s] if rate else [])
         return [self.gain.speedup * fmean(of) for of in shares.values() if of]
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether SSD's hits follow the assumed law, of no real pair."""
+        return self.verdict.ssd.cell.rows[0].hit_law == ASSUMED_LAW
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -169,6 +176,7 @@ def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
     def table(block: re.Match[str]) -> str:
         judged = claims(read(block[2]))
         kept = [claim for claim in judged if claim.setting["lm_head"] or not block[3]]
-        return f"{block[1]}{render(kept)}\n{block[5]}"
+        kept = [claim for claim in kept if not (block[4] and claim.is_assumed)]
+        return f"{block[1]}{render(kept)}\n{block[6]}"
 
     return BLOCK.sub(table, text)
