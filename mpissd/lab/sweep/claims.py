@@ -9,7 +9,8 @@ claim. Imposed hit rates have no line, because their branches cost nothing.
 
 A file holds such a table between <!-- claims RESULTS --> and <!-- /claims -->. `claims --into=FILE`
 rewrites it from the rows. A test makes the table again and looks for other sentences in the file
-that claim a speedup. <!-- claims RESULTS lm_head --> keeps only the lines of rows with the LM head.
+that claim a speedup. <!-- claims RESULTS lm_head --> keeps only the lines of rows with the LM head,
+` real` only those whose hits follow no assumed law.
 """
 
 from __future__ import annotations
