@@ -4,8 +4,7 @@
     results/h200-probe/build_profile.py PROFILE.json … --to=mpissd/engine/backend/profiles/h200.json
 
 Every probe adds its forwards, those that its jobs of other batches were measured by too, and its
-host costs; where several measured the same, each number is their median. One of whole transformers
-adds forwards by context and sequences, and host costs at its jobs' context. A probe from before
+host costs; where several measured the same, each number is their median. A probe from before
 kernels were told apart (its forwards have no "kernel") adds its all-reduce alone. One that has no
 "read_outs" read four candidates a row in all of its draft's forwards with LM head, if it grew
 branches: these are left out. What no probe measured is derived, and says so in "from":
@@ -43,11 +42,9 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
 
 Entry = dict[str, Any]
-FORWARD = (
-    *("model", "tp", "fuse", "lm_head", "kv_tokens", "sequences", "params", "kernel", "most_rows"),
-)
+FORWARD = ("model", "tp", "fuse", "lm_head", "kv_tokens", "params", "kernel", "most_rows")
 LISTS = ("columns", "forward", "candidates")
-HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead", "lanes", "context")
+HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead", "lanes")
 BEFORE = Path(__file__).with_name("before.json")
 FEW_ROWS = 32  # of the largest forward of a job that runs the chain
 OTHER_KERNELS = ("5fdeef53237c", "7f18aa139c59")
@@ -87,12 +84,7 @@ def _median(entries: Sequence[Entry]) -> Entry:
 
 
 def of_jobs(probe: Entry) -> list[Entry]:
-    """The forwards that the probe's own jobs measured while they found their host costs.
-
-    Of whole transformers there are none: what such a job measured is at a context of its own.
-    """
-    if any(entry.get("sequences") for entry in probe["tables"]["forwards"]):
-        return []
+    """The forwards that the probe's own jobs measured while they found their host costs."""
     by_size = sorted(probe["tables"]["forwards"], key=lambda entry: entry["params"])
     entries = []
     for host in probe["host"]:
@@ -151,8 +143,7 @@ def _with_head(entry: Entry, plain: Entry, headed: Entry) -> Entry:
 def unfused(forwards: Sequence[Entry]) -> list[Entry]:
     """Forwards without --fuse where only those with it were measured."""
     known = {_identity(entry) for entry in forwards}
-    plain = (entry for entry in forwards if entry["fuse"] and not entry.get("sequences"))
-    others = [{**entry, "fuse": False} for entry in plain]
+    others = [{**entry, "fuse": False} for entry in forwards if entry["fuse"]]
     why = "derived: as with --fuse, which reads the same weights"
     return [
         {**entry, "from": f"{why} ({entry['from']})"}
@@ -171,7 +162,7 @@ def remote(hosts: Sequence[Entry]) -> list[Entry]:
         for lead in leads
         for far in hosts
         if far["tp"] == 1 and far["num_drafts"] and (far["mode"], lead["tp"]) not in measured
-        if all(far.get(name) == lead.get(name) for name in ("batch_size", "lookahead", "context"))
+        if all(far[name] == lead[name] for name in ("batch_size", "lookahead"))
     ]
 
 

@@ -152,22 +152,3 @@ def test_forwards_of_the_probes_own_jobs_count_by_the_kernel_that_they_ran() -> 
     found = built.build([probe([forward(2, 1.7), forward(2, 2.1, None)], [way])], BASE)
     times = {e["most_rows"]: e["seconds"] for e in found["tables"]["forwards"] if e["fuse"]}
     assert times == {32: {"1": 1.7}, None: {"1": 2.0, "40": 3.0}}
-
-
-def test_a_probe_of_transformers_adds_forwards_and_costs_at_its_contexts() -> None:
-    """They mix with those of products neither in a median nor in what is derived."""
-    near = {"kv_tokens": 64, "sequences": 1, "kernel": "whole", "lm_head": True}
-    far = {**near, "kv_tokens": 512}
-    way = host("sd", 1, 1, link=9e-5) | {"context": 300}
-    way["job_forwards"] = {"verify": {"1": 9.0}, "draft": None}
-    whole = probe([forward(1, 5.0, None) | near, forward(1, 6.0, None) | far], [way])
-    found = built.build([ONE, whole], BASE)
-    times = {
-        (e["kv_tokens"], e["fuse"], e["most_rows"]): e["seconds"]
-        for e in found["tables"]["forwards"]
-        if e["sequences"] or not e["lm_head"]
-    }
-    assert times[64, True, None] == {"1": 5.0} and times[512, True, None] == {"1": 6.0}
-    assert times[0, True, None] == {"1": 4.0} and len(times) == 2 + 2 * 2
-    links = {e["context"]: e["seconds"]["link"] for e in found["host"] if e["mode"] == "sd"}
-    assert links == {0: 1e-5, 300: 9e-5}

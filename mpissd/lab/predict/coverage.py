@@ -38,16 +38,14 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
 
     These are pair, and fuse and lm_head, or forward. Each is included if all measured forwards
     agree on it; pair only if the profile does not model every pair. forward: if the user set it,
-    only forwards of that kind count; if not, in a profile of both kinds products, the default.
+    only forwards of that kind count.
     """
-    known = {
-        key: "transformer" if key.sequences else "gemm"
+    measured = [
+        key
         for key, kinds in profile.tables.forwards.items()
-        if not any(one.seconds.source.startswith("derived") for one in kinds)
-    }
-    if forward is None and len({*known.values()}) == 2:
-        forward = "gemm"
-    measured = [key for key, kind in known.items() if forward in (None, kind)]
+        if not any(known.seconds.source.startswith("derived") for known in kinds)
+        and forward in (None, "transformer" if key.sequences else "gemm")
+    ]
     models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
     said: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
