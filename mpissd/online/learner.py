@@ -140,10 +140,8 @@ class Learner:
     def _right(self, weights: Llama) -> Counted:
         """Returns (right, all) positions of each held-out sequence, of weights as a draft
         computes with them."""
-        own, self.student.draft = self.student.draft, weights
-        with self.student.stored():
+        with self.student.using(weights), self.student.stored():
             judged = self.student.judge([one.whole() for one in self.memory.held])
-        self.student.draft = own
         return counted(judged)
 
 

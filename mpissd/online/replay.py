@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +88,7 @@ class Replay:
                     point["published"] = learner.publish()
                     if point["published"]:
                         used = trained
-                    with self._using(learner.in_use):
+                    with self.student.using(learner.in_use):
                         used = used or self._judged(part)
                     told = {name: trained[name] for name in ("agreement", "alpha")}
                     is_number = learner.state is not State.DIVERGED
@@ -113,16 +112,9 @@ class Replay:
         """Returns the positions of an answer that the online draft learns from."""
         if self.config.learn_from == "all":
             return example
-        with self._using(in_use):
+        with self.student.using(in_use):
             (judged,) = self.student.judge([example])
         return example.take(rejected([rank for rank, _ in judged], self.config.lookahead))
-
-    @contextmanager
-    def _using(self, weights: Llama) -> Iterator[None]:
-        """Judges other weights inside the block."""
-        own, self.student.draft = self.student.draft, weights
-        yield
-        self.student.draft = own
 
     def _judged(self, part: Part) -> Point:
         """Returns the figures on the stage's held-out prompts of the draft as it is stored.
@@ -150,7 +142,7 @@ class Replay:
     def _static(self, part: Part) -> Counted:
         """Returns what the static draft counts on the stage's held-out prompts."""
         if part.name not in self._first:
-            with self._using(self._start):
+            with self.student.using(self._start):
                 self._first[part.name] = counted(self._judge(part))
         return self._first[part.name]
 

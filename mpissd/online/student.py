@@ -183,20 +183,27 @@ class Student:
         return list(zip(ranks.tolist(), overlap.tolist(), strict=True))
 
     @contextmanager
-    def stored(self) -> Iterator[None]:
-        """Judges, inside the block, the weights as the draft computes with them: those of
-        `arrays`."""
-        own = self.draft
-        if self._int8:
-            version = Version(self.source, self.arrays())
-            self.draft = load_trunk(version, own, torch.float32)
-            if not self.shares_head:
-                head = torch.from_numpy(version.matrix(HEAD))
-                self.draft = self.draft._replace(head=head.to(self.device))
+    def using(self, weights: Llama) -> Iterator[None]:
+        """Judges other weights inside the block."""
+        own, self.draft = self.draft, weights
         try:
             yield
         finally:
             self.draft = own
+
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Judges, inside the block, the weights as the draft computes with them: those of
+        `arrays`."""
+        weights = self.draft
+        if self._int8:
+            version = Version(self.source, self.arrays())
+            weights = load_trunk(version, self.draft, torch.float32)
+            if not self.shares_head:
+                head = torch.from_numpy(version.matrix(HEAD))
+                weights = weights._replace(head=head.to(self.device))
+        with self.using(weights):
+            yield
 
     def agreement(self, examples: Sequence[Example]) -> float:
         """Returns the share of positions at which the draft's best token is the target's."""

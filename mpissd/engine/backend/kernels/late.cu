@@ -1,5 +1,5 @@
 // The separate kernels with the bits of whole.cu: RMSNorm in two parts (arithmetic.cu), and columns of q,
-// k and v in the order of whole.cu's weights. They compute what one kernel does not: more rows than 32.
+// k and v in the order of whole.cu's weights. They compute what one kernel does not: more rows than Whole.suits.
 constexpr int NORM_THREADS = 512, NORM_TILES = 16;  // tiles a thread: rows of up to 16384
 
 // What norms keep of each row: the squares of its tiles, 1 / rms, the power of two of x, and the factor

@@ -108,7 +108,7 @@ class Packer:
     ) -> None:
         """Copies a matrix to the device, some heads at a time, and packs each."""
         outputs, depth = size
-        tiles = _Tiles(part, replace(part), head // 2, depth)
+        tiles = _Tiles(part, replace(part), head // 2, depth)  # two parts: 8 columns of each
         told = tiles.lanes(head // 2), *tiles.depths
         count = max(1, _STAGING_ELEMENTS // (depth * head)) * head
         for first in range(0, outputs, count):
