@@ -5,7 +5,7 @@
 set -u -o pipefail
 cd "${0%/*}/../.." || exit
 target=${1:?usage: results/hierarchy/measure.sh TARGET OUT} out=${2:?usage: results/hierarchy/measure.sh TARGET OUT}
-export PYTHON=${PYTHON:-$PWD/.venv/bin/python} PYTHONPATH=$PWD
+export PYTHON=${PYTHON:-$PWD/.venv/bin/python} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 if [ -n "${GPU:-}" ]; then
     BUDGET_S=${BUDGET_S:-300} gpus=1

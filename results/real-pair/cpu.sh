@@ -2,7 +2,7 @@
 # Backups over the batch and interrupted growth of SmolLM2's pair, timed on two CPU cores, one a rank:
 #   results/real-pair/cpu.sh OUT [TARGET]      twice about five minutes on a quiet machine
 # PART=ssd or PART=rivals for one half; REPEATS=3 adds what is missing to them. An interrupted sweep goes on where it
-# stopped. PYTHON, MPIRUN: launch/env.sh. cpu.py OUT/ssd OUT/rivals >cpu.jsonl
+# stopped. PYTHON, MPIRUN: launch/env.sh. timed.py OUT/ssd OUT/rivals >cpu.jsonl
 set -u -o pipefail
 out=${1:?usage: results/real-pair/cpu.sh OUT [TARGET]} here=${0%/*} gpus=2 LIMIT_S=${LIMIT_S:-590}
 # shellcheck source-path=SCRIPTDIR

@@ -7,7 +7,7 @@
 set -u -o pipefail
 cd "${0%/*}/../.." || exit
 target=${1:?usage: results/tasks/measure.sh TARGET OUT} out=${2:?usage: results/tasks/measure.sh TARGET OUT}
-export PYTHON=${PYTHON:-$PWD/.venv/bin/python} PYTHONPATH=$PWD
+export PYTHON=${PYTHON:-$PWD/.venv/bin/python} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 BUDGET_S=${BUDGET_S:-590} gpus=1
 # shellcheck source-path=SCRIPTDIR
 . results/study.sh

@@ -25,11 +25,14 @@ STEPS = {
     "rate-chat rate-humaneval rate-edit rate-summarise",
     "hierarchy": "humaneval edit summarise chat",
 }
+ON_CPU = {"GPU": "1", "BACKEND": "numpy", "PYTHONPATH": "/packages"}
 FAKE = f"""#!{sys.executable}
 import os, sys
 words = sys.argv[1:]
 if words[0].endswith("rates.py"):
     print("a table")
+if "/packages" not in os.environ["PYTHONPATH"].split(":"):  # where this machine has them
+    sys.exit("lost")
 sys.exit(int(os.environ.get("FAILS", "") in " ".join(words) and "FAILS" in os.environ))
 """
 
@@ -46,7 +49,7 @@ def box(tmp_path: Path) -> Path:
 def measure(box: Path, name: str, **env: str) -> subprocess.CompletedProcess[str]:
     tools = {"PYTHON": f"{box}/fakes/bin/python", "MPIRUN": f"{box}/fakes/bin/mpirun"}
     command = (f"results/{name}/measure.sh", "model.gguf", f"{box}/out")
-    return call(box, *command, **tools, GPU="1", BACKEND="numpy", **env)
+    return call(box, *command, **tools, **ON_CPU, **env)
 
 
 def tried(told: str) -> list[str]:

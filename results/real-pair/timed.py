@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What cpu.sh measured beside what theorem 17 and the recurrence say: cpu.py FOLDER… >cpu.jsonl.
+"""What cpu.sh or gpu.sh measured beside theorem 17 and the recurrence: timed.py FOLDER… >cpu.jsonl.
 
 FOLDER holds what `mpissd sweep` wrote: runs.jsonl, profiles, rounds. One JSON line a run, of its
 rounds without a prompt; tables.py prints them. Theorem 17: a round takes a verification, and behind
@@ -84,7 +84,8 @@ def read(folder: Path, row: Row) -> Run:
     asked = sequences[~is_first_round(sequences)]
     profile = jobfile.load(str(folder / "profiles" / f"{row['run_id']}.json"))
     assert profile is not None
-    job = resolve(RunConfig(**profile.config), profile.tp, backend="numpy", memory_bytes=None)
+    config = RunConfig(**profile.config)
+    job = resolve(config, profile.tp, backend=row["backend"], memory_bytes=None)
     predicted = None
     if row["backup"] != "auto" and row["on_late"] != "auto":
         times = follow(job, profile.device, profile.host, sequences).round_s.ravel()
