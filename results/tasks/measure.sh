@@ -15,15 +15,20 @@ prompts=tests/data/prompts recordings=results/recordings/smollm2
 start=${START:-mpissd/engine/model/shipped/smollm2_draft}
 mkdir -p "$out/drafts"
 
+distil() { # name, folder, task, seconds of samples, of training
+    # shellcheck disable=SC2086
+    [ -f "$2/config.json" ] || within 130 told "distill-$1" "$PYTHON" -m mpissd distill --target="$target" --out="$2" \
+        --start="$start" --task="$3" --head=target --optimizer=muon --learning_rate=0.001 --length=384 --batch=96 \
+        --held_out=0 --processes="${PROCESSES:-1}" --seconds_sampling="$4" --seconds_training="$5" \
+        --prompts="$recordings-chat.npz,$recordings-humaneval.npz,$recordings-edit.npz,$recordings-summarise.npz" \
+        --seconds_evaluating=25 --seconds=120 ${SMALL:-}
+}
+
+distil warm "$out/warm" any 2 2 # compiles once, so that the first draft has as many samples as the others
 for kind in any chat code text; do
     folder=$out/drafts/$kind
     [ "$kind" != any ] || folder=$out/any
-    # shellcheck disable=SC2086
-    [ -f "$folder/config.json" ] || within 130 told "distill-$kind" "$PYTHON" -m mpissd distill --target="$target" --out="$folder" \
-        --start="$start" --task="$kind" --head=target --optimizer=muon --learning_rate=0.001 --length=384 --batch=96 \
-        --held_out=0 --processes="${PROCESSES:-1}" --seconds_sampling="${SAMPLING:-25}" --seconds_training="${TRAINING:-40}" \
-        --prompts="$recordings-chat.npz,$recordings-humaneval.npz,$recordings-edit.npz,$recordings-summarise.npz" \
-        --seconds_evaluating=25 --seconds=120 ${SMALL:-}
+    distil "$kind" "$folder" "$kind" "${SAMPLING:-25}" "${TRAINING:-40}"
 done
 cp "$out"/any/* "$out/drafts" # the folder's own draft is the one for everything
 "$PYTHON" results/tasks/table.py "$out/drafts" | tee "$out/table.md" # the gain, and what a wrong choice costs

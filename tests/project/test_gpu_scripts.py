@@ -21,7 +21,7 @@ STEPS = {
     "ssd-targets sd-learner sd sd-drafts sd-targets ar",
     "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
     "drafts": "distill rate ar",
-    "tasks": "distill-any distill-chat distill-code distill-text router "
+    "tasks": "distill-warm distill-any distill-chat distill-code distill-text router "
     "rate-chat rate-humaneval rate-edit rate-summarise",
     "hierarchy": "humaneval edit summarise chat",
 }
