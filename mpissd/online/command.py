@@ -30,7 +30,8 @@ def online(config: OnlineConfig) -> int:
 
 def _replayed(config: OnlineConfig, device: str) -> int:
     from mpissd.online.answers import Answers
-    from mpissd.online.replay import Replay, gaps_closed, parts_of
+    from mpissd.online.judging import gaps_closed
+    from mpissd.online.replay import Replay, parts_of
     from mpissd.online.student import Student
 
     started = time.monotonic()

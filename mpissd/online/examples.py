@@ -48,14 +48,15 @@ class Example:
         return Example(self.tokens, self.at[chosen], self.ids[chosen], self.logs[chosen])
 
     def whole(self) -> Example:
-        """Returns all positions from the first one on, each with the token that followed it.
+        """Returns all positions behind the first one, each with the token that followed it.
 
-        The example itself where it has them all. Where rejected positions alone were kept, any
-        other version would look better on these than the one that was rejected there.
+        The example itself where it has all. Where rejected positions alone were kept, any other
+        version would look better on these than the one that was rejected there: so also on the
+        first one, behind which positions are as they come.
         """
-        at = np.arange(self.at[0], len(self.tokens) - 1, dtype=np.int32)
-        if len(at) == len(self.at):
+        if len(self.at) == len(self.tokens) - 1 - self.at[0]:
             return self
+        at = np.arange(self.at[0] + 1, len(self.tokens) - 1, dtype=np.int32)
         kept = self.ids.shape[1]
         logs = np.full((len(at), kept), -np.inf, np.float16)
         logs[:, 0] = 0
@@ -93,11 +94,18 @@ class Memory:
         if not len(example.at):
             return False
         self.num_seen += 1
-        is_held = self.num_seen % HELD == 0
-        kept, most = (self.held, self._most_held) if is_held else (self.trained, self._capacity)
-        kept.append(example)
-        del kept[:-most]
-        return not is_held
+        if self.num_seen % HELD == 0:
+            self._hold(example.whole())
+            return False
+        self.trained.append(example)
+        del self.trained[: -self._capacity]
+        return True
+
+    def _hold(self, example: Example) -> None:
+        """Keeps a sequence to judge by, if it has a position."""
+        if len(example.at):
+            self.held.append(example)
+            del self.held[: -self._most_held]
 
     def batch(self, size: int, newest: int = 1) -> list[Example]:
         """Returns up to `size` sequences: the `newest` last ones, and others drawn at random."""

@@ -20,7 +20,8 @@ from mpissd.learn.llama import Llama
 from mpissd.learn.rounds import rounds_of
 from mpissd.online.config import OnlineConfig
 from mpissd.online.examples import Example, epoch
-from mpissd.online.learner import Counted, Learner, LearnerPlan, State, counted, paired
+from mpissd.online.judging import Counted, counted, paired
+from mpissd.online.learner import Learner, LearnerPlan, State
 from mpissd.online.student import Student
 
 HELD_OUT = 4  # one prompt in so many
@@ -55,6 +56,7 @@ class Replay:
         self.student, self.config = student, config
         self._start = student.copy()
         self._first: dict[str, Counted] = {}  # of the static draft, by stage
+        self._used: dict[str, Point] = {}  # figures of the version in use, of the last stage
 
     def static(self, parts: Sequence[Part]) -> Iterator[Point]:
         """Yields one point a stage, of the draft as it is."""
@@ -66,14 +68,17 @@ class Replay:
         """Yields points of a draft that learns from every prompt as it comes.
 
         A point's figures are those of the version in use; `trained` has those of the weights that
-        were offered as the next one, None where they are not finite.
+        were offered as the next one, None where they are not finite. A later stage begins with a
+        point at 0 prompts.
         """
         self.student.restore(self._start)
-        config, every = self.config, self.config.every
+        config = self.config
         learner = Learner(self.student, LearnerPlan(config.batch, config.steps, seed=config.seed))
-        spent = 0.0
+        spent, self._used = 0.0, {}
         for part in parts:
-            tokens, used = 0, Point()
+            tokens = 0
+            if learner.counts.steps:  # what earlier stages taught is not learned from this one
+                yield self._point(part, learner, (0, 0, spent), is_offered=False)
             for number, example in enumerate(part.seen, 1):
                 began = time.perf_counter()
                 learner.add(self._learned(example, learner.in_use))
@@ -81,18 +86,29 @@ class Replay:
                     learner.learn()
                 spent += time.perf_counter() - began
                 tokens += len(example.at)
-                if number % every == 0 or number == len(part.seen):
-                    point = {"schedule": "online", "prompts": number, "tokens": tokens}
-                    point |= {"steps": learner.counts.steps, "learning_s": round(spent, 1)}
-                    trained = self._judged(part)
-                    point["published"] = learner.publish()
-                    if point["published"]:
-                        used = trained
-                    with self.student.using(learner.in_use):
-                        used = used or self._judged(part)
-                    told = {name: trained[name] for name in ("agreement", "alpha")}
-                    is_number = learner.state is not State.DIVERGED
-                    yield {**point, **used, "trained": told if is_number else None}
+                if number % config.every == 0 or number == len(part.seen):
+                    yield self._point(part, learner, (number, tokens, spent))
+
+    def _point(
+        self, part: Part, learner: Learner, seen: tuple[int, int, float], is_offered: bool = True
+    ) -> Point:
+        """Returns a point of the online draft, whose weights are offered as the next version.
+
+        seen: prompts and tokens of the stage, and seconds spent. `published` is None where nothing
+        is offered.
+        """
+        point: Point = {"schedule": "online", "prompts": seen[0], "tokens": seen[1]}
+        point |= {"steps": learner.counts.steps, "learning_s": round(seen[2], 1)}
+        trained = self._judged(part)
+        point["published"] = learner.publish() if is_offered else None
+        if point["published"]:
+            self._used = {part.name: trained}
+        elif part.name not in self._used:
+            with self.student.using(learner.in_use):
+                self._used = {part.name: self._judged(part)}
+        told = {name: trained[name] for name in ("agreement", "alpha")}
+        is_number = learner.state is not State.DIVERGED
+        return {**point, **self._used[part.name], "trained": told if is_number else None}
 
     def offline(self, parts: Sequence[Part]) -> Iterator[Point]:
         """Yields points of drafts that are distilled on one stage each, epoch by epoch.
@@ -158,21 +174,3 @@ def rejected(ranks: Sequence[int], lookahead: int) -> np.ndarray[Any, np.dtype[n
             found.append(at + accepted)
         at += accepted + 1
     return np.array(found, np.int32)
-
-
-def gaps_closed(points: Sequence[Point], key: str = "agreement") -> dict[str, float | None]:
-    """Returns, by stage, the share of the gap between static and offline that online closed.
-
-    Each schedule counts with its last point of the stage; None without a gap.
-    """
-    last = {(point["stage"], point["schedule"]): point[key] for point in points}
-    found: dict[str, float | None] = {}
-    for stage in dict.fromkeys(point["stage"] for point in points):
-        static, online, offline = (
-            last.get((stage, which)) for which in ("static", "online", "offline")
-        )
-        if static is None or online is None or offline is None:
-            continue
-        gap = offline - static
-        found[stage] = round((online - static) / gap, 3) if gap > 0 else None
-    return found

@@ -36,7 +36,7 @@ class Task:
     local_rank: int = 0
     rate: float = 3e-5
     batch: int = 4
-    steps: int = 1
+    steps: float = 1.0
     publish_s: float = 10.0
     longest: int = 1024
     threads: int = 1

@@ -100,13 +100,16 @@ def test_a_sequence_of_which_a_round_is_missing_is_dropped() -> None:
 
 
 def test_rejected_positions_are_judged_with_the_accepted_ones_between_them() -> None:
-    """The version that was rejected is right at none of the kept positions, and often between."""
+    """The version that was rejected is right at none of the kept positions, and often between.
+
+    Nor at the first one, for which the sequence was chosen: that is left out.
+    """
     tokens = np.arange(10, 18, dtype=np.int32)
     kept = Example(tokens, np.array([3, 5], np.int32), np.ones((2, 4), np.int32),
                    np.full((2, 4), -1.5, np.float16))  # fmt: skip
     whole = kept.whole()
-    assert whole.at.tolist() == [3, 4, 5, 6] and whole.ids[:, 0].tolist() == [14, 15, 16, 17]
-    assert np.exp(whole.logs.astype(float)).tolist() == [[1, 0, 0, 0]] * 4
+    assert whole.at.tolist() == [4, 5, 6] and whole.ids[:, 0].tolist() == [15, 16, 17]
+    assert np.exp(whole.logs.astype(float)).tolist() == [[1, 0, 0, 0]] * 3
     assert whole.whole() is whole
 
 

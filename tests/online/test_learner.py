@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn.llama import angles, blocks_of, load, mapped  # noqa: E402
 from mpissd.online.examples import Example, compressed  # noqa: E402
-from mpissd.online.learner import Learner, LearnerPlan, State, paired  # noqa: E402
+from mpissd.online.judging import Counted, gaps_closed  # noqa: E402
+from mpissd.online.learner import Learner, LearnerPlan, State  # noqa: E402
 from mpissd.online.process import TrainerProcess  # noqa: E402
-from mpissd.online.replay import Part, Replay, gaps_closed, parts_of, rejected  # noqa: E402
+from mpissd.online.replay import Part, Replay, parts_of, rejected  # noqa: E402
 from mpissd.online.student import Student  # noqa: E402
 
 V, LENGTH = 97, 40
@@ -90,7 +92,53 @@ def test_a_loss_that_is_no_number_goes_back_to_the_last_version(pair: TinyPair) 
     assert not learner.learn().is_finite
     assert learner.state is State.DIVERGED and learner.counts.diverged == 1
     assert changed != before and packed(learner.student.arrays()) == before
+    hold(learner, gains=[3, 4, 3, 4] * 2)
     assert learner.publish() and learner.state is State.LEARNING
+
+
+def hold(learner: Learner, gains: Sequence[float]) -> None:
+    """Has the weights be right at so many more of the 100 positions of each held-out sequence."""
+    learner.memory.held = [answers_of_nothing()] * len(gains)
+    before = np.array([[50, 100]] * len(gains), float)
+
+    def right(weights: Any) -> Counted:
+        ahead = [0.0] * len(gains) if weights is learner.in_use else gains
+        return before + np.array([[gain, 0] for gain in ahead])
+
+    learner._right = right  # type: ignore[method-assign]
+
+
+def answers_of_nothing() -> Example:
+    empty = np.zeros((0, 1), np.int32)
+    return Example(np.zeros(2, np.int32), empty[:, 0], empty, empty.astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    ("gains", "errors"),  # of 8 and 7: gains in hundredths, and how many errors their mean is
+    [
+        ([1, -1, 1, -1, 1, -1, 1, 1], 0.7),
+        ([1, 0, 1, -1, 1, 0, 1, 0], 1.4),
+        ([2, 0, 2, -1, 2, 0, 2, 0], 1.93),
+        ([2, 0, 2, 0, 2, 0, 2, 0], 2.6),
+        ([3, 4, 3, 4, 3, 4, 3], 17),
+        ([0] * 8, 0),
+        ([-3, -4, -3, -4, -3, -4, -3, -4], -18.5),
+    ],
+)
+def test_a_version_is_published_where_its_gain_is_above_two_errors_of_eight_sequences(
+    pair: TinyPair, gains: list[float], errors: float
+) -> None:
+    learner = Learner(student(pair), LearnerPlan())
+    hold(learner, gains)
+    is_enough = len(gains) >= 8
+    if is_enough and errors:
+        gain, error = learner._gained()
+        assert gain / error == pytest.approx(errors, rel=0.05)
+    is_published = learner.publish()
+    assert is_published == (is_enough and errors > 2)
+    assert learner.counts.published == is_published
+    assert learner.counts.refused == (is_enough and not is_published)
+    assert (learner.state is State.REFUSED) == (is_enough and not is_published)
 
 
 def test_weights_that_are_no_numbers_are_not_published(pair: TinyPair) -> None:
@@ -105,7 +153,7 @@ def test_a_version_that_agrees_less_is_refused_and_after_three_the_last_one_is_r
     pair: TinyPair,
 ) -> None:
     learner = Learner(student(pair), LearnerPlan())
-    for example in answers(pair, 40, 0):
+    for example in answers(pair, 64, 0):
         learner.memory.add(example)
     good = packed(learner.student.arrays())
     worse = mapped(learner.student.copy(), lambda tensor: tensor * -1)
@@ -118,7 +166,7 @@ def test_a_version_that_agrees_less_is_refused_and_after_three_the_last_one_is_r
 
 def test_a_version_that_gains_nothing_is_refused_and_training_goes_on(pair: TinyPair) -> None:
     learner = Learner(student(pair), LearnerPlan())
-    for example in answers(pair, 40, 0):
+    for example in answers(pair, 64, 0):
         learner.memory.add(example)
     moved = mapped(learner.student.copy(), lambda tensor: tensor * (1 + 1e-5))
     learner.student.restore(moved)
@@ -127,16 +175,6 @@ def test_a_version_that_gains_nothing_is_refused_and_training_goes_on(pair: Tiny
         assert not learner.publish() and learner.counts.refused == count
         assert packed(learner.student.arrays()) == trained
     assert learner.counts.published == 0
-
-
-def test_a_gain_is_judged_by_its_standard_error_over_sequences() -> None:
-    before = np.array([[5, 10], [12, 20], [0, 5]], float)
-    after = before + np.array([[3, 0], [3, 0], [1, 0]])
-    gain, error = paired(after, before)
-    assert gain == 7 / 35
-    residuals = np.array([3 - 2, 3 - 4, 1 - 1])
-    assert np.isclose(error, np.sqrt((residuals**2).sum()) / 35)
-    assert paired(before, before) == (0, 0)
 
 
 @pytest.mark.parametrize(("steps", "taken"), [(0.25, [0, 0, 0, 1, 1]), (2.0, [2, 4, 6, 8, 10])])
@@ -206,6 +244,8 @@ def test_a_trainer_publishes_rising_versions_and_a_killed_one_is_lost(pair: Tiny
     trainer, found = TrainerProcess(task), list[int]()
     until = time.monotonic() + 90
     stream = answers(pair, 12, 0)
+    for example in stream * 6:  # of which nine are held out
+        trainer.post(example)
     while len(found) < 3 and time.monotonic() < until:
         trainer.post(stream[len(found)])
         time.sleep(0.2)
@@ -225,17 +265,19 @@ def test_a_replay_measures_static_online_and_offline_on_held_out_prompts(pair: T
     from mpissd.common.flags import parse_into
     from mpissd.online.config import OnlineConfig
 
-    told = {"target": str(pair.target), "stream": "a=x", "every": "15", "epochs": "2",
+    told = {"target": str(pair.target), "stream": "a=x", "every": "40", "epochs": "2",
             "learn_from": "all", "batch": "6"}  # fmt: skip
-    config, stream = parse_into(OnlineConfig, told), answers(pair, 40, 0)
+    config, stream = parse_into(OnlineConfig, told), answers(pair, 107, 0)
     parts = parts_of({"a": stream}, 0)
-    assert (len(parts[0].seen), len(parts[0].held)) == (30, 10)
+    assert (len(parts[0].seen), len(parts[0].held)) == (81, 26)
+    parts[0] = Part("a", parts[0].seen[:80], parts[0].held)
     parts = [Part("a", parts[0].seen, parts[0].seen[:10])]  # a shift on which it cannot fail
     replay = Replay(student(pair, rate=1e-3), config)
     points = [*replay.static(parts), *replay.online(parts), *replay.offline(parts)]
     assert [p["schedule"] for p in points] == ["static", *["online"] * 2, *["offline"] * 2]
-    assert [p["prompts"] for p in points] == [0, 15, 30, 30, 30]
-    assert points[2]["tokens"] == points[4]["tokens"] == 30 * (LENGTH - 3)
+    assert [p["prompts"] for p in points] == [0, 40, 80, 80, 80]
+    assert [p.get("published") for p in points] == [None, False, True, None, None]
+    assert points[2]["tokens"] == points[4]["tokens"] == 80 * (LENGTH - 3)
     static, online, offline = points[0], points[2], points[4]
     for key in ("agreement", "alpha", "tokens_per_round_4"):
         assert static[key] < online[key] and static[key] < offline[key]
@@ -245,9 +287,25 @@ def test_a_replay_measures_static_online_and_offline_on_held_out_prompts(pair: T
         assert 0 < point["gain_error"] < point["gain"]
     (alone, _) = Replay(student(pair, rate=1e-3), config).offline(parts)
     assert alone == points[3]  # also where no static point was asked for
-    closed = gaps_closed(points)["a"]
-    gap = offline["agreement"] - static["agreement"]
-    assert closed == round((online["agreement"] - static["agreement"]) / gap, 3)
+    gap = max(point["agreement"] for point in points[3:]) - static["agreement"]
+    assert gaps_closed(points)["a"] == round((online["agreement"] - static["agreement"]) / gap, 3)
+
+
+def test_a_later_stage_begins_with_what_earlier_ones_taught(pair: TinyPair) -> None:
+    from mpissd.common.flags import parse_into
+    from mpissd.online.config import OnlineConfig
+
+    told = {"target": str(pair.target), "stream": "a=x,b=y", "every": "80", "batch": "6"}
+    config, stream = parse_into(OnlineConfig, told), answers(pair, 80, 0)
+    parts = [Part("a", stream, stream[:10]), Part("b", stream[:5], stream[10:20])]
+    replay = Replay(student(pair, rate=1e-3), config)
+    (_, static), (first, begins, last) = [*replay.static(parts)], [*replay.online(parts)]
+    assert first["published"] and begins["published"] is None
+    assert (begins["stage"], begins["prompts"], begins["tokens"]) == ("b", 0, 0)
+    assert begins["steps"] == first["steps"] < last["steps"]
+    assert begins["agreement"] == begins["trained"]["agreement"] > static["agreement"]
+    assert begins["gain"] == pytest.approx(begins["agreement"] - static["agreement"], abs=2e-5)
+    assert last["agreement"] == (last["trained"] if last["published"] else begins)["agreement"]
 
 
 def test_a_learner_that_only_loses_leaves_the_draft_that_is_in_use_as_it_is(tmp_path: Path) -> None:
@@ -255,8 +313,8 @@ def test_a_learner_that_only_loses_leaves_the_draft_that_is_in_use_as_it_is(tmp_
     from mpissd.online.config import OnlineConfig
 
     pair = tiny_pair(tmp_path, noise=0.05, scale=3)
-    config = parse_into(OnlineConfig, {"target": str(pair.target), "stream": "a=x", "every": "20"})
-    part = Part("a", answers(pair, 60, 0), answers(pair, 10, 7))
+    config = parse_into(OnlineConfig, {"target": str(pair.target), "stream": "a=x", "every": "80"})
+    part = Part("a", answers(pair, 160, 0), answers(pair, 10, 7))
     replay = Replay(student(pair, rate=0.05), config)
     (static,), online = list(replay.static([part])), list(replay.online([part]))
     assert not any(point["published"] for point in online)
