@@ -17,14 +17,19 @@ from analysis.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Poster  # noq
 from mpissd.common.output import read_rows  # noqa: E402
 
 Point = dict[str, Any]
-# (positions learned from, rate, weights): label, colour and marker.
-LINES = {
-    ("all", 1e-4, "in use"): ("online, rate 1e-4, the version in use", GREEN, "o"),
-    ("all", 3e-5, "as trained"): ("online, rate 3e-5, as trained", GREEN, "o"),
-    ("all", 1e-4, "as trained"): ("online, rate 1e-4, as trained", BLUE, "s"),
-    ("all", 3e-5, "dithered"): ("online, rate 3e-5, int8 dithered", PURPLE, "D"),
-    ("all", 3e-5, "nearest"): ("online, rate 3e-5, int8 to nearest", GREY, "v"),
-    ("rejected", 3e-5, "as trained"): ("online, rejected positions alone", ORANGE, "^"),
+Key = tuple[str, float, float, str]
+IN_USE = "the version in use"
+# (positions learned from, rate, times that each prompt is learned from, weights): colour, marker.
+LINES: dict[Key, tuple[str, str]] = {
+    ("all", 1e-4, 4, IN_USE): (GREEN, "o"),
+    ("all", 3e-5, 4, IN_USE): (BLUE, "s"),
+    ("all", 1e-4, 16, IN_USE): (GREY, "v"),
+    ("rejected", 1e-4, 4, IN_USE): (ORANGE, "^"),
+    ("all", 3e-5, 4, "as trained"): (GREEN, "o"),
+    ("all", 1e-4, 4, "as trained"): (BLUE, "s"),
+    ("all", 3e-5, 4, "int8 dithered"): (PURPLE, "D"),
+    ("all", 3e-5, 4, "int8 to nearest"): (GREY, "v"),
+    ("rejected", 3e-5, 4, "as trained"): (ORANGE, "^"),
 }
 PANELS = (
     ("agreement", "greedy agreement"),
@@ -33,11 +38,21 @@ PANELS = (
 )
 
 
-def _key(point: Point) -> tuple[str, float, str]:
+def _key(point: Point) -> Key:
     about = point["about"]
     weights = {"as stored": "dithered"}.get(point["weights"], point["weights"])
-    weights = "in use" if "trained" in point else about.get("rounding", weights)
-    return about["learn_from"], about["rate"], weights
+    weights = about.get("rounding", weights)
+    weights = {"dithered": "int8 dithered", "nearest": "int8 to nearest"}.get(weights, weights)
+    times = about["batch"] * about["steps_a_prompt"]
+    weights = IN_USE if "trained" in point else weights
+    return about["learn_from"], about["rate"], times, weights
+
+
+def _label(name: Key) -> str:
+    learned, rate, times, weights = name
+    positions = "rejected positions, " if learned == "rejected" else ""
+    often = "" if times == 4 else f" {times:g} times each,"
+    return f"online, {positions}rate {rate:.0e},{often} {weights}".replace("e-0", "e-")
 
 
 def figure(points: list[Point]) -> Poster:
@@ -68,7 +83,7 @@ def figure(points: list[Point]) -> Poster:
 
 def _how(points: list[Point]) -> str:
     if any("trained" in point for point in points):
-        return "Refused: not ahead of the version in use by a standard error on the guard's own 32."
+        return "Refused, as trained: not ahead of the version in use by the guard's own 32."
     return "Online from all positions or from rejected ones alone; int8: as a CPU computes."
 
 
@@ -84,11 +99,11 @@ def _stage(poster: Poster, ax: Any, points: list[Point], key: str, begins: float
     for label, value, color, style in levels:
         poster.line(ax, label, [begins, ends], [value] * 2, color=color, marker="", linestyle=style)
     online = [point for point in points if point["schedule"] == "online"]
-    for name in LINES:
-        if mine := [point for point in online if _key(point) == name]:
-            # Behind an earlier stage the draft is no longer the static one.
-            _line(poster, ax, mine if begins else [static, *mine], name, key, begins)
-    _refused(poster, ax, [point for point in online if key in (point.get("trained") or ())], begins)
+    for name in sorted({*map(_key, online)}, key=[*LINES].index):
+        mine = [point for point in online if _key(point) == name]
+        # Behind an earlier stage the draft is no longer the static one.
+        _line(poster, ax, mine if begins else [static, *mine], name, key, begins)
+        _refused(poster, ax, [p for p in mine if key in (p.get("trained") or ())], name, begins)
     if begins:
         ax.axvline(begins, color=GREY, linewidth=1.2, linestyle=":")
     ax.text((begins + ends) / 2, 1.01, static["stage"], transform=ax.get_xaxis_transform(),
@@ -100,24 +115,24 @@ def _line(
     poster: Poster,
     ax: Any,
     points: list[Point],
-    name: tuple[str, float, str],
+    name: Key,
     key: str,
     begins: float,
 ) -> None:
-    label, color, marker = LINES[name]
+    color, marker = LINES[name]
     x, y = [begins + point["tokens"] / 1e3 for point in points], [p[key] for p in points]
-    drawn = "steps-post" if name[-1] == "in use" else "default"  # in use until the next one
-    poster.line(ax, label, x, y, color=color, marker=marker, drawstyle=drawn)
+    drawn = "steps-post" if name[-1] == IN_USE else "default"  # in use until the next one
+    poster.line(ax, _label(name), x, y, color=color, marker=marker, drawstyle=drawn)
 
 
-def _refused(poster: Poster, ax: Any, points: list[Point], begins: float) -> None:
-    """Marks the weights as trained that were not published; they have no tokens a round."""
-    mine = [point for point in points if not point["published"]]
-    if mine:
+def _refused(poster: Poster, ax: Any, points: list[Point], name: Key, begins: float) -> None:
+    """Marks a run's weights as trained that were not published; they have no tokens a round."""
+    if mine := [point for point in points if point["published"] is False]:
         x = [begins + point["tokens"] / 1e3 for point in mine]
         y = [point["trained"]["agreement"] for point in mine]
         style = {"marker": "x", "linestyle": "", "markeredgewidth": 2.4, "zorder": 4}
-        poster.line(ax, "refused, as trained", x, y, color=PURPLE, **style)
+        label = f"refused: {_label((*name[:-1], 'as trained'))}"
+        poster.line(ax, label, x, y, color=LINES[name][0], **style)
 
 
 def main(file: str, to: str) -> int:

@@ -27,8 +27,9 @@ if [ "${PART:-replay}" = replay ]; then
     steps=${STEPS:-.25} chat=chat=own:asking text=text=own:working
     stream=$chat,$text,edits=own:editing
     replay online 260 --schedules=static,online --rate=1e-4 --steps="$steps"
-    replay offline 120 --schedules=offline --rate=1e-4 --epochs="${EPOCHS:-3}"
-    replay steeper 120 --schedules=offline --rate=3e-4 --epochs="${EPOCHS:-3}"
+    # The ceiling: the better of two rates, of more steps than online takes in a stage.
+    replay steeper 180 --schedules=offline --rate=3e-4 --epochs="${EPOCHS:-6}"
+    stream=$text,edits=own:editing replay offline 150 --schedules=offline --rate=1e-4 --epochs="${EPOCHS:-6}"
     replay slower 120 --schedules=online --rate=3e-5 --steps="$steps"
     stream=$chat replay repeated 120 --schedules=online --rate=1e-4 --steps=1
     stream=$text replay rejected 120 --schedules=online --rate=1e-4 --steps="$steps" --learn_from=rejected

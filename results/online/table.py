@@ -3,7 +3,8 @@
 
 The gap of a stage is that between the static draft's agreement and the offline one's best. Online
 points are of the version in use; beside them stands the agreement of the weights as trained, and
-whether they were refused as the next version.
+whether they were refused as the next version. A later stage's point at 0 prompts has what earlier
+stages taught of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from mpissd.online.judging import gap_of, share_of  # noqa: E402
 
 Point = dict[str, Any]
 COLUMNS = ["stage", "schedule", "learned from", "rate", "times", "seen", "agreement", "alpha"]
@@ -23,24 +29,14 @@ def table(points: list[Point]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for stage in dict.fromkeys(point["stage"] for point in points):
         own = [point for point in points if point["stage"] == stage]
-        lines += [_line(point, _gap(own)) for point in own]
+        lines += [_line(point, gap_of(own)) for point in own]
     return lines
-
-
-def _gap(points: list[Point]) -> tuple[float, float] | None:
-    """Returns (static, offline's best) agreement of a stage; None where one was not measured."""
-    found = {
-        schedule: max((p["agreement"] for p in points if p["schedule"] == schedule), default=None)
-        for schedule in ("static", "offline")
-    }
-    static, offline = found["static"], found["offline"]
-    return None if static is None or offline is None or offline <= static else (static, offline)
 
 
 def _line(point: Point, gap: tuple[float, float] | None) -> str:
     closed = ""
     if gap is not None and point["schedule"] == "online":
-        closed = f"{(point['agreement'] - gap[0]) / (gap[1] - gap[0]):.2f}"
+        closed = f"{share_of(point['agreement'], gap):.2f}"
     seen = point["prompts"] * point.get("epoch", 1)
     cells = [point["stage"], point["schedule"], *_how(point), str(seen)]
     cells += [f"{point[name]:.4f}" for name in ("agreement", "alpha")]
@@ -63,7 +59,7 @@ def _trained(point: Point) -> str:
         return ""
     told = point["trained"]
     found = "not finite" if told is None else f"{told['agreement']:.4f}"
-    return found if point["published"] else f"{found}, refused"
+    return f"{found}, refused" if point["published"] is False else found
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from tests.scripts import call, fake_tools, load
 ROOT = Path(__file__).resolve().parents[2]
 # What each script tries, in order, where nothing answers.
 STEPS = {
-    "online": "online offline steeper slower repeated rejected ssd-learner ssd ssd-drafts "
+    "online": "online steeper offline slower repeated rejected ssd-learner ssd ssd-drafts "
     "ssd-targets sd-learner sd sd-drafts sd-targets ar",
     "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
     "drafts": "distill rate ar",
@@ -94,11 +94,12 @@ def test_a_curve_s_share_of_its_gap_is_of_the_best_offline_draft() -> None:
         )
     ]  # fmt: skip
     points[1] |= {"trained": {"agreement": 0.52}, "published": False}
+    points.insert(1, {**points[1], "prompts": 0, "published": None, "agreement": 0.51})
     rows = [line.split(" | ") for line in table(points)]
-    assert [row[-1] for row in rows[3:]] == ["0.50 |", " |", " |"]
+    assert [row[-1] for row in rows[3:]] == ["0.10 |", "0.50 |", " |", " |"]
     trained = rows[0].index("as trained")
-    assert [row[trained] for row in rows[2:]] == ["", "0.5200, refused", "", ""]
-    assert [row[rows[0].index("times")] for row in rows[2:]] == ["", "4", "1", "1"]
+    assert [row[trained] for row in rows[2:]] == ["", "0.5200", "0.5200, refused", "", ""]
+    assert [row[rows[0].index("times")] for row in rows[2:]] == ["", "4", "4", "1", "1"]
 
 
 def stream() -> list[dict[str, Any]]:
@@ -125,3 +126,23 @@ def test_the_figure_draws_a_stage_behind_another_and_what_is_in_use() -> None:
     assert online["y"].iloc[-1] == 0.86931 and online["x"].iloc[-1] > 370
     refused = drawn[drawn["series"].str.startswith("refused")]
     assert len(refused) == 9 and set(refused["y"]).isdisjoint(online["y"])
+
+
+def test_the_figure_draws_each_run_as_a_line_with_its_own_crosses() -> None:
+    """Two runs that differ in steps alone, one that is slower, one from rejected positions, and a
+    later stage's point at 0 prompts, which is no refused version."""
+    other = ({"steps_a_prompt": 1.0}, {"rate": 3e-5}, {"learn_from": "rejected"})
+    points = stream()
+    online = [point for point in points if point["schedule"] == "online"]
+    begins = {**online[9], "prompts": 0, "tokens": 0, "published": None}
+    assert begins["stage"] == "edits"
+    online.insert(9, begins)
+    for told in other:
+        points += [{**point, "about": point["about"] | told} for point in online]
+    table = load("results/online/figure.py").figure(points).table()
+    drawn = table[table["panel"] == table["panel"].iloc[0]]
+    for kind, most in (("online", 2 * 9 + 2), ("refused", 9)):
+        series = drawn[drawn["series"].str.startswith(kind)].groupby("series", sort=False)
+        assert len(series) == 4
+        for _, line in series:
+            assert list(line["x"]) == sorted(line["x"]) and most - 1 <= len(line) <= most
