@@ -24,7 +24,7 @@ class ThreadGroup(Group):
         self._table, self._barrier = table, barrier
         self.num_reduces = 0
 
-    def _everyone(self, array: Any) -> list[Any]:
+    def everyone(self, array: Any) -> list[Any]:
         self._table[self.rank] = array.copy()
         self._barrier.wait(60)
         every = list(self._table)
@@ -33,16 +33,16 @@ class ThreadGroup(Group):
 
     def all_reduce(self, array: Any) -> None:
         self.num_reduces += 1
-        array[...] = sum(self._everyone(array))
+        array[...] = sum(self.everyone(array))
 
     def all_gather(self, local: Any, gathered: Any) -> None:
-        gathered[...] = np.concatenate(self._everyone(local)).reshape(gathered.shape)
+        gathered[...] = np.concatenate(self.everyone(local)).reshape(gathered.shape)
 
     def abort(self) -> None:
         self._barrier.abort()
 
 
-def on_ranks(tp: int, play: Callable[[ThreadGroup], Found]) -> list[Found]:
+def on_ranks(tp: int, play: Callable[[ThreadGroup], Found], within_s: float = 120) -> list[Found]:
     """What `play` returns on each of T ranks; raises what it raised first."""
     barrier, table = threading.Barrier(tp), [None] * tp
     groups = [ThreadGroup(tp, rank, table, barrier) for rank in range(tp)]
@@ -56,7 +56,7 @@ def on_ranks(tp: int, play: Callable[[ThreadGroup], Found]) -> list[Found]:
 
     with ThreadPoolExecutor(tp) as pool:
         futures = [pool.submit(run, group) for group in groups]
-        failed = [future.exception(120) for future in futures]
+        failed = [future.exception(within_s) for future in futures]
         failed.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
         if failed[0] is not None:
             raise failed[0]

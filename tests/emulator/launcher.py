@@ -18,7 +18,7 @@ from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
 _EMULATED = ("types", "system", "ampere", "hopper")  # what device.hpp stands for
-_TOGETHER = ("whole",)  # kernels whose blocks wait for one another
+_TOGETHER = ("whole", "exchange")  # kernels whose blocks wait for one another, or for ranks
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -36,6 +36,7 @@ class EmulatedLauncher:
     multiprocessors = 3
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self._folder, self.built = folder, dict[Any, Any]()
         self.launches: list[str] = []
 
@@ -100,7 +101,7 @@ class EmulatedLauncher:
         (self._folder / f"{tag}.cpp").write_text(source)
         folders = ["mpissd/engine/backend/kernels", "tests/emulator"]
         command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-        command += [*options, *(f"-I{ROOT / folder}" for folder in folders)]
+        command += ["-fno-gnu-unique", *options, *(f"-I{ROOT / folder}" for folder in folders)]
         command += [str(self._folder / f"{tag}.cpp"), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if "_Float16" in done.stderr:
