@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 HEADS = {"llama": (4, 2, 32), "smollm2": (3, 1, 64), "qwen2": (6, 2, 32), "qwen3": (4, 2, 64)}
 
+UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
+    "five": ("llama", 10, 5, 32, 192),
+    "three": ("qwen2", 6, 3, 64, 192),
+}
+
 
 def use_whole(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
-    """Makes up to 32 rows of models of any width one kernel, or none."""
+    """Makes up to 32 rows of models of any width, on any number of ranks, one kernel, or none."""
     monkeypatch.setattr(WholeOps, "is_on", is_on)
+    monkeypatch.setattr(WholeOps, "over_ranks", is_on)
     monkeypatch.setattr(Whole, "least_hidden", 0)
     monkeypatch.setattr(Whole, "wide", 0)
 
@@ -45,6 +52,13 @@ def tiny(family: str, layers: int = 2) -> TransformerConfig:
     heads, kv_heads, head_dim = HEADS[family]
     shape = ModelShape(f"tiny-{family}", layers, 64, heads, kv_heads, head_dim, 96, True, 101)
     return TransformerConfig(shape, family, **FAMILIES[family])
+
+
+def uneven(name: str) -> TransformerConfig:
+    """A model of two layers whose heads two ranks cannot split evenly."""
+    family, heads, kv_heads, head_dim, ffn = UNEVEN[name]
+    shape = ModelShape(f"uneven-{name}", 2, 64, heads, kv_heads, head_dim, ffn, True, 101)
+    return replace(tiny(family), shape=shape)
 
 
 def lanes(slot: int, trunk: int, positions: Sequence[int], first: int = 0) -> Places:

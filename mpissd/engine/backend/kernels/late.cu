@@ -8,12 +8,16 @@ struct Norms {
   float *squares, *norms, *powers, *factors;
 };
 
+__device__ __forceinline__ float one(const float* from, long long i) { return from[i]; }
+__device__ __forceinline__ float one(const u16* from, long long i) { return to_float(from[i]); }
+
 // hidden += delta (where there is one); x = hidden * weight * power. Eight threads have a tile.
 // counters: set to 0 by the first row (null: there are none).
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    late_norm(float* hidden, const float* delta, const float* weight, u16* x, float* all_squares,
-              float* norms, float* powers, float* factors, int width, float eps, u32* counters,
-              int counter_words) {
+template <class Delta>
+__device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, const float* weight, u16* x,
+                                         float* all_squares, float* norms, float* powers,
+                                         float* factors, int width, float eps, u32* counters,
+                                         int counter_words) {
   float* squares = (float*)block_memory();
   may_start_next();
   wait_for_last();
@@ -29,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     values[j] = deltas[j] = {0, 0};
     if (tile >= tiles) continue;
     values[j] = {hidden[from + i], hidden[from + i + 8]};
-    if (delta) deltas[j] = {delta[from + i], delta[from + i + 8]};
+    if (delta) deltas[j] = {one(delta, from + i), one(delta, from + i + 8)};
   }
 #pragma unroll
   for (int j = 0; j < NORM_TILES; ++j) {
@@ -57,6 +61,22 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
   norms[row] = norm;
   powers[row] = power;
   factors[row] = __fmul_rn(norm, inverse(power));
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    late_norm_float32(float* hidden, const float* delta, const float* weight, u16* x, float* squares,
+                      float* norms, float* powers, float* factors, int width, float eps,
+                      u32* counters, int counter_words) {
+  norm_row(hidden, delta, weight, x, squares, norms, powers, factors, width, eps, counters,
+           counter_words);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    late_norm_float16(float* hidden, const u16* delta, const float* weight, u16* x, float* squares,
+                      float* norms, float* powers, float* factors, int width, float eps,
+                      u32* counters, int counter_words) {
+  norm_row(hidden, delta, weight, x, squares, norms, powers, factors, width, eps, counters,
+           counter_words);
 }
 
 // Where the sums of a product over such x go (skinny.cu): each is multiplied by its row's factor.

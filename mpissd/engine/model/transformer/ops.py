@@ -148,7 +148,7 @@ class Ops(Protocol):
     def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
 
-    def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
+    def at_once(self, group: Group, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
         """Computes all layers and the LM head in one operation, behind `embed`, if it can.
 
         weights: TransformerWeights. memory: Buffers. Returns whether it has done so.

@@ -148,7 +148,8 @@ class TransformerStack:
         ops.begin(self.cache, rows)
         delta = self._enter(ops, rows)
         is_read = self._reads or ops.computes_padding
-        if self.states is not None or not ops.at_once(self.weights, self.buffers, self.cache, rows):
+        parts = self.group, self.weights, self.buffers, self.cache
+        if self.states is not None or not ops.at_once(*parts, rows):
             self._compute(ops, rows, delta, is_read)
         if is_read:
             self.candidates.issue(self.best(rows), rows, k)

@@ -1,7 +1,8 @@
 """The operations of a transformer of which up to 32 rows are one persistent kernel (whole.py).
 
 RMSNorm comes in two parts (arithmetic.cu), and q and k in the order of their rotation, so that
-nothing stands between two products. More rows take separate kernels with the same bits (late.cu).
+nothing stands between two products. More rows take separate kernels with the same bits (late.cu),
+as do ranks that do not map each other's memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -51,20 +53,23 @@ class WholeOps(CupyOps):
     """Operations of one model on one GPU of compute capability 9.0 or more."""
 
     # Whether a forward of few rows is one kernel, where it can be: its blocks wait for one another,
-    # so that no other kernel may keep some of them from the GPU (MPS).
+    # so that no other kernel may keep some of them from the GPU (MPS). over_ranks: also where ranks
+    # share a model.
     is_on = os.environ.get("MPISSD_WHOLE", "1") != "0"
+    over_ranks = os.environ.get("MPISSD_WHOLE") == "2"
     kernel = "whole"
 
     def __init__(self, backend: Any, config: TransformerConfig, **sizes: Any) -> None:
         super().__init__(backend, config, **sizes)
+        self._heads = int(sizes["heads"])
         self._whole = Whole(self._launcher, config, self._attention, backend.stop)
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
         """Returns whether these operations can compute a model's share of heads."""
         capability = int(str(backend.info.compute_capability).replace(".", ""))
-        is_whole = heads == config.shape.num_heads and not config.kind
-        fits = not config.qk_norm and config.shape.hidden >= Whole.least_hidden
+        is_whole = heads == config.shape.num_heads or cls.over_ranks
+        fits = not config.qk_norm and config.shape.hidden >= Whole.least_hidden and not config.kind
         if not (cls.is_on and is_whole and fits and capability >= FIRST_CAPABILITY):
             return False
         room = backend.launcher(early=cls.early).shared_bytes
@@ -97,11 +102,11 @@ class WholeOps(CupyOps):
         sizes = np.int32(hidden.shape[1]), np.float32(self._config.norm_eps)
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)
-        self._late("late_norm", rows, _NORM_THREADS, args)
+        kind = "float32" if delta is None else str(delta.dtype)
+        self._late(f"late_norm_{kind}", rows, _NORM_THREADS, args)
 
     def qkv(self, x: Normed, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
         self.product(x, layer.qkv, cache.qkv, rows)
-        heads = self._config.shape.num_heads
         args = (
             cache.qkv,
             layer.qkv_bias,
@@ -109,11 +114,11 @@ class WholeOps(CupyOps):
             cache.words,
             np.int32(cache.seats.rows.shape[1]),
             *self._attention.arguments(cache, number),
-            np.int32(heads),
+            np.int32(self._heads),
             np.float32(self._attention.scale),
             q,
         )
-        every = heads + 2 * cache.sizes.kv_heads
+        every = self._heads + 2 * cache.sizes.kv_heads
         kernel = self._launcher.function("late_rotate", _ROTATE_FILES, self._attention.macros)
         self._launcher.launch(kernel, (rows, ceil_div(every, 4)), (32, 4), args)
 
@@ -126,10 +131,11 @@ class WholeOps(CupyOps):
     def gated(self, x: Normed, gate_up: PackedWeight, inner: Any, rows: int) -> None:
         self.product(x, gate_up, inner, rows)
 
-    def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
-        if not self._whole.suits(rows):
+    def at_once(self, group: Group, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
+        is_mapped = group.size == 1 or group.name == "oneshot"
+        if not (is_mapped and self._whole.suits(rows)):
             return False
-        self._whole.launch(weights, memory, cache, rows, self._first_norm)
+        self._whole.launch(group, weights, memory, cache, rows, self._first_norm)
         return True
 
     def _first_norm(self, hidden: Any, weight: Any, x: Normed, rows: int, counters: Any) -> None:

@@ -6,7 +6,7 @@ This module does not use a GPU: arrays are addresses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
 ATTENTION_NORM, FFN_NORM = 0, 1
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
-    + [(name, np.int32) for name in ("kind", "layer", "columns", "norm", "gap_0", "gap_1")]
+    + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]
+    + [("peers", np.uint64)]
 )
 MODEL = np.dtype(  # struct Model
     [(name, np.uint64) for name in ("hidden", "squares", "powers")]
@@ -54,9 +55,9 @@ class Geometry:
     head: int
     page: int
 
-    @property
-    def macros(self) -> tuple[tuple[str, int], ...]:
-        """Names and values of all macros."""
+    def macros(self, ranks: int = 1, done_counts: int = 0) -> tuple[tuple[str, int], ...]:
+        """Names and values of all macros, for ranks that count exchanges in so many places."""
+        shared = (("RANKS", ranks), ("DONE_COUNTS", done_counts)) if ranks > 1 else ()
         return (
             ("ORDERED", 1),
             ("ROW_TILES", self.row_tiles),
@@ -70,6 +71,7 @@ class Geometry:
             ("HEAD", self.head),
             ("PAGE", self.page),
             ("QUERY_TILES", attention.QUERY_TILES),
+            *shared,
             *extra_macros,
         )
 
@@ -107,6 +109,7 @@ class Step:
     """One operation; addresses of device arrays. weight 0: an attention.
 
     depth: inputs; tiles: of 16 columns; columns: of `out`. vector, norm: see struct Operation.
+    exchange: n: `out` is the n-th sum over ranks. peers: the address of struct Peers.
     """
 
     kind: int
@@ -119,6 +122,8 @@ class Step:
     columns: int = 0
     vector: int = 0
     norm: int = ATTENTION_NORM
+    exchange: int = 0
+    peers: int = 0
 
 
 def table(steps: Iterator[Step], rows: int) -> NDArray[Any]:
@@ -126,8 +131,9 @@ def table(steps: Iterator[Step], rows: int) -> NDArray[Any]:
     every = list(steps)
     out = np.zeros(len(every), OPERATION)
     for row, step in zip(out, every, strict=True):
-        for name in ("kind", "layer", "weight", "x", "out", "tiles", "columns", "vector", "norm"):
-            row[name] = getattr(step, name)
+        for field in fields(Step):
+            if field.name != "depth":
+                row[field.name] = getattr(step, field.name)
         row["x_step"], row["out_step"], row["rows"] = step.depth, step.columns, rows
         row["pairs"], row["group_tiles"] = step.depth // PAIR, step.tiles
     return out
