@@ -6,14 +6,19 @@ Each line: median device time of a captured forward of M rows behind a context, 
 included, and the share of its floor: weights, LM head and the context's keys and values of a rank
 over the read rate measured here. A launch counts as long as it took the rank that began last.
 `bits`: whether the logits of rows computed M at a time are those of the rows alone, on every rank.
-The last line is what the all-reduces take alone, in a chain. --backend=emulated rehearses.
+The last line is what the all-reduces take alone, in a chain. --rows and --contexts choose others
+(--rows=1,5,8: bits are compared in parts of the last). MPISSD_WHOLE=0 and 2 are separate kernels
+and one kernel; --trace says where the one kernel's time goes (trace.py). --backend=emulated
+rehearses.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,26 +35,27 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.lab.measure.calibrate import chain_s
 
-COMM, WAITER = MPI.COMM_WORLD, Waiter(60.0, spin=True)
-ROWS, CONTEXTS = (1, 2, 5, 8, 16), (512, 4096)
+COMM, WAITER = MPI.COMM_WORLD, Waiter(15.0, spin=True)
+ROWS, CONTEXTS = "1,2,5,8,16", "512,4096"
 LAUNCHES, WARM_UP, BEHIND = 20, 3, 96
 
 
 class Bench:
     """A model over all ranks."""
 
-    def __init__(self, backend: Any, where: str) -> None:
+    def __init__(self, backend: Any, where: str, every: list[int], contexts: list[int]) -> None:
         self.backend, self.group = backend, open_group(backend, COMM, "auto", WAITER)
+        self.most = max(every)
         self.shard = TransformerShard(config_of(where), COMM.size, COMM.rank)
         self.options = ForwardOptions(
-            fuse=True, lm_head=True, values=True, capacity=max(CONTEXTS) + ROWS[-1]
+            fuse=True, lm_head=True, values=True, capacity=max(contexts) + self.most
         )
         self.stepper = Stepper(
             backend,
             self.group,
             self.shard,
             self.options,
-            buckets=ROWS,
+            buckets=every,
             num_sequences=1,
             seed=1,
             stacks=TransformerStacks(where),
@@ -79,9 +85,9 @@ class Bench:
 
     def alone(self) -> Any:
         """Returns the logits of the tokens behind BEHIND ones, a row a forward."""
-        tokens = np.random.default_rng(0).integers(0, 1000, BEHIND + ROWS[-1])
-        for start in range(0, BEHIND, ROWS[-1]):
-            self.forward(start, tokens[start : start + ROWS[-1]])
+        tokens = np.random.default_rng(0).integers(0, 1000, BEHIND + self.most)
+        for start in range(0, BEHIND, self.most):
+            self.forward(start, tokens[start : min(start + self.most, BEHIND)])
         rows = []
         for at in range(BEHIND, len(tokens)):
             self.forward(at, tokens[at : at + 1])
@@ -99,27 +105,39 @@ class Bench:
             same &= np.array_equal(found, alone[start : start + rows]) and np.isfinite(found).all()
         return bool(COMM.allreduce(same, op=MPI.LAND))
 
+    @property
+    def stack(self) -> Any:
+        return self.stepper.stack
+
+    def program(self, body: Callable[[], None]) -> Any:
+        return self.backend.program(body, self.shard.cost(1, 1, 2, self.options))
+
 
 def main() -> int:
     """Measures one model; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--backend", default="cupy")
+    parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--contexts", default=CONTEXTS)
+    parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     device = "h200" if given.backend == "emulated" else None
     backend = open_backend(given.backend, device=device, local_rank=COMM.rank, graph=True)
     rate, begun = backend.read_bandwidth(4 * 10**9) or 0.0, MPI.Wtime()
-    bench = Bench(backend, given.model)
+    every, contexts = ([int(n) for n in many.split(",")] for many in (given.rows, given.contexts))
+    bench = Bench(backend, given.model, every, contexts)
     made_s = COMM.allreduce(MPI.Wtime() - begun, op=MPI.MAX)
     say(f"{backend.info.name}, {given.model}, T={COMM.size}, {bench.group.name}, graphs:", end=" ")
-    say(f"{backend.capture}; read rate {rate / 1e9:.0f} GB/s; weights and programs {made_s:.1f} s")
+    say(f"{backend.capture}; read rate {rate / 1e9:.0f} GB/s; weights and programs {made_s:.1f} s;")
+    say(f"kernels: {bench.stack.weights.kernel}, MPISSD_WHOLE={os.environ.get('MPISSD_WHOLE', 1)}")
     is_real = backend.info.kind != "emulated"
     alone = bench.alone() if is_real else None
     good = True
-    for context in CONTEXTS:
-        for rows in ROWS:
+    for context in contexts:
+        for rows in every:
             took, floor = bench.seconds(rows, context), bench.floor_s(context, rate)
-            bits = bench.has_bits(rows, alone) if is_real and context == CONTEXTS[0] else None
+            bits = bench.has_bits(rows, alone) if is_real and context == contexts[0] else None
             good &= bits is not False
             line = f"context {context:5} M={rows:3} {1e3 * took:8.3f} ms, floor {1e3 * floor:7.3f}"
             say(f"{line}, {floor / took:.3f} of it" + ("" if bits is None else f", bits {bits}"))
@@ -131,11 +149,23 @@ def main() -> int:
         say(
             f"{count} all-reduces alone {1e3 * alone_s:.3f} ms, {1e6 * alone_s / count:.2f} µs each"
         )
+    if given.trace and is_real:
+        told(bench, contexts[0])
     bench.stepper.close()
     backend.synchronize()
     bench.group.close()
     backend.close()
     return int(not good)
+
+
+def told(bench: Bench, context: int) -> None:
+    """Says where the time of one row's forward goes, by the first rank."""
+    import trace
+
+    found = trace.marks(bench, 1, context)
+    if COMM.rank == 0:
+        trace.show(found)
+    COMM.Barrier()
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -27,7 +27,7 @@ PHASES = ("wait", "bring", "multiply", "finish", "tell")
 MARKS, MOST = 12, 512  # of an operation; operations
 
 
-def marks(bench: measure.Bench, rows: int, context: int) -> Any:
+def marks(bench: Any, rows: int, context: int) -> Any:
     """Returns the cycles [operation, block, mark] of a forward's blocks."""
     stack = bench.stack
     stack.place(trunk_rows(0, context - rows, context))
