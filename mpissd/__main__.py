@@ -61,7 +61,7 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(arguments)
         if isinstance(command.config, RanksFlags) and launcher_size() is None:
             return front(command, arguments)
-        if command.run.learners and command.name in ("chat", "serve", "probe", "sweep", "doctor"):
+        if command.run.learners and command.name in ("chat", "serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name not in ("run", "chat", "serve", "probe", "sweep"):
             return alone(command)
@@ -169,6 +169,10 @@ def check_before_mpi(config: RunConfig) -> None:
         from mpissd.engine.workload.text.workload import check_prompts
 
         check_prompts(job)
+    if config.learners and launcher_rank() == 0:
+        from mpissd.online.process import check_trainer
+
+        check_trainer()
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)

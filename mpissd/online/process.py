@@ -8,9 +8,11 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from mpissd.common.errors import ConfigError
 from mpissd.common.guard import without_ranks
 from mpissd.online import frames
 from mpissd.online.examples import Example
@@ -18,6 +20,23 @@ from mpissd.online.examples import Example
 PYTHON = "MPISSD_LEARNER_PYTHON"  # another interpreter that has PyTorch; default: this one
 _MOST = 256  # examples that wait for the trainer; further ones are dropped
 _PATIENCE_S = 3.0  # for its last report
+_NEEDED = ("numpy", "safetensors", "torch")  # what a trainer imports beside mpissd
+_LACKS = f"from importlib.util import find_spec as f; print(*[n for n in {_NEEDED} if not f(n)])"
+
+
+def check_trainer() -> None:
+    """Raises ConfigError where the trainer's interpreter does not start, or lacks a package."""
+    try:
+        answer = subprocess.run(
+            [_python(), "-c", _LACKS], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            env=_environment(), timeout=30, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "strerror", None) or "it ended with an error, or not within 30 s"
+        raise ConfigError(f"learners=1: {_python()} does not run: {why}") from error
+    if missing := ", ".join(answer.stdout.split()):
+        use = f"pip install 'mpissd[distill]' there, or name another interpreter in {PYTHON}"
+        raise ConfigError(f"learners=1: {_python()} has no {missing}: {use}")
 
 
 class TrainerProcess:
@@ -31,12 +50,10 @@ class TrainerProcess:
         self._newest: tuple[int, bytes] | None = None
         self.report: dict[str, Any] = {"state": "starting"}
         self.dropped = 0
-        here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *_path()])}
+        told = json.dumps({**task, "started_at": time.time()})
         self._process = subprocess.Popen(
-            [os.environ.get(PYTHON, sys.executable), "-m", "mpissd.online.trainer",
-             json.dumps(task)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**without_ranks(os.environ), **here},
+            [_python(), "-m", "mpissd.online.trainer", told],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(),
         )  # fmt: skip
         self._threads = [
             threading.Thread(target=part, daemon=True) for part in (self._write, self._read)
@@ -92,5 +109,11 @@ class TrainerProcess:
                 self.report = json.loads(frame[1])
 
 
-def _path() -> list[str]:
-    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+def _python() -> str:
+    return os.environ.get(PYTHON, sys.executable)
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of a trainer, which imports this mpissd."""
+    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**without_ranks(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, path))}

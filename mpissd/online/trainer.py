@@ -27,7 +27,10 @@ _REPORT_S = 0.5  # between two reports
 
 @dataclass(frozen=True)
 class Task:
-    """What a trainer does; its fields come as JSON. seed: that of random weights of the draft."""
+    """What a trainer does; its fields come as JSON.
+
+    seed: that of random weights of the draft. started_at: when its process was started, time.time.
+    """
 
     draft: str
     target: str
@@ -41,6 +44,7 @@ class Task:
     longest: int = 1024
     threads: int = 1
     exact: bool = False
+    started_at: float = 0.0
 
 
 class Trainer:
@@ -48,19 +52,23 @@ class Trainer:
 
     def __init__(self, task: Task, out: BinaryIO) -> None:
         self.task, self._out = task, out
+        device = _device(task)
         student = Student(
-            task.draft, task.target, seed=task.seed, device=_device(task), rate=task.rate,
+            task.draft, task.target, seed=task.seed, device=device, rate=task.rate,
             longest=task.longest, exact=task.exact,
         )  # fmt: skip
         self.learner = Learner(student, LearnerPlan(task.batch, task.steps))
         self._published_at = self._reported_at = time.monotonic()
         self._published_steps = 0
+        self._since_start: dict[str, Any] = {"gpu": _gpu(device), "ready_s": self._age()}
 
     def run(self, inbox: queue.SimpleQueue[Example | None]) -> None:
         """Learns from what arrives, until None does."""
+        self.report()
         while self._drain(inbox):
             if self.learner.is_due:
                 self.learner.learn()
+                self._since_start.setdefault("first_step_s", self._age())
             self._publish_if_due()
             if time.monotonic() - self._reported_at > _REPORT_S:
                 self.report()
@@ -98,8 +106,12 @@ class Trainer:
         losses = counts.pop("losses")
         last = {} if not losses else {name: _mean(losses, name) for name in losses[0]}
         told: dict[str, Any] = {"state": learner.state.value, **counts, "last_losses": last}
-        told["held_out_agreement"] = learner.agreement
+        told |= {"held_out_agreement": learner.agreement, **self._since_start}
         frames.write(self._out, frames.REPORT, frames.of_report(told))
+
+    def _age(self) -> float | None:
+        """Returns the seconds since this process was started."""
+        return round(time.time() - self.task.started_at, 2) if self.task.started_at else None
 
 
 def _mean(losses: list[dict[str, float]], name: str) -> float | None:
@@ -116,6 +128,15 @@ def _device(task: Task) -> str:
         assert task.device != "cuda", "learn_device=cuda: PyTorch finds no GPU"
         return "cpu"
     return f"cuda:{min(task.local_rank, gpus - 1)}"
+
+
+def _gpu(device: str) -> str | None:
+    """Returns the GPU's name that no other one has, as `DeviceInfo.uuid`; None on a CPU."""
+    import torch
+
+    if device == "cpu":
+        return None
+    return f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
 
 
 def _read(pipe: BinaryIO, inbox: queue.SimpleQueue[Example | None]) -> None:

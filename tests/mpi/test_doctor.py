@@ -16,6 +16,7 @@ import pytest
 
 from tests.mpi.harness import Started, needs_mpi
 from tests.needs import lack, needs_root
+from tests.tiny_pair import tiny_pair
 
 pytestmark = needs_mpi
 
@@ -110,6 +111,22 @@ def test_where_the_doctor_says_ok_a_run_works(
         assert "mpi: host arrays" in told.line("all-reduce", "ok")
         assert "toy-target / toy-draft: the default here" in told.line("pair", "ok")
     assert run(tp + drafts, *flags, f"--out={tmp_path}/a/b") == 0
+
+
+@pytest.mark.parametrize(("script", "found"), [("exit 0", "ok"), ("echo torch", "BAD")])
+def test_a_learner_is_examined_by_what_its_interpreter_has(
+    script: str, found: str, tmp_path: Path
+) -> None:
+    """The other ranks are examined as without it; `make doctor LEARNERS=1` passes these flags."""
+    env = {"MPISSD_LEARNER_PYTHON": program(tmp_path, "python", f"#!/bin/sh\n{script}\n")}
+    pair = tiny_pair(tmp_path / "pair")
+    flags = ["--mode=sd", "--workload=text", "--prompt_ids=1,2", "--learners=1", "--backend=numpy"]
+    flags += [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={tmp_path}/out"]
+    told = doctor("--tp=1", *flags, env=env)
+    assert told.code == (0 if found == "ok" else 2), told.out + told.err
+    assert ("has no torch: pip install" in told.line("run", found)) == (found == "BAD")
+    if found == "ok":
+        told.line("rank 1", "ok")
 
 
 BEFORE_MPI: list[tuple[str, tuple[str, ...], dict[str, str], str, str]] = [

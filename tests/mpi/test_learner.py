@@ -49,7 +49,7 @@ def launched(
     if trainer is not None:
         python = tmp_path / "python"
         told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
-        python.write_text(f"#!/bin/sh\nexec {shlex.join(told)}\n")
+        python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exit 0\nexec {shlex.join(told)}\n')
         python.chmod(0o755)
         env["MPISSD_LEARNER_PYTHON"] = str(python)
     folder = tmp_path / "out"
@@ -88,6 +88,9 @@ def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
     row = done.row
     assert row["token_digest"] == alone
     assert (row["world_size"], row["learners"], row["learner_state"]) == (num_ranks, 1, "learning")
+    assert f"rank {num_ranks - 1}  learner  trains the draft" in done.out
+    assert " learner  learning: " in done.out
+    assert row["tok_per_s_per_gpu"] == pytest.approx(row["tok_per_s"] / num_ranks, abs=1e-2)
     swaps = [swap["version"] for swap in row["learner"]["swaps"]]
     assert row["draft_versions"] == len(swaps) >= 2 and swaps == sorted(set(swaps))
     by_version = row["acceptance_by_version"]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
 from mpissd.engine.comm.topology import launcher_size
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.ops.doctor.facts import Asked, Facts, LaunchFacts
@@ -34,6 +35,10 @@ def doctor(config: DoctorConfig, check: Check) -> int:
     """
     run = config.run
     size = run.world_size or (None if config.tp else launcher_size())
+    if run.learners:
+        if size is not None:
+            raise ConfigError("learners=1 with doctor as one of the ranks: allowed: make doctor")
+        return doctor(replace(config, run=replace(run, learners=0)), _with_trainer(check))
     if config.json or (size is not None and not run.dry_run):
         return _as_rank(config, size or 1, check)
     num_ranks = size or run.groups * (config.tp or 1) + run.drafts
@@ -46,6 +51,21 @@ def doctor(config: DoctorConfig, check: Check) -> int:
         return _say(run, launch, Seen())
     seen, problem = try_ranks(config, launch.mpirun, launch.mpirun_path, num_ranks)
     return _say(run, replace(launch, trial_error=problem), seen, tried=True)
+
+
+def _with_trainer(check: Check) -> Check:
+    """Returns a check that also asks for what a learner's trainer needs.
+
+    The other ranks are examined without the learner, which has no part in what they open.
+    """
+
+    def checked(run: RunConfig) -> None:
+        from mpissd.online.process import check_trainer
+
+        check_trainer()
+        check(run)
+
+    return checked
 
 
 def _as_rank(config: DoctorConfig, size: int, check: Check) -> int:
