@@ -155,7 +155,10 @@ class Row(Origin, Mapping[str, Any]):
         "duration of the first measured round, prompt included; null without prompts", "s"
     )
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
-    tok_per_s_per_gpu: float = key("tok_per_s / world_size", "tok/s")
+    tok_per_s_per_gpu: float = key(
+        "tok_per_s / world_size; a learner on another rank's GPU (`shares_gpu_of`) is not counted",
+        "tok/s",
+    )
     round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")
     phases_us: Mapping[str, Means | None] = key(
         "{lead, draft}: mean a round of each exclusive host phase (docs/architecture.md lists "
@@ -222,8 +225,10 @@ class Row(Origin, Mapping[str, Any]):
     )
     learner: Mapping[str, Any] | None = key(
         "what a learner has seen and done, `swaps` (version, bytes, the longest time that one unit "
-        "of taking it over held up the draft), `refused_versions`, and the `cost` of teaching on "
-        "the lead: rows, bytes and µs a round, rounds that were dropped; null without one"
+        "of taking it over held up the draft), `refused_versions`, the `cost` of teaching on "
+        "the lead (rows, bytes and µs a round, rounds that were dropped), seconds from its start "
+        "to `ready_s` and `first_step_s`, its `gpu`, and `shares_gpu_of`, the rank that has the "
+        "same one; null without one"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(

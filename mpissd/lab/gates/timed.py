@@ -148,7 +148,8 @@ def speed(row: Row, rounds: Rounds) -> Iterator[str]:
     if wall:
         yield from differs(row, "tok_per_s", row.num_tokens / wall, "num_tokens / wall_s", 1e-3)
     if rate is not None:
-        each = rate / row.world_size
+        is_shared = (row.learner or {}).get("shares_gpu_of") is not None
+        each = rate / (row.world_size - is_shared)
         yield from differs(row, "tok_per_s_per_gpu", each, "tok_per_s / world_size", 1e-3)
     if "round_s" in rounds:
         yield from differs(row, "wall_s", _longest_s(row, rounds), "Σ round_s", 1e-6)

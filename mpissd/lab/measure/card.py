@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,10 @@ def print_card(session: Session) -> None:
         is_draft, leads = rank >= topology.first_draft, rank % topology.tp == 0
         role = "draft" if is_draft else "lead" if leads else "target"
         lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+    if config.learners:
+        told = f"from {config.learn_from}, rate {config.learn_rate:g}, batch {config.learn_batch}"
+        text = f"learner  trains the draft {told}; a version every {config.publish_s:g} s at most"
+        lines.append((f"rank {job.world_size - 1}", text))
     if session.backend.info.kind == "emulated" and (rate := session.backend.read_bandwidth(0)):
         batch, itemsize = config.batch_size, session.backend.itemsize
         cost = job.target_shard.cost(job.verify_rows, batch, itemsize, job.options)
@@ -151,6 +155,8 @@ def print_summary(row: Row, out: str = "") -> None:
     if row.t_draft_s is not None:
         ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
         lines.append(("draft", f"{_us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
+    if row.learner is not None:
+        lines.append(("learner", _learner(row, row.learner)))
     if row.per_group:
         rates = ", ".join(f"{group['tok_per_s']:.1f}" for group in row.per_group)
         lines.append(("groups", f"{rates} tok/s"))
@@ -166,6 +172,16 @@ def print_summary(row: Row, out: str = "") -> None:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
     print(json.dumps(row.to_dict()), flush=True)
+
+
+def _learner(row: Row, told: Mapping[str, Any]) -> str:
+    seen, steps, published, refused = (
+        told.get(name, 0) for name in ("sequences", "steps", "published", "refused")
+    )
+    text = f"{row.learner_state}: {seen} sequences, {steps} steps; versions: {published} published"
+    text += f", {refused} refused, {row.draft_versions} taken over"
+    shared = told.get("shares_gpu_of")
+    return text if shared is None else f"{text}; on rank {shared}'s GPU, which counts once"
 
 
 def _pool(row: Row) -> str:

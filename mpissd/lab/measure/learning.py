@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.mpi_learner import LearnerSeats
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.decode.teaching import Teaching
@@ -33,8 +35,20 @@ def ended(teaching: Teaching | None, learning: LearnerSeats | None) -> dict[str,
     return {**report, "cost": teaching.to_dict()}
 
 
-def learner_fields(measured: Measured, learners: int) -> dict[str, Any]:
-    """Returns the row's keys of a learner; none without one."""
+def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
+    """Returns the first rank whose GPU the learner has, too; None without one.
+
+    infos: of the job's other ranks.
+    """
+    gpu = (measured.lead.learner or {}).get("gpu")
+    ranks = (rank for rank, info in enumerate(infos) if gpu is not None and info.uuid == gpu)
+    return next(ranks, None)
+
+
+def learner_fields(
+    measured: Measured, learners: int, infos: Sequence[DeviceInfo]
+) -> dict[str, Any]:
+    """Returns the row's keys of a learner; none without one. infos: of the other ranks."""
     lead, draft = measured.lead, measured.draft
     if lead.learner is None:
         return {}
@@ -45,6 +59,7 @@ def learner_fields(measured: Measured, learners: int) -> dict[str, Any]:
         for version, rounds, drafted, accepted in lead.records.by_version()
     ]  # fmt: skip
     told = {key: value for key, value in lead.learner.items() if key != "state"}
+    told["shares_gpu_of"] = shares_gpu_of(measured, infos)
     return {
         "learners": learners,
         "learner_state": lead.learner["state"],

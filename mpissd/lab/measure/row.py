@@ -28,7 +28,7 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.answers import model_fields, prompt_times
 from mpissd.lab.measure.calibrate import JobProfile
-from mpissd.lab.measure.learning import learner_fields
+from mpissd.lab.measure.learning import learner_fields, shares_gpu_of
 from mpissd.lab.measure.pool import draft_wait_us, of_each_group, pool_fields
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import (
@@ -83,7 +83,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         **_speculation(session, sequences, lead.draft_lost_round),
         draft_lost_round=lead.draft_lost_round,
         learned=None if measured.draft is None else measured.draft.learned or None,
-        **learner_fields(measured, config.learners),
+        **learner_fields(measured, config.learners, session.infos),
         **device_times(session, measured),
         **_prediction(session, measured),
         **_digests(session, measured, sequences),
@@ -142,6 +142,7 @@ def _pool(session: Session, measured: Measured) -> dict[str, Any]:
 
 def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
     lead, limit = measured.lead, session.job.config.token_limit
+    gpus = session.job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     num_tokens = num_tokens_of(lead.records, limit)
     rate = num_tokens / lead.wall_s
     closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
@@ -151,7 +152,7 @@ def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "wall_s": round(lead.wall_s, 9),
         "tok_per_s": round(rate, 3),
-        "tok_per_s_per_gpu": round(rate / session.job.world_size, 3),
+        "tok_per_s_per_gpu": round(rate / gpus, 3),
         "round_us": percentiles_us(lead.ledger[:, 1] * 1e-9),
         "phases_us": {
             "lead": _phase_means(lead),
