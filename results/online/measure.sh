@@ -3,7 +3,7 @@
 # PART=replay: chat → texts → edits of code on one GPU, whose answers are computed once and kept in ANSWERS (large; by
 # default OUT/replay/answers). PART=runs, with two GPUs or more: runs with a learner beside equal uses of their GPUs. Both by
 # default, in BUDGET_S=590. PYTHON=.venv/bin/python; OWN (prompts of a stage), EPOCHS, EVERY, BATCH, STEPS (for each new
-# prompt), DEVICE, BACKEND, COUNT, TOKENS to rehearse.
+# prompt), DEVICE, BACKEND, COUNT (prompts of a file), TOKENS to rehearse.
 set -u -o pipefail
 cd "${0%/*}/../.." || exit
 target=${1:?usage: results/online/measure.sh TARGET.gguf OUT} out=${2:?usage: results/online/measure.sh TARGET.gguf OUT}
@@ -40,20 +40,21 @@ if [ "$gpus" -lt 2 ]; then
     echo "one GPU: no run with a draft rank, which needs a second one" >&2
     exit "$failed"
 fi
-{ head -n "${COUNT:-64}" tests/data/prompts/chat.jsonl; head -n "${COUNT:-64}" tests/data/prompts/humaneval.jsonl; } >"$out/stream.jsonl"
+# 444 prompts, a kind after the other: a minute a run. Eight sequences are held out, and versions judged, after 64.
+for kind in chat humaneval edit summarise; do head -n "${COUNT:-200}" tests/data/prompts/$kind.jsonl; done >"$out/stream.jsonl"
 text=(run --workload=text --backend="$backend" --target="$target" --prompts="$out/stream.jsonl")
-text+=(--num_tokens="${TOKENS:-128}" --context=1024 --progress=off)
+text+=(--num_tokens="${TOKENS:-256}" --context=1024 --progress=off)
 ranks=$gpus gpus=3 # a learner is a third rank; on two GPUs it shares the draft's
+within 90 step ar 1 "${text[@]}" --mode=ar
 for mode in ssd sd; do
-    within 75 step "$mode-learner" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}" \
-        --learn_steps="${STEPS:-.25}"
-    within 75 step "$mode" 2 "${text[@]}" --draft=smollm2-draft --mode=$mode
+    within 120 step "$mode-learner" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}" \
+        --learn_steps="${STEPS:-.25}" --publish_s=1 --learn_rate=1e-4
+    within 90 step "$mode" 2 "${text[@]}" --draft=smollm2-draft --mode=$mode
     [ "$ranks" -lt 3 ] || { # what the learner's GPU would give as another draft, or as another target
-        within 75 step "$mode-drafts" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=2
-        within 75 step "$mode-targets" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=1
+        within 90 step "$mode-drafts" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=2
+        within 90 step "$mode-targets" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=1
     }
 done
-within 75 step ar 1 "${text[@]}" --mode=ar
-"$PYTHON" results/rates.py mode,learners,tp,num_drafts,acceptance_length,draft_versions,tok_per_s,tok_per_s_per_gpu "$out" |
+"$PYTHON" results/rates.py mode,learners,learner_state,tp,num_drafts,acceptance_length,draft_versions,tok_per_s,tok_per_s_per_gpu "$out" |
     tee "$out/rates.md"
 exit "$failed"

@@ -17,8 +17,8 @@ from tests.scripts import call, fake_tools, load
 ROOT = Path(__file__).resolve().parents[2]
 # What each script tries, in order, where nothing answers.
 STEPS = {
-    "online": "online steeper offline slower repeated rejected ssd-learner ssd ssd-drafts "
-    "ssd-targets sd-learner sd sd-drafts sd-targets ar",
+    "online": "online steeper offline slower repeated rejected ar ssd-learner ssd "
+    "ssd-drafts ssd-targets sd-learner sd sd-drafts sd-targets",
     "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
     "drafts": "distill rate ar",
     "tasks": "distill-warm distill-any distill-chat distill-code distill-text router "
@@ -126,6 +126,25 @@ def test_the_stream_s_page_says_what_its_rows_say() -> None:
     rows = [(row[5], *row[6:10], row[11]) for row in cells if row[1] == "online"]
     found = {(seen, f"| {' | '.join(rest)}".replace(" 0.", " .")) for seen, *rest in rows}
     assert len(told) == 6 and set(told) <= found
+
+
+def test_the_page_says_what_the_runs_beside_a_learner_gave_on_two_gpus() -> None:
+    page = (ROOT / "docs/online.md").read_text().partition("## What a learner costs")[2]
+    page = re.sub(r"(?<=\d),(?=\d)", "", page.partition("\n- **")[0].replace("*", ""))
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"][2:]
+    lines = (ROOT / "results/online/two-h200.jsonl").read_text().splitlines()
+    for row, (_, rate, gpus, each, tokens, p50, *learner) in zip(
+        map(json.loads, lines), cells, strict=True
+    ):
+        on = 1 if row["mode"] == "ar" else 2
+        assert int(gpus) == on == row["world_size"] - (row["learners"] or 0)
+        assert int(rate.split()[0]) == round(row["tok_per_s"])
+        assert int(each) == round(row["tok_per_s"] / on)
+        assert float(tokens) == round(row["acceptance_length"], 2)
+        assert float(p50.removesuffix(" ms")) == round(row["round_us"]["p50"] / 1e3, 2)
+        if (told := row["learner"]) is not None:
+            done = f"{told['steps']}; {told['refused']}, {told['published']}"
+            assert learner == [done, "none"] and row["draft_versions"] == 0
 
 
 def test_the_figure_draws_a_stage_behind_another_and_what_is_in_use() -> None:
