@@ -1,0 +1,52 @@
+"""What `pip install` brings: each file of mpissd/ that is not Python is listed in setup.cfg."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.needs import lack, needs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def data() -> set[str]:
+    """The files of the package that are not Python, below mpissd/."""
+    told = subprocess.run(
+        ["git", "ls-files", "mpissd"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if told.returncode:
+        lack("a clone with its git")
+    found = {name.partition("/")[2] for name in told.stdout.split() if not name.endswith(".py")}
+    assert {"py.typed", "engine/backend/profiles/h200.json"} <= found
+    return found
+
+
+def test_each_pattern_finds_files_and_together_they_find_all(data: set[str]) -> None:
+    """setuptools splits a value at its newlines if it has one, and only else at its commas."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    value = config["options.package_data"]["mpissd"]
+    parts = value.splitlines() if "\n" in value else value.split(",")
+    package = ROOT / "mpissd"
+    found = {
+        pattern: {str(path.relative_to(package)) for path in package.glob(pattern)}
+        for pattern in filter(None, map(str.strip, parts))
+    }
+    assert [pattern for pattern, names in found.items() if not names] == []
+    assert data - set[str]().union(*found.values()) == set()
+
+
+@needs("setuptools", importlib.util.find_spec("setuptools"))
+def test_a_build_holds_them(data: set[str], tmp_path: Path) -> None:
+    build = ["-c", "import setuptools; setuptools.setup()", "-q", "build_py", "--build-lib"]
+    subprocess.run([sys.executable, *build, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    package = tmp_path / "mpissd"
+    built = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
+    assert data - built == set()
