@@ -107,7 +107,7 @@ class Front:
         server.drain.on_begin = self._begin_to_leave
         with (
             tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
-            _quiet_signals(),
+            _signals(server.end),
             member or contextlib.nullcontext(),
         ):
             path = str(Path(folder, "lead"))
@@ -133,10 +133,14 @@ class Front:
         end()
 
     async def _leave(self, ranks: asyncio.subprocess.Process, *, is_asked: bool) -> int:
-        """Ends the job; returns 0 if a signal asked for it, else what the job ended with."""
+        """Ends the job; returns 0 if a signal asked for it, else what the job ended with.
+
+        Ranks that load read no message: they are not waited for.
+        """
         self._lead.stop()
         try:
-            code = await asyncio.wait_for(ranks.wait(), _LEAVE_S)
+            is_loading = is_asked and self._lead.ready is None
+            code = await asyncio.wait_for(ranks.wait(), 0 if is_loading else _LEAVE_S)
         except asyncio.TimeoutError:
             code = await ended(ranks)
         if is_asked:
@@ -198,10 +202,13 @@ async def _started(command: Sequence[str], path: str) -> asyncio.subprocess.Proc
 
 
 @contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM end the server alone; uvicorn raises them again when it is done."""
+def _signals(end: Callable[[], None]) -> Iterator[None]:
+    """Makes SIGINT and SIGTERM end the server alone, also before uvicorn listens to them.
+
+    uvicorn raises them again when it is done.
+    """
     both = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, lambda number, frame: None) for each in both]
+    before = [signal.signal(each, lambda number, frame: end()) for each in both]
     try:
         yield
     finally:

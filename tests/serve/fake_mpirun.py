@@ -1,13 +1,15 @@
 """Stands in for mpirun in tests of `serve`: one process that plays the lead, and no ranks.
 
 It answers "hello there" to everything, a round each FAKE_PACE_S seconds and FAKE_RUNNING requests
-at a time. Says its arguments on stdout, and its process in the file that FAKE_PID names.
+at a time, from FAKE_LOAD_S seconds on. Says its arguments on stdout, and its process in the file
+that FAKE_PID names.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
@@ -26,6 +28,7 @@ def main() -> int:
         return 4
     print("started", *sys.argv[1:], flush=True)
     Path(os.environ["FAKE_PID"]).write_text(str(os.getpid()))
+    time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
     target = next(word for word in sys.argv if word.startswith("--target=")).partition("=")[2]
     answer = [*load_tokenizer(target).encode("hello there"), 1]
     pace_s = float(os.environ.get("FAKE_PACE_S", "0.05"))

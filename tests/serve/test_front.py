@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from mpissd.serve import front
+from mpissd.serve.http.lead import Lead
+from mpissd.serve.protocol import Ready
 from tests.needs import module
 from tests.serve.rig import answered, until
 from tests.text import tiny
@@ -67,6 +69,15 @@ class Serving:
 
 @contextmanager
 def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[Serving]:
+    """Starts the command, and waits until it serves; kills what is left of it."""
+    with launched(pair, folder, *flags, **env) as process:
+        yield Serving(process, folder)
+
+
+@contextmanager
+def launched(
+    pair: TinyPair, folder: Path, *flags: str, **env: str
+) -> Iterator[subprocess.Popen[str]]:
     """Starts the command; kills what is left of it."""
     process = subprocess.Popen(
         command(pair, *flags),
@@ -78,7 +89,7 @@ def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[S
         start_new_session=True,
     )
     try:
-        yield Serving(process, folder)
+        yield process
     finally:
         if process.poll() is None:
             process.kill()
@@ -108,6 +119,27 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path, sent:
     log = (tmp_path / "log").read_text()
     assert "-np 2" in log and "Traceback" not in log and "ERROR" not in log
     assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_at_once_while_the_models_are_loaded(
+    pair: TinyPair, tmp_path: Path, sent: int
+) -> None:
+    with launched(pair, tmp_path, FAKE_LOAD_S="30") as process:
+        until((tmp_path / "pid").exists)
+        process.send_signal(sent)
+        began = time.monotonic()
+        assert process.wait(15) == 0
+        assert time.monotonic() - began < 5
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_lead_that_comes_when_the_server_has_ended_is_not_announced() -> None:
+    lead, announced = Lead(1), list[str]()
+    lead.on_ready = lambda: announced.append("ready")
+    lead.lose("the server ends")
+    lead._take(Ready("tiny", 400, (1,), 4, "ssd", "numpy", "a device"))
+    assert not announced
 
 
 def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ class Lead:
     def _take(self, message: Message) -> None:
         if isinstance(message, Ready):
             self.ready = message
-            self.on_ready()
+            if self.gone is None:
+                self.on_ready()
         elif isinstance(message, Stats):
             self.stats = message
         elif isinstance(message, Tokens) and message.id in self._open:
