@@ -104,6 +104,7 @@ def test_a_field_that_cannot_be(rig: Rig, field: str, value: Any, says: str) -> 
     status, answer = rig.post(packed(**{field: value}))
     assert status == 400 and says in answer["error"]["message"], answer
     assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == json.dumps(field)[1:-1]
     assert not rig.script.submitted and is_well(rig)
 
 

@@ -98,7 +98,7 @@ def parse(body: bytes, *, is_chat: bool) -> Ask:
         try:
             found |= fields.members("body", {name: value}, known)
         except ConfigError as refused:
-            raise Problem(400, str(refused), name if name in known else None) from refused
+            raise Problem(400, str(refused), fields.shown(name)[1:-1]) from refused
     subject = "messages" if is_chat else "prompt"
     if subject not in found:
         raise Problem(400, f"{subject}: needed", subject)
