@@ -45,6 +45,8 @@ from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
 from mpissd.serve.config import ServeConfig  # noqa: E402
 
 HEAD_START_S = 5.0
+ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
+STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which the ranks start
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,6 +61,7 @@ def execute(arguments: list[str] | None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         command = cli.parse(arguments)
+        check_backend(command)
         if isinstance(command.config, RanksFlags) and launcher_size() is None:
             return front(command, arguments)
         if command.run.learners and command.name in ("chat", "serve", "probe", "sweep"):
@@ -89,6 +92,16 @@ def execute(arguments: list[str] | None) -> int:
 
         list_plan(command.config)
     return 0
+
+
+def check_backend(command: cli.Command) -> None:
+    """Raises ConfigError for a backend that this host lacks, where all ranks start on it next."""
+    starts = bool(os.environ.get(STARTS)) or not command.run.dry_run
+    is_here = starts and bool(os.environ.get(ONE_HOST)) and launcher_size() is None
+    if is_here and command.name in ("run", "chat", "serve", "probe", "sweep"):
+        from mpissd.engine.backend.registry import check_here
+
+        check_here(command.run.backend)
 
 
 def front(command: cli.Command, arguments: list[str]) -> int:
@@ -163,7 +176,7 @@ def check_before_mpi(config: RunConfig) -> None:
 
     size = config.world_size or launcher_size()
     tp = 1 if size is None else check_world(size - config.learners, config.drafts, config.groups)
-    is_shared = config.dry_run and bool(os.environ.get("MPISSD_ONE_HOST"))  # launch/env.sh
+    is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
         from mpissd.engine.workload.text.workload import check_prompts

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -184,7 +186,32 @@ def test_a_dry_run_knows_the_memory_that_ranks_of_one_host_share(
     )
     words = ["--backend=numpy", "--pair=8b/1b", "--world_size=2"]
     assert main(["run", "--dry_run", *words]) == code
-    assert ("the device has 20.0 GB" in capfd.readouterr().err) == bool(code)
+    told = capfd.readouterr().err
+    assert ("the device has 20.0 GB" in told) == bool(code)
+    assert ("another pair or --backend=emulated\n" in told) == bool(code)
+
+
+@pytest.mark.parametrize("command", ["run", "sweep"])
+@pytest.mark.parametrize(("is_there", "says"), [(False, "is not installed"), (True, "no usable")])
+def test_a_dry_run_knows_that_the_ranks_of_one_host_find_no_gpu(
+    command: str,
+    is_there: bool,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cupy = SimpleNamespace(__spec__=ModuleSpec("cupy", None), is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "cupy", cupy if is_there else None)
+    words = [command, "--dry_run", "--backend=cupy", "--world_size=2"]
+    words += ["--grid=mode=sd,ssd"] * (command == "sweep")
+    monkeypatch.setenv("MPISSD_ONE_HOST", "1")
+    assert main(words) == 0  # as on a login node, for ranks elsewhere
+    capfd.readouterr()
+    monkeypatch.setenv("MPISSD_STARTS", "1")
+    assert main(words) == 2
+    told = capfd.readouterr().err
+    assert told.startswith("mpissd: backend 'cupy': ") and told.count("\n") == 1
+    assert says in told and "numpy, emulated" in told
 
 
 def test_a_dry_run_says_and_writes_nothing(

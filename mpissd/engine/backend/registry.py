@@ -8,6 +8,10 @@ from mpissd.common.errors import ConfigError, unknown
 from mpissd.engine.backend.base import Backend
 
 NAMES = ("auto", "numpy", "cupy", "emulated")
+_NO_CUPY = (
+    "backend 'cupy': CuPy is not installed; pip install '.[cuda12]' or make venv where there is a "
+    "GPU; allowed elsewhere: numpy, emulated"
+)
 
 
 def choose(name: str) -> str:
@@ -24,6 +28,14 @@ def choose(name: str) -> str:
         return "cupy" if cupy.is_available() else "numpy"
     except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13 raises this without a driver.
         return "numpy"
+
+
+def check_here(name: str) -> None:
+    """Raises ConfigError for cupy on a machine without CuPy, or whose GPUs it does not find."""
+    if name == "cupy" and importlib.util.find_spec("cupy") is None:
+        raise ConfigError(_NO_CUPY)
+    if name == "cupy" and choose("auto") != name:
+        raise ConfigError("backend 'cupy': no usable GPU; allowed: numpy, emulated")
 
 
 def visible_gpus() -> int:
@@ -55,7 +67,7 @@ def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True)
         return EmulatedBackend(load_profile(device))
     if name == "cupy":
         if importlib.util.find_spec("cupy") is None:
-            raise ConfigError("backend 'cupy': CuPy is not installed; pip install '.[cuda12]'")
+            raise ConfigError(_NO_CUPY)
         from mpissd.engine.backend.cupy_backend import CupyBackend
 
         return CupyBackend(local_rank, graph=graph)

@@ -34,11 +34,12 @@ def check_memory(
         # CPU ranks share one memory, so a larger T does not help.
         is_target = need == target and have == memory_bytes
         fixes += ["a larger TP"] * (is_target and itemsize != _FLOAT32)
-        fixes += ["--num_layers"] * is_target
+        fixes += ["--num_layers"] * is_target + ["another pair"]
+        fixes += ["--backend=emulated"] * (itemsize == _FLOAT32 and not job.config.is_text)
+        *others, last = fixes
         raise ConfigError(
-            f"{name} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; "
-            f"the device has {have / 1e9:.1f} GB: use {', '.join(fixes)}{' or ' * bool(fixes)}"
-            "another pair"
+            f"{name} needs {need / 1e9:.1f} GB a rank and 1.1 GB to spare; the device has "
+            f"{have / 1e9:.1f} GB: use {', '.join(others)}{' or ' * bool(others)}{last}"
         )
 
 
