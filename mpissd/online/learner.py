@@ -25,7 +25,7 @@ class State(str, Enum):
 
     LEARNING = "learning"
     DIVERGED = "diverged"  # a loss or a weight was not finite: it went back to the last version
-    REFUSED = "refused"  # held-out agreement did not rise
+    REFUSED = "refused"  # held-out agreement did not rise, or not surely
 
 
 @dataclass(frozen=True)
