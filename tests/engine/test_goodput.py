@@ -52,12 +52,14 @@ class World:
         return count * (1 + k) / (self.forward_s(count * (way.lookahead + 1)) + wait_s)
 
 
-def decoded(world: World, counts: list[int], rounds: int = 400) -> tuple[Goodput, list[list[Way]]]:
+def decoded(
+    world: World, counts: list[int], rounds: int = 400, widths: tuple[int | None, ...] = (None,)
+) -> tuple[Goodput, list[list[Way]]]:
     """The ways chosen at batches of these sizes, one after the other."""
     times = RowTimes()
     for rows in (1, 2, 4, 8, 16, 32, 64, 160):
         times.add(rows, world.forward_s(rows))
-    goodput, ways = Goodput(K, [None], times), list[list[Way]]()
+    goodput, ways = Goodput(K, widths, times), list[list[Way]]()
     for count in counts:
         tasks = [Task(n, (1,), 10**6) for n in range(count)]
         ways.append([])
@@ -67,6 +69,23 @@ def decoded(world: World, counts: list[int], rounds: int = 400) -> tuple[Goodput
             goodput.observe(way, result, round_s)
             ways[-1].append(way)
     return goodput, ways
+
+
+class Compiling(World):
+    """A world whose first round of a kind compiles, and whose first forwards of a size capture."""
+
+    def __init__(self, alpha: float, hits: float, row_s: float) -> None:
+        super().__init__(alpha, hits, row_s)
+        self.seen: set[object] = set()
+
+    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
+        result, round_s = super().round(way, tasks)
+        kind, size = way.mode, (len(tasks), way.lookahead)
+        more_s = 0.5 * (kind not in self.seen) + 0.03 * (size not in self.seen)
+        self.seen |= {kind, size}
+        if way.lookahead:
+            result = replace(result, wait_s=result.wait_s + more_s)
+        return result, round_s + more_s
 
 
 @pytest.mark.parametrize("count", [1, 6, 24])
@@ -81,6 +100,45 @@ def test_it_settles_on_nearly_the_best_way(
     best = max(world.goodput(way, count) for way in every)
     mean = np.mean([world.goodput(way, count) for way in ways[100:]])
     assert mean >= 0.97 * best
+
+
+@pytest.mark.parametrize("widths", [(), (None,)])
+@pytest.mark.parametrize(("alpha", "row_s"), [(0.05, 2e-4), (0.7, 2e-4), (0.9, 2e-3)])
+def test_rounds_that_compile_are_no_reason_to_leave_a_way(
+    alpha: float, row_s: float, widths: tuple[int | None, ...]
+) -> None:
+    world = Compiling(alpha, 0.8, row_s)
+    _, every = decoded(world, [1, 4, 2, 6], 300, widths)
+    for count, ways in zip((1, 4, 2, 6), every, strict=True):
+        known = [Way(k, width) for k in range(K + 1) for width in (0, *widths)]
+        best = max(world.goodput(way, count) for way in known)
+        mean = np.mean([world.goodput(way, count) for way in ways[150:]])
+        assert mean >= 0.97 * best, (count, ways[-1])
+
+
+class Inline(World):
+    """A world whose draft stores what rounds without drafting committed once it drafts again."""
+
+    behind = 0
+
+    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
+        result, round_s = super().round(way, tasks)
+        self.behind += not way.lookahead
+        caught_up_s = 0.002 * self.behind if way.lookahead else 0.0
+        if way.lookahead:
+            self.behind = 0
+        return replace(result, caught_up_s=caught_up_s), round_s + caught_up_s
+
+
+def test_catching_up_is_no_reason_not_to_draft_and_is_counted_as_a_try() -> None:
+    """Drafting does not pay at 16 sequences, and does at one again."""
+    world = Inline(0.7, 0.0, 2e-3)
+    _, (many, one) = decoded(world, [16, 1], 600, ())
+    assert np.mean([way.lookahead == 0 for way in many[100:]]) > 0.98
+    best = max(world.goodput(Way(k), 1) for k in range(K + 1))
+    assert np.mean([world.goodput(way, 1) for way in one[100:]]) >= 0.97 * best
+    tried = sum(way.lookahead > 0 for way in many[100:])
+    assert tried <= 2, "each try costs .2 s of catching up, where .003 of 6 s may be lost"
 
 
 def test_a_burst_ends_in_ar_and_ssd_is_back_within_20_rounds() -> None:

@@ -15,6 +15,7 @@ from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
+from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stop, Submit, Tokens
@@ -276,6 +277,34 @@ def test_ways_that_change_every_round_change_no_token(pair: TinyPair, mode: str)
     assert min(goodput.rounds_by.values()) > 5, goodput.rounds_by
     if mode == "ssd":
         assert sum(end.hits for end in mail.ends().values()) > 5
+
+
+class Resting(Goodput):
+    """Drafts in every sixth round, and keeps how long each round caught up."""
+
+    def __init__(self) -> None:
+        super().__init__(K, [], RowTimes())
+        self.caught_up: list[tuple[bool, bool]] = []  # whether it drafted, and caught up
+
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
+        self.way = Way(K if len(self.caught_up) % 6 == 5 else 0)
+        return self.way
+
+    def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
+        if not len(result.speculation.rows):
+            return
+        assert (way.lookahead > 0) == bool(result.speculation.num_draft.any())
+        self.caught_up.append((way.lookahead > 0, result.caught_up_s > 0))
+
+
+def test_an_inline_draft_catches_up_apart_from_drafting(pair: TinyPair) -> None:
+    """Else each try of a way that drafts, behind rounds that do not, would seem to take long."""
+    mail, goodput = Script((0, Submit(0, [5, 6, 7], 60))), Resting()
+    with Loops(*in_one_process(config(pair, mode="inline"), Serving())) as loops:
+        served(loops, mail, goodput=goodput)
+    drafted = [caught_up for drafts, caught_up in goodput.caught_up if drafts]
+    assert len(drafted) > 4 and all(drafted)
+    assert not any(caught_up for drafts, caught_up in goodput.caught_up if not drafts)
 
 
 def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:

@@ -73,6 +73,9 @@ class Drafter:
         self._rows = DraftRows()
         self._control = Control()  # of the round that is answered now
         self.version = 0  # of the weights that draft; 0: as they were loaded
+        # Seconds of the last answer for what rounds without drafting had committed.
+        self.caught_up_s = 0.0
+        self._rested = False  # whether such rounds came before this one
 
     @property
     def digest(self) -> int:
@@ -158,6 +161,7 @@ class Drafter:
         return [growth] if len(growth.rows) else []
 
     def _backups(self, lanes: Sequence[int | None]) -> Steps[list[Rollout]]:
+        self.caught_up_s, self._rested = 0.0, self._rested or not self._most
         rows = [row for row, lane in enumerate(lanes) if lane is None]
         if self._policy.share.num_drafts > 1:
             rows = [row for row in rows if self._policy.share.drafts_miss(row)]
@@ -165,8 +169,8 @@ class Drafter:
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
-        if self._backup == Source.JIT and (yield from self._fill(rows, 1)):
-            self.ledger.mark(DraftPhase.PREFILL)
+        if self._backup == Source.JIT:
+            yield from self._catch_up(rows)
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._rows.num_jit = len(rows)
@@ -176,6 +180,15 @@ class Drafter:
             # FAST tokens cost no draft step.
             backup.steps = min(self._policy.backup_lookahead, self._most)
         return [backup]
+
+    def _catch_up(self, rows: Sequence[int]) -> Steps[None]:
+        """Stores what misses need before their first draft step; a step stores one token itself."""
+        start = perf_counter()
+        if (yield from self._fill(rows, 1)):
+            self.ledger.mark(DraftPhase.PREFILL)
+            if self._rested:
+                self.caught_up_s = perf_counter() - start
+        self._rested = False
 
     def _fill(self, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
         """Stores the committed tokens that the cache of batch rows `rows` lacks."""

@@ -17,13 +17,13 @@ to that of all. The choice reads counts and clocks, never the proposed tokens, s
 lossless [THEORY, losslessness 1].
 
 What has never been tried at a load is taken to cost what it does at the nearest larger one, in
-proportion: the controller is optimistic, tries it, and then knows. What was tried long ago is tried
-again while that costs at most EXPLORE of the time.
+proportion: the controller is optimistic, tries it, and then knows. What was not tried for
+_STALE_ROUNDS rounds of a load is tried again while that costs at most EXPLORE of the time.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,6 +46,8 @@ _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior fo
 _MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
 _HITS = 1 / 256  # likewise of hits
 _SAMPLE = 1 / 8  # weight of a new duration
+# Durations from which on a load is known; those whose median is the usual; what is far above it.
+_LEAST, _RECENT, _FAR = 3, 5, 4.0
 
 Floats = NDArray[np.float64]
 
@@ -84,16 +86,28 @@ class Promise(NamedTuple):
 
 
 class ByLoad:
-    """Running means by the number of sequences, in steps of powers of two."""
+    """Running means by the number of sequences, in steps of powers of two.
+
+    Rounds now and then compile a kernel or capture a graph, and take ten to a thousand times as
+    long. What looks slow is not tried again soon, so that no such sample may stand: a load is not
+    known before it has three, the least holds until there are five, and later a sample far above
+    the median of the last five counts as that.
+    """
 
     def __init__(self) -> None:
+        self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._means: dict[int, float] = {}
 
     def add(self, load: int, value: float) -> None:
         """Takes a sample at this load."""
         step = load.bit_length()
-        known = self._means.get(step)
-        self._means[step] = value if known is None else known + _SAMPLE * (value - known)
+        recent = self._recent[step]
+        recent.append(value)
+        if len(recent) == _RECENT:
+            usual, mean = sorted(recent)[_RECENT // 2], self._means[step]
+            self._means[step] += _SAMPLE * ((value if value <= _FAR * usual else usual) - mean)
+        elif len(recent) >= _LEAST:
+            self._means[step] = min(recent)
 
     def at(self, load: int, otherwise: float) -> float:
         """Returns the mean at this load; of the nearest larger one in proportion, else of the
@@ -140,8 +154,9 @@ class Goodput:
         self._growths = {width: _Growth() for width in (0, *widths)}
         self._reached, self._accepted = np.zeros((2, lookahead))
         self._host = {True: ByLoad(), False: ByLoad()}  # by whether a draft takes part
-        self._seen: dict[tuple[int | None, int], int] = {}  # (width or −1 for AR, load): last round
-        self._round = 0
+        # (width or −1 for AR, load): its last round, of those of that load.
+        self._seen: dict[tuple[int | None, int], int] = {}
+        self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
         self.way = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
@@ -151,12 +166,15 @@ class Goodput:
         count = len(result.speculation.rows)  # the outcome has those that join now as well
         if not count:
             return
-        self._round += 1
+        load = count.bit_length()
+        self._rounds[load] += 1
         self._elapsed_s += round_s
         self.rounds_by[way.mode] += 1
         drafts = way.lookahead > 0
-        self._host[drafts].add(count, max(0.0, round_s - result.wait_s - result.t_target_s))
-        self._seen[self._kind(way), count.bit_length()] = self._round
+        self._lost_s += result.caught_up_s  # the price of having tried, or of a change
+        host_s = round_s - result.wait_s - result.t_target_s - result.caught_up_s
+        self._host[drafts].add(count, max(0.0, host_s))
+        self._seen[self._kind(way), load] = self._rounds[load]
         if drafts:
             self._count(result)
             self._waited(way, result, count)
@@ -247,7 +265,8 @@ class Goodput:
         self, rates: dict[Way, float], best: Way, count: int, promises: dict[Way, Promise]
     ) -> Way:
         """Returns the best way, or another one that was not tried for long and costs little."""
-        load, limit = count.bit_length(), self._round - _STALE_ROUNDS
+        load = count.bit_length()
+        limit = self._rounds[load] - _STALE_ROUNDS
         fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
         stale = [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]
         if not stale:

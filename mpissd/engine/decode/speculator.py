@@ -25,7 +25,9 @@ class Speculator(ABC):
 
     # The first round after the draft was lost, with K = 0 from there on; None while it is present.
     lost_round: int | None = None
-    stored_s = 0.0  # of the last answer: seconds for prompts of sequences that will join
+    # Of the last answer: seconds for prompts of sequences that will join, and for what rounds
+    # without drafting had committed.
+    stored_s = caught_up_s = 0.0
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -81,6 +83,7 @@ class InlineSpeculator(Speculator):
         assert self._outcome is not None, "answer() before ask()"
         self._drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
         speculation = self._drafter.answer(self._outcome)
+        self.caught_up_s = self._drafter.caught_up_s
         self._proposals = self._drafter.proposals_by_row()
         self._drafter.hear(speculation)
         start = perf_counter()

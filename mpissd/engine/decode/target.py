@@ -44,9 +44,10 @@ class RoundResult:
 
     logprobs: by batch row, the target's log-probability of each token that it emitted, of those
     sequences that asked for it. num_rows: of the forward, those of prompts included. wait_s: for
-    the draft, once the outcome was applied. stored_s: in which a draft on the lead's own device
-    stored prompts. adopted: by id of the sequences placed in this round, tokens of their prompts
-    that other sequences had stored.
+    the draft, once the outcome was applied. stored_s, caught_up_s: in which a draft on the lead's
+    own device stored prompts, and what rounds without drafting had committed; neither is a part of
+    wait_s. adopted: by id of the sequences placed in this round, tokens of their prompts that other
+    sequences had stored.
     """
 
     speculation: Speculation
@@ -56,6 +57,7 @@ class RoundResult:
     num_rows: int = 0
     wait_s: float = 0.0
     stored_s: float = 0.0
+    caught_up_s: float = 0.0
     adopted: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -166,8 +168,8 @@ class TargetLoop:
             mark(LeadPhase.PREFILL)
         asked = perf_counter()
         speculation = self._speculator.answer(self.round, len(self.batch))
-        stored = self._speculator.stored_s
-        waited = perf_counter() - asked - stored
+        stored, caught_up = self._speculator.stored_s, self._speculator.caught_up_s
+        waited = perf_counter() - asked - stored - caught_up
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
@@ -197,6 +199,7 @@ class TargetLoop:
             rows,
             waited,
             stored,
+            caught_up,
             self._worker.adopted,
         )
 

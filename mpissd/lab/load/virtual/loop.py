@@ -39,6 +39,7 @@ class _Sequence:
     left: int  # tokens of the prompt that are not stored
     emitted: int  # before a preemption, too
     hit: bool = False
+    behind: int = 0  # tokens committed without drafting, which an inline draft has not stored
 
 
 class VirtualLoop:
@@ -118,16 +119,30 @@ class VirtualLoop:
         most = self._job.lookahead
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
         stored = self._store(control.fill)
-        wait_s = self._answer_s(lookahead)
+        wait_s, caught_up_s = self._answer_s(lookahead), self._catch_up_s(lookahead)
         stored_s = self._stored_s(stored)
         rows = len(self._live) * (lookahead + 1) + stored
         forward_s = self.forward_s(rows)
-        self.now = start + self._host.ask_s + wait_s + stored_s + self._host.lead_s
+        self.now = start + self._host.ask_s + wait_s + caught_up_s + stored_s + self._host.lead_s
         if self.meanwhile is not None:
             self.meanwhile()
         self.now += forward_s
         speculation, outcome = self._outcome(lookahead)
-        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, stored_s)
+        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, stored_s, caught_up_s)
+
+    def _catch_up_s(self, lookahead: int) -> float:
+        """Returns how long an inline draft stores what rounds without drafting have committed: one
+        token a sequence and round, the last of which its first step stores itself."""
+        if not self._job.inline:
+            return 0.0
+        if not lookahead:
+            for one in self._live.values():
+                one.behind += 1
+            return 0.0
+        rows = sum(max(0, one.behind - 1) for one in self._live.values())
+        for one in self._live.values():
+            one.behind = 0
+        return self._draft_s(rows)
 
     def _store(self, most: int) -> int:
         stored = 0
