@@ -22,6 +22,7 @@ from mpi4py import MPI
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
+from mpissd.common.heap import keep_freed
 from mpissd.common.output import make_output
 from mpissd.common.rounds import Request
 from mpissd.common.stage import Stage
@@ -248,6 +249,7 @@ def open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None = No
         topology = open_topology(num_drafts, config.groups, world)
     except ConfigError as small:  # the same on every rank
         raise Refused(str(small), small.exit_code) from small
+    keep_freed()
     resources = ExitStack()
     backend, error = _open_backend(config, topology)
     agree(topology.world, error)
