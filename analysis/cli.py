@@ -17,7 +17,8 @@ from fire.decorators import SetParseFn
 from analysis.figures import FIGURES
 from analysis.style import FORMATS
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flags import Checked, documented, flag, integer, parse_into, words
+from mpissd.common.flags import Checked, flag, integer, parse_into, words
+from mpissd.common.manual import manual, signed
 
 OTHERS = {
     "all": "Every figure of every machine for which there are rows.",
@@ -65,7 +66,7 @@ class Plan(Options):
     what: str = ""
 
 
-def _command(what: str, about: str) -> Callable[..., Plan]:
+def _command(what: str) -> Callable[..., Plan]:
     """Returns a function for fire that takes the options and returns a plan."""
 
     def collect(*words: str, **flags: str) -> Plan:
@@ -73,7 +74,7 @@ def _command(what: str, about: str) -> Callable[..., Plan]:
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
         return checked(what, flags)
 
-    command: Callable[..., Plan] = documented(SetParseFn(str)(collect), about, Options)
+    command: Callable[..., Plan] = signed(SetParseFn(str)(collect), Options)
     return command
 
 
@@ -83,10 +84,11 @@ def checked(what: str, flags: dict[str, str]) -> Plan:
     return Plan(**dataclasses.asdict(parse_into(Options, flags)), what=what)
 
 
-COMMANDS = {
-    **{name: _command(name, spec.about.capitalize() + ".") for name, spec in FIGURES.items()},
-    **{name: _command(name, about) for name, about in OTHERS.items()},
+ABOUT = {
+    **{name: f"{spec.about[0].upper()}{spec.about[1:]}." for name, spec in FIGURES.items()},
+    **OTHERS,
 }
+COMMANDS = {name: _command(name) for name in ABOUT}
 
 
 def parse(arguments: list[str]) -> Plan:
@@ -99,8 +101,9 @@ def parse(arguments: list[str]) -> Plan:
     if command and command[0] not in COMMANDS:
         raise unknown("figure", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
+        manuals = {name: manual(about, Options) for name, about in ABOUT.items()}
         with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr.
-            fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="analysis")
+            fire.Fire(manuals, command=[*command, "--", "--help"], name="analysis")
     # fire would interpret the arguments after these itself.
     if stray := {"-", "--"} & set(arguments):
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")

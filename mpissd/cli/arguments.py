@@ -27,7 +27,8 @@ from mpissd.cli.configs import (
 )
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flags import documented, parse_into
+from mpissd.common.flags import parse_into
+from mpissd.common.manual import manual, signed
 from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.laws.config import LawsConfig
 from mpissd.lab.load.config import LoadConfig
@@ -111,7 +112,7 @@ SPECS = {
 
 
 def _command(name: str, spec: Spec) -> Callable[..., Command]:
-    """Returns a function for fire; its signature and help are the configuration's fields."""
+    """Returns a function for fire, whose signature is the configuration's fields."""
 
     def collect(*words: str, **flags: str) -> Command:
         names = [name for name in spec.words if name not in flags]
@@ -120,7 +121,7 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
         given = {**flags, **dict(zip(names, words, strict=False))}
         return Command(name, parse_into(spec.config, given), frozenset(given))
 
-    command: Callable[..., Command] = documented(SetParseFn(str)(collect), spec.about, spec.config)
+    command: Callable[..., Command] = signed(SetParseFn(str)(collect), spec.config)
     return command
 
 
@@ -138,8 +139,9 @@ def parse(arguments: list[str]) -> Command:
     if command and command[0] not in COMMANDS:
         raise unknown("command", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
+        manuals = {n: manual(spec.about, spec.config, spec.words) for n, spec in SPECS.items()}
         with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr
-            fire.Fire(COMMANDS, command=[*command, "--", "--help"], name="mpissd")
+            fire.Fire(manuals, command=[*command, "--", "--help"], name="mpissd")
     if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     request = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)

@@ -219,23 +219,6 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
     return kept
 
 
-def documented(command: Any, about: str, kind: type) -> Any:
-    """Gives a function (*words, **flags) the signature and help of a configuration's flags, for
-    fire."""
-    flags = flags_of(kind)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    command.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL),
-            *(inspect.Parameter(name, keyword, default=f.default) for name, f in flags.items()),
-            inspect.Parameter("flags", inspect.Parameter.VAR_KEYWORD),
-        ]
-    )
-    lines = "\n".join(f"    {name}: {f.metadata['help']}" for name, f in flags.items())
-    command.__doc__ = f"{about}\n\nArgs:\n{lines}\n"
-    return command
-
-
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
     """Makes a validated configuration of this kind, with those it contains, from flags as text."""
     known = flags_of(kind)

@@ -103,6 +103,8 @@ def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str
         shown, stderr = capfd.readouterr()
         assert left.value.code == 0 and not stderr
         assert all(f"--{name}" in shown for name in flags_of(spec.config))
+        assert not any(text in shown for text in ("GROUP |", "FIRE_", "Optional[]", "WORDS"))
+        assert all(word.upper() in shown for word in spec.words)
 
 
 @pytest.mark.parametrize(
