@@ -82,8 +82,8 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         """Refuses one model of a pair without the other, where both are needed."""
         needs_draft = self.mode != "ar" and not (self.is_lookup and self.draft is None)
         if (self.target is None) != (self.draft is None) and needs_draft:
-            missing = "draft" if self.draft is None else "target"
-            raise ConfigError(f"{missing}: needed beside the other with mode={self.mode}")
+            missing, there = ("draft", "target") if self.draft is None else ("target", "draft")
+            raise ConfigError(f"{missing}: needed beside {there} with mode={self.mode}")
         if self.draft is not None and self.target is None:
             raise ConfigError("target: needed beside draft")
 

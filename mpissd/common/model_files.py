@@ -93,6 +93,11 @@ def read_shape(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
     if path.suffix == ".gguf":
         return gguf_shape.read_fields(path)
-    fields = hf_config.read_fields(path / "config.json" if os.path.isdir(path) else path)
+    told = path / "config.json" if os.path.isdir(path) else path
+    if not told.exists() and (weights := sorted(path.glob("*.gguf"))):
+        raise ConfigError(
+            f"{str(path)!r}: no config.json there, but a .gguf: name it: {weights[0]}"
+        )
+    fields = hf_config.read_fields(told)
     shipped = {SHIPPED_IN / folder: name for name, folder in SHIPPED.items()}
     return {**fields, "name": shipped.get(path, fields["name"])}

@@ -371,3 +371,9 @@ def test_only_a_head_may_have_no_layer() -> None:
         ModelShape(**fields)
     with pytest.raises(ConfigError, match="num_layers=-1: allowed: whole numbers from 0"):
         ModelShape(**{**vars(LOOKUP), "num_layers": -1})
+
+
+def test_a_folder_of_a_gguf_alone_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").touch()
+    with pytest.raises(ConfigError, match=r"no config\.json there, but a \.gguf: .*/small\.gguf$"):
+        resolve_model(str(tmp_path))
