@@ -248,6 +248,17 @@ def test_the_best_lookahead_is_chosen_by_the_prediction_and_not_by_luck() -> Non
     assert compare_methods(unknown)[0].methods[0].best.lookahead == 8
 
 
+def test_predictions_that_miss_by_far_choose_no_k_and_are_named() -> None:
+    told = [(6, 661, 320), (7, 807, 300)]
+    rows = [row("sd", *of, expected_tok_per_s=mean, prediction_error=1.45) for *of, mean in told]
+    (found,) = compare_methods(rows)
+    assert found.methods[0].best.lookahead == 7
+    warning = next(line for line in render([found]).splitlines() if line.startswith("warning"))
+    assert "miss these rows by (median) SD 145%" in warning
+    (found,) = compare_methods([each | {"prediction_error": 0.15} for each in rows])
+    assert found.methods[0].best.lookahead == 6 and "warning" not in render([found])
+
+
 def seeded(count: int, num_rounds: int = 400) -> list[Row]:
     """A sweep over seeds, as `seed = 0..4` of a grid makes it: luck of 10%, shared but for 1%."""
     luck = [1.0, 1.1, 0.9, 1.05, 0.95][:count]

@@ -39,6 +39,7 @@ _ASKED = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")  
 DRAFTED = ("draft", "acceptance", "divergence")  # keys that AR rows leave empty
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
+MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
 _FAN_OUTS = ("fan_out", "fan_out_miss")
 
 
@@ -88,9 +89,25 @@ class Cell:
         return self.median / self.ranks
 
 
+def missed(cells: Iterable[Cell]) -> float:
+    """Returns the median error of the replays of the cells' rows, as a share; 0 where unknown.
+
+    A replay knows the row's own draws, so that luck is no part of its error.
+    """
+    told = (row.prediction_error for cell in cells for row in cell.rows)
+    errors = [abs(error) for error in told if error is not None]
+    return median(errors) if errors else 0.0
+
+
+def are_predicted(cells: Sequence[Cell]) -> bool:
+    """Returns whether the cells' predictions can choose among them: all have one that holds."""
+    return all(cell.predicted for cell in cells) and missed(cells) <= MOST_MISSED
+
+
 def best_cell(cells: Sequence[Cell]) -> Cell:
-    """Returns the cell with the largest predicted tok/s, or the largest median if one has none."""
-    if all(cell.predicted for cell in cells):
+    """Returns the cell with the largest predicted tok/s, or the largest median if the predictions
+    are not there or miss what was measured."""
+    if are_predicted(cells):
         return max(cells, key=lambda cell: cell.predicted or 0.0)
     return max(cells, key=lambda cell: cell.median)
 
@@ -108,7 +125,7 @@ class Method:
 
         The best K has the largest predicted mean. No measured round enters that prediction, so the
         draws that are compared did not choose K (docs/definitions.md). If a row has no prediction,
-        the best K has the largest median.
+        or if they miss what was measured by far, the best K has the largest median.
         """
         return best_cell(self.cells)
 

@@ -12,6 +12,7 @@ from mpissd.common.row import Row
 from mpissd.lab.sweep.best import (
     Cell,
     Comparison,
+    are_predicted,
     best_cell,
     free_keys,
     is_lookup,
@@ -161,7 +162,7 @@ def _uses(rows: Sequence[Row]) -> list[MeasuredUse]:
         ways.setdefault((Family.of(use), use.method), []).append(use)
     bests = [(of, best_cell([use.cell for use in of])) for of in ways.values()]
     chosen = [next(use for use in of if use.cell is best) for of, best in bests]
-    if not all(use.cell.predicted for use in chosen):
+    if not are_predicted([use.cell for use in chosen]):
         return chosen
     return [replace(use, tok_per_s=use.cell.predicted or 0.0) for use in chosen]
 
