@@ -15,6 +15,7 @@ from analysis.gain import claim
 from analysis.load_findings import LOAD_FINDINGS
 from analysis.pool_findings import pools
 from analysis.real_pair import REAL
+from analysis.style import percent
 from analysis.uses import BESIDE
 from mpissd.common.compare import bound
 
@@ -249,7 +250,8 @@ def predicted(numbers: pd.DataFrame) -> str:
     draws)."""
     rows = numbers.dropna(subset=["n"])
     errors = [
-        f"{r.series} {r.median:.2g}% (p95 {r.p95:.2g}%, n = {r.n:.0f})" for r in rows.itertuples()
+        f"{r.series} {percent(r.median)} (p95 {percent(r.p95)}, n = {r.n:.0f})"
+        for r in rows.itertuples()
     ]
     what = (
         "Median error of the replay of each row's own draws, and where it says so of its laws' mean"

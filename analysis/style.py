@@ -212,6 +212,11 @@ def write(path: Path, content: bytes) -> None:
         raise ConfigError(f"out: cannot write {str(path)!r}: {error.strerror}") from error
 
 
+def percent(value: float) -> str:
+    """Formats a percentage with two digits or more, and without an exponent."""
+    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
+
+
 def plain_ticks(axis: Axis) -> None:
     """Labels a logarithmic axis with plain numbers (300, not 3·10²), at 1, or at 1, 2 and 5."""
     low, high = axis.get_view_interval()

@@ -8,7 +8,7 @@ import seaborn as sns
 
 from analysis.figures.common import caption, look, need
 from analysis.load import Data
-from analysis.style import BLACK, METHODS, Poster, plain_ticks
+from analysis.style import BLACK, METHODS, Poster, percent, plain_ticks
 
 _MEAN = "laws' mean"
 
@@ -36,7 +36,8 @@ def predicted(data: Data) -> Poster:
     for axis in (left.xaxis, left.yaxis):
         plain_ticks(axis)
     right.set(xlabel="|measured / predicted − 1|, %", ylabel="share of rows")
-    right.set_xlim(0, max(5.0, float(rows[["replay", "mean"]].quantile(0.98).max())))
+    ends_of = rows.groupby("method")[["replay", "mean"]].quantile(0.98)  # each curve, to its top
+    right.set_xlim(0, max(5.0, 1.02 * float(ends_of.max().max())))
     text = caption(
         data,
         [rows],
@@ -52,8 +53,8 @@ def _method(poster: Poster, method: str, group: pd.DataFrame) -> None:
     left, right = poster.axes
     replay, mean = group["replay"], group["mean"].dropna()
     p95 = float(np.quantile(replay, 0.95))
-    label = f"{method}: {len(replay)} rows, replay: median {_percent(replay.median())}, "
-    label += f"p95 {_percent(p95)}"
+    label = f"{method}: {len(replay)} rows, replay: median {percent(replay.median())}, "
+    label += f"p95 {percent(p95)}"
     points = group["tok_per_s"], group["predicted_tok_per_s"]
     poster.line(left, label, *points, linestyle="none", alpha=0.75, **look(method))
     for name, sizes, line in ((method, replay, "-"), (f"{method}, {_MEAN}", mean, "--")):
@@ -63,8 +64,3 @@ def _method(poster: Poster, method: str, group: pd.DataFrame) -> None:
             p95 = float(np.quantile(sizes, 0.95))
             summary = {"median": sizes.median(), "p95": p95, "worst": sizes.max()}
             poster.keep(right, name, n=len(sizes), **summary)
-
-
-def _percent(value: float) -> str:
-    """Formats a number with two digits and without an exponent."""
-    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"

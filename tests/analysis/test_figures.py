@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 
+from analysis import findings
 from analysis.build import Drawn, Skipped, draw, slug
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
@@ -438,6 +439,17 @@ def test_predicted_tells_the_replay_from_the_mean() -> None:
         == poster("predicted").table().dropna(subset=["n"]).set_index("series").loc["SSD", "median"]
     )
     assert "another job's profile: error (c)" in figure.caption
+
+
+def test_predictions_that_miss_by_far_stay_on_the_axis_and_are_spelt_out() -> None:
+    rows = data().rows
+    off = rows["tok_per_s"].where(rows["method"] != "AR", rows["tok_per_s"] / 2.224)
+    with themed():
+        figure = FIGURES["predicted"].draw(Data(rows.assign(predicted_tok_per_s=off)))
+        ends = [line.get_xdata()[1:-1].max() for line in figure.axes[1].lines]
+        assert figure.axes[1].get_xlim()[1] >= max(ends) > 122
+    told = findings.predicted(figure.table())
+    assert "AR 122% (p95 122%" in told and "e+" not in told
 
 
 def test_break_even() -> None:
