@@ -17,7 +17,7 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps, chosen
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import VARIABLE, WholeOps, chosen
 from tests.emulator.launcher import EmulatedGpu
 from tests.emulator.oneshot import EmulatedOneshot, on_gpus
 from tests.gpu.agreement import relative_error
@@ -136,7 +136,7 @@ def test_ranks_that_map_no_memory_take_separate_kernels(folder: Path) -> None:
 def test_a_share_of_heads_is_one_kernel_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on: bool
 ) -> None:
-    monkeypatch.setattr(WholeOps, "over_ranks", is_on)
+    monkeypatch.setenv(VARIABLE, "2" if is_on else "1")
     gpu = EmulatedGpu(tmp_path)
     ops = chosen(gpu, uneven("five"), heads=6, kv_heads=3, max_rows=8, page=128)
     assert type(ops) is (WholeOps if is_on else CupyOps)

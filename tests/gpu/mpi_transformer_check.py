@@ -19,6 +19,7 @@ one rank by itself, but for near ties.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +33,7 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.device_group import open_device_group
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import OVER_RANKS, VARIABLE
 from mpissd.engine.model.transformer.sources import config_of
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
@@ -60,7 +61,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true")
     args = parser.parse_args()
     if args.whole:
-        WholeOps.is_on = WholeOps.over_ranks = True
+        os.environ[VARIABLE] = str(OVER_RANKS)
         Whole.least_hidden = Whole.wide = 0
     with tempfile.TemporaryDirectory() as folder:
         backend = open_backend(args.backend, Path(folder))

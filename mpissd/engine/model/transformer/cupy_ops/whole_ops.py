@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpissd.common.errors import ConfigError
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
@@ -38,6 +39,22 @@ _NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
 _ROTATE_FILES = (*attention.FILES, "arithmetic", "late_rotate")
 
 
+VARIABLE, NEVER, ALONE, OVER_RANKS = "MPISSD_WHOLE", 0, 1, 2
+
+
+def asked_use() -> int:
+    """Returns the value of MPISSD_WHOLE: where a forward of few rows is one kernel, if it can be.
+
+    NEVER: nowhere (the kernel's blocks wait for one another, so that no other process may keep some
+    of them from the GPU, as under MPS). ALONE: at T = 1, the default. OVER_RANKS: at any T. Raises
+    ConfigError for another value.
+    """
+    text = os.environ.get(VARIABLE) or str(ALONE)
+    if text not in map(str, (NEVER, ALONE, OVER_RANKS)):
+        raise ConfigError(f"{VARIABLE}={text}: allowed: 0 (never), 1 (at T = 1), 2 (at any T)")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class WholeCache(Cache):
     """A cache with what the kernel `whole` needs: see Whole.
@@ -52,11 +69,6 @@ class WholeCache(Cache):
 class WholeOps(CupyOps):
     """Operations of one model on one GPU of compute capability 9.0 or more."""
 
-    # Whether a forward of few rows is one kernel, where it can be: its blocks wait for one another,
-    # so that no other kernel may keep some of them from the GPU (MPS). over_ranks: also where ranks
-    # share a model.
-    is_on = os.environ.get("MPISSD_WHOLE", "1") != "0"
-    over_ranks = os.environ.get("MPISSD_WHOLE") == "2"
     kernel = "whole"
 
     def __init__(self, backend: Any, config: TransformerConfig, **sizes: Any) -> None:
@@ -66,11 +78,11 @@ class WholeOps(CupyOps):
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
-        """Returns whether these operations can compute a model's share of heads."""
+        """Returns whether these operations compute a share of heads; raises as asked_use."""
+        use, is_all = asked_use(), heads == config.shape.num_heads
         capability = int(str(backend.info.compute_capability).replace(".", ""))
-        is_whole = heads == config.shape.num_heads or cls.over_ranks
         fits = not config.qk_norm and config.shape.hidden >= Whole.least_hidden and not config.kind
-        if not (cls.is_on and is_whole and fits and capability >= FIRST_CAPABILITY):
+        if use < (ALONE if is_all else OVER_RANKS) or not fits or capability < FIRST_CAPABILITY:
             return False
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry(1, config.shape.head_dim, 0, room).fits
@@ -147,6 +159,6 @@ class WholeOps(CupyOps):
 
 
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:
-    """Returns the operations of a model's share of heads; see CupyOps for what it raises."""
+    """Returns the operations of a model's share of heads; raises as CupyOps and asked_use."""
     kind = WholeOps if WholeOps.suits(backend, config, heads) else CupyOps
     return kind(backend, config, heads=heads, **sizes)

@@ -1,0 +1,79 @@
+"""Which models have a forward of few rows as one kernel, and on which GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
+from mpissd.engine.model.transformer.sources import config_of
+
+SMALL, LARGE = 99 << 10, 227 << 10  # bytes of shared memory that a block may have
+
+
+@pytest.fixture(autouse=True)
+def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPISSD_WHOLE", raising=False)
+
+
+def gpu(capability: str = "9.0", room: int = LARGE) -> Any:
+    return SimpleNamespace(
+        info=SimpleNamespace(compute_capability=capability),
+        launcher=lambda *, early: SimpleNamespace(shared_bytes=room),
+    )
+
+
+def model(**changed: Any) -> TransformerConfig:
+    """Llama-3.2-1B, changed in its shape or beside it."""
+    config = config_of("llama-3.2-1b")
+    shape = {name: changed.pop(name) for name in set(changed) & set(vars(config.shape))}
+    return replace(config, shape=replace(config.shape, **shape), **changed)
+
+
+@pytest.mark.parametrize(
+    "capability, room, expected",
+    [
+        ("8.0", LARGE, False),  # more than any has
+        ("8.9", SMALL, False),
+        ("9.0", LARGE, True),
+        ("10.0", LARGE, True),
+        ("12.0", SMALL, False),  # no room for a ring of weights
+    ],
+)
+def test_the_gpu_decides(capability: str, room: int, expected: bool) -> None:
+    assert WholeOps.suits(gpu(capability, room), model(), heads=32) == expected
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [({}, True), ({"hidden": 2016}, False), ({"qk_norm": True}, False), ({"kind": "eagle"}, False)],
+)
+def test_the_model_decides(changed: dict[str, Any], expected: bool) -> None:
+    assert WholeOps.suits(gpu(), model(**changed), heads=32) == expected
+
+
+@pytest.mark.parametrize(
+    "asked, whole_model, share",
+    [(None, True, False), ("", True, False), ("0", False, False), ("1", True, False),
+     ("2", True, True)],
+)  # fmt: skip
+def test_the_variable_decides_when_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, whole_model: bool, share: bool
+) -> None:
+    """Of a model's 32 heads, a rank of two has 16."""
+    if asked is not None:
+        monkeypatch.setenv("MPISSD_WHOLE", asked)
+    assert WholeOps.suits(gpu(), model(), heads=32) == whole_model
+    assert WholeOps.suits(gpu(), model(), heads=16) == share
+
+
+@pytest.mark.parametrize("asked", ["false", "off", "no", "3", "01", " 1"])
+def test_another_value_is_refused_on_any_gpu(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("MPISSD_WHOLE", asked)
+    with pytest.raises(ConfigError, match=rf"^MPISSD_WHOLE={asked}: allowed: 0 \(never\), 1"):
+        WholeOps.suits(gpu("8.0", SMALL), model(), heads=32)
