@@ -344,8 +344,10 @@ class Row(Origin, Mapping[str, Any]):
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
         "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
-        "the oldest measurement behind the prediction; `sweep`: which sweep, task, repeat and "
-        "flags (docs/sweep.md), null in a row of `run`"
+        "the oldest measurement behind the prediction; `kernel`: which kernels read the target's "
+        "weights on the lead (of a transformer on a GPU: whole, one kernel where a forward has few "
+        "rows, or cuda: docs/transformer.md); `sweep`: which sweep, task, repeat and flags "
+        "(docs/sweep.md), null in a row of `run`"
     )
     absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
     extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields

@@ -112,6 +112,7 @@ def test_the_row_keeps_its_contract(runs: Together, name: str) -> None:
     assert row["branch_budget"] == (sum(scenario.fans) or None)
     assert set(row["round_us"]) == {"mean", "p50", "p90", "p99", "n"}
     assert row["provenance"]["hosts"] and len(row["provenance"]["ranks"]) == np_
+    assert row["provenance"]["kernel"] == ("modelled" if "null" in name else "numpy")
     if scenario.mode == "ar":
         assert all(row[key] is None for key in DRAFT_KEYS)
     else:

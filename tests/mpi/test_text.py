@@ -80,6 +80,7 @@ def test_every_way_answers_with_the_same_tokens(name: str, runs: Together) -> No
     tp, _, flags = WAYS[name]
     job, alone = runs[name], runs[f"T={tp} ar"]
     assert job.row["tp"] == tp and job.row["forward"] == "transformer"
+    assert job.row["provenance"]["kernel"] == "numba"
     assert [len(found) for found in tokens(alone)] == [TOKENS] * len(LENGTHS)
     assert tokens(job) == tokens(alone)
     assert job.row["token_digest"] == alone.row["token_digest"]

@@ -116,6 +116,11 @@ class Stepper:
         return self._buckets[-1]
 
     @property
+    def kernel(self) -> str:
+        """Names of the kernels that read the weights, joined by "+" if they differ."""
+        return str(self.stack.weights.kernel)
+
+    @property
     def pages(self) -> PageTable | None:
         """The pages of the model's KV cache; None for a model that keeps none."""
         return getattr(self.stack, "pages", None)

@@ -37,6 +37,7 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.decode.updates import Updates
+from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
 
@@ -114,6 +115,12 @@ class Rank:
         """The bytes of distributions that the lead has received, and the seconds it waited."""
         links = self.lead_links
         return sum(e.proposal_bytes for e in links), sum(e.proposal_wait_s for e in links)
+
+    @property
+    def kernel(self) -> str | None:
+        """Names of the kernels that read the target's weights here; None where there are none."""
+        stepper = None if self.target is None else self.target.stepper
+        return stepper.kernel if isinstance(stepper, Stepper) else None
 
     def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""

@@ -93,7 +93,7 @@ def measured(
         "t_target_s": target_s, "t_draft_s": draft_s, "num_idle": len(idle),
         "idle_p50_s": float(np.median(idle)), "idle_p99_s": float(np.percentile(idle, 99)),
         "floors_s": floor_s, "of_floors": floor_s * count / total_s,
-        "stable": is_stable(rounds.target_s, _STABLE),
+        "stable": is_stable(rounds.target_s, _STABLE), "kernel": rank.kernel,
     }  # fmt: skip
 
 

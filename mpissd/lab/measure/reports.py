@@ -36,6 +36,7 @@ class LeadReport:
     all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
     learner: dict[str, Any] | None = None  # what it did, and its cost; None without one
+    kernel: str | None = None  # names of the kernels that read the target's weights
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         provenance={
             **provenance(session.infos, session.topology.hosts, _mpi_library()),
             "calibrated_at": measured.profile.calibrated_at,
+            "kernel": lead.kernel,
             "sweep": sweep,
         },
     )

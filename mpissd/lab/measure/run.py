@@ -238,6 +238,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         proposals=(rows[0], rows[1] * 1e6),
         draft_lost_round=None if lost is None else max(0, lost - first),
         learner=learner,
+        kernel=rank.kernel,
     )
 
 

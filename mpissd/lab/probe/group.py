@@ -98,7 +98,7 @@ class GroupProbe:
             taken = samples(onces, self._pace, together=self._together)
             launch = self._launch(stepper)
             self._check_forward(stepper)
-            kernel = stepper.stack.weights.kernel
+            kernel = stepper.kernel
             if options.top_k > 1 and not self.read_outs:
                 self.read_outs = self._lists(stepper)
         finally:
