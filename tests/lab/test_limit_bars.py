@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.lab.limits import model
 from mpissd.lab.limits.bars import add, bars, main, read, table
 from mpissd.lab.limits.table import line_of
+from mpissd.lab.limits.whole import Case, Whole
 from mpissd.lab.limits.whole_bars import whole_bars
-from tests.gpu.transformer_rig import tiny
+from tests.emulator.launcher import EmulatedGpu
+from tests.gpu.transformer_rig import tiny, use_whole
+from tests.scripts import ROOT
 
 Row = dict[str, Any]
 
@@ -121,13 +126,88 @@ def test_one_row_with_other_bits_misses_bar_7() -> None:
     assert line_of(bits(2)).endswith("behind 126 tokens: 2 with other bits than alone")
 
 
-def test_rows_with_other_bits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes whole models tiny, and their prompts short."""
     monkeypatch.setattr(model, "resolve_model", lambda where: where)
     monkeypatch.setattr(model.families, "of_preset", lambda where: tiny("llama"))
-    tested = model.WholeModel(NumpyBackend(), "tiny", capacity=64)
+    monkeypatch.setattr(model, "PROMPT_ROWS", 32)
+
+
+def whole_model(backend: Any) -> model.WholeModel:
+    return model.WholeModel(backend, "tiny", capacity=64, slots=2, lanes=3, steps=1)
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_with_other_bits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one slot, and mixed with another's and with lanes: each row once a forward."""
+    tested = whole_model(NumpyBackend())
     assert model.different_rows(tested, 5) == 0
-    of_row, body = tested.stack.logits, tested.stack.body
-    asked: list[int] = []
-    monkeypatch.setattr(tested.stack, "body", lambda rows: (asked.append(rows), body(rows))[1])
-    monkeypatch.setattr(tested.stack, "logits", lambda rows: of_row(rows) + (asked[-1] == 17))
-    assert model.different_rows(tested, 5) == 17
+    of_row = tested.stack.logits
+    monkeypatch.setattr(tested.stack, "logits", lambda rows: of_row(rows) + (len(rows) == 17))
+    assert model.different_rows(tested, 5) == 2 * 17
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("which, wrong", [("lanes", 3), ("slots", 2)])
+def test_rows_of_lanes_and_of_a_second_slot_stand_beside_them(
+    monkeypatch: pytest.MonkeyPatch, which: str, wrong: int
+) -> None:
+    """A model whose lanes, or second slot, are wrong beside other rows."""
+    tested = whole_model(NumpyBackend())
+    placed, of_row, place = list[Any](), tested.stack.logits, tested.stack.place
+    monkeypatch.setattr(tested.stack, "place", lambda at: (placed.append(at), place(at))[1])
+
+    def spoiled(rows: range) -> Any:
+        at = placed[-1]
+        found = at.lanes >= 0 if which == "lanes" else at.slots == 1
+        return of_row(rows) + (found & (len(rows) == 32))[:, None]
+
+    monkeypatch.setattr(tested.stack, "logits", spoiled)
+    assert model.different_rows(tested, 5) == wrong
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_one_kernel_has_a_row_s_bits_in_any_mix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_whole(monkeypatch, is_on=True)
+    monkeypatch.setattr(model, "BIT_ROWS", (5, 9))
+    gpu: Any = EmulatedGpu(tmp_path)
+    tested = whole_model(gpu)
+    assert tested.kernel == "whole" and model.different_rows(tested, 5) == 0
+    fills, forwards = 2, 9 + 2  # of each slot; of rows alone and of BIT_ROWS, of each kind
+    assert gpu.launcher(early=False).launches.count("whole") == fills + 2 * forwards
+
+
+@pytest.mark.usefixtures("small")
+def test_a_row_says_which_kernel_computed_it(tmp_path: Path) -> None:
+    device: Any = SimpleNamespace(
+        info=SimpleNamespace(name="GPU"), read_bandwidth=lambda size: 1e12
+    )
+    bench, tested = Whole(tmp_path, device), whole_model(NumpyBackend())
+    for way in ("ours", "torch"):
+        bench._forward(tested, Case(5), way, [1e-3], parity=True)
+    assert [row["kernel"] for row in read(tmp_path)[1:]] == ["numba", None]
+
+
+def numbers(cell: str) -> list[str]:
+    """What a cell says was got, without what stands in brackets."""
+    return re.findall(r"[\d.]+", re.sub(r"\(.*?\)", "", cell))
+
+
+def test_the_page_s_bars_are_what_the_committed_rows_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each to the places that the page gives, in the order of the bars."""
+    page = (ROOT / "docs/performance.md").read_text()
+    lines = page.partition("| bar | asked | got | by separate kernels")[2].split("\n\n")[0]
+    said = [text for line in lines.splitlines()[2:] for text in numbers(line.split("|")[3])]
+    assert main([str(ROOT / "results/h200-whole")]) == 0
+    told = [re.search(r"[<>]= [\d.]+ +([\d.]+) .* runs stable", line)
+            for line in capsys.readouterr().out.splitlines()]  # fmt: skip
+    found = [float(match[1]) for match in told if match]
+    assert len(found) == len(said) == 18
+    for got, text in zip(found, said, strict=True):
+        assert abs(got - float(text)) <= 0.5001 * 10.0 ** -len(text.partition(".")[2]), (got, text)

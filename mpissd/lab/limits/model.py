@@ -25,7 +25,7 @@ from mpissd.engine.workload.placement import joined
 
 PROMPT_ROWS = 128  # of the forwards that fill a cache
 WARM_UP, LAUNCHES = 5, 40
-BIT_ROWS = (2, 5, 8, 9, 16, 17, 24, 31, 32)
+BIT_ROWS, BIT_LANES = (2, 5, 8, 9, 16, 17, 24, 31, 32), 3
 WAITER = Waiter(60.0, spin=True)
 
 
@@ -59,6 +59,11 @@ class WholeModel:
     def name(self) -> str:
         """The shape's name."""
         return self.shard.shape.name
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernels that read the weights."""
+        return self.stack.weights.kernel
 
     def tokens(self, count: int, slot: int = 0) -> Ints:
         """Returns the first tokens of a slot's sequence, the same in every process."""
@@ -111,26 +116,46 @@ class WholeModel:
 def different_rows(model: WholeModel, context: int) -> int:
     """Returns how many rows behind a context have other bits in forwards of several rows.
 
-    Forwards of each of BIT_ROWS rows are compared with those of one, at the same positions.
+    Forwards of each of BIT_ROWS rows are compared with those of one: of rows of slot 0, and of
+    these mixed with two rows of slot 1 and BIT_LANES lanes of slot 0.
     """
-    most, tokens = BIT_ROWS[-1], model.tokens(context + BIT_ROWS[-1])
-    model.fill(context)
+    model.fill(context, 2)
+    programs = {count: model.program(count) for count in (1, *BIT_ROWS)}
 
-    def logits(first: int, count: int, program: Any) -> Any:
-        start, stop = context + first, context + first + count
-        model.set(tokens[start:stop], trunk_rows(0, start, stop))
-        run(program)
-        return model.stack.logits(range(count))
+    def logits(rows: Sequence[_Row]) -> Any:
+        model.set(np.array([token for token, _ in rows], np.int32), joined([at for _, at in rows]))
+        run(programs[len(rows)])
+        return model.stack.logits(range(len(rows)))
 
-    single = model.program(1)
-    alone = np.concatenate([logits(row, 1, single) for row in range(most)])
-    single.close()
     different = 0
-    for count in BIT_ROWS:
-        several = model.program(count)
-        different += int((logits(0, count, several) != alone[:count]).any(axis=1).sum())
-        several.close()
+    for rows in _bit_rows(model, context):
+        alone = np.concatenate([logits([row]) for row in rows])
+        for count in BIT_ROWS:
+            different += int((logits(rows[:count]) != alone[:count]).any(axis=1).sum())
+    for program in programs.values():
+        program.close()
     return different
+
+
+_Row = tuple[int, Places]  # a token, and its place
+
+
+def _bit_rows(model: WholeModel, context: int) -> tuple[list[_Row], list[_Row]]:
+    """Returns rows of slot 0 behind a context, and as many of it, slot 1 and lanes in turn."""
+
+    def trunk(slot: int, count: int) -> list[_Row]:
+        tokens = model.tokens(count, slot=50 + slot).tolist()
+        places = [trunk_rows(slot, context + n, context + n + 1) for n in range(count)]
+        return list(zip(tokens, places, strict=True))
+
+    at = lane_rows(context, BIT_LANES, 0)
+    lanes = [
+        (token, Places(at.slots[[n]], at.positions[[n]], at.lanes[[n]], at.trunks[[n]]))
+        for n, token in enumerate(model.tokens(BIT_LANES, slot=52).tolist())
+    ]
+    own, second = trunk(0, BIT_ROWS[-1]), trunk(1, 2)
+    mixed = [own[0], lanes[0], second[0], own[1], lanes[1], second[1], *lanes[2:], *own[2:]]
+    return own, mixed[: len(own)]
 
 
 def run(program: Any) -> float:

@@ -26,6 +26,7 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.lab.limits.bar import OURS, RUNS
 from mpissd.lab.limits.bars import add
 from mpissd.lab.limits.model import (
+    BIT_LANES,
     BIT_ROWS,
     WholeModel,
     different_rows,
@@ -99,8 +100,8 @@ class Whole:
         longest = max(max(case.context for case in cases) + 64, _CHUNKED + 64)
         model = WholeModel(
             self._backend, WHERE[name], capacity=longest,
-            slots=max(len(case.counts) for case in cases),
-            lanes=max(case.lanes for case in cases), steps=STEPS,
+            slots=max(2, *(len(case.counts) for case in cases)),
+            lanes=max(BIT_LANES, *(case.lanes for case in cases)), steps=STEPS,
         )  # fmt: skip
         others = self._others(model)
         parity = self._parity(model, others)
@@ -163,14 +164,18 @@ class Whole:
             lanes=case.lanes, context=case.context, seconds=seconds, floor_s=floor,
             floor_fraction=floor / seconds, p99_s=float(np.percentile(taken, 99)),
             num_rounds=len(taken), stable=is_stable(taken, _STABLE), parity=parity,
+            kernel=model.kernel if way == OURS else None,
         )  # fmt: skip
 
     def _bits(self, model: WholeModel) -> None:
-        """Counts rows whose logits differ between forwards of 2 to 32 rows and of one."""
+        """Counts rows whose logits differ between forwards of 2 to 32 rows and of one.
+
+        mixed: whether rows of a second slot and of lanes stood beside them, too.
+        """
         for context in _BIT_CONTEXTS:
             different = different_rows(model, context)
             self._tell("bits", model=model.name, context=context, rows=BIT_ROWS[-1],
-                       different=different)  # fmt: skip
+                       different=different, mixed=True, kernel=model.kernel)  # fmt: skip
 
     def _launches(self, model: WholeModel) -> None:
         program = model.program(1)
