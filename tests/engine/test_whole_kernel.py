@@ -30,6 +30,11 @@ from tests.whole_twin import differences
 ROOM = 227 << 10
 
 
+def num_whole(gpu: EmulatedGpu) -> int:
+    """How many forwards have been one kernel so far."""
+    return gpu.launcher(early=False).launches.count("whole")
+
+
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
     return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
@@ -61,13 +66,13 @@ def test_one_kernel_has_the_bits_of_many(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, most: int, layers: int
 ) -> None:
     """One, two and three tiles of rows, and so one and two teams that attend."""
-    found = []
+    found, before = [], num_whole(gpu)
     for whole in (False, True):
         monkeypatch.setattr(Whole, "most_rows", 32 if whole else 0)
         rig = Rig(gpu, tiny("smollm2", layers=layers), max_rows=most)
         found.append(rig.fill(prompt(rig, 130), most))
     assert np.array_equal(*found)
-    assert "whole" in gpu.launcher(early=False).launches
+    assert num_whole(gpu) - before == -(-130 // most)
 
 
 @pytest.mark.slow
@@ -75,7 +80,7 @@ def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values that one forward stores and reads: two rows of a lane beside rows of its trunk."""
-    found = []
+    found, before = [], num_whole(gpu)
     for whole in (False, True):
         monkeypatch.setattr(Whole, "most_rows", 32 if whole else 0)
         rig = Rig(gpu, tiny("llama", layers=2), max_rows=8)
@@ -89,13 +94,14 @@ def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
             rows = [*tokens[first : first + 2], *tokens[124:126]]
             found.append(rig.forward(rows, joined(lane, trunk), bucket=5)[:4])
     assert np.array_equal(found[0], found[2]) and np.array_equal(found[1], found[3])
+    assert num_whole(gpu) - before == 16 + 2
 
 
 @pytest.mark.slow
 def test_padding_and_forwards_of_more_rows(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward of padding alone ends; behind it one of two rows and padding, and one of 40 rows,
     which separate kernels compute, have the bits of separate kernels."""
-    found = []
+    found, before = [], num_whole(gpu)
     for most_rows in (32, 0):
         monkeypatch.setattr(Whole, "most_rows", most_rows)
         rig = Rig(gpu, tiny("llama"), max_rows=40)
@@ -106,6 +112,7 @@ def test_padding_and_forwards_of_more_rows(gpu: Any, monkeypatch: pytest.MonkeyP
         every.append(rig.forward(tokens[7:9], trunk_rows(0, 7, 9), bucket=7))
         found.append([*every, rig.fill(tokens[9:], 40, start=9)])
     assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+    assert num_whole(gpu) - before == 3
 
 
 class Stored:

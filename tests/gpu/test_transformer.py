@@ -14,6 +14,7 @@ from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
@@ -48,12 +49,12 @@ def capable(backend: Any) -> None:
         lack(f"compute capability {FIRST_CAPABILITY}")
 
 
-@pytest.fixture(params=["one after another", "early", "whole"])
+@pytest.fixture(params=["one after another", "early", "whole", "whole, one after another"])
 def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether kernels may start before the one before them ends, or few rows are one kernel."""
+    """Whether few rows are one kernel, and kernels may start before the one before them ends."""
     chosen = str(request.param)
-    monkeypatch.setattr(CupyOps, "early", chosen != "one after another")
-    use_whole(monkeypatch, is_on=chosen == "whole")
+    monkeypatch.setattr(CupyOps, "early", not chosen.endswith("one after another"))
+    use_whole(monkeypatch, is_on=chosen.startswith("whole"))
     return chosen
 
 
@@ -111,6 +112,8 @@ def test_one_kernel_has_the_bits_of_many(
     for most_rows in (0, 32):
         monkeypatch.setattr(Whole, "most_rows", most_rows)
         rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
+        ops = rig.stack.weights.ops
+        assert isinstance(ops, WholeOps) and ops._whole.suits(5) == bool(most_rows)
         found.append(rig.fill(prompt(rig, 200), 5))
     assert np.array_equal(*found)
 
