@@ -45,8 +45,8 @@ class Whole:
 
     least_hidden: narrower models keep separate kernels, which are faster there: 30 layers of
     SmolLM2-135M (576) wait five times each for all blocks, for 7 MB of weights. wide: models of
-    less take one kernel for few_rows at most: 12 lanes of 1B (2,048) took 1.06 ms so and 1.12 by
-    separate kernels, 24 lanes 1.34 and 1.31.
+    less take one kernel for few_rows at most: 24 lanes of 1B (2,048) took 1.34 ms so and 1.30 by
+    separate kernels of the same bits (docs/performance.md), 16 lanes less than these.
     """
 
     least_hidden, wide = 2048, 4096
