@@ -1,6 +1,6 @@
 """Equal GPUs: SSD on T+1 GPUs against the other uses of as many, over alpha.
 
-The numbers are those of `mpissd claims` on the same folder: the same rows, K and gains.
+The numbers are those of `mpissd claims` on the same rows: the same K and gains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from analysis.style import RED, Poster, parity
 from analysis.uses import BESIDE
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.common.rivals import Family, tps_of, widest
 from mpissd.lab.sweep.claims import Claim, claims
 from mpissd.lab.sweep.uses import MeasuredUse
@@ -34,7 +33,7 @@ _ABOVE: dict[str, Any] = {
     "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
 }
 _NEEDED = (
-    f"SSD under the default hit law and another use of its GPUs, {HEADLINE_SEEDS} seeds of "
+    f"SSD and another use of its GPUs, {HEADLINE_SEEDS} seeds of "
     f"{HEADLINE_ROUNDS} rounds each, at two alphas or more"
 )
 
@@ -63,18 +62,17 @@ def equal_gpus(data: Data) -> Poster:
 
 
 def _pairs(data: Data) -> list[list[Claim]]:
-    """Returns the claims of at most two pairs by rising alpha, each from one folder and
-    configuration.
+    """Returns the claims of at most two pairs by rising alpha, each of one configuration.
 
-    Claims with the LM head come first, then those with most alphas.
+    Claims with the LM head come first, then those whose hits follow no assumed law, then those with
+    most alphas.
     """
     rows = data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]
     groups: dict[tuple[object, ...], list[Claim]] = {}
-    for _, folder in rows.groupby("folder"):
-        for claim in _claims(folder):
-            groups.setdefault((claim.group, claim.setting["lm_head"]), []).append(claim)
+    for claim in _claims(rows):
+        groups.setdefault((claim.group, claim.setting["lm_head"]), []).append(claim)
     pairs = [of for of in groups.values() if len(of) > 1]
-    pairs.sort(key=lambda of: (not of[0].setting["lm_head"], -len(of)))
+    pairs.sort(key=lambda of: (not of[0].setting["lm_head"], of[0].is_assumed, -len(of)))
     best: dict[tuple[object, ...], list[Claim]] = {}
     for of in pairs:
         best.setdefault((of[0].setting["target"], of[0].setting["draft"], _gpus(of[0])), of)
@@ -82,13 +80,12 @@ def _pairs(data: Data) -> list[list[Claim]]:
     return sorted((sorted(of, key=_alpha) for of in chosen), key=lambda of: _gpus(of[0]))
 
 
-def _claims(folder: pd.DataFrame) -> list[Claim]:
+def _claims(rows: pd.DataFrame) -> list[Claim]:
     try:
-        judged = claims(records(folder))
+        judged = claims(records(rows))
     except ConfigError:
         return []
-    lawful = (c for c in judged if c.verdict.ssd.cell.rows[0].get("hit_law") == ASSUMED_LAW)
-    return [c for c in lawful if str(c.setting["acceptance"]).startswith("alpha:")]
+    return [c for c in judged if str(c.setting["acceptance"]).startswith("alpha:")]
 
 
 def _alpha(claim: Claim) -> float:
@@ -155,8 +152,16 @@ def _places(panel: Sequence[Claim]) -> list[str]:
         where = str(Family.of(use)).removeprefix(f"{_name(use)} ")
         names.setdefault(where + f", {idle} idle" * bool(idle), set()).add(_name(use))
     uses = " · ".join(f"{', '.join(sorted(of))}: {where}" for where, of in names.items())
-    missing = {str(family) for claim in panel for family in claim.verdict.others.missing}
-    return [uses, *(f"{name} was not measured" for name in sorted(missing))]
+    missing: dict[str, list[float]] = {}
+    for claim in panel:
+        for family in claim.verdict.others.missing:
+            missing.setdefault(str(family), []).append(_alpha(claim))
+    return [uses, *(_missing(name, missing[name], len(panel)) for name in sorted(missing))]
+
+
+def _missing(name: str, alphas: Sequence[float], count: int) -> str:
+    where = "" if len(alphas) == count else f" at α = {', '.join(f'{a:g}' for a in alphas)}"
+    return f"{name} was not measured{where}"
 
 
 def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
@@ -228,7 +233,16 @@ def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     return caption(
         data,
         [rows],
-        f"SSD: hits {ASSUMED_LAW}, assumed. Every use at its best measured K by the predicted "
+        f"{_laws(shown)}. Every use at its best measured K by the predicted "
         "mean. Points: geometric means over seeds, with 95% intervals. Below: the ratio paired by "
-        "seed, over the fastest other use that was measured. Dashed: predicted, not measured",
+        "seed, over the other use that leaves SSD least. Dashed: predicted, not measured",
+    )
+
+
+def _laws(shown: Iterable[Sequence[Claim]]) -> str:
+    """Says by which law the hits of each panel's SSD are drawn."""
+    laws = {_label(panel[0]): panel[0] for panel in shown}
+    return "; ".join(
+        f"{label}: hits {claim.verdict.ssd.cell.rows[0].hit_law}{', assumed' * claim.is_assumed}"
+        for label, claim in laws.items()
     )
