@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,18 @@ def test_a_shipped_pair_takes_what_was_fastest_on_two_cores() -> None:
         assert chosen({**TEXT, **flags}) == MEASURED
     assert chosen({"prompt": "Why?"}) == MEASURED  # the default pair
     assert parse_into(ChatConfig, {}).run.fan_out == MEASURED[1]
+
+
+def test_the_pair_is_known_under_another_name_of_its_target(tmp_path: Path) -> None:
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    told = {"model_type": "llama", "vocab_size": 49152, **shape, **heads}
+    for layers, expected in ((30, MEASURED), (32, DEFAULT)):
+        path = tmp_path / f"of-{layers}.json"
+        path.write_text(json.dumps({**told, "num_hidden_layers": layers}))
+        flags = {"workload": "text", "target": str(path), "prompt": "Why?"}
+        assert chosen({**flags, "draft": "smollm2-draft"}) == expected
+        assert chosen({**flags, "draft": str(path)}) == DEFAULT
 
 
 @pytest.mark.parametrize(
