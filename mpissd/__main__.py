@@ -1,7 +1,7 @@
 """`python -m mpi4py -m mpissd COMMAND …` under mpirun, or `python -m mpissd COMMAND …` alone.
 
 Arguments are judged before MPI starts. Exit codes: 0 done, 2 a usage or configuration error, 3 a
-gate failed, 141 nobody reads stdout (`| head`), anything else a fault.
+gate failed, 130 Ctrl-C, 141 nobody reads stdout (`| head`), anything else a fault.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     if launcher_size() is None:
-        return unless_unread(lambda: execute(arguments))
+        try:
+            return unless_unread(lambda: execute(arguments))
+        except KeyboardInterrupt:  # Ctrl-C, where the command makes nothing of it
+            return 130
     return execute(arguments)  # mpi4py aborts the other ranks if this one raises
 
 

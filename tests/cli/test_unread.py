@@ -1,4 +1,4 @@
-"""A command whose reader has left (`| head`) ends quietly, with 141 as other programs do."""
+"""A command ends quietly: 141 where its reader has left (`| head`), 130 behind Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+import mpissd.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "results/h200-limit"
@@ -42,3 +44,12 @@ def test_nobody_reads_stdout(words: Sequence[str]) -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_ctrl_c_is_a_code_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "execute", interrupted)
+    monkeypatch.setattr(command_line, "launcher_size", lambda: None)
+    assert command_line.main(["serve"]) == 130
