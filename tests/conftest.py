@@ -1,4 +1,5 @@
-"""What every test gets: a refusal takes one line; `long` tests run where --long is given."""
+"""What every test gets: a refusal takes one line. With --long, also `long` tests, and new examples
+of properties."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ try:
 except ImportError:  # the tests of GPUs need none
     pass
 else:
-    # An example may take as long as a busy machine needs. The same commit has the same examples, so
-    # that it passes everywhere or nowhere; new ones: pytest --hypothesis-profile=explore.
+    # An example may take as long as a busy machine needs. Without --long the same commit has the
+    # same examples, so that it passes everywhere or nowhere; --long, as CI gives it, draws new ones
+    # and says how to repeat one that fails.
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("explore", untimed)
+    settings.register_profile("explore", untimed, print_blob=True)
     settings.register_profile("same", untimed, derandomize=True)
     settings.load_profile("same")
 
@@ -32,6 +34,12 @@ def refusals_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also what is exhaustive, as CI does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = config.getoption("--hypothesis-profile", "none: Hypothesis is not installed")
+    if config.getoption("--long") and not asked:
+        settings.load_profile("explore")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
