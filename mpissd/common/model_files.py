@@ -94,7 +94,7 @@ def read_shape(path: Path) -> dict[str, Any]:
     if path.suffix == ".gguf":
         return gguf_shape.read_fields(path)
     told = path / "config.json" if os.path.isdir(path) else path
-    if not told.exists() and (weights := sorted(path.glob("*.gguf"))):
+    if told != path and not told.exists() and (weights := sorted(path.glob("*.gguf"))):
         raise ConfigError(
             f"{str(path)!r}: no config.json there, but a .gguf: name it: {weights[0]}"
         )
