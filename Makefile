@@ -154,7 +154,7 @@ report:
 # All tests run in two halves at once; what ARGS picks, in one process.
 test:
 	$(call check_only,test,ARGS MPIRUN)$(setup) test
-	@$(if $(filter-out --long --durations=%,$(call given,ARGS)),$(python) -m pytest,PYTHON=$(python) \
+	@$(if $(filter-out --long --durations=% --hypothesis-profile=%,$(call given,ARGS)),$(python) -m pytest,PYTHON=$(python) \
 	    tests/both.sh) $(call given,ARGS) </dev/null
 
 test-mpi:

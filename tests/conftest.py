@@ -13,8 +13,8 @@ except ImportError:  # the tests of GPUs need none
     pass
 else:
     # An example may take as long as a busy machine needs. Without --long the same commit has the
-    # same examples, so that it passes everywhere or nowhere; --long, as CI gives it, draws new ones
-    # and says how to repeat one that fails.
+    # same examples, so that it passes everywhere or nowhere; --long draws new ones and says how to
+    # repeat one that fails. CI asks for the same ones with it.
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("explore", untimed, print_blob=True)
     settings.register_profile("same", untimed, derandomize=True)

@@ -34,6 +34,14 @@ def box(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    "flags, halves", [("--long --hypothesis-profile=same", True), ("-k cache", False)]
+)
+def test_flags_that_pick_no_tests_leave_the_two_halves(box: Path, flags: str, halves: bool) -> None:
+    done = call(box, "make", "-n", "test", f"ARGS={flags}")
+    assert ("tests/both.sh" in done.stdout) == halves and flags in done.stdout, done.stderr
+
+
 def make_run(box: Path, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
     fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     return call(box, "make", "run", *fakes, *variables, **env)
