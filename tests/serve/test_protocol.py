@@ -67,7 +67,7 @@ def test_auto_is_a_mode_of_the_server_and_ssd_of_the_job() -> None:
 
 def test_ssd_on_a_cpu_has_the_k_and_fan_out_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"pair": "toy", "backend": "numpy"}
-    monkeypatch.setitem(implied._ON_TWO_CORES, "toy", {"lookahead": "3", "fan_out": "uniform:2"})
+    monkeypatch.setattr(implied, "_is_measured", lambda flags: flags["pair"] == "toy")
     served, run = parse_into(ServeConfig, given).run, parse_flags({**given, "workload": "text"})
     assert (served.lookahead, served.fan_out) == (run.lookahead, run.fan_out) == (3, "uniform:2")
     assert parse_into(ServeConfig, {**given, "lookahead": "5"}).run.lookahead == 5
