@@ -89,6 +89,11 @@ def test_a_slower_visit_of_the_rival_does_not_make_ssd_faster() -> None:
     assert one(few).gain.low > 1.1, "four seeds of a visit are no rival of their own"
 
 
+def test_rows_of_single_runs_are_of_no_sweep() -> None:
+    runs = [row | {"provenance": {"sweep": None}} for row in rows()]
+    assert one(runs).text == one(rows()).text
+
+
 def test_both_heads_and_every_alpha_are_lines() -> None:
     found = rows()
     for alpha, head in ((0.6, True), (0.6, False), (0.8, False)):

@@ -138,7 +138,8 @@ def _by_sweep(use: MeasuredUse) -> Iterator[MeasuredUse]:
     yield use
     sweeps: dict[object, list[Row]] = {}
     for row in use.cell.rows:
-        sweeps.setdefault((row.provenance or {}).get("sweep", {}).get("id"), []).append(row)
+        sweep = (row.provenance or {}).get("sweep") or {}  # None: a run of its own
+        sweeps.setdefault(sweep.get("id"), []).append(row)
     for rows in sweeps.values():
         if len(sweeps) > 1 and len({row.seed for row in rows}) >= HEADLINE_SEEDS:
             cell = Cell(use.cell.lookahead, tuple(rows))
@@ -161,10 +162,10 @@ def _table(group: tuple[Any, ...], group_claims: Sequence[Claim]) -> str:
     hits = f"{law}, assumed" if law == ASSUMED_LAW else law
     about = f"{target}/{draft} on {gpus} × {device} ({issued}), hits by {hits}. "
     about += f"{seeds} seeds × {rounds} rounds, paired by seed; tok/s: medians."
-    cells = [(*_HEAD, _REAL), *map(_cells, group_claims)]
-    width = len(_HEAD) + any(line[-1] != "–" for line in cells[1:])
-    head, *lines = (f"| {' | '.join(line[:width])} |".format(gpus) for line in cells)
-    return "\n".join([about, "", head, "|---" * width + "|", *lines])
+    cells = list(map(_cells, group_claims))
+    width = len(_HEAD) + any(line[-1] != "–" for line in cells)
+    head, *lines = (f"| {' | '.join(line[:width])} |" for line in [(*_HEAD, _REAL), *cells])
+    return "\n".join([about, "", head.format(gpus), "|---" * width + "|", *lines])
 
 
 def _cells(claim: Claim) -> tuple[str, ...]:
