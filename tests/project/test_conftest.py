@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ def test_seen():
 """
 
 
+@pytest.mark.parametrize("environment", [{}, {"CI": "true"}], ids=["here", "in CI"])
 @pytest.mark.parametrize(
     "flags, expected",
     [
@@ -28,7 +30,7 @@ def test_seen():
     ],
 )
 def test_new_examples_are_drawn_where_long_tests_run(
-    tmp_path: Path, flags: list[str], expected: bool
+    tmp_path: Path, flags: list[str], expected: bool, environment: dict[str, str]
 ) -> None:
     path = tmp_path / "test_seen.py"
     path.write_text(SEEN)
@@ -36,6 +38,7 @@ def test_new_examples_are_drawn_where_long_tests_run(
     done = subprocess.run(
         [sys.executable, *words, f"--rootdir={tmp_path}", *flags, str(path)],
         cwd=ROOT,
+        env=os.environ | environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
