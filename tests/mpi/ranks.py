@@ -6,8 +6,10 @@ Each check fails on the rank that sees it, which ends the job; rank 0 says "good
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +121,29 @@ def plans(world: MPI.Intracomm) -> None:
         receiver.plan(3)
 
 
+def long_plans(world: MPI.Intracomm) -> None:
+    """A plan is on its way without the lead's help: a forward on a GPU waits for every rank, and
+    the lead that waits for it makes no call of MPI."""
+    prompt = tuple(range(5000))
+    shape = LinkShape(0, 1, 3, prompt_tokens=len(prompt))
+    request = Request(0, prompt[-1], 0, prompt)
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(world.bcast(folder)) / "told"
+        if world.rank == 0:
+            sender = PlanSender(world, shape, WAITER)
+            sender.publish(Outcome.admission(-1, [request]), Speculation.empty(0, 1, 3))
+            until = time.monotonic() + 10
+            while not told.exists() and time.monotonic() < until:
+                time.sleep(1e-3)
+            assert told.exists(), "the follower waits for the lead's next call of MPI"
+            sender.close()
+        else:
+            outcome, _, _ = PlanReceiver(world, shape, WAITER).plan(0)
+            assert outcome.prompts[0, 0].prompt == prompt
+            told.touch()
+        world.Barrier()
+
+
 def link(world: MPI.Intracomm) -> None:
     """Lead 0, draft 1: messages survive reuse of their buffers; polls never block."""
     shape = LinkShape(0, 2, 3)
@@ -191,7 +216,17 @@ def target_groups(world: MPI.Intracomm) -> None:
 
 CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
     check.__name__: check
-    for check in (group, transformer, missing_rank, plans, link, refused, topology, target_groups)
+    for check in (
+        group,
+        transformer,
+        missing_rank,
+        plans,
+        long_plans,
+        link,
+        refused,
+        topology,
+        target_groups,
+    )
 }
 
 if __name__ == "__main__":

@@ -24,3 +24,10 @@ def test_between_ranks(checks: str, num_ranks: int) -> None:
         code, out, err = job.finish()
         assert (code, out) == (0, "good\n"), err[-2000:]
         assert job.is_gone()
+
+
+def test_a_long_plan_arrives_while_the_lead_waits_for_its_gpu() -> None:
+    without = {"OMPI_MCA_smsc": "^cma", "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+    with start(2, "tests.mpi.ranks", "long_plans", env=without) as job:
+        code, out, err = job.finish()
+        assert (code, out) == (0, "good\n"), err[-2000:]

@@ -96,7 +96,12 @@ def _open(comm: MPI.Comm, peer: int, out: wire.Buffer, into: wire.Buffer, waiter
 
 
 class PlanSender:
-    """The lead's end of the plan channel: sends each follower outcome r-1 and speculation r."""
+    """The lead's end of the plan channel: sends each follower outcome r-1 and speculation r.
+
+    A plan is sent when `publish` returns. A message beyond MPI's eager limit (4 KiB of shared
+    memory in Open MPI) may move only while the sender calls MPI, and the lead next waits for a
+    forward that needs the followers: on a GPU neither would end.
+    """
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._buffer, self._waiter = shape.plan_buffer(), waiter
@@ -107,37 +112,30 @@ class PlanSender:
             for rank in self._followers
         ]
         self._prompts = shape.prompt_buffer() if shape.prompt_tokens else None
-        self._in_flight: list[MPI.Request] = []
         self.num_messages = 0
         self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Starts to send the plan of round speculation.round to every follower."""
+        """Sends the plan of round speculation.round to every follower."""
         if not self._sends:
             return
-        self._finish()
         wire.write_plan(self._buffer, outcome, speculation, stop)
         MPI.Prequest.Startall(self._sends)
-        self._in_flight = [*self._sends]
+        sending: list[MPI.Request] = [*self._sends]
         self._count(self._buffer.array.nbytes)
         if self._prompts is not None and prompts.follows(outcome):
             part = self._prompts.array[: prompts.write_prompts(self._prompts, outcome)]
             tag = int(self._prompts.kind)
-            self._in_flight += [self._comm.Isend(part, rank, tag) for rank in self._followers]
+            sending += [self._comm.Isend(part, rank, tag) for rank in self._followers]
             self._count(part.nbytes)
+        self._waiter.until(lambda: MPI.Request.Testall(sending), "plan to followers")
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += len(self._sends)
         self.num_bytes += len(self._sends) * num_bytes
 
-    def _finish(self) -> None:
-        if self._in_flight:
-            self._waiter.until(lambda: MPI.Request.Testall(self._in_flight), "plan to followers")
-            self._in_flight = []
-
     def close(self) -> None:
-        """Finishes sending the last plan and frees the requests."""
-        self._finish()
+        """Frees the requests."""
         for request in self._sends:
             request.Free()
 

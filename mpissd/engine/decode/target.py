@@ -28,7 +28,7 @@ class Plans(Protocol):
     num_followers: int
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Starts sending the plan of the round to every follower."""
+        """Sends the plan of the round to every follower, whole."""
 
 
 class PlanSource(Protocol):
