@@ -130,7 +130,9 @@ class JudgedText(Judging, TextTargetWorker):
 
     wrong_top_p: float | None = None
 
-    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+    def _target_row(
+        self, request: Request, start: int, i: int
+    ) -> sampling.Floats | sampling.Weights:
         if self.wrong_top_p is not None:
             request = replace(request, top_p=self.wrong_top_p)
         return super()._target_row(request, start, i)

@@ -9,6 +9,7 @@ Definition 14].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,28 @@ Floats = NDArray[np.float64]
 Row = NDArray[np.float32]  # [V], a distribution as it is sent; its sum need not be exactly 1
 
 _EMPTY = 1e-14  # If the residual's sum is below this, p = q up to rounding.
+_BLOCK = 256  # tokens that `draw` sums at once
+_FEW = 4096  # tokens up to which `draw` sums one after the other
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A distribution before its division: p[i] = values[i] / total, where total > 0 is their sum.
+
+    Whether a token is accepted depends on one p[i], and a draw on none: the division of all V of
+    them takes a quarter of the time of a row.
+    """
+
+    values: Floats
+    total: float
+
+    def __getitem__(self, token: int) -> float:
+        return float(self.values[token] / self.total)
+
+    @property
+    def probs(self) -> Floats:
+        """The distribution [V]."""
+        return self.values / self.total
 
 
 def probabilities(
@@ -31,19 +54,28 @@ def probabilities(
     moves more of the residual to the tokens that the cache holds. C = 1, C = 0 over the whole
     support, and temperature 0 all give plain softmax.
     """
+    return weigh(logits, temperature, top, scale).probs
+
+
+def weigh(
+    logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
+) -> Weights:
+    """Returns what `probabilities` divides: the weights [V] and their sum."""
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0
-        return certain
+        return Weights(certain, 1.0)
     exact = np.asarray(logits, np.float64)
+    weights = exact - exact.max()
     # A temperature near 0 sends all but the largest to −inf, which is right.
     with np.errstate(over="ignore"):
-        weights = np.exp((exact - exact.max()) / temperature)
+        weights /= temperature
+    np.exp(weights, out=weights)
     if top > 0 and scale < 1:
         damped = weights.copy()
         damped[largest(logits, top)] *= scale
         weights = damped if damped.sum() > 0 else weights
-    return np.asarray(weights / weights.sum())
+    return Weights(weights, float(weights.sum()))
 
 
 def largest(
@@ -76,10 +108,38 @@ def recorded(row: Row) -> Floats:
     return np.asarray(exact / exact.sum())
 
 
-def draw(probs: Floats, u: float) -> int:
-    """Returns the token for u in [0, 1), by inverting the cumulative distribution [V]."""
-    cumulated = np.cumsum(probs)
+def draw(weights: Floats, u: float, total: float = 1.0) -> int:
+    """Returns the token for u in [0, 1), by inverting the cumulative distribution weights / total.
+
+    weights: [V]; total: what they are divided by. One sum after the other decides; sums of blocks
+    find the token in a tenth of the time wherever rounding cannot tell the two apart.
+    """
+    found = _between(weights, u) if len(weights) > _FEW else None
+    if found is not None:
+        return found
+    cumulated = np.cumsum(weights if total == 1 else weights / total)
     return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
+
+
+def _between(weights: Floats, u: float) -> int | None:
+    """Returns the token for u by sums of blocks; None where it is too near to another one.
+
+    A sum of V weights, in any order and divided or not, is at most (V + 2) 2^-53 of the total off
+    [Higham 2002, section 4.2]. Four such errors may meet: of a token's bound and of u's share of
+    the total, here and in the sums one after the other. The margin is twice that.
+    """
+    ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
+    total = float(ends[-1])
+    wanted, margin = u * total, (len(weights) + 2 * _BLOCK) * 2.0**-50 * total
+    block = int(np.searchsorted(ends, wanted, side="right"))
+    if block == len(ends):
+        return None
+    first = float(ends[block - 1]) if block else 0.0
+    bounds = first + np.cumsum(weights[_BLOCK * block : _BLOCK * (block + 1)])
+    at = int(np.searchsorted(bounds, wanted, side="right"))
+    low = bounds[at - 1] if at else first
+    is_sure = at < len(bounds) and low + margin < wanted < bounds[at] - margin
+    return _BLOCK * block + at if is_sure else None
 
 
 def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
@@ -88,17 +148,22 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
     Returns the token, its probability q, and the recorded row that both were computed from.
     """
     row = record(probs)
-    exact = recorded(row)
-    token = draw(exact, u)
-    return token, float(exact[token]), row
+    exact = row.astype(np.float64)
+    total = float(exact.sum())
+    token = draw(exact, u, total)
+    return token, float(exact[token] / total), row
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
     """Returns max(p − q, 0) / Σ, the distribution that replaces a rejected proposal; None if p =
     q."""
-    left = np.maximum(p - q, 0.0)
+    left = p - q
+    np.maximum(left, 0.0, out=left)
     total = float(left.sum())
-    return None if total <= _EMPTY else np.asarray(left / total)
+    if total <= _EMPTY:
+        return None
+    left /= total
+    return left
 
 
 def without(p: Floats, token: int) -> Floats | None:
@@ -111,7 +176,7 @@ def without(p: Floats, token: int) -> Floats | None:
 
 
 def judge(
-    p: Callable[[int], Floats],
+    p: Callable[[int], Floats | Weights],
     tokens: Sequence[int],
     q: Sequence[float],
     q_row: Callable[[int], Row],
@@ -121,7 +186,8 @@ def judge(
 ) -> tuple[int, int]:
     """Verifies one sequence and returns (number of tokens accepted k, bonus token t*).
 
-    p(i): the target's distribution [V] after i accepted tokens, i = 0..len(tokens). q[i]: the
+    p(i): the target's distribution [V], or its weights, after i accepted tokens, i =
+    0..len(tokens). q[i]: the
     probability with which token i was drawn; 1 if it was certain. q_row(i): the recorded
     distribution [V] that token i was drawn from; called only if the token is rejected and was not
     certain. coins[i], u: independent uniforms for accepting token i, and for drawing the bonus
@@ -138,13 +204,16 @@ def judge(
         row = p(i)
         if coins[i] * q[i] < row[token]:
             continue
+        probs = row.probs if isinstance(row, Weights) else row
         if q[i] == 1:
-            left = without(row, token)
+            left = without(probs, token)
         else:
-            left = residual(row, _checked(q_row(i), token, q[i], ids, len(row)))
+            left = residual(probs, _checked(q_row(i), token, q[i], ids, len(probs)))
         if left is not None:
             return i, draw(left, u)
-    return len(tokens), draw(p(len(tokens)), u)
+    last = p(len(tokens))
+    values, total = (last.values, last.total) if isinstance(last, Weights) else (last, 1.0)
+    return len(tokens), draw(values, u, total)
 
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:

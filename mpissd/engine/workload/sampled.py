@@ -119,7 +119,9 @@ class SamplingTargetWorker(TargetWorker):
         self._histories.begin_round(batch, admissions)
 
     @abstractmethod
-    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+    def _target_row(
+        self, request: Request, start: int, i: int
+    ) -> sampling.Floats | sampling.Weights:
         """Returns the target's distribution [V] of row start + i of the finished forward."""
 
     def judge(

@@ -166,11 +166,13 @@ class TextTargetWorker(SamplingTargetWorker):
         parts = zip(self._parts[:, row], self._widths, strict=True)
         return np.concatenate([part[:width] for part, width in parts])
 
-    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+    def _target_row(
+        self, request: Request, start: int, i: int
+    ) -> sampling.Floats | sampling.Weights:
         logits = self._logits(start + i)
         check_finite(logits, "target")
-        probs = sampling.probabilities(logits, request.temperature)
-        return sampling.nucleus(probs, request.top_p)
+        weights = sampling.weigh(logits, request.temperature)
+        return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
 
 
 def _agreed(served: Sequence[int], best: Sequence[int], start: int) -> tuple[int, int]:

@@ -1,0 +1,99 @@
+"""Draws and weights in few passes over a row: the bits of the plain formulas, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.engine.spec import sampling
+
+V = 49_152
+Floats = NDArray[np.float64]
+
+
+def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
+    exact = logits.astype(np.float64)
+    weights = np.exp((exact - exact.max()) / temperature)
+    return np.asarray(weights / weights.sum())
+
+
+def inverted(probs: Floats, u: float) -> int:
+    """One sum after the other."""
+    cumulated = np.cumsum(probs)
+    return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
+
+
+def flat(rng: np.random.Generator) -> NDArray[np.float32]:
+    return np.full(V, 0.25, np.float32)
+
+
+def peaked(rng: np.random.Generator) -> NDArray[np.float32]:
+    return (6 * rng.standard_normal(V)).astype(np.float32)
+
+
+def sparse(rng: np.random.Generator) -> NDArray[np.float32]:
+    """Most weights are 0, whole blocks of them."""
+    logits = np.full(V, -1e6, np.float32)
+    logits[rng.integers(0, V, 40)] = rng.standard_normal(40)
+    return logits
+
+
+def uneven(rng: np.random.Generator) -> NDArray[np.float32]:
+    """The last block is short."""
+    return rng.standard_normal(V - 77).astype(np.float32)
+
+
+@pytest.mark.parametrize("made", [flat, peaked, sparse, uneven])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_draw_is_that_of_the_sums_one_after_the_other(
+    made: Callable[[np.random.Generator], NDArray[np.float32]], temperature: float
+) -> None:
+    """Of u at random, at the ends, and within an ulp of tokens' bounds, where rounding decides."""
+    rng = np.random.default_rng(3)
+    logits = made(rng)
+    probs, weights = softmax(logits, temperature), sampling.weigh(logits, temperature)
+    assert weights.probs.tobytes() == probs.tobytes()
+    cumulated = np.cumsum(probs)
+    bounds = rng.choice(cumulated[:-1], 8) / cumulated[-1]
+    edges = [np.nextafter(bound, way) for bound in bounds for way in (0, 1)]
+    us = [0.0, 1 - 2.0**-53, *rng.random(40), *bounds, *edges]
+    for u in (float(u) for u in us if u < 1):
+        expected = inverted(probs, u)
+        assert sampling.draw(probs, u) == expected
+        assert sampling.draw(weights.values, u, weights.total) == expected
+
+
+def test_blocks_decide_all_but_draws_next_to_a_bound() -> None:
+    rng = np.random.default_rng(5)
+    probs = softmax(peaked(rng), 0.7)
+    found = [sampling._between(probs, u) for u in rng.random(200)]
+    assert found.count(None) == 0
+    bound = np.cumsum(probs)[int(np.argmax(probs))]
+    assert sampling._between(probs, float(bound)) is None
+
+
+def test_a_proposal_has_the_bits_of_its_normalised_row() -> None:
+    rng = np.random.default_rng(6)
+    for u in rng.random(20):
+        probs = softmax(peaked(rng), 1.0)
+        exact = probs.astype(np.float32).astype(np.float64)
+        exact /= exact.sum()
+        token, q, row = sampling.propose(probs, float(u))
+        assert (token, q) == (inverted(exact, u), exact[inverted(exact, u)])
+        assert row.tobytes() == probs.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("coin", [0.0, 1 - 2.0**-53])
+def test_weights_are_judged_as_their_distribution(coin: float) -> None:
+    rng = np.random.default_rng(7)
+    for u in rng.random(20):
+        rows = [sampling.weigh(peaked(rng), 0.7) for _ in range(2)]
+        token, q, drawn = sampling.propose(softmax(peaked(rng), 0.7), float(u))
+
+        def judged(p: Callable[[int], Floats | sampling.Weights]) -> tuple[int, int]:
+            return sampling.judge(p, [token], [q], lambda i: drawn, [coin], float(u))  # noqa: B023
+
+        assert judged(rows.__getitem__) == judged([row.probs for row in rows].__getitem__)
