@@ -25,6 +25,7 @@ from analysis.interval import interval
 from analysis.real_pair import REAL
 from mpissd.common.real_pairs import under_real_pairs
 from mpissd.common.row import KEYS, Row
+from mpissd.lab.sweep.best import fan_out_text
 
 Line = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
@@ -131,12 +132,10 @@ def _law(text: str | None, name: str) -> float:
 
 
 def _policy(row: Row) -> str:
-    lists = row.fan_out
-    if row.mode != "ssd" or not lists:
+    if row.mode != "ssd" or not row.fan_out:
         return ""
-    if len(set(lists)) == 1 and not _said_fan_out(row).startswith("geometric"):
-        return f"uniform:{lists[0]}"
-    return f"geometric:{sum(lists)}"
+    is_geometric = _said_fan_out(row).startswith("geometric")
+    return f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
 
 
 def _said_fan_out(row: Row) -> str:

@@ -127,6 +127,7 @@ def test_axes_are_labelled_and_not_empty(name: str) -> None:
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_texts_stay_on_the_sheet_and_off_the_caption(name: str) -> None:
     figure = poster(name)
+    figure.draw_without_rendering()  # labels make room for their ticks
     renderer = figure.canvas.get_renderer()
     sheet = figure.bbox
     caption = figure.texts[1].get_window_extent(renderer)

@@ -252,7 +252,7 @@ def method_of(row: Row) -> str:
 def _growth(row: Row) -> list[str]:
     flags = flags_of(row)
     if not row.schedule:
-        flags.setdefault("fan_out", RunConfig.fan_out)
+        flags.setdefault("fan_out", fan_out_text(row.fan_out))
     words = [f"{name}={flags[name]}" for name in _FAN_OUTS if name in flags]
     words += [str(row.hit_law)] if row.hit_law else []
     if row.on_late not in (None, "finish"):
@@ -260,6 +260,17 @@ def _growth(row: Row) -> list[str]:
     if row.saguaro_c not in (None, 1.0):
         words.append(f"C={row.saguaro_c:g}")
     return words
+
+
+def fan_out_text(counts: Sequence[int] | None) -> str:
+    """Returns the fan-out of a row that says none, by its F_0..F_K, so that it is alike at every K.
+
+    Counts that differ are called geometric, by their sum; a row without counts has the default.
+    """
+    if not counts:
+        return RunConfig.fan_out
+    is_uniform = len(set(counts)) == 1
+    return f"uniform:{counts[0]}" if is_uniform else f"geometric:{sum(counts)}"
 
 
 def flags_of(row: Row) -> dict[str, str]:
