@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
+from mpissd.common.choice import are_predicted
 from mpissd.common.errors import unknown
 
 # The conditions that a figure's rows share besides the machine, unless the figure varies one.
@@ -107,19 +108,16 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return medians.reset_index()
 
 
-def best_point(medians: pd.DataFrame, column: str = "tok_per_s") -> pd.Series:
-    """Returns the fastest of `points`, by their predicted mean if all have one.
+def ranked_by(rows: pd.DataFrame) -> str:
+    """Returns the column that chooses among rows, as `mpissd best` does (common/choice.py)."""
+    is_predicted = are_predicted(rows["expected_tok_per_s"], rows["prediction_error"])
+    return "expected_tok_per_s" if is_predicted else "tok_per_s"
 
-    The predicted mean contains no measured round, so luck does not choose what is then compared
-    (docs/definitions.md).
-    """
-    predicted = medians["expected_tok_per_s"]
-    rate = (
-        predicted * medians[column] / medians["tok_per_s"]
-        if predicted.notna().all()
-        else medians[column]
-    )
-    return medians.loc[rate.idxmax()]
+
+def best_point(rows: pd.DataFrame, by: Sequence[str]) -> pd.Series:
+    """Returns the fastest of the rows' `points`, by their predictions if those hold."""
+    medians = points(rows, by)
+    return medians.loc[medians[ranked_by(rows)].idxmax()]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from analysis.gain import gain
 from analysis.real_pair import REAL
-from analysis.select import Case, best_point, points
+from analysis.select import Case, best_point, ranked_by
 from analysis.style import Poster
 from mpissd.common.compare import Comparison
 from mpissd.common.rivals import Family, Others, families, other_uses, tps_of, widest
@@ -37,7 +37,7 @@ def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
     by = ["lookahead", "policy"]
     if rows.empty:
         return rows
-    best = best_point(points(rows, by))
+    best = best_point(rows, by)
     return rows[(rows[by] == best[by]).all(axis=1)]
 
 
@@ -89,10 +89,9 @@ def beside(ssd: pd.DataFrame, rivals: Others[RowsUse], *, per_gpu: bool = False)
 
 
 def _uses(rows: pd.DataFrame, per_gpu: bool) -> list[RowsUse]:
-    """Ranks uses by the predicted mean if all have one, as best_point does."""
+    """Ranks uses by the predicted mean where predictions hold, as best_point does."""
     cells = [best_rows(group) for _, group in rows.groupby(["mode", "tp", "num_drafts"])]
-    predicted = all(cell["expected_tok_per_s"].notna().all() for cell in cells)
-    column = "expected_tok_per_s" if predicted else "tok_per_s"
+    column = ranked_by(pd.concat(cells)) if cells else ""
     return [_use(cell, column, per_gpu) for cell in cells]
 
 

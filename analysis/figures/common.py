@@ -113,7 +113,6 @@ def draw_gains(poster: Poster, ax: Axes, label: str, gained: pd.DataFrame, **opt
 
 def best(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """Returns the best configuration at each value of `by`, with repeats merged into one point."""
-    medians = points(rows, [by, "lookahead", "policy"])
-    return pd.DataFrame(
-        [best_point(part) for _, part in medians.groupby(by)], columns=medians.columns
-    )
+    columns = points(rows, [by, "lookahead", "policy"]).columns
+    found = [best_point(part, [by, "lookahead", "policy"]) for _, part in rows.groupby(by)]
+    return pd.DataFrame(found, columns=columns)

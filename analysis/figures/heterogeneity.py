@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from analysis.figures.common import caption, need, no_claim
 from analysis.gain import gain
 from analysis.load import Data
-from analysis.select import Case, best_point, cases, plain, points, richest
+from analysis.select import Case, best_point, cases, plain, richest
 from analysis.style import BLUE, GREY, RED, SKY, Poster, parity
 from analysis.times import Times
 
@@ -100,8 +100,7 @@ def _points(
     for method, color in (("SSD", RED), ("SD", BLUE)):
         here = rows[rows["method"] == method].dropna(subset=["step_s"])
         for device, group in here.groupby(here["other_draft"].fillna("")):
-            medians = points(group, ["lookahead"])
-            best = best_point(medians)
+            best = best_point(group, ["lookahead"])
             over = gain(group[group["lookahead"] == best["lookahead"]], ar)
             y, low, high = over.speedup, over.low, over.high
             x = best["step_s"] / times.step

@@ -13,7 +13,7 @@ from analysis.load import Data
 from analysis.notes import Notes
 from analysis.select import cases, plain
 from analysis.summary import best_of_each
-from analysis.uses import BESIDE
+from analysis.uses import BESIDE, _uses, best_rows
 from tests.analysis.test_figures import data, drawn, legend, poster, rate
 
 
@@ -195,3 +195,19 @@ def test_titles_of_neighbours_stay_apart_where_rivals_are_not_known() -> None:
     raw, per_gpu = (ax.title.get_window_extent(renderer) for ax in figure.axes[:2])
     assert "not known" in figure.axes[0].get_title()
     assert figure.bbox.x0 <= raw.x0 and raw.x1 < per_gpu.x0
+
+
+@pytest.mark.parametrize("error, best", [(0.1, 7), (0.3, 4), (None, 7)])
+def test_predictions_that_miss_by_far_choose_no_k_as_in_best(
+    error: float | None, best: int
+) -> None:
+    """K = 4 was the faster of them, K = 7 was predicted to be."""
+    rows = data().rows
+    ssd = rows[rows["method"] == "SSD"].head(2).assign(
+        lookahead=[4, 7], policy="uniform:3", tok_per_s=[500.0, 400.0],
+        expected_tok_per_s=[300.0, 450.0],
+        prediction_error=float("nan") if error is None else error,
+    )  # fmt: skip
+    assert best_rows(ssd)["lookahead"].tolist() == [best]
+    uses = _uses(ssd, per_gpu=False)
+    assert [use.tok_per_s for use in uses] == [500.0 if best == 4 else 450.0]

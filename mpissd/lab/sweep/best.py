@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from mpissd.common import choice
 from mpissd.common.compare import Comparison as Gain
 from mpissd.common.compare import compare_rows
 from mpissd.common.config import RunConfig
@@ -39,7 +40,6 @@ _ASKED = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")  
 DRAFTED = ("draft", "acceptance", "divergence")  # keys that AR rows leave empty
 _MODES = ("ar", "sd", "ssd")
 _COUNTS = ("lookahead", "world_size")
-MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
 _FAN_OUTS = ("fan_out", "fan_out_miss")
 
 
@@ -90,18 +90,14 @@ class Cell:
 
 
 def missed(cells: Iterable[Cell]) -> float:
-    """Returns the median error of the replays of the cells' rows, as a share; 0 where unknown.
-
-    A replay knows the row's own draws, so that luck is no part of its error.
-    """
-    told = (row.prediction_error for cell in cells for row in cell.rows)
-    errors = [abs(error) for error in told if error is not None]
-    return median(errors) if errors else 0.0
+    """Returns the median error of the replays of the cells' rows, as a share; 0 where unknown."""
+    return choice.missed(row.prediction_error for cell in cells for row in cell.rows)
 
 
 def are_predicted(cells: Sequence[Cell]) -> bool:
     """Returns whether the cells' predictions can choose among them: all have one that holds."""
-    return all(cell.predicted for cell in cells) and missed(cells) <= MOST_MISSED
+    errors = [row.prediction_error for cell in cells for row in cell.rows]
+    return choice.are_predicted([cell.predicted for cell in cells], errors)
 
 
 def best_cell(cells: Sequence[Cell]) -> Cell:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mpissd.common.choice import MOST_MISSED
 from mpissd.common.compare import Comparison as Gain
-from mpissd.lab.sweep.best import MOST_MISSED, Cell, Comparison, Method, missed
+from mpissd.lab.sweep.best import Cell, Comparison, Method, missed
 
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _WARNING = (
