@@ -155,13 +155,15 @@ def _places(panel: Sequence[Claim]) -> list[str]:
     missing: dict[str, list[float]] = {}
     for claim in panel:
         for family in claim.verdict.others.missing:
-            missing.setdefault(str(family), []).append(_alpha(claim))
-    return [uses, *(_missing(name, missing[name], len(panel)) for name in sorted(missing))]
+            seeds = claim.seeds.get(family)
+            told = f"has {seeds} seeds of {HEADLINE_SEEDS}" if seeds else "was not measured"
+            missing.setdefault(f"{family} {told}", []).append(_alpha(claim))
+    return [uses, *(_at(told, missing[told], len(panel)) for told in sorted(missing))]
 
 
-def _missing(name: str, alphas: Sequence[float], count: int) -> str:
+def _at(told: str, alphas: Sequence[float], count: int) -> str:
     where = "" if len(alphas) == count else f" at α = {', '.join(f'{a:g}' for a in alphas)}"
-    return f"{name} was not measured{where}"
+    return f"{told}{where}"
 
 
 def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:

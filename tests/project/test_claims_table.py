@@ -148,6 +148,14 @@ def test_a_use_that_was_not_measured_is_named() -> None:
     assert "1.28–1.28, no claim: SD inline T=2 not measured" in line
 
 
+def test_a_use_of_few_seeds_says_how_many_there_are() -> None:
+    found = [row for row in rows() if (row.mode, row.tp, row.seed) != ("sd", 2, 4)]
+    (line,) = lines(found)
+    assert line.endswith("| 1.28–1.28, no claim: SD inline T=2: 4 seeds of 5 |")
+    short = [row | {"num_rounds": 399} if (row.mode, row.tp) == ("sd", 2) else row for row in found]
+    assert "no claim: SD inline T=2 not measured" in lines(short)[0]
+
+
 def test_a_slower_ssd_is_set_beside_the_strongest_use_too() -> None:
     """The predictor names SD T=1 D=1, which SSD loses to by 5%; measured, SD inline is faster."""
     wrong = rows({**USES, ("ssd", 1, 1): {4: 570.0}})

@@ -17,17 +17,25 @@ that claim a speedup. <!-- claims RESULTS lm_head --> keeps only the lines of ro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import ASSUMED_LAW, under_real_pairs
+from mpissd.common.rivals import Family
 from mpissd.common.row import Row
-from mpissd.lab.sweep.best import Cell, compare_methods, is_row, method_of, setting_of
-from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts
+from mpissd.lab.sweep.best import (
+    Cell,
+    compare_methods,
+    is_lookup,
+    is_row,
+    method_of,
+    setting_of,
+)
+from mpissd.lab.sweep.uses import MeasuredUse, Verdict, is_imposed, verdicts, ways_of
 
 BLOCK = re.compile(
     r"(<!-- claims (\S+)( lm_head)?( real)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL
@@ -38,17 +46,27 @@ _REAL = "with a real pair's hits, predicted"  # left out where no line has one
 
 @dataclass(frozen=True)
 class Claim:
-    """SSD in one setting, beside one other use of its GPUs, with its gain over that use."""
+    """SSD in one setting, beside one other use of its GPUs, with its gain over that use.
+
+    seeds: of each use that fits and was measured with too few seeds, how many it has.
+    """
 
     setting: dict[str, Any]
     verdict: Verdict
     other: MeasuredUse
     gain: Comparison
+    seeds: Mapping[Family, int] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """The gain as text: a ratio only if every use that fits was measured."""
-        return claim_text(self.gain, self.verdict.others.not_known)
+        """The gain as text: a ratio only if every use that fits was measured with enough seeds."""
+        missing = self.verdict.others.missing
+        if not missing:
+            return self.gain.claim
+        why = [f"{use}: {n} seeds of {HEADLINE_SEEDS}" for use, n in self.seeds.items()]
+        if none := [str(use) for use in missing if use not in self.seeds]:
+            why.append(f"{', '.join(none)} not measured")
+        return f"{self.gain.interval}, no claim: {'; '.join(why)}"
 
     @property
     def real(self) -> list[float]:
@@ -73,24 +91,15 @@ class Claim:
         return (*(self.setting.get(n) for n in names), ssd.tp + ssd.num_drafts, law)
 
 
-def claim_text(gain: Comparison, not_known: str) -> str:
-    """Returns the text of a claim, or an interval and the reason why it is no claim.
-
-    not_known: names the uses that were not measured; empty if all were.
-    """
-    if not_known:
-        return f"{gain.interval}, no claim: {not_known} not measured"
-    return gain.claim
-
-
 def claims(rows: Iterable[Row]) -> list[Claim]:
     """Returns the claims of every setting, those with the LM head first, by increasing acceptance.
 
     Raises ConfigError if no SSD rows with enough seeds and rounds can be compared with another use.
     """
-    kept = enough(rows)
+    long = _long(rows)
+    kept = enough(long)
     judged = [
-        claim
+        replace(claim, seeds=_seeds_of(verdict.others.missing, claim.setting, long))
         for comparison in compare_methods(kept)
         for verdict in verdicts(comparison, kept)
         if (claim := claim_of(dict(comparison.setting), verdict)) is not None
@@ -103,17 +112,34 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
     return sorted(judged, key=lambda c: (not c.setting["lm_head"], str(c.setting["acceptance"])))
 
 
+def _long(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows of 400 rounds or more without imposed hits."""
+    lawful = (row for row in rows if is_row(row) and not is_imposed(row.hit_law))
+    return [row for row in lawful if (row.num_rounds or 0) >= HEADLINE_ROUNDS]
+
+
 def enough(rows: Iterable[Row]) -> list[Row]:
     """Returns the rows that may support a claim.
 
     They have 400 rounds or more, no imposed hits, and a configuration with five seeds or more.
     """
-    lawful = (row for row in rows if is_row(row) and not is_imposed(row.hit_law))
-    long = [row for row in lawful if (row.num_rounds or 0) >= HEADLINE_ROUNDS]
+    long = _long(rows)
     seeds: dict[Any, set[Any]] = {}
     for row in long:
         seeds.setdefault(_configuration(row), set()).add(row.seed)
     return [row for row in long if len(seeds[_configuration(row)]) >= HEADLINE_SEEDS]
+
+
+def _seeds_of(
+    missing: Collection[Family], setting: dict[str, Any], long: Sequence[Row]
+) -> dict[Family, int]:
+    """Returns the most seeds that one K of a missing use has, for those with a row."""
+    seeds: dict[Family, int] = {}
+    for use in ways_of(setting, long):
+        of = Family.of(use)
+        if of in missing and not is_lookup(use.cell.rows[0]):
+            seeds[of] = max(seeds.get(of, 0), len({row.seed for row in use.cell.rows}))
+    return seeds
 
 
 def _configuration(row: Row) -> tuple[Any, ...]:
