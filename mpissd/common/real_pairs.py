@@ -4,8 +4,9 @@ laws.
 miss(F) = min(1, floor + A·F^−r), with one law after a rejection and one after a trunk that was
 accepted whole. DEFAULT, the law that runs impose if no flag says another, is that of the shipped
 draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd laws`). REAL_PAIRS are those
-of its first draft: A is the miss rate measured at F = 1, and r the least-squares slope of log miss
-through it, for F = 2..16. ASSUMED was the default before, and committed rows of GPUs are of it.
+of a draft that came before: A is the miss rate measured at F = 1, and r the least-squares slope of
+log miss through it, for F = 2..16. ASSUMED was the default before, and committed rows of GPUs are
+of it.
 
 under_real_pairs computes what an SSD row would have reached with such hits, from its own waits. A
 round is its duration without waiting for the draft, plus the wait: short if all b sequences hit,
@@ -24,10 +25,9 @@ from dataclasses import dataclass
 from mpissd.common.row import Row
 from mpissd.common.theory import accept_probabilities, power_law_miss
 
-SOURCE = (
-    "measured on one real pair, SmolLM2-135M-Instruct with a 4-layer draft distilled from it, "
-    "temperature 0"
-)
+_TARGET = "SmolLM2-135M-Instruct"
+SOURCE = f"measured on {_TARGET} with a draft of 4 layers, before the shipped one, temperature 0"
+DEFAULT_SOURCE = f"measured on {_TARGET} with the shipped draft"
 
 
 @dataclass(frozen=True)

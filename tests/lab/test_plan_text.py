@@ -16,6 +16,7 @@ from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.places import survey
 
+SHIPPED = "measured on SmolLM2-135M-Instruct with the shipped draft"
 DEFAULT = resolve_hit_law(None, None, None).label
 
 NONE = "no difference within the predictor's error of 5%"
@@ -67,7 +68,7 @@ def test_every_ratio_names_its_gpus_and_no_words_stand_twice() -> None:
 @pytest.mark.parametrize(
     ("flags", "terms"),
     [
-        ({}, f"alpha:0.8, no LM head, context 0, hits assumed {DEFAULT}:"),
+        ({}, f"alpha:0.8, no LM head, context 0, hits as {SHIPPED} ({DEFAULT}):"),
         (
             {"lm_head": True, "context": 4096, "fuse": True, "p_hit": 0.9},
             "alpha:0.8, fused, LM head, context 4096, hits given p_hit:0.9:",

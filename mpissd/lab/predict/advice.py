@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpissd.common.config import RunConfig
+from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.spec.hits import hit_law_of
@@ -125,10 +126,12 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 
 def _hits(run: RunConfig) -> str:
-    """Returns the hit law of a plan, and whether it was given, measured or assumed."""
+    """Returns the hit law of a plan, and whether it was given or on which pair it was measured."""
     if any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law)):
         return f"given {hit_law_of(run, 1).label}"
-    return "of the same file" if run.laws else f"assumed {hit_law_of(run, 1).label}"
+    if run.laws:
+        return "of the same file"
+    return f"as {DEFAULT_SOURCE} ({hit_law_of(run, 1).label})"
 
 
 def gain_text(gain: float) -> str:
