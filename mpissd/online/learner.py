@@ -98,13 +98,16 @@ class Learner:
         self.counts.diverged += 1
         self.student.restore(self.in_use)
 
-    def publish(self) -> bool:
-        """Returns whether the weights are a version to publish, which they then are."""
+    def publish(self) -> bool | None:
+        """Returns whether the weights are a version to publish, which they then are.
+
+        None: too few sequences are held out yet to judge them.
+        """
         if not self.student.is_finite:
             self._go_back()
             return False
         if len(self.memory.held) < self.plan.min_held:
-            return False
+            return None
         gain, error = self._gained()
         if not is_ahead(gain, error):
             self._refuse(gain)

@@ -95,7 +95,7 @@ class Replay:
         """Returns a point of the online draft, whose weights are offered as the next version.
 
         seen: prompts and tokens of the stage, and seconds spent. `published` is None where nothing
-        is offered.
+        is offered, or too little is held out to judge it.
         """
         point: Point = {"schedule": "online", "prompts": seen[0], "tokens": seen[1]}
         point |= {"steps": learner.counts.steps, "learning_s": round(seen[2], 1)}

@@ -3,8 +3,8 @@
 
 The gap of a stage is that between the static draft's agreement and the offline one's best. Online
 points are of the version in use; beside them stands the agreement of the weights as trained, and
-whether they were refused as the next version. A later stage's point at 0 prompts has what earlier
-stages taught of it.
+whether they were refused as the next version or not judged (none was due, or too little held out).
+A later stage's point at 0 prompts has what earlier stages taught of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _trained(point: Point) -> str:
         return ""
     told = point["trained"]
     found = "not finite" if told is None else f"{told['agreement']:.4f}"
-    return f"{found}, refused" if point["published"] is False else found
+    verdict = {None: ", not judged", False: ", refused", True: ""}[point["published"]]
+    return f"{found}{verdict}"
 
 
 def main() -> int:

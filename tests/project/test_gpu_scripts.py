@@ -108,7 +108,13 @@ def test_a_curve_s_share_of_its_gap_is_of_the_best_offline_draft() -> None:
     rows = [line.split(" | ") for line in table(points)]
     assert [row[-1] for row in rows[3:]] == ["0.10 |", "0.50 |", " |", " |"]
     trained = rows[0].index("as trained")
-    assert [row[trained] for row in rows[2:]] == ["", "0.5200", "0.5200, refused", "", ""]
+    assert [row[trained] for row in rows[2:]] == [
+        "",
+        "0.5200, not judged",
+        "0.5200, refused",
+        "",
+        "",
+    ]
     assert [row[rows[0].index("times")] for row in rows[2:]] == ["", "4", "4", "1", "1"]
 
 
