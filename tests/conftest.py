@@ -1,7 +1,12 @@
 """What every test gets: a refusal takes one line. With --long, also `long` tests, and new examples
-of properties."""
+of properties. SIGTERM ends a run of tests as Ctrl-C does, so that jobs and folders go with it."""
 
 from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
 
 import pytest
 
@@ -20,6 +25,9 @@ else:
     settings.register_profile("explore", untimed, derandomize=False, print_blob=True)
     settings.register_profile("same", untimed, derandomize=True)
     settings.load_profile("same")
+
+LONG_S = 1800.0  # of a `long` test, after which it shows where it is; others: faulthandler_timeout
+_STDERR = pytest.StashKey[int]()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = config.getoption("--hypothesis-profile", "none: Hypothesis is not installed")
     if config.getoption("--long") and not asked:
         settings.load_profile("explore")
+    config.stash[_STDERR] = os.dup(sys.__stderr__.fileno())  # before a test's output is captured
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_STDERR])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Gives a `long` test its own time instead of pytest's."""
+    if item.get_closest_marker("long"):
+        timeout_s = float(os.environ.get("LONG_TEST_S", LONG_S))
+        faulthandler.dump_traceback_later(timeout_s, file=item.config.stash[_STDERR])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
