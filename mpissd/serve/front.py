@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,7 +85,6 @@ class Front:
     def __init__(self, config: ServeConfig, job: Job, listener: socket.socket) -> None:
         self._config, self._job, self._listener = config, job, listener
         self._lead = Lead(config.max_queue)
-        self._lead.on_ready = self._announce
         self._member = self._membership()
 
     def _membership(self) -> Member | None:
@@ -106,10 +106,11 @@ class Front:
         server = make_server(self._config, self._job, self._lead, member.id if member else None)
         server.drain.on_begin = self._begin_to_leave
         with (
-            tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
             _signals(server.end),
+            tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
             member or contextlib.nullcontext(),
         ):
+            self._lead.on_ready = lambda: self._announce(folder)
             path = str(Path(folder, "lead"))
             async with await self._lead.accept(path):
                 self._say_what_loads()
@@ -163,7 +164,10 @@ class Front:
         )
         sys.stderr.flush()
 
-    def _announce(self) -> None:
+    def _announce(self, folder: str) -> None:
+        """Says the address, and removes the socket's folder: who is connected needs no path, and
+        a server that is killed leaves nothing behind."""
+        shutil.rmtree(folder, ignore_errors=True)
         if self._member is not None:
             self._member.join()
         host, port = self._listener.getsockname()[:2]

@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,22 @@ def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[S
 def launched(
     pair: TinyPair, folder: Path, *flags: str, **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Starts the command; kills what is left of it."""
+    """Starts the command; kills what is left of it. Nothing may be left in its own TMPDIR."""
+    with tempfile.TemporaryDirectory() as own:  # a socket's path has to be short
+        told = {"MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), "TMPDIR": own}
+        with _ended(pair, folder, flags, {**os.environ, **told, **env}) as process:
+            yield process
+        assert not os.listdir(own)
+
+
+@contextmanager
+def _ended(
+    pair: TinyPair, folder: Path, flags: Sequence[str], env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command(pair, *flags),
         cwd=ROOT,
-        env={**os.environ, "MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), **env},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=(folder / "log").open("w"),
         text=True,
