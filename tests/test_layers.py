@@ -123,8 +123,6 @@ MAY_NAME_HTTP = ("mpissd.serve.http",)
 STARTS_HTTP = tuple(
     f"mpissd.serve.http.{name}" for name in "app body guard limits metrics server".split()
 )
-# For the type checker alone: a job has a workload, whose methods take the job.
-NAMED_ABOVE = ("mpissd.engine.job.job",)
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
 
@@ -135,7 +133,6 @@ class Import:
     module: str
     line: int
     at_import: bool
-    runs: bool  # not only for the type checker
 
 
 def name_of(path: Path) -> str:
@@ -164,17 +161,17 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def walk(node: ast.AST, at_import: bool, runs: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
+def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.AST, bool]]:
     for child in ast.iter_child_nodes(node):
         inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        told = at_import and not inside, runs and not is_type_checking(child)
-        yield child, *told
-        yield from walk(child, *told)
+        runs = at_import and not inside and not is_type_checking(child)
+        yield child, runs
+        yield from walk(child, runs)
 
 
 def imports_in(source: str, package: str, known: frozenset[str]) -> list[Import]:
     found = []
-    for node, at_import, runs in walk(ast.parse(source), True, True):
+    for node, at_import in walk(ast.parse(source), True):
         modules: list[str] = []
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -188,7 +185,7 @@ def imports_in(source: str, package: str, known: frozenset[str]) -> list[Import]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             modules = [a.value for a in node.args if isinstance(a, ast.Constant)]  # type: ignore[misc]
         line = getattr(node, "lineno", 0)
-        found += [Import(m, line, at_import and runs, runs) for m in dict.fromkeys(modules)]
+        found += [Import(m, line, at_import) for m in dict.fromkeys(modules)]
     return found
 
 
@@ -226,11 +223,7 @@ def test_imports_go_downward(module: str) -> None:
 
 def test_nothing_imports_itself_around_a_corner() -> None:
     graph = {
-        name: {
-            i.module
-            for i in found
-            if ours(i.module) and i.module != name and (i.runs or i.module not in NAMED_ABOVE)
-        }
+        name: {i.module for i in found if ours(i.module) and i.module != name}
         for name, found in all_imports().items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
@@ -325,19 +318,19 @@ def test_the_walk_finds_imports_of_every_kind() -> None:
     known = frozenset(
         {"mpissd.common.rounds", "mpissd.engine.comm.link", "mpissd.engine.model.shard"}
     )
-    found = {i.module: (i.at_import, i.runs) for i in imports_in(BAD, "mpissd.engine.comm", known)}
+    found = {i.module: i.at_import for i in imports_in(BAD, "mpissd.engine.comm", known)}
     assert found == {
-        "os": (True, True),
-        "mpissd.common.rng": (True, True),
-        "typing": (True, True),
-        "mpissd.common.errors": (True, True),
-        "mpissd.common.rounds": (True, True),
-        "mpissd.engine.comm.link": (True, True),
-        "mpissd.engine.model.shard": (True, True),
-        "mpi4py": (False, False),
-        "cupy": (False, True),
-        "mpissd.lab.measure.run": (False, True),
-        "mpissd.engine.job": (True, True),
+        "os": True,
+        "mpissd.common.rng": True,
+        "typing": True,
+        "mpissd.common.errors": True,
+        "mpissd.common.rounds": True,
+        "mpissd.engine.comm.link": True,
+        "mpissd.engine.model.shard": True,
+        "mpi4py": False,
+        "cupy": False,
+        "mpissd.lab.measure.run": False,
+        "mpissd.engine.job": True,
     }
 
 

@@ -22,7 +22,6 @@ from mpissd.engine.model.transformer.file_checkpoint import digest
 from mpissd.engine.model.transformer.safetensors_files import SafetensorsFiles
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel
-from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.replay.recording import Recording, load, save
 from tests.loop.recorded import recording_of
 
@@ -186,7 +185,7 @@ def test_a_job_beyond_what_was_recorded_is_refused(path: Path) -> None:
 
 
 def test_a_row_names_its_recording(path: Path) -> None:
-    workload = workload_of(job_of(path))
+    workload = job_of(path).workload
     assert workload.row_fields().recording == load(str(path)).label
     assert "3 prompts by table/table" in workload.law
 

@@ -24,7 +24,6 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model import routed
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.registry import workload_of
 from tests.loop.harness import Guarded
 
 WAITER = Waiter(300.0, spin=False)  # a transformer's first forward is compiled
@@ -34,7 +33,7 @@ class Group:
     """One target group: its loop, its sequences and its rounds."""
 
     def __init__(self, job: Job, number: int, speculator: RemoteSpeculator) -> None:
-        workload = workload_of(job)
+        workload = job.workload
         worker = workload.target_worker(stepper_of(job, drafts=False))
         worker.placement = job.placement(drafts=False)
         batch = job.config.batch_size
@@ -98,7 +97,7 @@ def _is_left(group: Group, rounds: int) -> bool:
 
 def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     """A whole model with the weights of a run."""
-    workload, backend = workload_of(job), open_backend("numpy", device="h100", local_rank=0)
+    workload, backend = job.workload, open_backend("numpy", device="h100", local_rank=0)
     shard = job.draft_shard if drafts else job.target_shard
     assert shard is not None
     return routed.stepper_of(

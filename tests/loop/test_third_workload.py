@@ -23,7 +23,6 @@ from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.workload.base import DraftWorker, OpenGather, Proposals, TargetWorker, Workload
 from mpissd.engine.workload.placed import Admissions
-from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.row_fields import RowFields
 from mpissd.lab.predict.row import is_predictable
@@ -136,7 +135,7 @@ def test_it_decodes_in_every_mode(mode: str, drafts: int) -> None:
 
 def test_the_rest_of_the_program_takes_it_as_it_is() -> None:
     job = resolve(config_of("ssd"), 1, backend="emulated", memory_bytes=None)
-    workload = workload_of(job)
+    workload = job.workload
     assert isinstance(workload, Counting) and not is_predictable(job)
     assert workload.row_fields() == RowFields()
     assert parse_flags({"workload": "counting", "vocab": "9"}).vocab == 9

@@ -139,7 +139,6 @@ def test_a_learner_beside_several_drafts_is_refused(pair: TinyPair, folder: Path
 
 def test_a_row_counts_its_prompts_by_kind(pair: TinyPair, folder: Path) -> None:
     from mpissd.engine.job import resolve
-    from mpissd.engine.workload.registry import workload_of
     from mpissd.lab.predict.row import is_followable
 
     ids = ";".join(",".join(map(str, prompt)) for prompt in PROMPTS)
@@ -147,8 +146,8 @@ def test_a_row_counts_its_prompts_by_kind(pair: TinyPair, folder: Path) -> None:
     for draft, wanted in ((folder, {"chat": 2, "code": 2}), (pair.draft, None)):
         config = RunConfig(workload="text", draft=str(draft), num_drafts=0, **told)
         job = resolve(config, 1, backend="numpy", memory_bytes=None)
-        assert workload_of(job).row_fields().draft_tasks == wanted
-        assert len(workload_of(job).draft_members) == (draft == folder)
+        assert job.workload.row_fields().draft_tasks == wanted
+        assert len(job.workload.draft_members) == (draft == folder)
         assert is_followable(job) == (draft != folder)
 
 

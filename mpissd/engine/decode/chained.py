@@ -27,7 +27,6 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.stages import NOBODY, NOT_FINITE
 from mpissd.engine.workload.base import DraftWorker, Proposals, TargetWorker
 from mpissd.engine.workload.placed import Admissions
-from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import Steps
 
@@ -312,7 +311,7 @@ def chained_pair(
     waiter: Waiter,
 ) -> tuple[ChainedTarget, Speculator]:
     """Returns the target worker and the speculator of a loop whose rounds are chained."""
-    limit, rounds = workload_of(job).longest_answer, _Dropping(forwards, waiter)
+    limit, rounds = job.workload.longest_answer, _Dropping(forwards, waiter)
     if drafter is None:
         return ChainedTarget(target, None, forwards, limit), ChainedNobody(rounds)
     assert isinstance(drafter, ChainedDrafter), "a drafter that launches its own forwards"

@@ -17,7 +17,6 @@ from mpissd.engine.spec.control import BackupController
 from mpissd.engine.spec.fanout import FanOuts, owners_of
 from mpissd.engine.spec.hits import DEFAULT_HIT_A, DEFAULT_HIT_R
 from mpissd.engine.workload.base import DraftWorker
-from mpissd.engine.workload.registry import workload_of
 from mpissd.engine.workload.tail import TailWorker
 
 _REALLOT_ROUNDS = 50
@@ -25,7 +24,7 @@ _REALLOT_ROUNDS = 50
 
 def link_shape(job: Job, group: int = 0) -> LinkShape:
     """Returns the sizes of the messages of this job, between a target group and its drafts."""
-    workload = workload_of(job)
+    workload = job.workload
     sampled = workload.samples and job.lookahead > 0
     return LinkShape(
         group,
@@ -41,7 +40,7 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
 
 def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
     """Returns the worker that drafts with the whole draft model."""
-    worker = workload_of(job).draft_worker(stepper)
+    worker = job.workload.draft_worker(stepper)
     worker.placement = job.placement(drafts=True)
     return TailWorker(worker) if job.is_tail else worker
 
@@ -87,7 +86,7 @@ def _controls(job: Job, policy: DraftPolicy) -> Controls:
     fixed = Controls(policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late)
     config, prior = job.config, (PRIOR_ALPHA,) * job.lookahead
     late, chooses = config.on_late == "auto", config.backup == "auto"
-    reports = workload_of(job).reports_outcomes
+    reports = job.workload.reports_outcomes
     watched = reports or job.adaptive_budget is not None or late or chooses
     # A tail keeps candidates only after the last token, so no fan-out list could be learned.
     if job.is_tail or not watched:

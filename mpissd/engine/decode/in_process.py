@@ -42,7 +42,6 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.base import DraftWorker, TargetWorker
-from mpissd.engine.workload.registry import workload_of
 
 L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")
@@ -67,7 +66,7 @@ class Loops:
     def __init__(self, job: Job, backend: str) -> None:
         """Opens the models on a backend of _BACKENDS."""
         self.job, self._backend = job, backend
-        self.workload = workload_of(job)
+        self.workload = job.workload
         self._resources = ExitStack()
         self._waiter = Waiter(job.config.deadline_s, spin=False)
         self._threads: list[Thread] = []

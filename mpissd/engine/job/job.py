@@ -2,106 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mpissd.common.config import RunConfig
-from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import is_tail
-from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.state_drafts import StateShard
-from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
-from mpissd.engine.spec.hits import HitLaw
+from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.placement import Placement, StatelessPlacement
 from mpissd.engine.workload.registry import workload_kind
-
-_LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
-WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a text job up
-_TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, unless --context says it
+from mpissd.engine.workload.resolved import Resolved
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What a job of requests that come and go needs beside its configuration.
-
-    kv_tokens: those of all sequences' caches together (0: each may be as long as the context).
-    samples: whether requests may ask for a temperature above 0. prefix_cache: whether a sequence
-    takes over the pages of others that begin with the same tokens.
-    """
-
-    kv_tokens: int = 0
-    samples: bool = True
-    prefix_cache: bool = True
-
-
-@dataclass(frozen=True)
-class Job:
-    """A configuration resolved for T target ranks: model shapes, laws and fan-out lists."""
-
-    config: RunConfig
-    tp: int
-    target: ModelShape
-    full_target: ModelShape  # before --num_layers
-    draft: ModelShape | None
-    lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # F_0 … F_K behind a hit; empty unless SSD
-    fan_out_miss: tuple[int, ...]  # F_0 … F_K behind a trunk that a backup drafted
-    fan_out_fast: tuple[int, ...] | None  # with backup=auto, the list behind FAST tokens; else None
-    acceptance: Mapping[Source, AcceptanceLaw]
-    hit_law: HitLaw
-    backup_lookahead: int
-    target_where: str = ""  # the names that presets.files_of takes
-    draft_where: str = ""
-    prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
-    serving: Serving | None = None  # of a job whose requests come and go; else None
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, G·T + D + L."""
-        return self.config.groups * self.tp + self.config.drafts + self.config.learners
+class Job(Resolved):
+    """A resolved configuration with its workload, the options of its forwards and their rows."""
 
     @cached_property
     def workload(self) -> Workload:
         """The workload that the job decodes."""
         return workload_kind(self.config.workload)(self)
-
-    @cached_property
-    def target_shard(self) -> AnyShard:
-        """Rank 0's share of the target."""
-        return self.shard(self.tp)
-
-    @cached_property
-    def draft_shard(self) -> AnyShard | None:
-        """The whole draft; None in AR."""
-        if self.draft is None or not self.drafts_by_transformer:
-            return None if self.draft is None else Shard(self.draft)
-        config = config_of(self.draft_where, self.target_where)
-        if config.kind:
-            return StateShard(config, heads_used=self.backup_lookahead or 1)
-        return TransformerShard(config)
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether the draft reads the target's hidden states."""
-        return isinstance(self.draft_shard, StateShard)
-
-    def shard(self, tp: int) -> AnyShard:
-        """Returns rank 0's share of the target, over T = tp ranks."""
-        if not self.config.is_transformer:
-            return Shard(self.target, tp)
-        return TransformerShard(config_of(self.target_where), tp)
-
-    @property
-    def drafts_by_transformer(self) -> bool:
-        """Whether the draft's forwards are those of a transformer; prompt lookup has none."""
-        return self.config.is_transformer and self.draft is not None and self.draft.head is None
 
     @property
     def options(self) -> ForwardOptions:
@@ -155,78 +73,6 @@ class Job:
         given = 0 if self.config.is_text else self.config.context
         return given + min([*limits, self.longest - given]) // 2
 
-    @property
-    def window(self) -> int | None:
-        """Tokens after which the positions of a sequence without a prompt begin again."""
-        config, most = self.config, [_LONGEST_WINDOW]
-        if config.is_text:
-            return None
-        if config.num_tokens is not None:
-            most.append(config.num_tokens)
-        if config.max_rounds is not None:
-            most.append(config.max_rounds * (self.lookahead + 1))
-        return max(1, min(most))
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a sequence, its context or prompt included."""
-        config = self.config
-        if self.window is not None:
-            return config.context + self.window
-        most = config_of(self.target_where).max_positions
-        return min(config.context or _TEXT_CONTEXT, most)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a slot of the KV cache may hold: a sequence, and those of a verification.
-
-        The sequences that warm a text job up end after warmup_rounds alone.
-        """
-        each, warm = self.lookahead + 1, 0
-        if self.config.is_text:
-            warm = WARM_TOKENS + self.config.warmup_rounds * each
-        return max(self.longest, warm) + each
-
-    def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns where the rows of a new worker of one model lie; None without a KV cache."""
-        config = self.config
-        if not (self.drafts_by_transformer if drafts else config.is_transformer):
-            return None
-        serving, draft = self.serving, self.draft_shard
-        # A draft on hidden states needs those of every token, which a taken page does not have.
-        keeps = serving is not None and serving.prefix_cache and not self.reads_states
-        kind = Placement
-        if drafts and isinstance(draft, StateShard) and not draft.kv_layers:
-            kind = StatelessPlacement
-        size = config.batch_size, config.context, self.window
-        return kind(*size, pooled=serving is not None, keeps=keeps)
-
-    @property
-    def inline(self) -> bool:
-        """Whether the draft runs on the lead's device (SD without a draft rank)."""
-        return self.draft is not None and self.config.drafts == 0
-
-    @property
-    def is_tail(self) -> bool:
-        """Whether candidates are kept behind the last served token alone (tail:F)."""
-        return bool(self.fan_out) and is_tail(self.config.fan_out)
-
-    def num_forwards(self, tokens: int) -> int:
-        """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""
-        return -(-tokens // self.tokens_a_forward)
-
-    @property
-    def tokens_a_forward(self) -> int:
-        """Tokens of a sequence that one draft forward drafts: several by Medusa heads."""
-        if isinstance(self.draft_shard, StateShard):
-            return self.draft_shard.num_heads_used
-        return 1 if self.draft is None else self.draft.num_tokens
-
-    @property
-    def verify_rows(self) -> int:
-        """Number of rows of a full verification, b(K+1)."""
-        return self.config.batch_size * (self.lookahead + 1)
-
     def target_buckets(self) -> list[int]:
         """Returns the row counts to compile for verifications of up to b(K+1) rows."""
         exact = self.config.batch_size, self.verify_rows, *self._prefill
@@ -241,40 +87,9 @@ class Job:
         return buckets(batch, *exact)
 
     @property
-    def draft_sequences(self) -> int:
-        """Number of sequences of all target groups, which a draft keeps in its cache."""
-        return self.config.groups * self.config.batch_size
-
-    @property
-    def group_lanes(self) -> int:
-        """The most branches that one draft grows for a target group, at least one a sequence."""
-        return self.config.batch_size * max(1, self.num_lanes)
-
-    @property
     def _prefill(self) -> list[int]:
         """The row count of a forward over a part of a prompt, if there is one."""
         return [self.prefill_rows] * (self.prefill_rows > 0)
-
-    @property
-    def adaptive_budget(self) -> int | None:
-        """Budget B of --fan_out=adaptive:B, or None if the fan-out is fixed."""
-        return adaptive_budget(self.config.fan_out) if self.fan_out else None
-
-    @property
-    def fan_outs(self) -> FanOuts:
-        """The fan-out lists of the job: behind hits, behind misses, and behind FAST tokens."""
-        return FanOuts(self.fan_out, self.fan_out_miss, self.fan_out_fast)
-
-    @property
-    def num_lanes(self) -> int:
-        """The largest number of branches that one draft grows for a sequence."""
-        branches = self.adaptive_budget or self.fan_outs.branches
-        return -(-branches // max(1, self.config.drafts))
-
-    @property
-    def widest(self) -> int:
-        """The largest number of candidates that a row may keep, at least 1."""
-        return max(1, self.adaptive_budget or self.fan_outs.widest)
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns the weight and KV bytes of a (target rank, draft rank).

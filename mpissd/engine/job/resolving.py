@@ -22,13 +22,13 @@ from mpissd.engine.job.checks import (
     check_tokens,
     check_transformer,
 )
-from mpissd.engine.job.job import Job, Serving
+from mpissd.engine.job.job import Job
 from mpissd.engine.job.memory import check_memory, sized
 from mpissd.engine.model.transformer.hub import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw, hit_law_of
-from mpissd.engine.workload.registry import workload_of
+from mpissd.engine.workload.resolved import Serving
 
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
@@ -182,7 +182,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         draft_where=draft_where or "",
         prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
-    workload_of(job).check()
+    job.workload.check()
     return job
 
 

@@ -26,7 +26,6 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.workload.registry import workload_of
 
 StepperKey = tuple[ForwardOptions, int]
 _TARGET, _DRAFT = 0, 1
@@ -85,7 +84,7 @@ class Need:
 
 def needs(job: Job) -> list[Need]:
     """Returns the needs of a job: of its target, and of its draft if it has one."""
-    batch, workload = job.config.batch_size, workload_of(job)
+    batch, workload = job.config.batch_size, job.workload
     target, rows = job.target_shard, tuple(job.target_buckets())
     needed = [Need(_TARGET, workload.target_stacks, target, job.options, rows, batch)]
     if (draft := job.draft_shard) is not None:

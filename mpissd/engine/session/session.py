@@ -40,7 +40,6 @@ from mpissd.engine.session.backend_name import backend_name
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import TargetWorker, Workload
-from mpissd.engine.workload.registry import workload_of
 
 _REST_S = 1e-3  # between two polls of an idle rank
 
@@ -63,7 +62,7 @@ class Session:
     @property
     def workload(self) -> Workload:
         """The workload that this job decodes."""
-        return workload_of(self.job)
+        return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Returns a worker that verifies with this target rank's share of the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,9 @@ from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.endings import Endings
 from mpissd.engine.workload.placed import PlacedWorker
+from mpissd.engine.workload.resolved import Resolved
 from mpissd.engine.workload.rollout import Branches, Rollout
 from mpissd.engine.workload.row_fields import RowFields
-
-if TYPE_CHECKING:
-    from mpissd.engine.job.job import Job
 
 W = TypeVar("W", bound="Worker")
 # (batch row, i) → float32 [V]: the distribution from which drafted token i was drawn.
@@ -221,7 +219,7 @@ class Workload(ABC):
     drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)
     reports_outcomes: ClassVar[bool] = False  # rows report fitted laws though nothing adapts
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Resolved) -> None:
         self.job = job
 
     def check(self) -> None:

@@ -1,15 +1,11 @@
-"""Find the class of a workload by its name, and make the workload of a job."""
+"""Find the class of a workload by its name."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from mpissd.common.workloads import known
-
-if TYPE_CHECKING:
-    from mpissd.engine.job.job import Job
-    from mpissd.engine.workload.base import Workload
+from mpissd.engine.workload.base import Workload
 
 
 def workload_kind(name: str) -> type[Workload]:
@@ -17,8 +13,3 @@ def workload_kind(name: str) -> type[Workload]:
     module, _, kind = known(name).where.partition(":")
     workload: type[Workload] = getattr(import_module(module), kind)
     return workload
-
-
-def workload_of(job: Job) -> Workload:
-    """Returns the workload object of this job, which is made once."""
-    return job.workload

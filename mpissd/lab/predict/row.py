@@ -8,7 +8,6 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
 from mpissd.engine.job import Job
-from mpissd.engine.workload.registry import workload_of
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.imposed import imposed_hits
@@ -24,7 +23,7 @@ def is_predictable(job: Job) -> bool:
     The job must have imposed laws, nothing that adapts, and a draft that takes K steps over fan-out
     lists that are the same in every round.
     """
-    return workload_of(job).is_imposed and _is_fixed(job)
+    return job.workload.is_imposed and _is_fixed(job)
 
 
 def is_followable(job: Job) -> bool:
@@ -36,8 +35,8 @@ def is_followable(job: Job) -> bool:
     on_time = not job.fan_out or job.config.on_late == "finish"
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
     has_steps = has_steps and job.config.draft_lookup is None
-    has_steps = has_steps and not workload_of(job).draft_members  # of which a step may run several
-    return workload_of(job).reports_outcomes and on_time and has_steps and _is_fixed(job)
+    has_steps = has_steps and not job.workload.draft_members  # of which a step may run several
+    return job.workload.reports_outcomes and on_time and has_steps and _is_fixed(job)
 
 
 def _is_fixed(job: Job) -> bool:

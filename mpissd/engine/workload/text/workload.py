@@ -8,7 +8,6 @@ from functools import cached_property
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
-from mpissd.engine.job.job import WARM_TOKENS, Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -18,6 +17,7 @@ from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import OpenGather, Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
+from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.text.draft import TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
@@ -204,7 +204,7 @@ class TextWorkload(Workload):
         return (tuple(prompt.tokens) for prompt in self.prompts)
 
 
-def check_prompts(job: Job) -> None:
+def check_prompts(job: Resolved) -> None:
     """Raises ConfigError if a job of text has a prompt that cannot be answered.
 
     For the lead, since no other rank has to reach the file of prompts.
