@@ -49,12 +49,16 @@ class Control(NamedTuple):
 
     lookahead: most tokens that are drafted for a sequence (None: K). width: most bonus candidates
     that the draft keeps for a row, while the target verifies (None: those of its fan-out; 0: it
-    grows nothing). fill: rows of opened prompts that are stored beside the verification.
+    grows nothing). fill: rows of opened prompts that are stored beside the verification. catch_up:
+    most committed tokens that a draft on the lead's own device stores before it drafts; it drafts
+    only for sequences of which it lacks none, and stores no prompt before (None: all of them, and
+    prompts beside the verification, as other drafts do). No message carries it.
     """
 
     lookahead: int | None = None
     width: int | None = None
     fill: int = 0
+    catch_up: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.wire import MOST_FILL
-from mpissd.engine.decode.goodput import Backlog, Goodput, Way
+from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
 from mpissd.engine.decode.target import RoundResult
@@ -54,6 +54,10 @@ class Rounds(Protocol):
     @property
     def unstored(self) -> int:
         """The tokens of opened prompts that are still to be stored."""
+
+    @property
+    def lacking(self) -> int:
+        """The tokens of live sequences that a draft on the lead's own device has not stored."""
 
     @property
     def most_rows(self) -> int:
@@ -167,18 +171,28 @@ class Driver:
         if loop.is_storing:
             fill = self.times.beside(rows, loop.most_rows, way.lookahead)
             fill = min(fill, MOST_FILL)  # as many as other ranks are told
-        fixed = self.goodput is None
-        loop.control = Control(fill=fill) if fixed else Control(*way, fill)
+        loop.control = self._control(way, rows, fill)
         start = self._clock()
         result = loop.step()
         if len(live):
             self.times.add(result.num_rows, result.t_target_s)
-            if result.stored_s and result.num_rows > rows:
-                stored = result.num_rows - rows, result.stored_s
-                self.times.stored(*stored, way.lookahead, result.wait_s)
+            if result.stored:
+                apart = loop.control.catch_up is not None
+                note = self.times.caught_up if apart else self.times.stored
+                note(result.stored, result.stored_s, way.lookahead, result.wait_s)
         if self.goodput is not None and not self.draft_lost:
             self._unseen = way, result, self._clock() - start - result.stored_s
         return result
+
+    def _control(self, way: Way, rows: int, fill: int) -> Control:
+        """Returns what the lead says of a round that verifies `rows` and stores `fill` rows."""
+        if self.goodput is None:
+            return Control(fill=fill)
+        lookahead = way.lookahead
+        catch_up = 0
+        if lookahead and self._loop is not None:
+            catch_up = self.times.catch_up(rows, lookahead, fill, self._loop.lacking)
+        return Control(*way, fill, catch_up)
 
     def _way(self, live: list[int]) -> Way:
         """Returns how the next round is decoded; where the batch is that of the last one, this was
@@ -250,6 +264,8 @@ class Driver:
     def _end(self, ended: Ended) -> None:
         task = ended.task
         counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
+        if self.goodput is not None:
+            self.goodput.ended(len(task.prompt), len(task.tokens))
         self._mail.put(End(task.request_id, ended.reason, *counts))
 
     def _send(self) -> None:
@@ -269,10 +285,11 @@ class Driver:
         """Has the next round's way chosen; sequences that run and are not live wait for it."""
         tasks, loop = self.scheduler.tasks(self._live), self._loop
         storing = len(self.scheduler.running) - len(tasks)
-        if not storing or loop is None:
+        if loop is None:
             goodput.choose(tasks)
-        else:
-            goodput.choose(tasks, Backlog(storing, loop.unstored, loop.most_rows))
+            return
+        waiting = Backlog(storing, loop.unstored, loop.most_rows) if storing else NOTHING
+        goodput.choose(tasks, waiting, loop.lacking)
 
     def _tell_stats(self) -> None:
         now = self._clock()

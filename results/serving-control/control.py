@@ -5,7 +5,8 @@
 A line for each pair, law, rate and seed: tokens a second of request time (from arrival to last
 token) of AR on the same T ranks, of every fixed mode and K, of `auto`, and of rivals on as many
 GPUs (T + 1): SD with the draft inline on T ranks, on more of them where the model divides, and as
-several servers that share the arrivals. Arrivals are Poisson; all ways see the same arrivals and
+several servers that share the arrivals. With a draft on the target's own GPU, which is the only
+one, AR and every fixed K are the rivals. Arrivals are Poisson; all ways see the same arrivals and
 the same coins. A ratio stands with its 95% interval: the requests are drawn again, 1,000 times, the
 same ones for both ways.
 """
@@ -27,17 +28,25 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 Floats = NDArray[np.float64]
 Seconds = dict[str, Floats]  # by way
 MOST_K = 7
-ROWS = Path(__file__).with_name("cpu_rows.json")
+HERE = Path(__file__).parent
 LOOKAHEADS = (1, 3, 5, 7)
 RESAMPLES = 1000
 PAIRS = {
     "70b/1b": (4, (0.2, 1.0, 3.0, 6.0, 9.0, 14.0)),
     "8b/1b": (1, (0.5, 3.0, 8.0, 16.0, 24.0, 36.0)),
     "smollm2": (1, (0.05, 0.2, 0.4, 0.7, 1.0, 1.5)),
+    "smollm2 inline": (1, (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)),
 }
-CPU = "smollm2"  # on one core a model: cpu_rows.json tells all its seconds, whatever the job
+# SmolLM2 on one core a model, and on one H200: these tell all its seconds, whatever the job.
+CPU, INLINE = "smollm2", "smollm2 inline"
+ROWS = {CPU: "cpu_rows.json", INLINE: "h200_rows.json"}
 # (T, servers) with D = 0
-RIVALS = {"70b/1b": ((4, 1),), "8b/1b": ((1, 1), (2, 1), (1, 2)), CPU: ((1, 1), (1, 2))}
+RIVALS = {
+    "70b/1b": ((4, 1),),
+    "8b/1b": ((1, 1), (2, 1), (1, 2)),
+    CPU: ((1, 1), (1, 2)),
+    INLINE: (),
+}
 CHAT = "results/recordings/smollm2-chat.npz"
 LAWS = {
     "alpha=.8, power:A=.75,r=1": {"alpha": "0.8", "hit_a": "0.75", "hit_r": "1"},
@@ -59,13 +68,18 @@ def seconds(done: Simulated) -> Floats:
     return np.array([one.token_s[-1] - one.at_s for one in done.requests])
 
 
-def ways() -> Iterator[tuple[str, dict[str, str]]]:
+def ways(pair: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Names and flags of the fixed ways and of auto."""
     yield "ar", {"mode": "ar"}
+    inline = {"mode": "sd", "num_drafts": "0"}
     for k in LOOKAHEADS:
+        if pair == INLINE:
+            yield f"sd {k}", {**inline, "lookahead": f"{k}"}
+            continue
         yield f"sd {k}", {"mode": "sd", "lookahead": f"{k}"}
         yield f"ssd {k}", {"mode": "ssd", "lookahead": f"{k}", "fan_out": "uniform:3"}
-    yield "auto", {"mode": "ssd", "lookahead": f"{MOST_K}", "fan_out": "uniform:3"}
+    modes = inline if pair == INLINE else {"mode": "ssd", "fan_out": "uniform:3"}
+    yield "auto", {**modes, "lookahead": f"{MOST_K}"}
 
 
 def rivals(pair: str) -> Iterator[tuple[str, int, int, dict[str, str]]]:
@@ -81,21 +95,22 @@ def config_of(pair: str, law: Mapping[str, str], flags: Mapping[str, str], seed:
     """Returns the configuration of one way."""
     unread = {"ar": ("alpha", "hit_a", "hit_r"), "sd": ("hit_a", "hit_r"), "ssd": ()}
     rules = {name: text for name, text in law.items() if name not in unread[flags["mode"]]}
-    told = {"pair": "8b/1b" if pair == CPU else pair, "backend": "emulated", "device": "h200"}
+    told = {"pair": "8b/1b" if pair in ROWS else pair, "backend": "emulated", "device": "h200"}
     return parse_flags({**told, "batch_size": "32", **rules, **flags, "seed": str(seed)})
 
 
 def costs(pair: str) -> tuple[DeviceCosts, HostCosts] | None:
-    """Returns measured costs of the CPU's pair; None: those of the emulated device."""
-    if pair != CPU:
+    """Returns measured costs of a real pair; None: those of the emulated device."""
+    if pair not in ROWS:
         return None
-    return DeviceCosts.from_dict(json.loads(ROWS.read_text())), HostCosts()
+    found = json.loads((HERE / ROWS[pair]).read_text())
+    return DeviceCosts.from_dict(found), HostCosts(**found.get("host", {}))
 
 
 def measured(pair: str, law: Mapping[str, str], asked: list[Arrival], seed: int) -> Seconds:
     """Returns the seconds of every request, in every way and with every rival."""
     found = {}
-    for name, flags in ways():
+    for name, flags in ways(pair):
         config = config_of(pair, law, flags, seed)
         found[name] = seconds(
             simulate(config, PAIRS[pair][0], asked, auto=name == "auto", costs=costs(pair))
@@ -123,9 +138,9 @@ def line(pair: str, name: str, rate: float, count: int, seed: int) -> dict[str, 
     every = measured(pair, LAWS[name], asked, seed)
     tokens = sum(one.num_tokens for one in asked)
     speeds = {way: tokens / float(each.sum()) for way, each in every.items()}
-    fixed = [way for way, _ in ways() if way != "auto"]
+    fixed = [way for way, _ in ways(pair) if way != "auto"]
     best = max(fixed, key=speeds.__getitem__)
-    rival = max((way for way, *_ in rivals(pair)), key=speeds.__getitem__)
+    rival = max((way for way, *_ in rivals(pair)), key=speeds.__getitem__, default=best)
     return {
         "pair": pair, "tp": PAIRS[pair][0], "law": name, "rate": rate, "requests": count,
         "seed": seed,
@@ -137,10 +152,10 @@ def line(pair: str, name: str, rate: float, count: int, seed: int) -> dict[str, 
 
 
 def cases(pairs: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Pair, law and rate of every line; the CPU's pair has its recording alone."""
+    """Pair, law and rate of every line; a real pair has its recording alone."""
     for pair in pairs:
         for law in LAWS:
-            if pair != CPU or law.startswith("recording"):
+            if pair not in ROWS or law.startswith("recording"):
                 yield from ((pair, law, rate) for rate in PAIRS[pair][1])
 
 

@@ -124,10 +124,10 @@ class Inline(World):
     def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
         result, round_s = super().round(way, tasks)
         self.behind += not way.lookahead
-        caught_up_s = 0.002 * self.behind if way.lookahead else 0.0
-        if way.lookahead:
-            self.behind = 0
-        return replace(result, caught_up_s=caught_up_s), round_s + caught_up_s
+        stored = self.behind if way.lookahead else 0
+        self.behind -= stored
+        stored_s = 0.002 * stored
+        return replace(result, stored=stored, stored_s=stored_s), round_s + stored_s
 
 
 def test_catching_up_is_no_reason_not_to_draft_and_is_counted_as_a_try() -> None:

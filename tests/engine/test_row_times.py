@@ -129,6 +129,36 @@ def test_seconds_lie_on_lines_between_what_was_measured() -> None:
     assert times.seconds(60) == 3.0
 
 
+@pytest.mark.parametrize("lookahead", [1, 4])
+@pytest.mark.parametrize(
+    ("store", "bulk"),
+    [
+        (lambda rows: 4.5 + 0.05 * rows, True),
+        (lambda rows: 1.5, False),
+        (lambda rows: 0.2 * rows, False),
+    ],
+    ids=["launch", "flat", "linear"],
+)
+def test_what_a_draft_lacks_is_stored_within_30_percent_or_in_every_eleventh_round(
+    lookahead: int, store: Callable[[int], float], bulk: bool
+) -> None:
+    """In bulk where a small forward holds not all of it and takes nearly as long as a large one."""
+    times, step_s, rows = known(bandwidth, []), 1.0, lookahead + 1
+    own_s, growth, lacking = bandwidth(rows) + lookahead * step_s, list[float](), 5000
+    assert times.catch_up(rows, lookahead, 0, lacking) == 16, "nothing is known"
+    times.caught_up(16, store(16), lookahead, lookahead * step_s)
+    while lacking:
+        part = min(lacking, times.catch_up(rows, lookahead, 0, lacking))
+        if part:
+            times.caught_up(part, store(part), lookahead, lookahead * step_s)
+        growth.append(store(part) / own_s if part else 0.0)
+        lacking -= part
+    assert max(growth) <= 1.01
+    assert sorted(growth)[int(0.9 * len(growth))] <= 0.31 or len(growth) < 11
+    assert (sum(more > 0 for more in growth) < len(growth) / 5) == bulk
+    assert times.catch_up(rows, lookahead, 0, 1) >= (not bulk), "few are stored at once"
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
 @pytest.mark.parametrize("store", [lambda rows: 1.5, lambda rows: 0.02 * rows])
 def test_what_a_draft_on_the_same_device_stores_counts(

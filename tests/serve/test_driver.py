@@ -261,7 +261,7 @@ class Dice(Goodput):
         super().__init__(K, [None, 1], RowTimes())
         self._dice = random.Random(seed)
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
         self.way = Way(self._dice.choice([0, 0, 1, 2, K]), self._dice.choice([None, 1, 0]))
         return self.way
 
@@ -279,32 +279,79 @@ def test_ways_that_change_every_round_change_no_token(pair: TinyPair, mode: str)
         assert sum(end.hits for end in mail.ends().values()) > 5
 
 
+class FewRows(RowTimes):
+    """Lets a draft catch up with twenty tokens a round."""
+
+    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
+        return 20
+
+
 class Resting(Goodput):
     """Drafts in every sixth round, and keeps how long each round caught up."""
 
     def __init__(self) -> None:
         super().__init__(K, [], RowTimes())
-        self.caught_up: list[tuple[bool, bool]] = []  # whether it drafted, and caught up
+        self.caught_up: list[tuple[bool, int]] = []  # whether it drafted, and tokens caught up
+        self.lacking: list[int] = []
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
         self.way = Way(K if len(self.caught_up) % 6 == 5 else 0)
+        self.lacking.append(lacking)
         return self.way
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         if not len(result.speculation.rows):
             return
         assert (way.lookahead > 0) == bool(result.speculation.num_draft.any())
-        self.caught_up.append((way.lookahead > 0, result.caught_up_s > 0))
+        assert (result.stored > 0) == (result.stored_s > 0)
+        self.caught_up.append((way.lookahead > 0, result.stored))
 
 
 def test_an_inline_draft_catches_up_apart_from_drafting(pair: TinyPair) -> None:
     """Else each try of a way that drafts, behind rounds that do not, would seem to take long."""
     mail, goodput = Script((0, Submit(0, [5, 6, 7], 60))), Resting()
     with Loops(*in_one_process(config(pair, mode="inline"), Serving())) as loops:
-        served(loops, mail, goodput=goodput)
+        served(loops, mail, FewRows(), goodput=goodput)
     drafted = [caught_up for drafts, caught_up in goodput.caught_up if drafts]
     assert len(drafted) > 4 and all(drafted)
     assert not any(caught_up for drafts, caught_up in goodput.caught_up if not drafts)
+    assert max(goodput.lacking) >= 5 and min(goodput.lacking) == 0
+
+
+class Late(Goodput):
+    """Drafts from the 40th round on."""
+
+    rounds, lacking = 0, -1  # at the last choice
+
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+        self.rounds, self.lacking = self.rounds + 1, lacking
+        self.way = Way(K if self.rounds > 40 else 0)
+        return self.way
+
+
+def test_an_inline_draft_stores_no_prompt_before_it_drafts_and_then_a_bounded_part_a_round(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = list[RoundResult]()
+
+    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
+        rounds.append(result)
+
+    monkeypatch.setattr(Goodput, "observe", observe)
+    asked = [(n, prompt, 90) for n, prompt in enumerate(prompts(3, seed=5))]
+    mail = Script(*((0, Submit(*one)) for one in asked))
+    goodput = Late(K, [], RowTimes())
+    with Loops(*in_one_process(config(pair, mode="inline"), Serving())) as loops:
+        served(loops, mail, FewRows(), goodput=goodput)
+    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+    drafting = next(n for n, one in enumerate(rounds) if one.stored)
+    assert drafting > 30 and max(one.stored for one in rounds) == 20
+    served_for = [int((one.speculation.num_draft > 0).sum()) for one in rounds[drafting:]]
+    assert served_for[0] == 0 and max(served_for) == 3, "one after the other"
+    first = served_for.index(3)
+    lacked = sum(len(prompt) for _, prompt, _ in asked) + 3 * 40
+    assert first <= (lacked + 3 * first) / 20 + 1
+    assert not any(one.stored for one in rounds[drafting + first + 1 :]) and not goodput.lacking
 
 
 def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:

@@ -173,8 +173,10 @@ class ChainedTarget(TargetWorker):
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.begin_round(batch, admissions)
 
-    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
-        return self._worker.filling(batch, rows, spare)
+    def filling(
+        self, batch: Batch, rows: Sequence[int], spare: int = 0, most: int | None = None
+    ) -> Steps[int]:
+        return self._worker.filling(batch, rows, spare, most)
 
     def leave(self) -> None:
         self._worker.leave()

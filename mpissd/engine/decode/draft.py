@@ -73,9 +73,8 @@ class Drafter:
         self._rows = DraftRows()
         self._control = Control()  # of the round that is answered now
         self.version = 0  # of the weights that draft; 0: as they were loaded
-        # Seconds of the last answer for what rounds without drafting had committed.
-        self.caught_up_s = 0.0
-        self._rested = False  # whether such rounds came before this one
+        # Of the last answer: tokens that misses lacked and that were stored first, and the seconds.
+        self.caught_up = 0, 0.0
 
     @property
     def digest(self) -> int:
@@ -86,6 +85,11 @@ class Drafter:
     def num_live(self) -> int:
         """The number of sequences in the batch."""
         return len(self._batch)
+
+    @property
+    def lacking(self) -> int:
+        """The committed tokens that it has not stored, but for those of the next first step."""
+        return self._worker.lacking(self._batch)
 
     @property
     def worker(self) -> DraftWorker:
@@ -161,7 +165,7 @@ class Drafter:
         return [growth] if len(growth.rows) else []
 
     def _backups(self, lanes: Sequence[int | None]) -> Steps[list[Rollout]]:
-        self.caught_up_s, self._rested = 0.0, self._rested or not self._most
+        self.caught_up = 0, 0.0
         rows = [row for row, lane in enumerate(lanes) if lane is None]
         if self._policy.share.num_drafts > 1:
             rows = [row for row in rows if self._policy.share.drafts_miss(row)]
@@ -169,8 +173,8 @@ class Drafter:
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
-        if self._backup == Source.JIT:
-            yield from self._catch_up(rows)
+        if self._backup == Source.JIT and not (rows := (yield from self._catch_up(rows))):
+            return []
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._rows.num_jit = len(rows)
@@ -181,18 +185,19 @@ class Drafter:
             backup.steps = min(self._policy.backup_lookahead, self._most)
         return [backup]
 
-    def _catch_up(self, rows: Sequence[int]) -> Steps[None]:
-        """Stores what misses need before their first draft step; a step stores one token itself."""
-        start = perf_counter()
-        if (yield from self._fill(rows, 1)):
-            self.ledger.mark(DraftPhase.PREFILL)
-            if self._rested:
-                self.caught_up_s = perf_counter() - start
-        self._rested = False
+    def _catch_up(self, rows: list[int]) -> Steps[list[int]]:
+        """Stores what misses need before their first draft step, as much as the lead allows; a step
+        stores one token itself. Returns the rows that lack no more."""
+        start, most = perf_counter(), self._control.catch_up
+        if not (stored := (yield from self._fill(rows, 1, most))):
+            return rows if most is None else self._worker.ready(self._batch, rows, 1)
+        self.ledger.mark(DraftPhase.PREFILL)
+        self.caught_up = stored, perf_counter() - start
+        return rows if most is None else self._worker.ready(self._batch, rows, 1)
 
-    def _fill(self, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
-        """Stores the committed tokens that the cache of batch rows `rows` lacks."""
-        return (yield from self._worker.filling(self._batch, rows, spare))
+    def _fill(self, rows: Sequence[int], spare: int = 0, most: int | None = None) -> Steps[int]:
+        """Stores committed tokens that the cache of batch rows `rows` lacks, up to `most`."""
+        return (yield from self._worker.filling(self._batch, rows, spare, most))
 
     def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
         """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
@@ -305,11 +310,12 @@ class Drafter:
         """Whether this round stores parts of opened prompts."""
         return self._control.fill > 0
 
-    def store_opened(self) -> Steps[None]:
+    def store_opened(self) -> Steps[int]:
         """Stores a part of the opened prompts: as many rows as the target's round does, so that
-        both are ready together."""
-        if (yield from self._worker.store_opened(self._batch, self._control.fill)):
+        both are ready together. Returns how many were left."""
+        if stored := (yield from self._worker.store_opened(self._batch, self._control.fill)):
             self.ledger.mark(DraftPhase.PREFILL)
+        return stored
 
     @property
     def growing(self) -> bool:

@@ -16,6 +16,9 @@ are running means of the lead's own; acceptance is that of the sequences' own ou
 to that of all. The choice reads counts and clocks, never the proposed tokens, so decoding stays
 lossless [THEORY, losslessness 1].
 
+A draft on the lead's own device stores nothing while K = 0, and pays for what it then lacks: the
+seconds of that, and of the prompts to come, are spread over the tokens that it is for.
+
 What has never been tried at a load is taken to cost what it does at the nearest larger one, in
 proportion: the controller is optimistic, tries it, and then knows. What was not tried for
 _STALE_ROUNDS rounds of a load is tried again while that costs at most EXPLORE of the time.
@@ -23,6 +26,7 @@ _STALE_ROUNDS rounds of a load is tried again while that costs at most EXPLORE o
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -158,7 +162,9 @@ class Goodput:
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
-        self.way = Way(lookahead, widths[0] if widths else 0)
+        # Of the requests that are over: tokens of prompts, of answers, and the squares of these.
+        self._ended = np.zeros(3)
+        self.way = self._best = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
@@ -171,13 +177,45 @@ class Goodput:
         self._elapsed_s += round_s
         self.rounds_by[way.mode] += 1
         drafts = way.lookahead > 0
-        self._lost_s += result.caught_up_s  # the price of having tried, or of a change
-        host_s = round_s - result.wait_s - result.t_target_s - result.caught_up_s
+        if not self._best.lookahead:  # the price of having tried
+            self._lost_s += result.stored_s
+        host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
         self._host[drafts].add(count, max(0.0, host_s))
         self._seen[self._kind(way), load] = self._rounds[load]
         if drafts:
             self._count(result)
             self._waited(way, result, count)
+
+    def ended(self, prompt: int, answer: int) -> None:
+        """Takes the tokens of a request that is over."""
+        self._ended += prompt, answer, answer**2
+
+    def _store_s(self, count: int, lacking: int) -> float:
+        """Returns the seconds in which the draft stores what it needs for drafting, for each token.
+
+        The prompts of requests to come, over their answers; and what it lacks of `count` sequences
+        now, over what they are expected to emit yet.
+        """
+        prompts, answers = float(self._ended[0]), float(self._ended[1])
+        each = prompts / answers + lacking / count / self._left if answers else 0.0
+        return each * self._times.caught_up_s
+
+    @property
+    def _left(self) -> float:
+        """Tokens that a live sequence is expected to emit yet: one that is met at any time is
+        likelier a long one."""
+        answers, squares = float(self._ended[1]), float(self._ended[2])
+        return squares / (2 * answers) if answers else math.inf
+
+    def _ready(self, count: int, lacking: int) -> float:
+        """Returns the share of the time to come in which the draft lacks nothing of a sequence.
+
+        It catches up with one after the other: with half of what it lacks before a mean one.
+        """
+        if not lacking:
+            return 1.0
+        rounds = lacking / 2 / self._times.caught_up_a_round(2 * count)
+        return 1 / (1 + rounds / self._left)
 
     def _count(self, result: RoundResult) -> None:
         """Counts which drafted tokens were reached and accepted, by their place."""
@@ -196,6 +234,8 @@ class Goodput:
         if way.width != 0:
             keep = (1 - _HITS) ** count
             growth.hits = keep * growth.hits + (1 - keep) * hits / count
+        if not result.speculation.num_draft.any():
+            return  # it only caught up
         if hits == count:
             growth.all_hit_s[way.lookahead].add(count, wait_s)
         else:
@@ -205,16 +245,20 @@ class Goodput:
     def _kind(way: Way) -> int | None:
         return way.width if way.lookahead else -1
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
-        """Returns the way of the next round, of these live sequences beside this backlog."""
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+        """Returns the way of the next round, of these live sequences beside this backlog.
+
+        lacking: their tokens that a draft on the lead's own device has not stored.
+        """
         count = len(tasks)
         if not count:
             return self.way
-        promises = dict(self._promises(count, self._tokens(tasks), backlog))
+        promises = dict(self._promises(count, self._tokens(tasks), backlog, lacking))
         rates = _rates(promises, backlog.sequences / count)
         best = max(rates, key=rates.__getitem__)
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
             best = self.way
+        self._best = best
         self.way = self._tried(rates, best, count, promises)
         return self.way
 
@@ -231,13 +275,15 @@ class Goodput:
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
     def _promises(
-        self, count: int, tokens: Floats, backlog: Backlog
+        self, count: int, tokens: Floats, backlog: Backlog, lacking: int
     ) -> Iterator[tuple[Way, Promise]]:
         """Yields what a round of every way gives."""
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
+        store_s, ready = self._store_s(count, lacking), self._ready(count, lacking)
         drafting = self._drafting_s(count)
         for lookahead, expected in enumerate(tokens.tolist()):
-            rows = count * (lookahead + 1)
+            rows = count + round(ready * count * lookahead)
+            expected = count + ready * (expected - count)
             stored = backlog.rows
             if stored:
                 stored = min(stored, self._times.room(rows, backlog.most_rows, lookahead))
@@ -246,6 +292,7 @@ class Goodput:
                 if not lookahead and width != 0:
                     continue
                 wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
+                wait += store_s * expected if lookahead else 0.0
                 yield Way(lookahead, width), Promise(expected, max(base + wait, 1e-9), stored)
 
     def _drafting_s(self, count: int) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 
 _WEIGHT = 1 / 32  # of a new sample, once there were as many
 _KNOWN, _SHIFT = 4, 0.5  # samples behind which one shifts a mean as if so much off it, at most
 _GROWTH = 0.3  # how much longer a round may take for the prompts stored beside it
 _STORES = [0, *(n << shift for shift in range(10) for n in (4, 5, 6, 7))]  # rows, by size
+_DEARER = 1.5  # times as long as in a large forward, a token may take in a small one
+_UNKNOWN = 16  # tokens that a draft may catch up with before it is known how long they take
 _APART = 10  # rounds within that behind one beyond it, so that the 90th percentile is within it
 
 
@@ -51,11 +53,31 @@ class Times:
         high = min(at, len(known) - 1)
         return self._line(known[high - 1], known[high], rows)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not self._rows
+
+    def within(self, limit_s: float) -> int:
+        """Returns the largest size of a forward that takes at most limit_s; 0: none does."""
+        return self._buckets[max(0, bisect_right(self._buckets, limit_s, key=self.seconds) - 1)]
+
     def _line(self, low: int, high: int, rows: int) -> float:
         below, above = self._seconds[low], self._seconds[high]
         if rows > high:
             above = max(above, below)  # no forward gets faster by more rows
         return below + (above - below) * (rows - low) / (high - low)
+
+
+class _Least(Times):
+    """Seconds of forwards that nobody has run before: one may compile, or capture a graph."""
+
+    def add(self, rows: int, seconds: float) -> None:
+        size = self._size(rows)
+        least = min(seconds, self._seconds.get(size, seconds))
+        super().add(rows, seconds)
+        if self._samples[size] < _KNOWN:
+            self._seconds[size] = least
 
 
 class RowTimes(Times):
@@ -70,8 +92,10 @@ class RowTimes(Times):
         """Takes the sizes of the target's forwards, as Times does."""
         super().__init__(buckets)
         self._earned_s, self._within = 0.0, 0
-        # Of a draft on the same device: forwards over prompts, and a step.
-        self._stores, self._step_s = Times(_STORES), 0.0
+        # Of a draft on the same device: forwards over prompts, over tokens that it lacked when it
+        # began to draft, and a step; of the second, how many tokens at once on average.
+        self._stores, self._behind, self._step_s = Times(_STORES), _Least(_STORES), 0.0
+        self._mean_rows = 0.0
 
     def stored(self, rows: int, seconds: float, lookahead: int, drafted_s: float) -> None:
         """Takes how long a draft on the same device stored rows of prompts, and drafted K tokens.
@@ -80,9 +104,56 @@ class RowTimes(Times):
         """
         self._stores.add(0, 0.0)  # fewer rows than were measured take less in proportion
         self._stores.add(rows, seconds)
+        self._drafted(lookahead, drafted_s)
+
+    def caught_up(self, rows: int, seconds: float, lookahead: int, drafted_s: float) -> None:
+        """Takes how long a draft on the same device stored tokens that it lacked, and drafted."""
+        if self._within > _APART:
+            self._within = 0
+        self._behind.add(0, 0.0)
+        self._behind.add(rows, seconds)
+        self._mean_rows = _mean(self._mean_rows or rows, rows)
+        self._drafted(lookahead, drafted_s)
+
+    @property
+    def caught_up_s(self) -> float:
+        """Seconds in which a draft on the same device stores a token that it lacks; 0: unknown."""
+        rows = round(self._mean_rows)
+        return self._behind.seconds(rows) / rows if rows else 0.0
+
+    def _drafted(self, lookahead: int, seconds: float) -> None:
         if lookahead:
-            step_s = drafted_s / lookahead
+            step_s = seconds / lookahead
             self._step_s = _mean(self._step_s or step_s, step_s)
+
+    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
+        """Returns how many of the `lacking` tokens of a draft on the same device a round stores.
+
+        rows, lookahead, beside: those that are verified, K, and the rows of prompts of the round.
+        In every eleventh round, those that take as long as the round; in others, those that
+        lengthen it by 30% together with its prompts, where these are all or no token then takes
+        much longer.
+        """
+        if self._behind.is_empty:
+            return _UNKNOWN
+        own_s = self.seconds(rows)
+        round_s = own_s + lookahead * self._step_s
+        spent_s = self.grown_s(rows, rows + beside) - own_s
+        self._within += not beside
+        large = self._large(round_s)
+        if self._within > _APART:
+            return large
+        small = self._behind.within(_GROWTH * round_s - spent_s)
+        dearest_s = _DEARER * small / large * self._behind.seconds(large)
+        return small if small >= lacking or self._behind.seconds(small) <= dearest_s else 0
+
+    def caught_up_a_round(self, rows: int) -> float:
+        """Returns how many tokens a draft catches up with a round of `rows`, on average."""
+        return self._large(self.seconds(rows) + self._step_s) / (_APART + 1)
+
+    def _large(self, round_s: float) -> int:
+        """Returns how many tokens a draft stores in as many seconds, at least one."""
+        return _UNKNOWN if self._behind.is_empty else max(1, self._behind.within(round_s))
 
     def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
         """Returns how many rows of prompts the next forward stores beside `rows` others.

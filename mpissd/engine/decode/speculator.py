@@ -25,9 +25,14 @@ class Speculator(ABC):
 
     # The first round after the draft was lost, with K = 0 from there on; None while it is present.
     lost_round: int | None = None
-    # Of the last answer: seconds for prompts of sequences that will join, and for what rounds
-    # without drafting had committed.
-    stored_s = caught_up_s = 0.0
+    # Of the last answer: committed tokens that a draft on the lead's own device stored, those of
+    # opened prompts included, and the seconds of that.
+    stored, stored_s = 0, 0.0
+
+    @property
+    def lacking(self) -> int:
+        """The tokens of live sequences that a draft on the lead's own device has not stored."""
+        return 0
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -76,6 +81,10 @@ class InlineSpeculator(Speculator):
         self._outcome: Outcome | None = None
         self._proposals: dict[int, list[NDArray[np.float32]]] = {}
 
+    @property
+    def lacking(self) -> int:
+        return self._drafter.lacking
+
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
@@ -83,13 +92,13 @@ class InlineSpeculator(Speculator):
         assert self._outcome is not None, "answer() before ask()"
         self._drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
         speculation = self._drafter.answer(self._outcome)
-        self.caught_up_s = self._drafter.caught_up_s
+        self.stored, self.stored_s = self._drafter.caught_up
         self._proposals = self._drafter.proposals_by_row()
         self._drafter.hear(speculation)
-        start = perf_counter()
-        if self._drafter.is_storing:
-            self._drafter.finish(self._drafter.store_opened())
-        self.stored_s = perf_counter() - start
+        if self._drafter.is_storing and self._outcome.control.catch_up is None:
+            start = perf_counter()
+            self.stored += self._drafter.finish(self._drafter.store_opened())
+            self.stored_s += perf_counter() - start
         self._drafter.close_round(speculation)
         return speculation
 

@@ -44,10 +44,10 @@ class RoundResult:
 
     logprobs: by batch row, the target's log-probability of each token that it emitted, of those
     sequences that asked for it. num_rows: of the forward, those of prompts included. wait_s: for
-    the draft, once the outcome was applied. stored_s, caught_up_s: in which a draft on the lead's
-    own device stored prompts, and what rounds without drafting had committed; neither is a part of
-    wait_s. adopted: by id of the sequences placed in this round, tokens of their prompts that other
-    sequences had stored.
+    the draft, once the outcome was applied. stored, stored_s: tokens that a draft on the lead's own
+    device stored before it drafted or beside the verification, and the seconds of that, which are
+    no part of wait_s. adopted: by id of the sequences placed in this round, tokens of their prompts
+    that other sequences had stored.
     """
 
     speculation: Speculation
@@ -56,8 +56,8 @@ class RoundResult:
     logprobs: Mapping[int, list[float]] = field(default_factory=dict)
     num_rows: int = 0
     wait_s: float = 0.0
+    stored: int = 0
     stored_s: float = 0.0
-    caught_up_s: float = 0.0
     adopted: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -116,6 +116,11 @@ class TargetLoop:
         return coming + self._worker.unstored(opened)
 
     @property
+    def lacking(self) -> int:
+        """The tokens of live sequences that a draft on the lead's own device has not stored."""
+        return self._speculator.lacking
+
+    @property
     def most_rows(self) -> int:
         """The rows of the target's largest forward."""
         return self._worker.stepper.most_rows
@@ -168,8 +173,8 @@ class TargetLoop:
             mark(LeadPhase.PREFILL)
         asked = perf_counter()
         speculation = self._speculator.answer(self.round, len(self.batch))
-        stored, caught_up = self._speculator.stored_s, self._speculator.caught_up_s
-        waited = perf_counter() - asked - stored - caught_up
+        stored, stored_s = self._speculator.stored, self._speculator.stored_s
+        waited = perf_counter() - asked - stored_s
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
         mark(LeadPhase.BROADCAST)
@@ -199,7 +204,7 @@ class TargetLoop:
             rows,
             waited,
             stored,
-            caught_up,
+            stored_s,
             self._worker.adopted,
         )
 

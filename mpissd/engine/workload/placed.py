@@ -135,19 +135,20 @@ class PlacedWorker(ABC):
 
     def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
         """Does what `filling` does, forward by forward."""
-        return finish(self.filling(batch, rows, spare), lambda: self.stepper.wait(waiter))
+        return bool(finish(self.filling(batch, rows, spare), lambda: self.stepper.wait(waiter)))
 
-    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
+    def filling(
+        self, batch: Batch, rows: Sequence[int], spare: int = 0, most: int | None = None
+    ) -> Steps[int]:
         """Stores the committed tokens that the cache of batch rows `rows` lacks, prompts first.
 
-        Rows that lack at most `spare` tokens are left out. Returns whether there was anything to
-        store; collective over the target ranks, which all see the same batch.
+        Rows that lack at most `spare` tokens are left out; of the others, `most` tokens are stored
+        (None: all of them). Returns how many were; collective over the target ranks, which all see
+        the same batch.
         """
-        if self.placement is None or not len(rows):
-            return False
-        gaps = self.placement.gaps(batch, np.asarray(rows, np.int64), spare)
-        if not gaps:
-            return False
+        gaps = _first(self._gaps(batch, rows, spare), most)
+        if self.placement is None or not gaps:
+            return 0
         self.placement.fill(gaps)
         rows_apart: list[Gap] = []
         stepper = self.stepper
@@ -163,7 +164,22 @@ class PlacedWorker(ABC):
             stepper.launch()
             yield
         yield from self._fill_rows(rows_apart)
-        return True
+        return sum(gap.stop - gap.start for gap in gaps)
+
+    def _gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
+        if self.placement is None or not len(rows):
+            return []
+        return self.placement.gaps(batch, np.asarray(rows, np.int64), spare)
+
+    def lacking(self, batch: Batch) -> int:
+        """Returns how many committed tokens the cache lacks, but for those that a forward over the
+        last ones stores."""
+        return sum(gap.stop - gap.start for gap in self._gaps(batch, range(len(batch)), 1))
+
+    def ready(self, batch: Batch, rows: list[int], spare: int) -> list[int]:
+        """Returns those of the batch rows `rows` of which at most `spare` tokens are lacking."""
+        short = {gap.slot for gap in self._gaps(batch, rows, spare)}
+        return [row for row in rows if int(batch.slots[row]) not in short] if short else rows
 
     def _fill_rows(self, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
@@ -187,19 +203,19 @@ class PlacedWorker(ABC):
         placement, request = self.placement, self._opened[slot]
         return placement is None or not placement.opened_gaps({slot: request}, 1)
 
-    def store_opened(self, batch: Batch, rows: int) -> Steps[bool]:
-        """Stores up to `rows` tokens of opened prompts in a forward of their own; returns whether
-        there was one to store."""
+    def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
+        """Stores up to `rows` tokens of opened prompts in a forward of their own; returns how
+        many."""
         if self.placement is None or not rows:
-            return False
+            return 0
         gaps = self.placement.opened_gaps(batch.opened, min(rows, self.stepper.most_rows))
         if not gaps:
-            return False
+            return 0
         tokens, places = self._take(self.placement, gaps)
         self.stepper.upload(len(tokens), tokens, chunk(places, slice(None)))
         self.stepper.launch()
         yield
-        return True
+        return len(tokens)
 
     def _take(self, placement: Placement, gaps: Sequence[Gap]) -> tuple[Ints, Places]:
         """Returns the tokens and places of parts of opened prompts, which are stored from then
@@ -256,6 +272,19 @@ class PlacedWorker(ABC):
         every = np.concatenate(tokens)
         self.stepper.upload(len(every), every, joined(parts))
         return sum(gap.stop - gap.start for gap in gaps)
+
+
+def _first(gaps: list[Gap], most: int | None) -> list[Gap]:
+    """Returns `most` tokens of these gaps, short gaps first (None: all)."""
+    if most is None:
+        return gaps
+    found = []
+    for gap in sorted(gaps, key=lambda gap: gap.stop - gap.start):
+        if not most:
+            break
+        found.append(gap._replace(stop=min(gap.stop, gap.start + most)))
+        most -= found[-1].stop - gap.start
+    return found
 
 
 def _step(placement: Placement, rollout: Rollout, places: LanePlaces) -> Places:

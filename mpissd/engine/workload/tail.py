@@ -62,7 +62,7 @@ class TailWorker(DraftWorker):
     def enter(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.enter(batch, admissions)
 
-    def store_opened(self, batch: Batch, rows: int) -> Steps[bool]:
+    def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
         return self._worker.store_opened(batch, rows)
 
     def leave(self) -> None:

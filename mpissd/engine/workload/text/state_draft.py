@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpissd.common.rounds import Batch, Speculation
+from mpissd.engine.workload.placement import Gap
 from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import Steps
 from mpissd.engine.workload.text.draft import TextDraftWorker
@@ -32,14 +33,15 @@ class StateDraftWorker(TextDraftWorker):
             filled, slots = self.placement.filled, batch.slots
             filled[slots] = np.minimum(filled[slots], self.placement.last(batch) + 1)
 
-    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[bool]:
-        """Stores prompts; as many tokens as a round accepts are left to its first step."""
-        return super().filling(batch, rows, max(spare, self.lookahead))
+    def _gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
+        """Returns what prompts lack; as many tokens as a round accepts are left to its first
+        step."""
+        return super()._gaps(batch, rows, max(spare, self.lookahead))
 
-    def store_opened(self, batch: Batch, rows: int) -> Steps[bool]:
+    def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
         """Stores nothing: the target computes the states of these tokens in this very round."""
         yield from ()
-        return False
+        return 0
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         for head in range(self._heads):

@@ -39,7 +39,7 @@ class _Sequence:
     left: int  # tokens of the prompt that are not stored
     emitted: int  # before a preemption, too
     hit: bool = False
-    behind: int = 0  # tokens committed without drafting, which an inline draft has not stored
+    behind: int = 0  # tokens that an inline draft lacks, but for one that its next step stores
 
 
 class VirtualLoop:
@@ -95,6 +95,11 @@ class VirtualLoop:
         """The tokens of opened prompts that are still to be stored."""
         return sum(one.left for one in self._opened.values())
 
+    @property
+    def lacking(self) -> int:
+        """The tokens of live sequences that a draft inline has not stored."""
+        return sum(one.behind for one in self._live.values())
+
     def open(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join once their prompts are stored."""
         for request in requests:
@@ -113,36 +118,34 @@ class VirtualLoop:
         """Lets one round pass; returns its outcome."""
         joining = [n for n, one in self._opened.items() if not one.left]
         for name in joining:
-            self._live[name] = self._opened.pop(name)
+            self._live[name] = one = self._opened.pop(name)
+            if self._catches_up:
+                one.behind = max(0, len(one.request.prompt) - 2)
         self._begins = bool(joining)
         start, control = self.now, self.control
         most = self._job.lookahead
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
         stored = self._store(control.fill)
-        wait_s, caught_up_s = self._answer_s(lookahead), self._catch_up_s(lookahead)
-        stored_s = self._stored_s(stored)
-        rows = len(self._live) * (lookahead + 1) + stored
+        by_draft = self._stored_inline(stored, lookahead)
+        wait_s, stored_s = self._answer_s(lookahead), self._draft_s(by_draft)
+        rows = len(self._live) + lookahead * self._num_ready + stored
         forward_s = self.forward_s(rows)
-        self.now = start + self._host.ask_s + wait_s + caught_up_s + stored_s + self._host.lead_s
+        self.now = start + self._host.ask_s + wait_s + stored_s + self._host.lead_s
         if self.meanwhile is not None:
             self.meanwhile()
         self.now += forward_s
         speculation, outcome = self._outcome(lookahead)
-        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, stored_s, caught_up_s)
+        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, by_draft, stored_s)
 
-    def _catch_up_s(self, lookahead: int) -> float:
-        """Returns how long an inline draft stores what rounds without drafting have committed: one
-        token a sequence and round, the last of which its first step stores itself."""
-        if not self._job.inline:
-            return 0.0
-        if not lookahead:
-            for one in self._live.values():
-                one.behind += 1
-            return 0.0
-        rows = sum(max(0, one.behind - 1) for one in self._live.values())
-        for one in self._live.values():
-            one.behind = 0
-        return self._draft_s(rows)
+    @property
+    def _catches_up(self) -> bool:
+        """Whether the draft stores what it lacks when it drafts."""
+        return self._job.inline and self.control.catch_up is not None
+
+    @property
+    def _num_ready(self) -> int:
+        """The sequences for which the next round drafts."""
+        return sum(not one.behind for one in self._live.values())
 
     def _store(self, most: int) -> int:
         stored = 0
@@ -152,15 +155,21 @@ class VirtualLoop:
             stored += part
         return stored
 
-    def _stored_s(self, rows: int) -> float:
-        """Returns how long an inline draft stores as many rows of prompts; another one has them
-        to store when nothing grows any more, and before the sequence's first tokens."""
-        if self._job.draft is None:
-            return 0.0
-        if self._job.inline:
-            return self._draft_s(rows)
-        self._unstored += rows
-        return 0.0
+    def _stored_inline(self, rows: int, lookahead: int) -> int:
+        """Returns how many tokens an inline draft stores: as many rows of prompts, or, before it
+        drafts, what it lacks. Another one has the rows to store when nothing grows any more, and
+        before the sequence's first tokens."""
+        most = self.control.catch_up
+        if not self._job.inline:
+            self._unstored += rows
+            return 0
+        if most is None:
+            return rows
+        left = most if lookahead else 0
+        for one in sorted(self._live.values(), key=lambda one: one.behind):
+            part = min(one.behind, left)
+            one.behind, left = one.behind - part, left - part
+        return most - left if lookahead else 0
 
     def _answer_s(self, lookahead: int) -> float:
         """Returns how long the lead waits for the draft, and begins what the draft does next."""
@@ -169,7 +178,8 @@ class VirtualLoop:
         if job.draft is None:
             return 0.0
         if job.inline:
-            return lookahead * self._draft_s(count) + host.draft_s if lookahead else 0.0
+            ready = self._num_ready
+            return lookahead * self._draft_s(ready) + host.draft_s if lookahead else 0.0
         asked = self.now + host.lead_send + host.link
         free, steps = self._grown(asked)
         seen = max(asked, free)
@@ -228,9 +238,11 @@ class VirtualLoop:
         rows = np.zeros((count, Outcome.WIDTH), np.int32)
         for n, (name, one) in enumerate(self._live.items()):
             source = Source.CACHE if one.hit else Source.JIT
-            if lookahead:
-                served.rows[n, :3] = source, one.hit, lookahead
-            k = one.outcomes.accepted(one.emitted, lookahead, source) if lookahead else 0
+            drafted = 0 if one.behind else lookahead
+            if drafted:
+                served.rows[n, :3] = source, one.hit, drafted
+            k = one.outcomes.accepted(one.emitted, drafted, source) if drafted else 0
+            one.behind += self._catches_up and not drafted
             rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
             fan_out = fans.behind(source)
             one.hit = grows and one.outcomes.hits(one.emitted, k, lookahead, fan_out)
