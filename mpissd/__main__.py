@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 # NumPy reads these when it is imported. One thread a rank: more would compete with other ranks.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -46,6 +45,18 @@ from mpissd.serve.config import ServeConfig  # noqa: E402
 
 HEAD_START_S = 5.0
 ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
+ALONE = {  # commands without MPI, and where the function of that name is, once one is asked for
+    **dict.fromkeys(("export", "collectives"), "mpissd.cli.exchange"),
+    **dict.fromkeys(("why", "compare", "tables"), "mpissd.cli.commands"),
+    **dict.fromkeys(("best", "claims"), "mpissd.lab.sweep.commands"),
+    "record": "mpissd.lab.record.command",
+    "laws": "mpissd.lab.laws.command",
+    "replicas": "mpissd.serve.replicas.command",
+    "load": "mpissd.lab.load.command",
+    "online": "mpissd.online.command",
+    "distill": "mpissd.learn.command",
+    "router": "mpissd.learn.routes",
+}
 STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which the ranks start
 
 
@@ -124,52 +135,13 @@ def alone(command: cli.Command) -> int:
         from mpissd.ops.doctor.examine import doctor
 
         return doctor(command.config, check_before_mpi)
-    if command.name in ("export", "collectives"):  # imports pandas, which is slow to load
-        from mpissd.cli import exchange
+    if command.name in ("predict", "plan"):
+        from mpissd.cli import commands
 
-        config = command.config
-        return exchange.export(config) if command.name == "export" else exchange.collectives(config)
-    if command.name == "record":
-        from mpissd.lab.record.command import record
-
-        return record(command.config)
-    if command.name == "laws":
-        from mpissd.lab.laws.command import laws
-
-        return laws(command.config)
-    if command.name == "replicas":
-        from mpissd.serve.replicas.command import replicas
-
-        return replicas(command.config)
-    if command.name == "load":
-        from mpissd.lab.load.command import load
-
-        return load(command.config)
-    if command.name == "online":
-        from mpissd.online.command import online
-
-        return online(command.config)
-    if command.name == "distill":
-        from mpissd.learn.command import distill
-
-        return distill(command.config)
-    if command.name == "router":
-        from mpissd.learn.routes import router
-
-        return router(command.config)
-    from mpissd.cli import commands
-    from mpissd.lab.sweep import commands as sweeping
-
-    functions: dict[str, Callable[[Any], int]] = {
-        "predict": lambda config: commands.predict(config, command.given),
-        "plan": lambda config: commands.advise(config, command.given),
-        "why": commands.why,
-        "compare": commands.compare,
-        "tables": commands.tables,
-        "best": sweeping.best,
-        "claims": sweeping.claims,
-    }
-    return functions[command.name](command.config)
+        told = commands.predict if command.name == "predict" else commands.advise
+        return told(command.config, command.given)
+    run = getattr(import_module(ALONE[command.name]), command.name)
+    return int(run(command.config))
 
 
 def check_before_mpi(config: RunConfig) -> None:
