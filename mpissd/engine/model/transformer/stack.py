@@ -86,6 +86,10 @@ class TransformerStack:
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
         self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
+        self._allocate(max_rows)
+
+    def _allocate(self, max_rows: int) -> None:
+        """Allocates what another kind of forward needs beside, before any is captured."""
 
     def place(self, places: Places | None) -> None:
         """Sets the cache positions of the next forward's rows, and takes the pages they need."""
@@ -279,7 +283,10 @@ class TransformerStacks:
         max_rows: int,
         max_sequences: int,
     ) -> TransformerStack:
-        """Returns a TransformerStack that uses these weights."""
-        return TransformerStack(
+        """Returns a stack that uses these weights."""
+        return self._kind(weights)(
             backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
         )
+
+    def _kind(self, weights: TransformerWeights) -> type[TransformerStack]:
+        return TransformerStack

@@ -21,7 +21,6 @@ from typing import Any
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, Cost
-from mpissd.engine.comm.group import Group
 from mpissd.engine.model.read_out import ReadOut
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.checkpoint import Floats
@@ -29,7 +28,11 @@ from mpissd.engine.model.transformer.ops import Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStack, TransformerStacks
-from mpissd.engine.model.transformer.weights import StateWeights, load_state_weights
+from mpissd.engine.model.transformer.weights import (
+    StateWeights,
+    TransformerWeights,
+    load_state_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -97,23 +100,9 @@ class StateStack(TransformerStack):
     weights: StateWeights
     _source: Array = None  # the target's states
 
-    def __init__(
-        self,
-        backend: Backend,
-        group: Group,
-        shard: StateShard,
-        options: ForwardOptions,
-        weights: StateWeights,
-        *,
-        max_rows: int,
-        max_sequences: int,
-    ) -> None:
-        """Allocates the buffers, before any forward is captured."""
-        super().__init__(
-            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
-        )
+    def _allocate(self, max_rows: int) -> None:
         # [max_rows, hidden], the embedding's part of the product that joins.
-        self._joined = None if weights.ops is None else weights.ops.delta(max_rows)
+        self._joined = None if self.weights.ops is None else self.weights.ops.delta(max_rows)
 
     def read_states(self, target: TransformerStack) -> None:
         """Takes the states of a target on the same device; before any forward is compiled."""
@@ -141,27 +130,14 @@ class MedusaStack(StateStack):
     shard: StateShard
     _stride = 0  # rows of a head in the forward that was read last
 
-    def __init__(
-        self,
-        backend: Backend,
-        group: Group,
-        shard: StateShard,
-        options: ForwardOptions,
-        weights: StateWeights,
-        *,
-        max_rows: int,
-        max_sequences: int,
-    ) -> None:
-        """Allocates the buffers for all heads of max_rows rows."""
-        super().__init__(
-            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
-        )
-        self._heads = shard.num_heads_used
+    def _allocate(self, max_rows: int) -> None:
+        super()._allocate(max_rows)
+        self._heads, ops = self.shard.num_heads_used, self.weights.ops
         many = self._heads * max_rows
-        self.candidates = ReadOut(backend, group, many, options.top_k)
-        if weights.ops is not None:
-            self.buffers.logits = weights.ops.logits(many, shard.vocab)
-            self._drafted = weights.ops.buffer(many, shard.shape.hidden)
+        self.candidates = ReadOut(self.backend, self.group, many, self.options.top_k)
+        if ops is not None:
+            self.buffers.logits = ops.logits(many, self.shard.vocab)
+            self._drafted = ops.buffer(many, self.shard.shape.hidden)
 
     def _forward(self, ops: Ops, rows: int, k: int) -> None:
         memory = self.buffers
@@ -207,19 +183,5 @@ class StateStacks(TransformerStacks):
         checkpoint = open_checkpoint(self.where, seed, self.target)
         return load_state_weights(backend, checkpoint, shard, max_rows=max_rows, page=self.page)
 
-    def stack(
-        self,
-        backend: Backend,
-        group: Group,
-        shard: Any,
-        options: ForwardOptions,
-        weights: Any,
-        *,
-        max_rows: int,
-        max_sequences: int,
-    ) -> StateStack:
-        """Returns a stack that uses these weights."""
-        kind = MedusaStack if weights.config.kind == "medusa" else StateStack
-        return kind(
-            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
-        )
+    def _kind(self, weights: TransformerWeights) -> type[TransformerStack]:
+        return MedusaStack if weights.config.kind == "medusa" else StateStack
