@@ -85,16 +85,6 @@ def _mean_rest(share: float, rate: float, count: int, done: Sequence[float]) -> 
     return share * math.fsum(p * done[-1 - j] for j, p in enumerate(chances))
 
 
-def best_guesses(rate: float, costs: Sequence[float]) -> int:
-    """Returns the number n of guesses for which a step gives most tokens a time: E(n) / c(n) [D].
-
-    0 means that a guess costs more than it spares: one pays where rate > c(1)/c(0) − 1. The
-    arguments are those of staged_draft.
-    """
-    gains = [expected_tokens(rate, n) / cost for n, cost in enumerate(costs)]
-    return gains.index(max(gains))
-
-
 def speedup_ssd(
     p_hit: float,
     tokens_hit: float,

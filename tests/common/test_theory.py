@@ -166,12 +166,6 @@ def test_guesses_at_the_ends() -> None:
         theory.staged_draft([(0.7, 0.5, 1), (0.4, 0.5, 1)], 4, costs)
 
 
-@given(st.floats(0, 1), st.floats(0, 1))
-def test_a_guess_pays_above_its_cost(rate: float, cost: float) -> None:
-    assert theory.best_guesses(rate, (1.0, 1.0 + cost)) == (1 + rate > 1 + cost)
-    assert theory.best_guesses(rate, (1.0, 1.0 + cost, 9.0)) < 2
-
-
 def test_power_law_miss() -> None:
     assert theory.power_law_miss(0, 0.1, 1.0) == 1
     assert theory.power_law_miss(3, 1.0, 1.0) == pytest.approx(1 / 3)
