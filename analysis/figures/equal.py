@@ -211,7 +211,11 @@ def _gain_text(claim: Claim) -> str:
 
 
 def _keep(poster: Poster, ax: Axes, claim: Claim) -> None:
-    gain, others = claim.gain, claim.verdict.others
+    gain, seeds = claim.gain, claim.seeds
+    missing = [
+        f"{use} but for {seeds[use]} seeds" if use in seeds else str(use)
+        for use in claim.verdict.others.missing
+    ]
     poster.keep(
         ax,
         BESIDE,
@@ -222,7 +226,7 @@ def _keep(poster: Poster, ax: Axes, claim: Claim) -> None:
         headline=gain.is_headline,
         rival=claim.other.where,
         gpus=_gpus(claim),
-        missing=others.not_known,
+        missing=", ".join(missing),
         **_real(claim),
     )
 

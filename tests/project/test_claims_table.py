@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from analysis.figures.equal import _places
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
@@ -152,6 +153,7 @@ def test_a_use_of_few_seeds_says_how_many_there_are() -> None:
     found = [row for row in rows() if (row.mode, row.tp, row.seed) != ("sd", 2, 4)]
     (line,) = lines(found)
     assert line.endswith("| 1.28–1.28, no claim: SD inline T=2: 4 seeds of 5 |")
+    assert _places([one(found)])[1:] == ["SD inline T=2 has 4 seeds of 5"]  # of a figure
     short = [row | {"num_rounds": 399} if (row.mode, row.tp) == ("sd", 2) else row for row in found]
     assert "no claim: SD inline T=2 not measured" in lines(short)[0]
 
