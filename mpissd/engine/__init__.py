@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mpissd.common.workloads import register
     from mpissd.engine.decode.generate import generate
     from mpissd.engine.decode.in_process import Decoder
-    from mpissd.engine.workload.base import DraftWorker, TargetWorker, Workload
+    from mpissd.engine.workload.base import Workload
+    from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 __all__ = [
     "Decoder",
@@ -29,9 +30,9 @@ __all__ = [
 
 _HOMES = {
     "Decoder": "mpissd.engine.decode.in_process",
-    "DraftWorker": "mpissd.engine.workload.base",
+    "DraftWorker": "mpissd.engine.workload.workers",
     "RunConfig": "mpissd.common.config",
-    "TargetWorker": "mpissd.engine.workload.base",
+    "TargetWorker": "mpissd.engine.workload.workers",
     "Workload": "mpissd.engine.workload.base",
     "generate": "mpissd.engine.decode.generate",
     "register": "mpissd.common.workloads",

@@ -22,11 +22,11 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload import sampled
-from mpissd.engine.workload.base import Proposals
 from mpissd.engine.workload.markov import draft as markov_draft
 from mpissd.engine.workload.markov import target as markov_target
 from mpissd.engine.workload.rollout import Branches
 from mpissd.engine.workload.sampled import SamplingDraftWorker, SamplingTargetWorker
+from mpissd.engine.workload.workers import Proposals
 from tests.loop.choices import Choices, Name, Path
 from tests.loop.harness import CountingForwards, NoPlans
 from tests.loop.markov_rig import WAITER, Pair, joint_law

@@ -23,7 +23,7 @@ from mpissd.engine.model.read_out import Find
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.spec.acceptance import count_accepted
-from mpissd.engine.workload.base import OpenGather, Proposals
+from mpissd.engine.workload.workers import OpenGather, Proposals
 from tests.loop.test_third_workload import Counting, CountingTarget, V
 
 MACHINE = {"pair": "toy", "backend": "numpy", "workload": "stepping", "vocab": V}

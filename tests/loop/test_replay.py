@@ -21,7 +21,6 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import PromptLookup
-from mpissd.engine.workload.base import DraftWorker, TargetWorker
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
 from mpissd.engine.workload.markov.laws import MarkovLaws
@@ -30,6 +29,7 @@ from mpissd.engine.workload.markov.target import MarkovTargetWorker
 from mpissd.engine.workload.markov.workload import MarkovWorkload
 from mpissd.engine.workload.replay.recording import Recording, save
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import WAITER, CountingForwards, NoPlans, SteppedSpeculator
 from tests.loop.recorded import greedy, ranked, recording_of
 

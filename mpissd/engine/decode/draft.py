@@ -22,9 +22,9 @@ from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.decode.observer import Observer
 from mpissd.engine.decode.share import Share
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import DraftWorker
 from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import R, Steps, finish
+from mpissd.engine.workload.workers import DraftWorker
 
 
 @dataclass(frozen=True)

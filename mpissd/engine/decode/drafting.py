@@ -16,8 +16,8 @@ from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
 from mpissd.engine.spec.control import BackupController
 from mpissd.engine.spec.fanout import FanOuts, owners_of
 from mpissd.engine.spec.hits import DEFAULT_HIT_A, DEFAULT_HIT_R
-from mpissd.engine.workload.base import DraftWorker
 from mpissd.engine.workload.tail import TailWorker
+from mpissd.engine.workload.workers import DraftWorker
 
 _REALLOT_ROUNDS = 50
 

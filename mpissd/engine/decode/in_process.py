@@ -41,7 +41,7 @@ from mpissd.engine.model.routed import stepper_of
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.base import DraftWorker, TargetWorker
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")

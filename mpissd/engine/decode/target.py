@@ -16,7 +16,7 @@ from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.speculator import Speculator
-from mpissd.engine.workload.base import TargetWorker
+from mpissd.engine.workload.workers import TargetWorker
 
 _VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpissd.common.rounds import Batch, Ints, Speculation
 from mpissd.engine.comm import lessons
 from mpissd.engine.comm.lessons import Outlet
-from mpissd.engine.workload.base import TargetWorker
+from mpissd.engine.workload.workers import TargetWorker
 
 
 class Teaching:

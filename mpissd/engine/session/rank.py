@@ -39,7 +39,7 @@ from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.decode.updates import Updates
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.session import Session
-from mpissd.engine.workload.base import DraftWorker, TargetWorker
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
 _COLLECT_S = 5.0  # shortest time between two full garbage collections

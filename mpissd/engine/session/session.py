@@ -39,7 +39,8 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.backend_name import backend_name
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
-from mpissd.engine.workload.base import TargetWorker, Workload
+from mpissd.engine.workload.base import Workload
+from mpissd.engine.workload.workers import TargetWorker
 
 _REST_S = 1e-3  # between two polls of an idle rank
 

@@ -21,7 +21,7 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.paused import PausedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.session import Session
-from mpissd.engine.workload.base import W
+from mpissd.engine.workload.workers import W
 from mpissd.lab.measure.forward_times import ForwardTimes, Rehearsed, beyond, draft_rows
 from mpissd.lab.measure.rehearsal import RehearsedForwards, Table
 from mpissd.lab.predict.costs import HostCosts

@@ -10,7 +10,7 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.workload.base import Worker
+from mpissd.engine.workload.workers import Worker
 from mpissd.lab.measure.forward_times import ForwardTimes, Rehearsed, draft_rows
 from mpissd.lab.measure.host_costs import LONGEST_PAUSE_S, PassLedgers, paused_twin
 from mpissd.lab.measure.naps import measure_nap

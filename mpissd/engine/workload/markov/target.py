@@ -14,11 +14,11 @@ from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.base import LogitsGather, Proposals
 from mpissd.engine.workload.history import Histories
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import Logits, trunk
 from mpissd.engine.workload.sampled import OwnLogits, SamplingTargetWorker, gathered
+from mpissd.engine.workload.workers import LogitsGather, Proposals
 
 
 class MarkovTargetWorker(SamplingTargetWorker):

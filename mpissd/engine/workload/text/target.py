@@ -11,11 +11,11 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm.lessons import Lesson, Sent
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.base import LogitsGather, Proposals
 from mpissd.engine.workload.gemm.workers import GemmTargetWorker
 from mpissd.engine.workload.history import History
 from mpissd.engine.workload.sampled import Logits, SamplingTargetWorker, check_finite
 from mpissd.engine.workload.text.sequences import PromptHistories
+from mpissd.engine.workload.workers import LogitsGather, Proposals
 
 
 class TextTargetWorker(SamplingTargetWorker):

@@ -15,7 +15,7 @@ from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.model.transformer.vocabulary import known_ids
-from mpissd.engine.workload.base import OpenGather, Workload
+from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.gemm.workload import GemmWorkload
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.row_fields import RowFields, laws_label
@@ -27,6 +27,7 @@ from mpissd.engine.workload.text.stops import Stops
 from mpissd.engine.workload.text.target import TextTargetWorker
 from mpissd.engine.workload.text.tasks import Tasks, check_alike, tasks_of
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.workers import OpenGather
 
 
 class TextWorkload(Workload):
