@@ -2,6 +2,7 @@
 # Sourced by the studies of the folders beside it: one run of one. They set out, LIMIT_S, ROUNDS, and in
 # `study` the flags that all their runs have; a run that fails is said so, sets `failed`, and the others go on.
 failed=0
+export PYTHONFAULTHANDLER=1 # ranks that a bound ends say where they were
 launch=${BASH_SOURCE[0]%/*}/../launch
 
 measure() { # ranks, flags of mpissd run

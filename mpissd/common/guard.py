@@ -8,6 +8,7 @@ unwatched.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import signal
@@ -164,7 +165,19 @@ def _report_signals() -> int:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, _: os._exit(128 + number))
+    if faulthandler.is_enabled():  # PYTHONFAULTHANDLER=1
+        _tell_where()
     return read
+
+
+def _tell_where() -> None:
+    """Makes SIGTERM print where this rank is, before it ends.
+
+    On the launcher's stderr: a launcher that ends its ranks no longer forwards what they print.
+    """
+    launcher = os.getppid()
+    stderr = process.borrow_stderr(launcher, process.open_pidfd(launcher))
+    faulthandler.register(signal.SIGTERM, sys.stderr if stderr is None else stderr, chain=True)
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:

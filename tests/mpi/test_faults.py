@@ -63,10 +63,10 @@ def test_the_short_campaign_sees_every_phase() -> None:
 
 
 @contextmanager
-def endless(np_: int, tmp_path: Path, *flags: str) -> Iterator[Started]:
+def endless(np_: int, tmp_path: Path, *flags: str, **env: str) -> Iterator[Started]:
     """A job in the midst of its measured rounds."""
     told = [*flags, "--rounds=100000000", "--progress=on", f"--out={tmp_path / 'out'}"]
-    with start(np_, "mpissd", "run", *told) as job:
+    with start(np_, "mpissd", "run", *told, env=env) as job:
         job.read_until("round/s")
         yield job
 
@@ -83,6 +83,16 @@ def test_who_ends_the_launcher_reads_one_line(signum: int, tmp_path: Path) -> No
     assert "mpissd: ended by signal " in err and err.count("mpissd:") == 1, said
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+def test_ranks_that_are_ended_say_where_they_were_if_asked(tmp_path: Path) -> None:
+    with endless(2, tmp_path, *NULL, PYTHONFAULTHANDLER="1") as job:
+        os.killpg(job.process.pid, signal.SIGTERM)
+        _, _, err = job.finish()
+        assert job.is_gone()
+    assert "mpissd: ended by signal 15 to all ranks" in err
+    for loop in ("in _rounds", "in serve"):  # of the lead and of the draft
+        assert loop in err, err[-2000:]
 
 
 def test_a_launcher_that_is_killed_is_said_and_no_rank_is_blamed(tmp_path: Path) -> None:
