@@ -119,6 +119,7 @@ def described(job: Job) -> dict[str, Any]:
     words += [f"context {config.context}"] if config.context else []
     words += [f"b={config.batch_size}"] if config.batch_size > 1 else []
     mode = config.mode.upper() + " inline" * job.inline
+    mode = mode if config.schedule is None else config.schedule.upper()
     mode = "lookup" if job.draft is not None and job.draft.head is not None else mode
     use = [mode, f"T={job.tp}", *([f"D={drafts}"] if drafts else [])]
     use += [f"K={job.lookahead}"] if job.lookahead else []

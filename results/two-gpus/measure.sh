@@ -5,7 +5,8 @@
 # visit did not reach comes first. Rows are written as they are measured; the table stands last. SMOLLM2=FILE.gguf adds real text.
 # PYTHON, MPIRUN: launch/env.sh. DRY=1 only plans. A rehearsal: BACKEND=emulated … with FLAGS="--device=null".
 set -u -o pipefail
-all=(serve 70b-more real rivals advised inline 70b text probe-real bare bare-inline probe batches batches-inline)
+all=(idle serve 70b-more real rivals advised inline 70b text probe-real bare bare-inline schedules crowd crowd-inline probe batches
+    batches-inline)
 usage="usage: results/two-gpus/measure.sh OUT [${all[*]}]"
 out=${1:?$usage} gpus=2 here=${0%/*} BUDGET_S=${BUDGET_S:-530}
 shift
@@ -34,6 +35,10 @@ serve() { # SmolLM2 under a load: auto with a draft GPU beside AR and SD inline 
 
 for one; do
     case $one in
+        idle) within 90 cells idle-T1D1 ;;
+        schedules) within 150 cells schedules-T1D1 ;;
+        crowd) within 90 cells crowd-T1D1 ;;
+        crowd-inline) within 80 cells crowd-T2D0 ;;
         real) within 100 cells real-T1D1 ;;
         rivals) within 80 cells real-T2D0 ;;
         advised) within 70 cells advised-T1D1 ;;
@@ -61,5 +66,5 @@ done
 rivals=() # of another visit: without them no claim, as uses of the same GPUs would be missing
 [ "${BACKEND:-cupy}" != cupy ] || rivals=("$here"/../h200-pairs/runs_t[12].jsonl)
 "$PYTHON" "$here/../beside.py" table "$here/expected.jsonl" "$out" "${rivals[@]}" || failed=1
-"$PYTHON" "$here/../idle.py" "$out/real-T1D1"
+"$PYTHON" "$here/../idle.py" "$out/idle-T1D1" "$out/real-T1D1"
 exit $failed
