@@ -21,6 +21,7 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
 RECORDING = "results/recordings/smollm2-chat.npz"
 H200_ROWS = Path("results/serving-control/h200_rows.json")  # a real pair's forwards on one GPU
+CONTROL = Path("results/serving-control/control.jsonl")
 
 
 def arrivals(rate: float, count: int) -> list[Arrival]:
@@ -59,6 +60,19 @@ def test_a_draft_on_a_real_pair_s_own_gpu_never_costs_more_than_two_percent(rate
     auto = busy_s(inline(asked, "auto", 7))
     assert auto <= ar / 0.98
     assert auto <= min(ar, fixed) / 0.95
+
+
+def test_the_measured_points_hold_their_bars() -> None:
+    rows = [json.loads(line) for line in CONTROL.read_text().splitlines()]
+    found: dict[str, int] = {}
+    for row in rows:
+        found[row["pair"]] = found.get(row["pair"], 0) + 1
+        speeds = row["tok_per_request_s"]
+        best = max(speed for way, speed in speeds.items() if way != "auto" and " x " not in way)
+        assert row["requests"] >= 200 and row["auto_over_best"][0] >= 0.95, row
+        assert row["auto_over_ar"][0] >= 0.98 and row["auto_over_ar"][1] >= 0.98, row
+        assert row["auto_over_best"][0] == pytest.approx(speeds["auto"] / best, rel=5e-3)
+    assert found == {"70b/1b": 54, "8b/1b": 54, "smollm2": 18, "smollm2 inline": 18}
 
 
 class Rounds(VirtualLoop):

@@ -63,7 +63,9 @@ class VirtualLoop:
         self.now = 0.0
         self._sent = self._grown_s = 0.0  # when the draft last replied; its glue and keys
         self._step_s, self._most_steps = 0.0, 0  # of its growth; 0: nothing grows
-        self._unstored = 0  # rows of prompts that it has not stored
+        # Rows of prompts that it has to store when nothing grows any more, and before a sequence's
+        # first tokens.
+        self._unstored = 0
         self._begins = False  # whether sequences have joined in this round
         self.control = Control()
         self.ledger: Ledger = NullLedger(LeadPhase)
@@ -128,6 +130,7 @@ class VirtualLoop:
         stored = self._store(control.fill)
         by_draft = self._stored_inline(stored, lookahead)
         wait_s, stored_s = self._answer_s(lookahead), self._draft_s(by_draft)
+        self._unstored += stored  # by a draft of its own rank
         rows = len(self._live) + lookahead * self._num_ready + stored
         forward_s = self.forward_s(rows)
         self.now = start + self._host.ask_s + wait_s + stored_s + self._host.lead_s
@@ -157,14 +160,10 @@ class VirtualLoop:
 
     def _stored_inline(self, rows: int, lookahead: int) -> int:
         """Returns how many tokens an inline draft stores: as many rows of prompts, or, before it
-        drafts, what it lacks. Another one has the rows to store when nothing grows any more, and
-        before the sequence's first tokens."""
+        drafts, what it lacks."""
         most = self.control.catch_up
-        if not self._job.inline:
-            self._unstored += rows
-            return 0
-        if most is None:
-            return rows
+        if not self._job.inline or most is None:
+            return rows if self._job.inline else 0
         left = most if lookahead else 0
         for one in sorted(self._live.values(), key=lambda one: one.behind):
             part = min(one.behind, left)
