@@ -128,3 +128,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if _is_row(line)]
+
+
+def tool(command: str) -> str:
+    """Returns the name and version of the command that writes a file."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to load
+
+    try:
+        return f"mpissd {version('mpissd')} {command}"
+    except PackageNotFoundError:
+        return f"mpissd from a source tree {command}"

@@ -164,21 +164,6 @@ def _job(config: RunConfig) -> Job:
     return resolve(config, 1, backend="numpy", memory_bytes=None)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"mode": "ar"}, "groups=2 with mode=ar, num_drafts=0: allowed: 1, or a draft rank"),
-        ({"mode": "sd", "num_drafts": 0}, "groups=2 with mode=sd, num_drafts=0"),
-        ({"on_draft_loss": "ar"}, "groups=2 with on_draft_loss=ar: allowed: abort"),
-        ({"trace": "x.json"}, "trace with groups=2: allowed: groups=1"),
-        ({"ledger_ab": "true"}, "ledger_ab with groups=2: allowed: groups=1"),
-    ],
-)
-def test_what_one_group_alone_has_is_refused(flags: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config_of(groups=2, pair="toy", **flags)
-
-
 def test_a_decoder_in_one_process_has_one_group() -> None:
     with pytest.raises(ConfigError, match="groups=2 in one process: allowed: 1"):
         Decoder(config_of(**{**GEMM, "groups": 2}))

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import reduce
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file
+from mpissd.common.output import check_file, tool
 from mpissd.common.whole import whole_file
 from mpissd.engine.spec.lawfile import SCHEMA
 from mpissd.engine.spec.lookup import LOOKUPS
@@ -127,7 +126,7 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
         "about": {
             "sources": [source.about for source in sources],
             "date": datetime.now(timezone.utc).date().isoformat(),
-            "tool": f"mpissd {_version()} laws",
+            "tool": tool("laws"),
         },
         "laws": [_laws_at(sources, k, rng) for k in known],
         "lookahead_of_parts": lookahead,
@@ -166,10 +165,3 @@ def _joined(tables: Sequence[RankTable], rng: np.random.Generator) -> dict[str, 
     if not tables:
         return {"outcomes": 0, "fit": None}
     return reduce(RankTable.joined, tables).to_dict(rng)
-
-
-def _version() -> str:
-    try:
-        return version("mpissd")
-    except PackageNotFoundError:
-        return "from a source tree"

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file
+from mpissd.common.output import check_file, tool
 from mpissd.common.presets import files_of, split_pair
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.model.shard import ForwardOptions
@@ -192,12 +191,5 @@ def _about(config: RecordConfig, target: str, draft: str) -> dict[str, Any]:
         "temperature": 0,
         "backend": choose(config.backend),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "tool": f"mpissd {_version()} record",
+        "tool": tool("record"),
     }
-
-
-def _version() -> str:
-    try:
-        return version("mpissd")
-    except PackageNotFoundError:
-        return "from a source tree"

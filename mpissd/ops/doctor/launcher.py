@@ -47,6 +47,11 @@ def read_launch(
     inside: whether a launcher started this process. check: raises ConfigError for what `run`
     refuses before MPI starts.
     """
+
+    def check_here(config: RunConfig) -> None:
+        is_here = launcher_size() == num_ranks
+        check(config if is_here else replace(config, dry_run=True, world_size=num_ranks))
+
     mpirun = os.environ.get("MPIRUN") or "mpirun"
     path = find_mpirun(mpirun)
     library, library_path, error = ("", "", "") if inside else _library()
@@ -70,7 +75,7 @@ def read_launch(
         stray=[] if inside else [name for name in _STRAY if name in os.environ],
         out=str(Path(config.out).absolute()),
         out_free=free_space(config.out),
-        config_error=_refusal(config, num_ranks, check),
+        config_error=refusal(config, check_here),
         slurm=slurm,
         slurm_seconds_left=_seconds_left(slurm),
         has_slurm=shutil.which("sbatch") is not None,
@@ -142,10 +147,9 @@ def _mpirun_version(path: str) -> str:
     return match[0] if match else words[:80]
 
 
-def _refusal(config: RunConfig, num_ranks: int, check: Callable[[RunConfig], None]) -> str:
+def refusal(config: RunConfig, check: Callable[[RunConfig], None]) -> str:
+    """Returns why a configuration is refused before MPI starts; "" if it is not."""
     try:
-        if launcher_size() != num_ranks:
-            config = replace(config, dry_run=True, world_size=num_ranks)
         check(config)
     except ConfigError as error:
         return str(error)

@@ -41,7 +41,7 @@ from mpissd.ops.doctor.facts import (
     build_rank,
 )
 from mpissd.ops.doctor.host import blas_threads, peek, read_cuda, read_host
-from mpissd.ops.doctor.launcher import library_path, one_line
+from mpissd.ops.doctor.launcher import library_path, one_line, refusal
 
 _HEAD_START_S = 3.0
 Say = Callable[["Seen"], int]
@@ -89,7 +89,7 @@ def examine_rank(config: RunConfig, check: Callable[[RunConfig], None], say: Say
             topology = open_topology(config.drafts, config.groups)
             _gather(topology, mine, seen, stage, config.deadline_s)
             stage("opening a session")
-            refused = list(filter(None, topology.world.allgather(_refusal(config, check))))
+            refused = list(filter(None, topology.world.allgather(refusal(config, check))))
             seen.session = SessionFacts(refused[0]) if refused else _session(config, seen)
         except ConfigError as error:  # from open_topology, on every rank
             seen.session = SessionFacts(error=str(error))
@@ -216,14 +216,6 @@ def _reads_neighbour(world: Any, mine: RankFacts) -> bool | None:
         answer = peek(pid, address, len(content)) == content
     world.Barrier()  # `kept` has to live until the other rank has read it
     return answer
-
-
-def _refusal(config: RunConfig, check: Callable[[RunConfig], None]) -> str:
-    try:
-        check(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _session(config: RunConfig, seen: Seen) -> SessionFacts:
