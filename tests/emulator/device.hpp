@@ -110,6 +110,15 @@ template <typename T>
 T __shfl_xor_sync(u32, T value, int lanes) {
   return emulator::exchange_lanes(value, emulator::lane() ^ lanes);
 }
+template <typename T>
+T __shfl_up_sync(u32, T value, int lanes) {
+  const int from = emulator::lane() - lanes;
+  return emulator::exchange_lanes(value, from < 0 ? emulator::lane() : from);
+}
+template <typename T>
+T __shfl_sync(u32, T value, int from) {
+  return emulator::exchange_lanes(value, from);
+}
 inline u32 __ballot_sync(u32, bool vote) {
   u32 votes = 0;
   for (int l = 0; l < 32; ++l) votes |= (u32)emulator::exchange_lanes(vote, l) << l;

@@ -249,7 +249,8 @@ class Drafter:
 
     def proposals(self) -> list[NDArray[np.float32]]:
         """Returns the distributions [V] of the last answer's uncertain tokens, by sequence."""
-        return [row for _, rows in sorted(self._proposals.items()) for row in rows]
+        every = [row for _, rows in sorted(self._proposals.items()) for row in rows]
+        return [np.asarray(row) for row in every]  # some are kept on a device
 
     def proposals_by_row(self) -> dict[int, list[NDArray[np.float32]]]:
         """Returns the distributions of `proposals` as {batch row: distributions}."""

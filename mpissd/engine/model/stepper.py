@@ -19,6 +19,7 @@ from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
+from mpissd.engine.model.draws import Draws
 from mpissd.engine.model.forwards import Places, Results, merged
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions
@@ -195,6 +196,11 @@ class Stepper:
         if values is None:
             return Results(ids[:, 0])
         return merged(ids, values[:, :, : len(tokens)])
+
+    @property
+    def draws(self) -> Draws | None:
+        """What draws tokens from the last forward's logits on the device; None: the host does."""
+        return None if self.is_routed else getattr(self.stack, "draws", None)
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Returns this rank's logits of these rows, from the last finished forward.

@@ -217,12 +217,20 @@ def judge(
 
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:
-    """Returns the distribution [vocab] of a proposal's row; raises ProtocolError if q differs."""
-    place = token if ids is None else int(np.searchsorted(ids, token))
-    probs = recorded(row) if row[place] > 0 else row.astype(np.float64)
-    if probs[place] != q:
-        raise ProtocolError(f"token {token}: its row says {probs[place]}, its proposal said {q}")
+    """Returns the distribution [vocab] of a proposal's row; raises as `checked_total`."""
+    probs = row.astype(np.float64) / checked_total(row, token, q, ids)
     return probs if ids is None else spread(probs, ids, vocab)
+
+
+def checked_total(row: Row, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
+    """Returns the sum of a proposal's row; raises ProtocolError if its token's q differs."""
+    place = token if ids is None else int(np.searchsorted(ids, token))
+    exact = row.astype(np.float64)
+    total = float(exact.sum())
+    found = exact[place] / total if exact[place] > 0 else exact[place]
+    if found != q:
+        raise ProtocolError(f"token {token}: its row says {found}, its proposal said {q}")
+    return total
 
 
 def spread(probs: Floats, ids: NDArray[np.int32], vocab: int) -> Floats:

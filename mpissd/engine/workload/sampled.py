@@ -8,7 +8,7 @@ worker may draw them in any order.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,26 @@ from mpissd.engine.workload.workers import DraftWorker, LogitsGather, Proposals,
 
 Logits = NDArray[np.float32]
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
+Proposal = tuple[
+    int, float, sampling.Row
+]  # a token, its probability, the row that it is drawn from
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence to verify: sampling.judge's arguments, and where its rows begin.
+
+    row: of the batch; start: of the forward.
+    """
+
+    row: int
+    start: int
+    request: Request
+    tokens: Sequence[int]
+    q: Sequence[float]
+    proposal: Callable[[int], sampling.Row]
+    coins: Sequence[float]
+    u: float
 
 
 @dataclass
@@ -91,19 +111,29 @@ class SamplingDraftWorker(DraftWorker):
     def _draw(self, rollout: SampledRollout, n: int, place: int, drawn: Draws) -> int:
         """Draws and records token `place` of a rollout's lane n; lanes of a sequence share
         draws."""
-        assert rollout.q is not None
         lane = rollout.lanes[n]
+        return self._record(
+            rollout, n, place, self._propose(lane, place, self._u(lane, place, drawn))
+        )
+
+    def _u(self, lane: Lane, place: int, drawn: Draws) -> float:
+        """Returns the uniform that draws token `place` of a lane."""
         seed = self._seed if lane.seed is None else lane.seed
         key = seed, lane.sequence, lane.first_draw + place
         if key not in drawn:
             drawn[key] = uniforms(seed, Purpose.DRAFT, *key[1:], 1)[0]
-        token, q, row = self._propose(lane, place, drawn[key])
+        return drawn[key]
+
+    def _record(self, rollout: SampledRollout, n: int, place: int, proposal: Proposal) -> int:
+        """Records token `place` of a rollout's lane n."""
+        assert rollout.q is not None
+        token, q, row = proposal
         rollout.tokens[n, place], rollout.q[n, place] = token, q
         rollout.recorded[n].append(row if q < 1 else None)
         return token
 
     @abstractmethod
-    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
+    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
 
 
@@ -132,27 +162,35 @@ class SamplingTargetWorker(TargetWorker):
         Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round).
         """
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
-        start = 0
+        start, cases = 0, list[Case]()
         for row, history in enumerate(self._histories.rows(batch)):
             count = len(history.served)
             if (sure := self._certain(history, start)) is not None:
                 accepted[row], bonus[row] = sure
-                start += count + 1
-                continue
-            q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
-            coins = self._draws(Purpose.ACCEPT, history, count)
-            u = self._draws(Purpose.BONUS, history, 1)
-            accepted[row], bonus[row] = sampling.judge(
-                partial(self._target_row, history.request, start),
-                history.served,
-                q,
-                partial(_proposal, proposals, row, q),
-                coins,
-                u[0],
-                self._draft_ids,
-            )
+            else:
+                q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
+                cases.append(self._case(history, row, start, q, proposals))
             start += count + 1
+        for case, verdict in zip(cases, self._judge_all(cases), strict=True):
+            accepted[case.row], bonus[case.row] = verdict
         return accepted, bonus
+
+    def _case(
+        self, history: History, row: int, start: int, q: Sequence[float], proposals: Proposals
+    ) -> Case:
+        coins = self._draws(Purpose.ACCEPT, history, len(q))
+        (u,) = self._draws(Purpose.BONUS, history, 1)
+        proposal = partial(_proposal, proposals, row, q)
+        return Case(row, start, history.request, history.served, q, proposal, coins, u)
+
+    def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
+        """Returns (k, t*) of each of these sequences."""
+        return [self._judge_one(case) for case in cases]
+
+    def _judge_one(self, case: Case) -> tuple[int, int]:
+        p = partial(self._target_row, case.request, case.start)
+        drafted = case.tokens, case.q, case.proposal
+        return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids)
 
     def _certain(self, history: History, start: int) -> tuple[int, int] | None:
         """Returns (k, t*) where no draw decides them, from the rows behind row `start`; else

@@ -16,6 +16,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
+from mpissd.engine.model.draws import Draws
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -173,6 +174,9 @@ class Ops(Protocol):
 
     def chained(self, stage: Stage) -> None:
         """Computes a stage between two forwards that the device chains."""
+
+    def draws(self, logits: Array) -> Draws | None:
+        """Returns what draws tokens from these logits on the device; None: the host does."""
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
         """Returns these rows of the logits on the host, after the forward: float32 [n, columns]."""

@@ -16,6 +16,7 @@ import numpy as np
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend
 from mpissd.engine.comm.group import Group
+from mpissd.engine.model.draws import Draws
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.read_out import Find, ReadOut
 from mpissd.engine.model.shard import ForwardOptions
@@ -75,6 +76,10 @@ class TransformerStack:
         self.pages = PageTable(seats, sizes)
         self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
         self.buffers = _buffers(backend, shard, weights.ops, max_rows)
+        # What draws tokens from the logits where they are; shares of them are the host's.
+        self.draws: Draws | None = None
+        if weights.ops is not None and group.size == 1:
+            self.draws = weights.ops.draws(self.buffers.logits)
         self.states = None
         if options.states and weights.ops is not None:
             self.states = weights.ops.states(max_sequences, options.capacity + 1)

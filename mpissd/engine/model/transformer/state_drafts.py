@@ -138,6 +138,7 @@ class MedusaStack(StateStack):
         if ops is not None:
             self.buffers.logits = ops.logits(many, self.shard.vocab)
             self._drafted = ops.buffer(many, self.shard.shape.hidden)
+        self.draws = None  # a row's logits are where `read` says
 
     def _forward(self, ops: Ops, rows: int, k: int) -> None:
         memory = self.buffers

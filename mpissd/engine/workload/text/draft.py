@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.engine.model.draws import Drafting, Drawing, Proposed
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.routed import RoutedStepper
 from mpissd.engine.model.shared import Seat
@@ -20,6 +21,7 @@ from mpissd.engine.workload.sampled import (
     Draws,
     Lane,
     Logits,
+    Proposal,
     SampledRollout,
     SamplingDraftWorker,
     check_finite,
@@ -37,6 +39,7 @@ class _Step:
 
     best: Ints
     logits: Logits | None = None
+    proposed: Sequence[Proposed | None] = ()  # by row, where the device has drawn already
     drawn: Draws = field(default_factory=dict)
 
 
@@ -192,11 +195,38 @@ class TextDraftWorker(SamplingDraftWorker):
         best, first = ids[start : start + count], head * len(ids) + start
         if not any(lane.temperature > 0 for each in lanes for lane in each):
             return _Step(best)
+        draws = self.stepper.draws if isinstance(self.stepper, Drawing) else None
+        if draws is not None and (asked := self._asked(rollouts, first, draws.most_damped)):
+            told = {
+                one.row: kept
+                for one, kept in zip(asked, draws.propose(asked, self._saguaro_c), strict=True)
+            }
+            return _Step(best, proposed=[told.get(first + row) for row in range(count)])
         return _Step(best, self.stepper.logits(range(first, first + count)))
+
+    def _asked(self, rollouts: Sequence[Rollout], first: int, most: int) -> list[Drafting]:
+        """Returns what the device is asked to draw; empty where it cannot draw all of it."""
+        asked, drawn = list[Drafting](), Draws()
+        for rollout in rollouts:
+            if rollout.guesses is not None or not isinstance(rollout, SampledRollout):
+                return []
+            for n, lane in enumerate(rollout.lanes):
+                top = self._damped(lane, rollout.steps)
+                if lane.temperature > 0 and top > most:
+                    return []
+                if lane.temperature > 0:
+                    u = self._u(lane, rollout.steps, drawn)
+                    asked.append(Drafting(first + n, lane.temperature, u, top))
+            first += rollout.num_rows
+        return asked
+
+    def _damped(self, lane: Lane, place: int) -> int:
+        """Returns how many of the largest logits Saguaro's sampling damps."""
+        return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
 
     def _collect(self, rollout: Rollout, step: _Step, start: int) -> None:
         """Stores the next token of every lane, whose rows begin at `start`."""
-        if step.logits is None:
+        if step.logits is None and not step.proposed:
             rollout.tokens[:, rollout.steps] = step.best[start : start + len(rollout)]
             if isinstance(rollout, SampledRollout):
                 for row in rollout.recorded:
@@ -230,6 +260,10 @@ class TextDraftWorker(SamplingDraftWorker):
         that do not depend on the guess.
         """
         if isinstance(rollout, SampledRollout):
+            if step.proposed and (found := step.proposed[row]) is not None:
+                return self._record(
+                    rollout, n, place, (self._named(found.token), found.q, found.kept)
+                )
             if step.logits is not None and rollout.lanes[n].temperature > 0:
                 rollout.lanes[n].logits = step.logits[row]
                 return self._draw(rollout, n, place, step.drawn)
@@ -237,11 +271,15 @@ class TextDraftWorker(SamplingDraftWorker):
         rollout.tokens[n, place] = step.best[row]
         return int(step.best[row])
 
-    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
+    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
         assert lane.logits is not None, "a step without logits"
         check_finite(lane.logits, "draft")
-        top = lane.fan_out[place] if lane.fan_out else 0
+        top = self._damped(lane, place)
         probs = sampling.probabilities(lane.logits, lane.temperature, top, self._saguaro_c)
         entry, q, row = sampling.propose(probs, u)
-        return entry if self._ids is None else int(self._ids[entry]), q, row
+        return self._named(entry), q, row
+
+    def _named(self, entry: int) -> int:
+        """Returns the token of an entry of the draft's rows."""
+        return entry if self._ids is None else int(self._ids[entry])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.lessons import Lesson, Sent
+from mpissd.engine.model.draws import Drawing
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.gemm.workers import GemmTargetWorker
 from mpissd.engine.workload.history import History
-from mpissd.engine.workload.sampled import Logits, SamplingTargetWorker, check_finite
+from mpissd.engine.workload.sampled import Case, Logits, SamplingTargetWorker, check_finite
+from mpissd.engine.workload.text.device_draws import judged
 from mpissd.engine.workload.text.sequences import PromptHistories
 from mpissd.engine.workload.workers import LogitsGather, Proposals
 
@@ -106,6 +109,20 @@ class TextTargetWorker(SamplingTargetWorker):
             check_finite(found.values[0, :, 0], "target")
         best: list[int] = found.ids[0, :, 0].tolist()
         return best
+
+    def _judge_one(self, case: Case) -> tuple[int, int]:
+        proposal = case.proposal  # of a row that a device may keep
+        return super()._judge_one(replace(case, proposal=lambda i: np.asarray(proposal(i))))
+
+    def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
+        draws = self.stepper.draws if isinstance(self.stepper, Drawing) else None
+        if draws is None or self._gather is not None:
+            return super()._judge_all(cases)
+        drawn = [case for case in cases if case.request.top_p >= 1]
+        verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
+        return [
+            next(verdicts) if case.request.top_p >= 1 else self._judge_one(case) for case in cases
+        ]
 
     def _certain(self, history: History, start: int) -> tuple[int, int] | None:
         if history.request.temperature > 0:

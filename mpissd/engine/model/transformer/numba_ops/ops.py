@@ -264,6 +264,9 @@ class NumbaOps:
         """Computes a stage between two forwards that are chained."""
         run_stage(stage)
 
+    def draws(self, logits: Logits) -> None:
+        """Returns None: the logits are the host's."""
+
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         """Returns these rows of the logits."""
         return logits.scores[list(chosen), : logits.width]

@@ -1,0 +1,143 @@
+"""Draws tokens on a GPU, one block of draw.cu a row; ids and a few numbers cross to the host."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.rounds import Ints
+from mpissd.engine.model.draws import Drafting, Judging, Proposed, Verdict
+from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
+from mpissd.engine.spec.sampling import Row
+
+VARIABLE = "MPISSD_DRAW"
+_FILES, _THREADS, _SHARED_BYTES = ("types", "ampere", "draw"), 1024, 512
+_LISTED = 64  # the most that the backend's top_k lists
+_REPLACED, _UNKNOWN, _NOT_FINITE = 1, 2, 3
+_DOUBLES = ("temperature", "u", "coin", "q", "q_total")
+_INTS = ("row", "token", "top", "unused")
+_ASK = np.dtype([*((n, "f8") for n in _DOUBLES), ("kept", "u8"), *((n, "i4") for n in _INTS)])
+_TELL = np.dtype([("value", "f8"), ("total", "f8"), ("token", "i4"), ("verdict", "i4")])
+
+
+def is_asked() -> bool:
+    """Returns whether MPISSD_DRAW asks for draws on the device; raises ConfigError for another
+    value than 0 (the default) and 1."""
+    text = os.environ.get(VARIABLE) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{VARIABLE}={text}: allowed: 0 (on the host), 1 (on the device)")
+    return text == "1"
+
+
+class KeptRow:
+    """A distribution on the device, float32 [columns], whose sum is `total`."""
+
+    def __init__(self, backend: Any, values: Any, total: float = 0.0) -> None:
+        self._backend, self.values, self.total = backend, values, total
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Copies the row to the host."""
+        return np.asarray(self._backend.to_host(self.values), dtype)
+
+
+class CupyDraws:
+    """Draws from a buffer of logits, float32 [rows, columns] (see model.draws.Draws)."""
+
+    def __init__(self, backend: Any, launcher: Launcher, logits: Any) -> None:
+        self._backend, self._launcher, self._logits = backend, launcher, logits
+        rows, columns = logits.shape
+        self.most_damped = min(_LISTED, columns)
+        self._asks = backend.host_ints(rows * _ASK.itemsize // 4).view(_ASK)
+        self._tells = backend.host_ints(rows * _TELL.itemsize // 4).view(_TELL)
+        self._tops: dict[int, tuple[Any, Any]] = {}  # buffers of top_k, by k
+        self._free: dict[int, list[Any]] = {}  # rows that nobody holds any more, by columns
+        self._places: Any = None
+
+    def propose(self, asked: Sequence[Drafting], scale: float) -> list[Proposed]:
+        """Draws drafted tokens and keeps their rows; see Draws."""
+        kept = [self._new(self._logits.shape[1]) for _ in asked]
+        most = max((one.top for one in asked), default=0)
+        for ask, one, row in zip(self._asks, asked, kept, strict=False):
+            ask["temperature"], ask["u"], ask["row"] = one.temperature, one.u, one.row
+            ask["kept"], ask["top"] = _address(row.values), one.top
+        tops = self._listed(max(one.row for one in asked) + 1, most) if most else None
+        found = []
+        for tell, row in zip(self._told(len(asked), 1, scale, tops, most, None), kept, strict=True):
+            row.total = float(tell["total"])
+            found.append(Proposed(int(tell["token"]), float(tell["value"]) / row.total, row))
+        return found
+
+    def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Verdict]:
+        """Judges drafted tokens; see Draws."""
+        for ask, one in zip(self._asks, asked, strict=False):
+            for name in ("temperature", "u", "coin", "q", "row", "token"):
+                ask[name] = getattr(one, name)
+            ask["top"], ask["kept"] = 0, 0
+            if one.kept is not None:
+                ask["kept"], ask["q_total"] = _address(one.kept.values), one.kept.total
+        tells = self._told(len(asked), 0, 1.0, None, 0, self._placed(ids))
+        return [
+            Verdict(token, verdict == _REPLACED, verdict == _UNKNOWN)
+            for token, verdict in zip(
+                tells["token"].tolist(), tells["verdict"].tolist(), strict=True
+            )
+        ]
+
+    def keep(self, row: Row, total: float) -> KeptRow:
+        """Uploads a row; see Draws."""
+        kept = self._new(len(row))
+        self._launcher.upload(row, kept.values)
+        kept.total = total
+        return kept
+
+    def _told(
+        self, count: int, proposes: int, scale: float, tops: Any, most: int, places: Any
+    ) -> Any:
+        """Launches the kernel over `count` asks and waits for what it tells."""
+        width = np.int32(self._logits.shape[1])
+        asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
+        told = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
+        kernel = self._launcher.function("draw", _FILES, (("DRAW_THREADS", _THREADS),))
+        args = (self._logits, width, asks, tells, *told)
+        self._launcher.launch(kernel, (count,), (_THREADS,), args, _SHARED_BYTES)
+        self._backend.synchronize()
+        found = self._tells[:count]
+        if (found["verdict"] == _NOT_FINITE).any():
+            raise FaultError("GPU: a logit is not finite: weights are damaged, or overflow")
+        return found
+
+    def _listed(self, rows: int, most: int) -> Any:
+        """Lists the `most` largest logits of the first rows; returns their columns."""
+        if most not in self._tops:
+            self._tops[most] = self._backend.top_buffers(len(self._logits), most)
+        ids, values = self._tops[most]
+        self._backend.top_k(self._logits[:rows], most, ids[:rows], values[:rows])
+        return ids
+
+    def _placed(self, ids: Ints | None) -> Any:
+        """Returns the entry of each token in a draft's rows, −1 for one that the draft lacks."""
+        if ids is None:
+            return None
+        if self._places is None:
+            places = np.full(self._logits.shape[1], -1, np.int32)
+            places[ids] = np.arange(len(ids), dtype=np.int32)
+            self._places = self._launcher.uploaded(places, np.int32)
+        return self._places
+
+    def _new(self, columns: int) -> KeptRow:
+        """Returns room for a row, which is used again when nobody holds the row any more."""
+        free = self._free.setdefault(columns, [])
+        values = free.pop() if free else self._launcher.empty((columns,), np.float32)
+        row = KeptRow(self._backend, values)
+        weakref.finalize(row, free.append, values).atexit = False
+        return row
+
+
+def _address(values: Any) -> int:
+    """Returns the address of a device array."""
+    return int(values.data.ptr if hasattr(values.data, "ptr") else values.ctypes.data)

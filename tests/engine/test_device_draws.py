@@ -1,0 +1,184 @@
+"""Tokens drawn by draw.cu on a processor (tests/emulator), against the host's draws; no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mpissd.common.errors import ConfigError, FaultError, ProtocolError
+from mpissd.engine.model.draws import Drafting, Judging
+from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
+from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
+from mpissd.engine.spec import sampling
+from tests.emulator.launcher import EmulatedGpu
+
+pytestmark = pytest.mark.slow  # builds the kernel
+
+V, ROWS = 1500, 6  # of 32 warps, the last ones have few columns or none
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warps have all columns: an emulated thread costs as much as many columns."""
+    monkeypatch.setattr(cupy_draws, "_THREADS", 64)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    return EmulatedGpu(tmp_path_factory.mktemp("draw"))
+
+
+def opened(gpu: Any, seed: int = 0, columns: int = V, spread: float = 2.0) -> tuple[Any, Any]:
+    """Draws over random rows, and the rows."""
+    rng = np.random.default_rng(seed)
+    logits = (spread * rng.standard_normal((ROWS, columns))).astype(np.float32)
+    logits[:, 7] = logits[:, 3]  # equals
+    launcher = gpu.launcher(early=False)
+    return CupyDraws(gpu, launcher, launcher.uploaded(logits, np.float32)), logits
+
+
+@pytest.mark.parametrize("columns, threads", [(9, 64), (40, 64), (V, 64), (V, 1024)])
+def test_a_token_of_the_target_is_the_hosts(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, columns: int, threads: int
+) -> None:
+    monkeypatch.setattr(cupy_draws, "_THREADS", threads)
+    draws, logits = opened(gpu, columns=columns)
+    rng = np.random.default_rng(1)
+    for temperature in (0.7, 1.0, 1e-3):
+        us = [0.0, 1 - 2.0**-53, *rng.random(ROWS - 2)]
+        asked = [Judging(row, temperature, u) for row, u in enumerate(us)]
+        probs = [sampling.probabilities(logits[row], temperature) for row in range(ROWS)]
+        expected = [sampling.draw(*pair) for pair in zip(probs, us, strict=True)]
+        assert [one.token for one in draws.judge(asked)] == expected
+
+
+@pytest.mark.parametrize("top, scale", [(0, 1.0), (1, 0.5), (5, 0.25), (5, 0.0), (64, 0.0)])
+def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
+    """Its row is rounded as the host rounds, and both ends find the probability that was told."""
+    draws, logits = opened(gpu, seed=top)
+    us = np.random.default_rng(2).random(ROWS).tolist()
+    asked = [Drafting(row, 0.7, u, top) for row, u in enumerate(us)]
+    for row, found in enumerate(draws.propose(asked, scale)):
+        probs = sampling.probabilities(logits[row], 0.7, top, scale)
+        token, q, kept = sampling.propose(probs, us[row])
+        arrived = np.asarray(found.kept)
+        assert (found.token, found.q) == (token, pytest.approx(q, rel=1e-7))
+        assert arrived == pytest.approx(kept, rel=2e-7, abs=2.0**-51)
+        assert sampling.recorded(arrived)[token] == found.q
+        assert arrived.astype(np.float64)[::-1].sum() == found.kept.total  # exact in any order
+        assert sampling.checked_total(arrived, token, found.q, None) == found.kept.total
+
+
+def test_weights_that_are_damped_to_nothing_are_not_damped(gpu: Any) -> None:
+    draws, logits = opened(gpu, columns=20)
+    asked = [Drafting(0, 1.0, 0.4, 20)]
+    (found,) = draws.propose(asked, 0.0)
+    plain = sampling.probabilities(logits[0], 1.0)
+    assert np.asarray(found.kept) == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> None:
+    """Accepted, replaced from max(p − q, 0), and certain ones; a draft may know some tokens
+    alone."""
+    draws, logits = opened(gpu, seed=4, spread=1.0)
+    rng = np.random.default_rng(5)
+    ids = np.sort(rng.choice(V, 200, replace=False)).astype(np.int32) if reduced else None
+    replaced = 0
+    for _ in range(12):
+        drafted = (logits[1] + rng.standard_normal(V)).astype(np.float32)
+        drafted = drafted if ids is None else drafted[ids]
+        entry, q, row = sampling.propose(sampling.probabilities(drafted, 0.9), rng.random())
+        token = entry if ids is None else int(ids[entry])
+        for told in (q, 1.0):
+            coin, u = rng.random(2).tolist()
+            asked = Judging(1, 0.7, u, token, told, coin)
+            (verdict,) = draws.judge([asked], ids)
+            if verdict.needs_row:
+                kept = draws.keep(row, sampling.checked_total(row, entry, q, None))
+                (verdict,) = draws.judge([Judging(1, 0.7, u, token, told, coin, kept)], ids)
+            p = sampling.probabilities(logits[1], 0.7)
+            expected = sampling.judge(lambda i: p, [token], [told], lambda i: row, [coin], u, ids)  # noqa: B023
+            assert (0 if verdict.is_replaced else 1) == expected[0]
+            if verdict.is_replaced:
+                replaced += 1
+                assert verdict.token == expected[1]
+    assert replaced > 5
+
+
+def test_where_nothing_is_left_nothing_is_rejected(gpu: Any) -> None:
+    """p = q up to rounding; here q was told too large on purpose."""
+    launcher = gpu.launcher(early=False)
+    draws = CupyDraws(gpu, launcher, launcher.zeros((1, 2), np.float32))
+    kept = draws.keep(np.array([0.5, 0.5], np.float32), 1.0)
+    (verdict,) = draws.judge([Judging(0, 1.0, 0.5, 1, 0.75, 0.9, kept)])
+    assert not verdict.is_replaced and not verdict.needs_row
+
+
+def test_emitted_tokens_follow_the_target(gpu: Any) -> None:
+    """χ² of the first token behind a draft's proposal; a draft that is wrong on purpose fails."""
+    rng = np.random.default_rng(8)
+    launcher = gpu.launcher(early=False)
+    columns, count = 9, 400
+    target = np.repeat(rng.standard_normal((1, columns)), count, 0).astype(np.float32)
+    drafted = np.repeat(rng.standard_normal((1, columns)), count, 0).astype(np.float32)
+    p_side, q_side = (
+        CupyDraws(gpu, launcher, launcher.uploaded(one, np.float32)) for one in (target, drafted)
+    )
+    us, coins, bonus = rng.random((3, count)).tolist()
+    proposed = q_side.propose([Drafting(n, 0.7, us[n], 2) for n in range(count)], 0.5)
+    asked = [
+        Judging(n, 0.7, bonus[n], one.token, one.q, coins[n], one.kept)
+        for n, one in enumerate(proposed)
+    ]
+    emitted = [one.token for one in p_side.judge(asked)]
+    probs = sampling.probabilities(target[0], 0.7)
+    counts = np.bincount(emitted, minlength=columns)
+    assert stats.chisquare(counts, count * probs).pvalue > 1e-3
+    wrong = np.bincount([one.token for one in proposed], minlength=columns)
+    assert stats.chisquare(wrong, count * probs).pvalue < 1e-6
+
+
+def test_a_logit_that_is_not_finite_is_refused(gpu: Any) -> None:
+    for value in (np.nan, np.inf, -np.inf):
+        draws, _ = opened(gpu)
+        draws._logits[3, 1234] = value
+        assert len(draws.judge([Judging(2, 1.0, 0.5)])) == 1
+        with pytest.raises(FaultError, match="a logit is not finite"):
+            draws.judge([Judging(3, 1.0, 0.5)])
+
+
+def test_rows_are_used_again_when_nobody_holds_them(gpu: Any) -> None:
+    draws, _ = opened(gpu)
+    first = draws.propose([Drafting(0, 1.0, 0.5)], 1.0)
+    address = first[0].kept.values.ctypes.data
+    second = draws.propose([Drafting(1, 1.0, 0.5)], 1.0)
+    assert second[0].kept.values.ctypes.data != address
+    del first
+    third = draws.propose([Drafting(1, 1.0, 0.5)], 1.0)
+    assert third[0].kept.values.ctypes.data == address
+
+
+@pytest.mark.parametrize("asked, expected", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_variable_decides(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("MPISSD_DRAW", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("MPISSD_DRAW", asked)
+    assert cupy_draws.is_asked() == expected
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISSD_DRAW", "yes")
+    with pytest.raises(ConfigError, match=r"^MPISSD_DRAW=yes: allowed: 0 \(on the host\), 1"):
+        cupy_draws.is_asked()
+
+
+def test_a_row_that_gives_another_probability_is_refused() -> None:
+    row = np.array([0.25, 0.75], np.float32)
+    with pytest.raises(ProtocolError, match=r"its row says 0\.75, its proposal said 0.5"):
+        sampling.checked_total(row, 1, 0.5, None)
