@@ -24,6 +24,7 @@ STEPS = {
     "tasks": "distill-warm distill-any distill-chat distill-code distill-text router "
     "rate-chat rate-humaneval rate-edit rate-summarise",
     "hierarchy": "humaneval edit summarise chat",
+    "draws": "host device",
 }
 ON_CPU = {"GPU": "1", "BACKEND": "numpy", "PYTHONPATH": "/packages"}
 FAKE = f"""#!{sys.executable}

@@ -27,27 +27,35 @@ __device__ __forceinline__ double sum_of_lanes(double sum) {
   return sum;
 }
 
-// A row's columns as a block reads them: warp w has the w-th of DRAW_WARPS parts.
+// Neighbouring columns, of which warp w of a block has the w-th of DRAW_WARPS parts.
 struct Columns {
-  int start, stop;
+  int first, last, part;  // from first up to, not including, last
+  int start, stop;        // this thread's warp's
 
-  __device__ __forceinline__ explicit Columns(int width) {
-    const int part = (width + DRAW_THREADS - 1) / DRAW_THREADS * 32;
-    start = min((int)(threadIdx.x / 32) * part, width);
-    stop = min(start + part, width);
+  __device__ __forceinline__ Columns(int from, int to) {
+    first = from;
+    last = to;
+    part = (to - from + DRAW_THREADS - 1) / DRAW_THREADS * 32;
+    start = begin_of(threadIdx.x / 32);
+    stop = begin_of(threadIdx.x / 32 + 1);
+  }
+  __device__ __forceinline__ int begin_of(int warp) const { return min(first + warp * part, last); }
+  __device__ __forceinline__ Columns of(int warp) const {
+    return Columns(begin_of(warp), begin_of(warp + 1));
   }
 };
 
 // Softmax of a row at a temperature; the largest logits may be damped.
 struct Softmax {
   const float* logits;
-  double most, temperature, scale;
+  double most, factor, scale;  // factor: 1 / temperature
   float damped_above;  // logits above it are damped, and equal ones up to this column
   int damped_to;
 
   __device__ __forceinline__ double operator()(int c) const {
     const float z = logits[c];
-    const double weight = exp(((double)z - most) / temperature);
+    const double below = (double)z - most;
+    const double weight = below == 0 ? 1 : exp(below * factor);  // the factor may be infinite
     const bool is_damped = z > damped_above || (z == damped_above && c <= damped_to);
     return is_damped ? weight * scale : weight;
   }
@@ -56,18 +64,18 @@ struct Softmax {
 // What replaces a rejected token: max(p - q, 0), where q is 1 for the token if it was certain.
 struct Left {
   Softmax weight;
-  double total;
+  double share;  // 1 / the sum of the weights
   const float* row;
-  double q_total;
+  double q_share;  // 1 / the row's sum
   const int* places;  // of tokens in the row, -1: none; null: token t has entry t
   int certain;
 
   __device__ __forceinline__ double operator()(int c) const {
     if (c == certain) return 0;
-    double left = weight(c) / total;
+    double left = weight(c) * share;
     if (row) {
       const int place = places ? places[c] : c;
-      if (place >= 0) left -= (double)row[place] / q_total;
+      if (place >= 0) left -= (double)row[place] * q_share;
     }
     return left > 0 ? left : 0;
   }
@@ -92,28 +100,37 @@ __device__ __forceinline__ double sum_all(const Weight& weight, const Columns& m
   return total;
 }
 
-// Returns, to all threads, the first token whose cumulative weight is above u times their sum; where
-// rounding leaves none, the last one with a weight.
-template <class Weight>
-__device__ __forceinline__ int find(const Weight& weight, const Columns& mine, const double* sums,
-                                    double total, double u, int* token) {
-  const double wanted = u * total;
-  int owner = 0;
-  double before = 0, sum = 0;
+// Returns the first part whose cumulative sum, behind `before`, is above `wanted`; where rounding leaves
+// none, the last one with a weight. Adds the sums of the parts in front of it to `before`.
+__device__ __forceinline__ int part_of(const double* sums, double wanted, double& before) {
+  int found = 0;
+  double sum = before;
   for (int w = 0; w < DRAW_WARPS; ++w) {
     if (sums[w] > 0) {
-      owner = w;
+      found = w;
       before = sum;
     }
     sum += sums[w];
     if (sum > wanted) break;
   }
-  if ((int)threadIdx.x / 32 == owner) {
+  return found;
+}
+
+// Returns, to all threads, the first token whose cumulative weight is above u times `total`; where
+// rounding leaves none, the last one with a weight. sums: of sum_all over the columns. All warps sum
+// the part that has the token again, a part of it each.
+template <class Weight>
+__device__ __forceinline__ int find(const Weight& weight, const Columns& columns, double* sums,
+                                    double total, double u, int* token) {
+  const double wanted = u * total;
+  double before = 0;
+  const Columns mine = columns.of(part_of(sums, wanted, before));
+  sum_all(weight, mine, sums);
+  if ((int)threadIdx.x / 32 == part_of(sums, wanted, before)) {
     const int lane = threadIdx.x % 32;
     int found = -1;
     for (int first = mine.start; first < mine.stop; first += 32) {
-      const int c = first + lane;
-      const double own = c < mine.stop ? weight(c) : 0;
+      const double own = first + lane < mine.stop ? weight(first + lane) : 0;
       double up_to = own;
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -165,10 +182,10 @@ __device__ __forceinline__ float largest(const float* logits, const Columns& min
 
 // Keeps the distribution as float32 multiples of 2^-51: sums of them are exact in any order, so that
 // whoever receives the row finds the probabilities that it was drawn with, bit for bit.
-__device__ __forceinline__ void keep_row(const Softmax& weight, double total, const Columns& mine,
+__device__ __forceinline__ void keep_row(const Softmax& weight, double share, const Columns& mine,
                                          float* kept) {
   for (int c = mine.start + (int)threadIdx.x % 32; c < mine.stop; c += 32) {
-    const float rounded = (float)(weight(c) / total);
+    const float rounded = (float)(weight(c) * share);
     kept[c] = (float)(((double)rounded + 2.0) - 2.0);
   }
   __syncthreads();
@@ -177,12 +194,13 @@ __device__ __forceinline__ void keep_row(const Softmax& weight, double total, co
 struct Shared {
   double sums[DRAW_WARPS];
   float tops[DRAW_WARPS];
+  Ask ask;
   int token;
 };
 
 __device__ __forceinline__ Tell propose(const Ask& ask, Softmax weight, double total,
                                         const Columns& mine, Shared* shared) {
-  keep_row(weight, total, mine, ask.kept);
+  keep_row(weight, 1 / total, mine, ask.kept);
   const Kept kept = {ask.kept};
   const double sum = sum_all(kept, mine, shared->sums);
   const int token = find(kept, mine, shared->sums, sum, ask.u, &shared->token);
@@ -199,7 +217,7 @@ __device__ __forceinline__ Tell judge(const Ask& ask, Softmax weight, double tot
   if (ask.coin * ask.q < p) return {p, 1, ask.token, ACCEPTED};
   const bool is_certain = ask.q == 1;
   if (!is_certain && !ask.kept) return {p, 1, ask.token, UNKNOWN};
-  const Left left = {weight, total, is_certain ? nullptr : ask.kept, ask.q_total,
+  const Left left = {weight, 1 / total, is_certain ? nullptr : ask.kept, 1 / ask.q_total,
                      places, is_certain ? ask.token : -1};
   const double sum = sum_all(left, mine, shared->sums);
   if (sum <= EMPTY) return {p, 1, ask.token, ACCEPTED};
@@ -213,12 +231,14 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS)
          const int* tops, int most, const int* places) {
   wait_for_last();
   Shared* shared = (Shared*)block_memory();
-  const Ask ask = asks[blockIdx.x];
-  const Columns mine(width);
+  if (threadIdx.x == 0) shared->ask = asks[blockIdx.x];  // one thread alone reads the host's memory
+  __syncthreads();
+  const Ask& ask = shared->ask;
+  const Columns mine(0, width);
   const float* row = logits + (long long)ask.row * width;
   bool finite;
   const float top = largest(row, mine, shared->tops, finite);
-  Softmax weight = {row, top, ask.temperature, 1, __uint_as_float(0x7F800000u), -1};
+  Softmax weight = {row, top, 1 / ask.temperature, 1, __uint_as_float(0x7F800000u), -1};
   if (ask.top > 0) {
     weight.damped_to = tops[(long long)ask.row * most + ask.top - 1];
     weight.damped_above = row[weight.damped_to];

@@ -16,7 +16,7 @@ from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 from mpissd.engine.spec.sampling import Row
 
 VARIABLE = "MPISSD_DRAW"
-_FILES, _THREADS, _SHARED_BYTES = ("types", "ampere", "draw"), 1024, 512
+_FILES, _THREADS, _SHARED_BYTES = ("types", "ampere", "draw"), 512, 512
 _LISTED = 64  # the most that the backend's top_k lists
 _REPLACED, _UNKNOWN, _NOT_FINITE = 1, 2, 3
 _DOUBLES = ("temperature", "u", "coin", "q", "q_total")

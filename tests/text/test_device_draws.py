@@ -1,0 +1,122 @@
+"""Sampled text is the same where the device draws it (emulated), however it is drafted."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
+from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
+from mpissd.engine.model.transformer.numba_ops.ops import Logits, NumbaOps
+from mpissd.engine.spec import sampling
+from tests.emulator.launcher import EmulatedGpu
+from tests.tiny_pair import TinyPair, tiny_pair
+
+pytestmark = pytest.mark.slow  # builds the kernel
+
+V, TOKENS = 97, 16
+PROMPTS = "1,5,9;33,2,96,4;7"
+LOCK = threading.Lock()  # draft ranks are threads, and the emulator is one
+
+
+class CopiedDraws(CupyDraws):
+    """Draws from logits of the host, which it copies first."""
+
+    launches = 0
+
+    def __init__(self, gpu: Any, logits: Logits) -> None:
+        self._source = logits
+        launcher = gpu.launcher(early=False)
+        rows = len(logits.scores)
+        super().__init__(gpu, launcher, launcher.zeros((rows, logits.width), np.float32))
+
+    def _told(self, count: int, *told: Any) -> Any:
+        with LOCK:
+            CopiedDraws.launches += 1
+            return super()._told(count, *told).copy()
+
+    def _copy(self) -> None:
+        self._logits[...] = self._source.scores[:, : self._source.width]
+
+    def propose(self, *told: Any) -> Any:
+        self._copy()
+        return super().propose(*told)
+
+    def judge(self, *told: Any) -> Any:
+        self._copy()
+        return super().judge(*told)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, noise=0.1)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    return EmulatedGpu(tmp_path_factory.mktemp("draw"))
+
+
+def decode(pair: TinyPair, mode: str, **flags: Any) -> tuple[dict[int, list[int]], float]:
+    """The tokens, and those accepted in a round."""
+    models = {"target": str(pair.target), "draft": None if mode == "ar" else str(pair.draft)}
+    told = {"prompt_ids": PROMPTS, "num_tokens": TOKENS, "backend": "numpy", "deadline_s": 60.0}
+    told |= {"temperature": 0.7, "batch_size": 2}
+    config = RunConfig(mode=mode, workload="text", **{**models, **told, **flags})
+    with Decoder(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        rows = decoder.records.sequences()
+        tokens = {n: found[:TOKENS] for n, found in decoder.tokens.items()}
+    return tokens, float(rows[:, 3].mean())
+
+
+@pytest.mark.parametrize(
+    "mode, flags",
+    [
+        ("ar", {}),
+        ("sd", {"num_drafts": 0}),
+        ("sd", {"num_drafts": 0, "temperature": 1.0, "lookahead": 2}),
+        ("sd", {"num_drafts": 1}),
+        ("ssd", {"fan_out": "uniform:3", "saguaro_c": 0.5}),
+        ("sd", {"num_drafts": 0, "top_p": 0.9}),  # judged by the host
+        ("sd", {"num_drafts": 0, "backup": "fast"}),  # certain tokens
+    ],
+    ids=str,
+)
+def test_the_device_draws_the_hosts_tokens(
+    pair: TinyPair, gpu: Any, monkeypatch: pytest.MonkeyPatch, mode: str, flags: dict[str, Any]
+) -> None:
+    expected = decode(pair, mode, **flags)
+
+    def never(*told: Any, **more: Any) -> Any:
+        raise AssertionError("a row was drawn on the host")
+
+    monkeypatch.setattr(cupy_draws, "_THREADS", 64)
+    monkeypatch.setattr(NumbaOps, "draws", lambda ops, logits: CopiedDraws(gpu, logits))
+    if "top_p" not in flags:
+        monkeypatch.setattr(sampling, "weigh", never)
+    before = CopiedDraws.launches
+    assert decode(pair, mode, **flags) == expected
+    assert CopiedDraws.launches > before
+    assert mode == "ar" or "backup" in flags or 0 < expected[1] < 4  # some of both
+
+
+def test_draws_that_are_wrong_would_be_found(
+    pair: TinyPair, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above rests on."""
+    expected = decode(pair, "ar")
+    monkeypatch.setattr(cupy_draws, "_THREADS", 64)
+
+    class Hotter(CopiedDraws):
+        def _told(self, count: int, *told: Any) -> Any:
+            self._asks["temperature"] *= 3
+            return super()._told(count, *told)
+
+    monkeypatch.setattr(NumbaOps, "draws", lambda ops, logits: Hotter(gpu, logits))
+    assert decode(pair, "ar") != expected
