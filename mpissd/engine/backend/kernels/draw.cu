@@ -6,7 +6,7 @@ constexpr int DRAW_WARPS = DRAW_THREADS / 32;  // DRAW_THREADS is a macro
 constexpr double EMPTY = 1e-14;  // as in spec/sampling.py
 enum { ACCEPTED, REPLACED, UNKNOWN, NOT_FINITE };
 
-struct Ask {  // 72 bytes, in page-locked host memory
+struct Ask {  // 64 bytes, in page-locked host memory
   double temperature, u, coin;
   double q;        // of a drafted token; 1: it was certain; 0: none was drafted
   double q_total;  // the sum of the row that it was drawn from
