@@ -181,7 +181,7 @@ class Driver:
                 note = self.times.caught_up if apart else self.times.stored
                 note(result.stored, result.stored_s, way.lookahead, result.wait_s)
         if self.goodput is not None and not self.draft_lost:
-            self._unseen = way, result, self._clock() - start - result.stored_s
+            self._unseen = way, result, self._clock() - start
         return result
 
     def _control(self, way: Way, rows: int, fill: int) -> Control:

@@ -13,6 +13,7 @@ import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.rounds import Control
+from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.target import RoundResult
 from mpissd.lab.load.virtual import server
 from mpissd.lab.load.virtual.loop import VirtualLoop
@@ -127,3 +128,20 @@ def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_within_
     assert first <= 1 + 11 * (1 + sum(stored) / max(stored))
     assert first <= 40, "rounds, some 40 ms"
     assert np.mean([result.speculation.num_draft[0] > 0 for _, result, _ in after[first:]]) > 0.9
+
+
+def test_what_is_stored_is_no_part_of_the_host_s_time_nor_taken_off_it_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = list[tuple[RoundResult, float]]()
+
+    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
+        seen.append((result, round_s - result.wait_s - result.t_target_s - result.stored_s))
+        plain(self, way, result, round_s)
+
+    plain = Goodput.observe
+    monkeypatch.setattr(Goodput, "observe", observe)
+    inline(arrivals(8.0, 20), "auto", 7)
+    assert sum(result.stored > 0 for result, _ in seen) > 5
+    host = h200_costs()[1]
+    assert [host_s for _, host_s in seen] == pytest.approx([host.ask_s + host.lead_s] * len(seen))
