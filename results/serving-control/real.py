@@ -1,10 +1,16 @@
 """Sends arrivals to a real pair's ranks over the lead's socket: what a server does without HTTP.
 
     . launch/env.sh; python results/serving-control/real.py MODE RATE REQUESTS [flags of serve]
+    . launch/env.sh; python results/serving-control/real.py study FILE MINUTES [flags of serve]
 
 MODE: ar, sd, ssd or auto, with a draft rank each, but for ar. Prompts are five of results/serving's
 in a row, in a chat; arrivals are Poisson, the same ones in every mode. Prints a line of JSON:
 tokens a second of request time, and the seconds of every request.
+
+study: appends to FILE the lines that it lacks of three seeds, six rates and every way, each of 200
+requests of one prompt and 20 tokens, and begins none behind MINUTES; then it prints a table of the
+points of which all ways are there: auto over the best fixed way and over AR, with 95% intervals
+over requests drawn again.
 """
 
 from __future__ import annotations
@@ -17,8 +23,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from control import ratio
 
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.serve.protocol import (
@@ -34,19 +42,24 @@ from mpissd.serve.protocol import (
 
 PROMPTS = Path(__file__).parents[1] / "serving/prompts.jsonl"
 START_S, END_S = 120.0, 300.0
+SEEDS, RATES = (0, 1, 2), (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+WAYS = ("ar", "auto", "sd 3", "ssd 1", "ssd 3")
+REQUESTS, TOKENS = 200, 20
 
 
-def requests(target: str, rate: float, count: int) -> list[tuple[float, Submit]]:
-    """Returns when each request arrives, and the request."""
+def requests(
+    target: str, rate: float, count: int, seed: int = 0, prompts: int = 5, most: int = 1 << 20
+) -> list[tuple[float, Submit]]:
+    """Returns when each request arrives, and the request: so many prompts, `most` tokens."""
     rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    tokenizer, rng = load_tokenizer(target), np.random.default_rng(0)
+    tokenizer, rng = load_tokenizer(target), np.random.default_rng(seed)
     order = rng.permutation(len(rows)).tolist()
     times = np.cumsum(rng.exponential(1 / rate, count)).tolist()
     found = []
     for n, at_s in enumerate(times):
-        five = [rows[order[(n + 7 * k) % len(rows)]] for k in range(5)]
+        five = [rows[order[(n + 7 * k) % len(rows)]] for k in range(prompts)]
         asked = [{"role": "user", "content": " ".join(one["prompt"] for one in five)}]
-        found.append((at_s, Submit(n, tokenizer.chat(asked), five[0]["max_tokens"])))
+        found.append((at_s, Submit(n, tokenizer.chat(asked), min(most, five[0]["max_tokens"]))))
     return found
 
 
@@ -83,10 +96,16 @@ class Front:
         await asyncio.wait_for(self.over.wait(), END_S)
 
 
-async def measured(mode: str, rate: float, count: int, flags: Sequence[str]) -> dict[str, object]:
+def target_of(flags: Sequence[str]) -> str:
+    """Returns the target that these flags of serve name."""
+    return next(flag for flag in flags if flag.startswith("--target=")).partition("=")[2]
+
+
+async def measured(
+    mode: str, rate: float, asked: Sequence[tuple[float, Submit]], flags: Sequence[str]
+) -> dict[str, object]:
     """Starts the ranks, sends the load, and returns the line."""
-    target = next(flag for flag in flags if flag.startswith("--target=")).partition("=")[2]
-    drafts, front = int(mode != "ar"), Front(requests(target, rate, count))
+    drafts, front, count = int(mode != "ar"), Front(asked), len(asked)
     words = [f"--mode={mode}", f"--drafts={drafts}", "--max_running=32", *flags]
     python = [sys.executable, "-m", "mpi4py", "-m", "mpissd", "serve", *words]
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +129,43 @@ async def measured(mode: str, rate: float, count: int, flags: Sequence[str]) -> 
     return {**told, "seconds": [round(s, 3) for s in front.seconds]}
 
 
+def study(path: Path, minutes: float, flags: Sequence[str]) -> None:
+    """Appends the lines that a file lacks, for so long, and prints the table."""
+    until = time.monotonic() + 60 * minutes
+    path.touch()
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    done = {(one["seed"], one["rate"], one["way"]) for one in lines}
+    points = ((seed, rate, way) for seed in SEEDS for rate in RATES for way in WAYS)
+    for seed, rate, way in points:
+        if (seed, rate, way) in done or time.monotonic() > until:
+            continue
+        mode, _, k = way.partition(" ")
+        more = [f"--lookahead={k}"] if k else []
+        asked = requests(target_of(flags), rate, REQUESTS, seed, prompts=1, most=TOKENS)
+        found = asyncio.run(measured(mode, rate, asked, [*flags, *more]))
+        lines.append({"seed": seed, "way": way, **found})
+        with path.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+    table(lines)
+
+
+def table(lines: Sequence[dict[str, Any]]) -> None:
+    """Prints auto over the best fixed way and over AR, of each point that has every way."""
+    for seed, rate in sorted({(one["seed"], one["rate"]) for one in lines}):
+        part = [one for one in lines if (one["seed"], one["rate"]) == (seed, rate)]
+        by = {one["way"]: np.array(one["seconds"]) for one in part}
+        if set(by) < set(WAYS):
+            continue
+        best = min((way for way in by if way != "auto"), key=lambda way: by[way].sum())
+        ratios = [ratio(by["auto"], by[way]) for way in (best, "ar")]
+        told = "  ".join(f"{middle:.2f} ({low:.2f}–{high:.2f})" for middle, low, high in ratios)
+        print(f"seed {seed}  {rate:g}/s  best {best}  auto over it, over AR: {told}")
+
+
 if __name__ == "__main__":
-    mode, rate, count, *flags = sys.argv[1:]
-    print(json.dumps(asyncio.run(measured(mode, float(rate), int(count), flags))))
+    if sys.argv[1] == "study":
+        study(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    else:
+        mode, rate, count, *flags = sys.argv[1:]
+        asked = requests(target_of(flags), float(rate), int(count))
+        print(json.dumps(asyncio.run(measured(mode, float(rate), asked, flags))))
