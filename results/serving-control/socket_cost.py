@@ -56,7 +56,7 @@ class Timed(Line):
 class EmptyLoop:
     """Rounds of K + 1 tokens a sequence that take no time; notes how long each part took."""
 
-    draft_lost_round, most_rows, is_storing = None, 512, False
+    draft_lost_round, most_rows, is_storing, unstored, lacking = None, 512, False, 0, 0
 
     def __init__(self, rounds: int, line: Timed) -> None:
         self.control, self.ledger = Control(), Ledger(LeadPhase)
@@ -106,8 +106,8 @@ def measured(batch: int, rounds: int, *, auto: bool) -> dict[str, object]:
     driver.lookahead = K
     if auto:
         driver.goodput = Goodput(K, [None, 1], driver.times)
-    while driver.scheduler.num_waiting < batch:
-        driver.wait(1.0)
+    driver.wait(1.0)
+    assert len(driver.scheduler.running) == batch, "all requests came in one message"
     driver.drive(loop)
     line.close()
     os.waitpid(child, 0)
