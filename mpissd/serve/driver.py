@@ -18,6 +18,7 @@ from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
 
 _STATS_S = 0.1
+_ALL = 1 << 30  # tokens: more than any draft lacks
 _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
 
 
@@ -191,7 +192,9 @@ class Driver:
         lookahead = way.lookahead
         catch_up = 0
         if lookahead and self._loop is not None:
-            catch_up = self.times.catch_up(rows, lookahead, fill, self._loop.lacking)
+            catch_up = _ALL  # a sequence alone delays no other
+            if rows != lookahead + 1:
+                catch_up = self.times.catch_up(rows, lookahead, fill, self._loop.lacking)
         return Control(*way, fill, catch_up)
 
     def _way(self, live: list[int]) -> Way:

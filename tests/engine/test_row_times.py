@@ -157,6 +157,8 @@ def test_what_a_draft_lacks_is_stored_within_30_percent_or_in_every_eleventh_rou
     assert sorted(growth)[int(0.9 * len(growth))] <= 0.31 or len(growth) < 11
     assert (sum(more > 0 for more in growth) < len(growth) / 5) == bulk
     assert times.catch_up(rows, lookahead, 0, 1) >= (not bulk), "few are stored at once"
+    if lookahead == 1 and len(growth) > 11:
+        assert times.caught_up_a_round(rows) * len(growth) == pytest.approx(5000, rel=0.35)
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 4])

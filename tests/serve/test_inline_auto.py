@@ -110,7 +110,7 @@ def test_prompts_and_catching_up_make_nine_rounds_in_ten_at_most_30_percent_long
 def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_within_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behind a burst it lacks n tokens of the one that is left: it stores those that take as long
+    """Behind a burst it lacks n tokens of those that are left: it stores those that take as long
     as a round in every eleventh one."""
     monkeypatch.setattr(Rounds, "seen", [])
     monkeypatch.setattr(server, "VirtualLoop", Rounds)
@@ -121,13 +121,26 @@ def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_within_
     burst = Rounds.seen[busy[100] : busy[-1]]
     assert np.mean([control.lookahead == 0 for control, *_ in burst]) > 0.9
     lone = next(n for n, count in enumerate(counts[busy[-1] :], busy[-1]) if count == 1)
-    after = Rounds.seen[lone : lone + 100]
+    again = next(n for n in range(busy[-1], lone + 41) if Rounds.seen[n][0].lookahead)
+    after = Rounds.seen[again : lone + 100]
     first = next(n for n, (_, result, _) in enumerate(after) if result.speculation.num_draft[0])
     stored = [result.stored for _, result, _ in after[: first + 1]]
     assert sum(stored) > 200, "what the burst had committed"
     assert first <= 1 + 11 * (1 + sum(stored) / max(stored))
-    assert first <= 40, "rounds, some 40 ms"
+    assert again + first <= lone + 40, "rounds, some 40 ms"
     assert np.mean([result.speculation.num_draft[0] > 0 for _, result, _ in after[first:]]) > 0.9
+
+
+def test_a_sequence_alone_is_drafted_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It delays no other: what the draft lacks of it, a prompt of 600 tokens, is stored in one
+    round."""
+    monkeypatch.setattr(Rounds, "seen", [])
+    monkeypatch.setattr(server, "VirtualLoop", Rounds)
+    inline([Arrival(float(at), 600, 200) for at in range(8)], "auto", 7)
+    drafts = [result for control, result, _ in Rounds.seen if control.lookahead]
+    assert len(drafts) > 100 and all(len(result.outcome.rows) <= 1 for _, result, _ in Rounds.seen)
+    assert all(result.speculation.num_draft.all() for result in drafts)
+    assert any(result.stored > 590 for result in drafts)
 
 
 def test_what_is_stored_is_no_part_of_the_host_s_time_nor_taken_off_it_twice(

@@ -193,11 +193,11 @@ class Goodput:
     def _store_s(self, count: int, lacking: int) -> float:
         """Returns the seconds in which the draft stores what it needs for drafting, for each token.
 
-        The prompts of requests to come, over their answers; and what it lacks of `count` sequences
-        now, over what they are expected to emit yet.
+        What it lacks of `count` sequences now, over what they are expected to emit yet, or the
+        prompts of requests to come, over their answers: the larger, as no token pays both.
         """
         prompts, answers = float(self._ended[0]), float(self._ended[1])
-        each = prompts / answers + lacking / count / self._left if answers else 0.0
+        each = max(prompts / answers, lacking / count / self._left) if answers else 0.0
         return each * self._times.caught_up_s
 
     @property
@@ -210,9 +210,10 @@ class Goodput:
     def _ready(self, count: int, lacking: int) -> float:
         """Returns the share of the time to come in which the draft lacks nothing of a sequence.
 
-        It catches up with one after the other: with half of what it lacks before a mean one.
+        It catches up with one after the other: with half of what it lacks before a mean one; with
+        one alone at once.
         """
-        if not lacking:
+        if not lacking or count == 1:
             return 1.0
         rounds = lacking / 2 / self._times.caught_up_a_round(2 * count)
         return 1 / (1 + rounds / self._left)

@@ -143,13 +143,23 @@ class RowTimes(Times):
         large = self._large(round_s)
         if self._within > _APART:
             return large
-        small = self._behind.within(_GROWTH * round_s - spent_s)
-        dearest_s = _DEARER * small / large * self._behind.seconds(large)
-        return small if small >= lacking or self._behind.seconds(small) <= dearest_s else 0
+        return self._small(_GROWTH * round_s - spent_s, large, lacking)
 
     def caught_up_a_round(self, rows: int) -> float:
-        """Returns how many tokens a draft catches up with a round of `rows`, on average."""
-        return self._large(self.seconds(rows) + self._step_s) / (_APART + 1)
+        """Returns how many tokens a draft that lacks many catches up with a round of `rows`, on
+        average."""
+        round_s = self.seconds(rows) + self._step_s
+        large = self._large(round_s)
+        small = 0 if self._behind.is_empty else self._small(_GROWTH * round_s, large)
+        return (large + _APART * small) / (_APART + 1)
+
+    def _small(self, limit_s: float, large: int, lacking: int | None = None) -> int:
+        """Returns how many tokens a draft stores within limit_s: 0 where each then takes much
+        longer than `large` at once do, unless `lacking` are no more."""
+        small = self._behind.within(limit_s)
+        dearest_s = _DEARER * small / large * self._behind.seconds(large)
+        is_all = lacking is not None and small >= lacking
+        return small if is_all or self._behind.seconds(small) <= dearest_s else 0
 
     def _large(self, round_s: float) -> int:
         """Returns how many tokens a draft stores in as many seconds, at least one."""
