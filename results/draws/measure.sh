@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Measures AR and inline SD of sampled text on one GPU, tokens drawn on the host and on the device:
 #     results/draws/measure.sh TARGET OUT
-# BUDGET_S=60 in all. PYTHON=.venv/bin/python; DRAFT (smollm2-draft), BACKEND, TOKENS, PROMPTS (a file) to change or to rehearse.
+# BUDGET_S=80 in all. PYTHON=.venv/bin/python; DRAFT (smollm2-draft), BACKEND, TOKENS, PROMPTS (a file) to change or to rehearse.
 set -u -o pipefail
 cd "${0%/*}/../.." || exit
 target=${1:?usage: results/draws/measure.sh TARGET OUT} out=${2:?usage: results/draws/measure.sh TARGET OUT}
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-BUDGET_S=${BUDGET_S:-60} gpus=1
+BUDGET_S=${BUDGET_S:-80} gpus=1
 # shellcheck source-path=SCRIPTDIR
 . results/study.sh
 mkdir -p "$out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.spec.sampling import Row
@@ -81,12 +81,3 @@ class Draws(Protocol):
 
     def keep(self, row: Row, total: float) -> Any:
         """Returns a row of the host, whose entries' sum is `total`, as `Judging.kept` takes it."""
-
-
-@runtime_checkable
-class Drawing(Protocol):
-    """Forwards whose device may draw tokens."""
-
-    @property
-    def draws(self) -> Draws | None:
-        """What draws; None: the host does, from `Forwards.logits`."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.model.draws import Drafting, Drawing, Proposed
+from mpissd.engine.model.draws import Drafting, Proposed
+from mpissd.engine.model.draws import Draws as DeviceDraws
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.routed import RoutedStepper
 from mpissd.engine.model.shared import Seat
@@ -195,7 +196,7 @@ class TextDraftWorker(SamplingDraftWorker):
         best, first = ids[start : start + count], head * len(ids) + start
         if not any(lane.temperature > 0 for each in lanes for lane in each):
             return _Step(best)
-        draws = self.stepper.draws if isinstance(self.stepper, Drawing) else None
+        draws: DeviceDraws | None = getattr(self.stepper, "draws", None)
         if draws is not None and (asked := self._asked(rollouts, first, draws.most_damped)):
             told = {
                 one.row: kept

@@ -10,7 +10,7 @@ import numpy as np
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.lessons import Lesson, Sent
-from mpissd.engine.model.draws import Drawing
+from mpissd.engine.model.draws import Draws
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.gemm.workers import GemmTargetWorker
@@ -115,7 +115,7 @@ class TextTargetWorker(SamplingTargetWorker):
         return super()._judge_one(replace(case, proposal=lambda i: np.asarray(proposal(i))))
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
-        draws = self.stepper.draws if isinstance(self.stepper, Drawing) else None
+        draws: Draws | None = getattr(self.stepper, "draws", None)
         if draws is None or self._gather is not None:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
