@@ -268,7 +268,7 @@ class Driver:
         task = ended.task
         counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
         if self.goodput is not None:
-            self.goodput.ended(len(task.prompt), len(task.tokens))
+            self.goodput.stored.ended(len(task.prompt), len(task.tokens))
         self._mail.put(End(task.request_id, ended.reason, *counts))
 
     def _send(self) -> None:

@@ -16,8 +16,7 @@ are running means of the lead's own; acceptance is that of the sequences' own ou
 to that of all. The choice reads counts and clocks, never the proposed tokens, so decoding stays
 lossless [THEORY, losslessness 1].
 
-A draft on the lead's own device stores nothing while K = 0, and pays for what it then lacks: the
-seconds of that, and of the prompts to come, are spread over the tokens that it is for.
+A draft on the lead's own device pays for what it has to store before it drafts (`storing`).
 
 What has never been tried at a load is taken to cost what it does at the nearest larger one, in
 proportion: the controller is optimistic, tries it, and then knows. What was not tried for
@@ -26,7 +25,6 @@ _STALE_ROUNDS rounds of a load is tried again while that costs at most EXPLORE o
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +36,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Source
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Task
+from mpissd.engine.decode.storing import StoredPrice
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job
 
@@ -162,8 +161,7 @@ class Goodput:
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
-        # Of the requests that are over: tokens of prompts, of answers, and the squares of these.
-        self._ended = np.zeros(3)
+        self.stored = StoredPrice(times)
         self.way = self._best = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
@@ -185,38 +183,6 @@ class Goodput:
         if drafts:
             self._count(result)
             self._waited(way, result, count)
-
-    def ended(self, prompt: int, answer: int) -> None:
-        """Takes the tokens of a request that is over."""
-        self._ended += prompt, answer, answer**2
-
-    def _store_s(self, count: int, lacking: int) -> float:
-        """Returns the seconds in which the draft stores what it needs for drafting, for each token.
-
-        What it lacks of `count` sequences now, over what they are expected to emit yet, or the
-        prompts of requests to come, over their answers: the larger, as no token pays both.
-        """
-        prompts, answers = float(self._ended[0]), float(self._ended[1])
-        each = max(prompts / answers, lacking / count / self._left) if answers else 0.0
-        return each * self._times.caught_up_s
-
-    @property
-    def _left(self) -> float:
-        """Tokens that a live sequence is expected to emit yet: one that is met at any time is
-        likelier a long one."""
-        answers, squares = float(self._ended[1]), float(self._ended[2])
-        return squares / (2 * answers) if answers else math.inf
-
-    def _ready(self, count: int, lacking: int) -> float:
-        """Returns the share of the time to come in which the draft lacks nothing of a sequence.
-
-        It catches up with one after the other: with half of what it lacks before a mean one; with
-        one alone at once.
-        """
-        if not lacking or count == 1:
-            return 1.0
-        rounds = lacking / 2 / self._times.caught_up_a_round(2 * count)
-        return 1 / (1 + rounds / self._left)
 
     def _count(self, result: RoundResult) -> None:
         """Counts which drafted tokens were reached and accepted, by their place."""
@@ -280,7 +246,7 @@ class Goodput:
     ) -> Iterator[tuple[Way, Promise]]:
         """Yields what a round of every way gives."""
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
-        store_s, ready = self._store_s(count, lacking), self._ready(count, lacking)
+        store_s, ready = self.stored.seconds(count, lacking), self.stored.ready(count, lacking)
         drafting = self._drafting_s(count)
         for lookahead, expected in enumerate(tokens.tolist()):
             rows = count + round(ready * count * lookahead)
