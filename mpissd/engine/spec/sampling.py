@@ -218,14 +218,15 @@ def judge(
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:
     """Returns the distribution [vocab] of a proposal's row; raises as `checked_total`."""
-    probs = row.astype(np.float64) / checked_total(row, token, q, ids)
-    return probs if ids is None else spread(probs, ids, vocab)
+    exact = row.astype(np.float64)
+    exact /= checked_total(exact, token, q, ids)
+    return exact if ids is None else spread(exact, ids, vocab)
 
 
-def checked_total(row: Row, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
+def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
     """Returns the sum of a proposal's row; raises ProtocolError if its token's q differs."""
     place = token if ids is None else int(np.searchsorted(ids, token))
-    exact = row.astype(np.float64)
+    exact = np.asarray(row, np.float64)
     total = float(exact.sum())
     found = exact[place] / total if exact[place] > 0 else exact[place]
     if found != q:
