@@ -23,4 +23,6 @@ for where in host device; do
     echo "tokens drawn on the $where:"
     "$PYTHON" results/rates.py mode,temperature,lookahead,acceptance_length,T_SD,tok_per_s,token_digest "$out/$where"
 done | tee "$out/table.md"
+digests() { "$PYTHON" results/rates.py mode,temperature,lookahead,token_digest "$out/$1" | sort; }
+[ "$(digests host)" = "$(digests device)" ] || { echo "$0: the device drew other tokens than the host" >&2 && failed=1; }
 exit "$failed"

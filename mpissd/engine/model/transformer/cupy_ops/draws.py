@@ -112,7 +112,11 @@ class CupyDraws:
         return found
 
     def _listed(self, rows: int, most: int) -> Any:
-        """Lists the `most` largest logits of the first rows; returns their columns."""
+        """Lists the `most` largest logits of the first rows; returns their columns.
+
+        Of a power of two of them, as the backend keeps memory for each size.
+        """
+        rows = min(1 << (rows - 1).bit_length(), len(self._logits))
         if most not in self._tops:
             self._tops[most] = self._backend.top_buffers(len(self._logits), most)
         ids, values = self._tops[most]
