@@ -111,6 +111,33 @@ def known(cost: Callable[[int], float], buckets: Sequence[int]) -> RowTimes:
     return times
 
 
+def steps_of_six(rows: int) -> float:
+    """A CPU's forward, whose kernel takes six rows at a time."""
+    return 9.0 * math.ceil(rows / 6)
+
+
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    """SmolLM2's forward of 6 rows takes 9.5 ms; one of 16.8 made a server of AR speed leave it."""
+    times = RowTimes()
+    for rows in 4 * [1, 2, 3, 4, 5, 10, 20, 40]:
+        times.add(rows, steps_of_six(rows))
+    times.add(6, 16.8)
+    assert times.seconds(6) < 11
+    for _ in range(20):
+        rows = 2 + times.beside(2, 40)
+        times.add(rows, steps_of_six(rows))
+    assert times.seconds(6) == pytest.approx(9.0) and times.room(2, 40) == 4
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_one_delayed_forward_of_a_warm_up_changes_little(place: int) -> None:
+    times, seconds = RowTimes(), [15.0] * 4
+    seconds[place] = 80.0
+    for one in seconds:
+        times.add(10, one)
+    assert times.seconds(10) <= 17
+
+
 def test_prompts_alone_fill_the_largest_forward() -> None:
     times = RowTimes()
     assert times.beside(0, 128) == 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from statistics import median
 
 _WEIGHT = 1 / 32  # of a new sample, once there were as many
 _KNOWN, _SHIFT = 4, 0.5  # samples behind which one shifts a mean as if so much off it, at most
@@ -15,7 +16,10 @@ _APART = 10  # rounds within that behind one beyond it, so that the 90th percent
 
 
 class Times:
-    """The seconds of a forward of n rows: running means where it was measured, lines between."""
+    """The seconds of a forward of n rows: running means where it was measured, lines between.
+
+    Of the first four forwards of a size the middle ones count: one that was delayed changes little.
+    """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
         """Takes the sizes that forwards have, rising; none: a forward computes its rows alone."""
@@ -23,6 +27,7 @@ class Times:
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
+        self._first: dict[int, list[float]] = {}  # of those measured fewer than four times
 
     def _size(self, rows: int) -> int:
         """Returns the rows that a forward of so many rows computes."""
@@ -32,11 +37,31 @@ class Times:
     def add(self, rows: int, seconds: float) -> None:
         """Takes a measured forward."""
         size = self._size(rows)
-        if size not in self._seconds:
+        self._samples[size] = count = self._samples.get(size, 0) + 1
+        if count > _KNOWN:
+            self._seconds[size] = _mean(self._seconds[size], seconds, count)
+        else:
+            self._take_first(size, seconds)
+        for few, found in self._first.items():
+            self._seconds[few] = self._between(few) or self._usual(found)
+
+    def _take_first(self, size: int, seconds: float) -> None:
+        """Takes one of the first four forwards of a size."""
+        if size not in self._first:
             insort(self._rows, size)
-            self._seconds[size], self._samples[size] = seconds, 0
-        self._samples[size] = count = self._samples[size] + 1
-        self._seconds[size] = _mean(self._seconds[size], seconds, count)
+        found = self._first.setdefault(size, [])
+        found.append(seconds)
+        if len(found) == _KNOWN:
+            self._seconds[size] = self._usual(found)
+            del self._first[size]
+
+    def _usual(self, found: Sequence[float]) -> float:
+        """Returns what a few forwards of a size usually take."""
+        return median(found)
+
+    def _between(self, size: int) -> float | None:
+        """Returns what better known sizes say of one, if that is believed rather than its own."""
+        return None
 
     def seconds(self, rows: int) -> float:
         """Returns the seconds of a forward.
@@ -72,12 +97,8 @@ class Times:
 class _Least(Times):
     """Seconds of forwards that nobody has run before: one may compile, or capture a graph."""
 
-    def add(self, rows: int, seconds: float) -> None:
-        size = self._size(rows)
-        least = min(seconds, self._seconds.get(size, seconds))
-        super().add(rows, seconds)
-        if self._samples[size] < _KNOWN:
-            self._seconds[size] = least
+    def _usual(self, found: Sequence[float]) -> float:
+        return min(found)
 
 
 class RowTimes(Times):
@@ -86,6 +107,9 @@ class RowTimes(Times):
     Those of the largest forward with which the round takes 30% longer than alone. Where that one
     stores few rows, since the device computes whole buckets, every eleventh round may be longer:
     each round earns 30% of its own seconds, and those that it did not use pay for a larger one.
+
+    What looks slow is done no more, so that nothing may look slow by chance: a size measured fewer
+    than four times takes what two better known ones say.
     """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
@@ -96,6 +120,12 @@ class RowTimes(Times):
         # began to draft, and a step; of the second, how many tokens at once on average.
         self._stores, self._behind, self._step_s = Times(_STORES), _Least(_STORES), 0.0
         self._mean_rows = 0.0
+
+    def _between(self, size: int) -> float | None:
+        """Returns the seconds on the line between the nearest better known sizes."""
+        sure = [n for n in self._rows if n not in self._first]
+        at = bisect_left(sure, size)
+        return self._line(sure[at - 1], sure[at], size) if 0 < at < len(sure) else None
 
     def stored(self, rows: int, seconds: float, lookahead: int, drafted_s: float) -> None:
         """Takes how long a draft on the same device stored rows of prompts, and drafted K tokens.

@@ -1,7 +1,7 @@
 """What a draft on the lead's own device pays for the tokens that it stores before it drafts.
 
-Such a draft stores nothing while K = 0. What it then lacks takes seconds in which it does not draft:
-these are spread over the tokens that they are for.
+Such a draft stores nothing while K = 0. What it then lacks takes seconds in which it does not
+draft: these are spread over the tokens that they are for.
 """
 
 from __future__ import annotations
