@@ -11,12 +11,14 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
 from mpissd.engine.comm.wire import MOST_FILL
+from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Serving
+from mpissd.engine.workload.steps import Steps
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stop, Submit, Tokens
 from mpissd.serve.warm import warm
@@ -352,6 +354,39 @@ def test_an_inline_draft_stores_no_prompt_before_it_drafts_and_then_a_bounded_pa
     lacked = sum(len(prompt) for _, prompt, _ in asked) + 3 * 40
     assert first <= (lacked + 3 * first) / 20 + 1
     assert not any(one.stored for one in rounds[drafting + first + 1 :]) and not goodput.lacking
+
+
+def test_a_draft_rank_stores_by_and_by_while_nothing_is_drafted(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward for each token slows a target that shares the draft's memory or cores."""
+    stored, rounds, fill = list[int](), list[RoundResult](), Drafter._fill
+
+    def filled(
+        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
+    ) -> Steps[int]:
+        stored.append((yield from fill(self, rows, spare, most)))
+        return stored[-1]
+
+    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
+        rounds.append(result)
+        if way.lookahead and len(rounds) > 1 and not rounds[-2].speculation.num_draft.any():
+            early.append(list(stored))
+
+    early = list[list[int]]()
+    monkeypatch.setattr(Drafter, "_fill", filled)
+    monkeypatch.setattr(Goodput, "observe", observe)
+    asked = [(n, prompt, 90) for n, prompt in enumerate(prompts(3, seed=5))]
+    mail = Script(*((0, Submit(*one)) for one in asked))
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, mail, FewRows(), goodput=Late(K, [None], RowTimes()))
+    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+    forwards = [count for count in early[0] if count]
+    prompt_tokens = sum(len(prompt) for _, prompt, _ in asked)
+    assert sum(forwards) >= 3 * 30, "it keeps up"
+    assert len(forwards) <= (3 * 40 + prompt_tokens) / 8
+    drafted = next(n for n, one in enumerate(rounds) if one.speculation.num_draft.any())
+    assert all((one.speculation.num_draft > 0).all() for one in rounds[drafted + 3 : -1])
 
 
 def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:
