@@ -43,7 +43,9 @@ class World:
             task.accepted += k
             task.rejected += k < way.lookahead
         forward_s = self.forward_s(count * (way.lookahead + 1))
-        return RoundResult(served, Outcome(0, rows), forward_s, {}, 0, wait_s), forward_s + wait_s
+        verified = count * (way.lookahead + 1)
+        result = RoundResult(served, Outcome(0, rows), forward_s, {}, verified, wait_s)
+        return result, forward_s + wait_s
 
     def goodput(self, way: Way, count: int) -> float:
         k = sum(self.alpha**n for n in range(1, way.lookahead + 1))
@@ -114,6 +116,31 @@ def test_rounds_that_compile_are_no_reason_to_leave_a_way(
         best = max(world.goodput(way, count) for way in known)
         mean = np.mean([world.goodput(way, count) for way in ways[150:]])
         assert mean >= 0.97 * best, (count, ways[-1])
+
+
+class Crowded(World):
+    """A world whose draft slows the target's forwards while it speculates ahead."""
+
+    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
+        result, round_s = super().round(way, tasks)
+        more_s = 0.3 * result.t_target_s * (way.width != 0)
+        return replace(result, t_target_s=result.t_target_s + more_s), round_s + more_s
+
+    def goodput(self, way: Way, count: int) -> float:
+        slowed = 1.3 if way.width != 0 else 1.0
+        k = sum(self.alpha**n for n in range(1, way.lookahead + 1))
+        alone = self.hits**count if way.width != 0 else 0.0
+        wait_s = (1 - alone) * self.step_s * way.lookahead
+        return count * (1 + k) / (slowed * self.forward_s(count * (way.lookahead + 1)) + wait_s)
+
+
+@pytest.mark.parametrize(("count", "alpha"), [(1, 0.3), (1, 0.7), (6, 0.3), (6, 0.7)])
+def test_a_draft_that_slows_the_target_pays_for_it(count: int, alpha: float) -> None:
+    world = Crowded(alpha, 0.9, 5e-4)
+    _, (ways,) = decoded(world, [count])
+    every = [Way(k, width) for k in range(K + 1) for width in (0, None) if k or width == 0]
+    best = max(world.goodput(way, count) for way in every)
+    assert np.mean([world.goodput(way, count) for way in ways[150:]]) >= 0.97 * best
 
 
 class Inline(World):

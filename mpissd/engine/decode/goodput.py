@@ -49,6 +49,7 @@ _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior fo
 _MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
 _HITS = 1 / 256  # likewise of hits
 _SAMPLE = 1 / 8  # weight of a new duration
+_STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
 # Durations from which on a load is known; those whose median is the usual; what is far above it.
 _LEAST, _RECENT, _FAR = 3, 5, 4.0
 
@@ -157,6 +158,9 @@ class Goodput:
         self._growths = {width: _Growth() for width in (0, *widths)}
         self._reached, self._accepted = np.zeros((2, lookahead))
         self._host = {True: ByLoad(), False: ByLoad()}  # by whether a draft takes part
+        # By kind: a forward's seconds over the mean one's of as many rows. A draft that works at
+        # the same time may share cores and memory with the target.
+        self._stretch: defaultdict[int | None, float] = defaultdict(lambda: 1.0)
         # (width or −1 for AR, load): its last round, of those of that load.
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
@@ -180,9 +184,16 @@ class Goodput:
         host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
         self._host[drafts].add(count, max(0.0, host_s))
         self._seen[self._kind(way), load] = self._rounds[load]
+        self._stretched(way, result)
         if drafts:
             self._count(result)
             self._waited(way, result, count)
+
+    def _stretched(self, way: Way, result: RoundResult) -> None:
+        """Takes how long a forward of this way took, beside the mean one."""
+        if mean_s := self._times.seconds(result.num_rows):
+            ratio, kind = min(result.t_target_s / mean_s, _MOST_STRETCH), self._kind(way)
+            self._stretch[kind] += _STRETCH * (ratio - self._stretch[kind])
 
     def _count(self, result: RoundResult) -> None:
         """Counts which drafted tokens were reached and accepted, by their place."""
@@ -254,10 +265,12 @@ class Goodput:
             stored = backlog.rows
             if stored:
                 stored = min(stored, self._times.room(rows, backlog.most_rows, lookahead))
-            base = self._times.grown_s(rows, rows + stored) + host[lookahead > 0]
+            forward_s = self._times.grown_s(rows, rows + stored)
             for width, growth in self._growths.items():
                 if not lookahead and width != 0:
                     continue
+                stretch = self._stretch[width if lookahead else -1]
+                base = stretch * forward_s + host[lookahead > 0]
                 wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
                 wait += store_s * expected if lookahead else 0.0
                 yield Way(lookahead, width), Promise(expected, max(base + wait, 1e-9), stored)
