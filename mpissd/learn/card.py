@@ -39,7 +39,7 @@ token behind the accepted ones is among the draft's F likeliest there, the propo
 {rows}
 """
 _COLUMNS = (
-    "prompts | answers | greedy agreement | alpha (T=1) | tokens a round, K=4 | K=7 | "
+    "prompts | answers | greedy agreement | overlap at T=1 | tokens a round, K=4 | K=7 | "
     "hits at K=4, F=4 | F=8 | F=16"
 )
 _STATE_CARD = """\
@@ -71,7 +71,7 @@ token drafted t places ahead with the answer's.
 
 {rows}
 """
-_STATE_COLUMNS = "prompts | answers | agreement, t = 1 to 4 | alpha (T=1) | tokens a round, K=4"
+_STATE_COLUMNS = "prompts | answers | agreement, t = 1 to 4 | overlap at T=1 | tokens a round, K=4"
 _NOTICE = """\
 Draft of {target}
 

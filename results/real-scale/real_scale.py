@@ -184,7 +184,7 @@ def table(machine: Any, name: str, every: list[Cell], rng: np.random.Generator) 
     ssd = best.pop(("ssd", tp + 1))
     rival = max(best.values(), key=lambda c: c.rate)
     ratio, low, high = gain(ssd, rival, rng)
-    verdict = "pays" if low > 1 else "does not pay" if high < 1 else "makes no difference"
+    verdict = "is ahead" if low > 1 else "is behind" if high < 1 else "makes no difference"
     lines.append(
         f"\nSSD over the best other use of {tp + 1} GPUs ({rival.method} on {rival.gpus}): "
         f"{ratio:.3f} ({low:.3f} to {high:.3f}): it {verdict}. A GPU: "
