@@ -14,8 +14,8 @@ from mpissd.engine.workload.workers import TargetWorker
 class Teaching:
     """Sends the target's logits behind rejected tokens, or behind all verified ones.
 
-    Nothing waits for the learner: where it does not keep up, a round is dropped, and the learner
-    drops the sequences of it.
+    Nothing waits for the learner: where it does not keep up, a round's rows are dropped, and the
+    next message brings its tokens.
     """
 
     def __init__(self, worker: TargetWorker, outlet: Outlet, *, everywhere: bool) -> None:
