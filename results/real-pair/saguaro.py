@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Saguaro sampling on SmolLM2 and its draft: C from 1 to 0 at two temperatures, decisions alone.
 
-    results/real-pair/saguaro.py OUT [--target=FILE] [--prompts=24] [--tokens=48]
+    results/real-pair/saguaro.py OUT [--target=FILE] [--prompts=24] [--tokens=48] [--fan_outs=1,2]
 
 Each cell answers the first prompts of both files of tests/data/prompts in one process, K = 4, with
 hits finished and jit backups, so that what happens depends on no time. Lines go to
@@ -26,9 +26,10 @@ import numpy as np  # noqa: E402
 from mpissd.common.config import parse_flags  # noqa: E402
 from mpissd.common.output import append_row, read_rows  # noqa: E402
 from mpissd.engine.decode.in_process import Decoder  # noqa: E402
+from mpissd.lab.measure.provenance import commit  # noqa: E402
 
-TEMPERATURES, FAN_OUTS = (1.0, 0.7), (4,)
-EACH_C = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+TEMPERATURES, FAN_OUTS = (1.0, 0.7), (4, 2, 1)
+EACH_C = (1.0, 0.1, 0.5, 0.0, 0.7, 0.3)  # the ends and the middle of the range first
 LOOKAHEAD = 4
 FILES = ("chat", "humaneval")
 
@@ -41,11 +42,14 @@ def main() -> int:
     parser.add_argument("--draft", default="smollm2-draft")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--fan_outs", default=",".join(map(str, FAN_OUTS)))
     given = parser.parse_args()
+    commit()  # kept: of the tree that this process reads
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / "saguaro.jsonl"
     done = {(row["temperature"], row["fan_out"], row["saguaro_c"]) for row in read_rows(path)}
-    for fan_out, temperature, c in product(FAN_OUTS, TEMPERATURES, EACH_C):
+    fan_outs = tuple(map(int, given.fan_outs.split(",")))
+    for c, temperature, fan_out in product(EACH_C, TEMPERATURES, fan_outs):
         if (temperature, fan_out, c) not in done:
             append_row(path, cell(given, temperature, fan_out, c))
             print(f"T = {temperature}, F = {fan_out}, C = {c}", flush=True)
@@ -83,6 +87,7 @@ def cell(given: Any, temperature: float, fan_out: int, c: float) -> dict[str, An
         "saguaro_c": c,
         "lookahead": LOOKAHEAD,
         "draft": given.draft,
+        "commit": commit(),
         "prompts": counts(sequences),
     }
 
