@@ -213,7 +213,8 @@ class Row(Origin, Mapping[str, Any]):
     learner_state: str | None = key(
         "of a learner at the end: learning; refused or diverged (its last version was not "
         "published); lost (its trainer had ended); failed (`fault` in `learner`); silent (its "
-        "rank did not answer); starting. Null without one"
+        "rank did not answer, or its trainer did not end within 3 s: `last_state`, which it "
+        "reported `unheard_s` before, in `learner`); starting. Null without one"
     )
     draft_versions: int | None = key(
         "versions of its weights that the draft swapped in during the measured rounds; null "

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,14 @@ def check_trainer() -> None:
 class TrainerProcess:
     """A trainer in a process of its own; what it does cannot hold up the process that started it.
 
-    version: the newest version and its packed weights, once it has arrived; `take` hands it out.
+    report: the last one that came. `take` hands out the newest version.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._waiting: queue.Queue[bytes] = queue.Queue(_MOST)
-        self._newest: tuple[int, bytes] | None = None
+        self._newest: deque[tuple[int, bytes]] = deque(maxlen=1)
         self.report: dict[str, Any] = {"state": "starting"}
+        self._heard_at = time.monotonic()
         self.dropped = 0
         told = json.dumps({**task, "started_at": time.time()})
         self._process = subprocess.Popen(
@@ -70,8 +72,10 @@ class TrainerProcess:
 
     def take(self) -> tuple[int, bytes] | None:
         """Returns the newest version since the last call, as (version, packed weights)."""
-        found, self._newest = self._newest, None
-        return found
+        try:
+            return self._newest.popleft()  # at once: one that arrives meanwhile stays
+        except IndexError:
+            return None
 
     @property
     def is_alive(self) -> bool:
@@ -79,17 +83,29 @@ class TrainerProcess:
         return self._process.poll() is None
 
     def stop(self) -> dict[str, Any]:
-        """Ends the trainer; returns its last report, `state` "lost" if it had ended before."""
-        was_alive = self.is_alive
+        """Ends the trainer; returns its last report.
+
+        Its `state` is "lost" if it had ended before, "silent" if it does not end in time, as one
+        that hangs or is in a long step does not; then `last_state` is the one that it reported
+        last, `unheard_s` seconds before.
+        """
+        was_alive, unheard_s = self.is_alive, round(time.monotonic() - self._heard_at, 1)
         self._waiting.put(b"") if not self._waiting.full() else self._process.kill()
+        has_answered = True
         try:
             self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            has_answered = False
         self._threads[1].join(_PATIENCE_S)
         found = {**self.report, "dropped_examples": self.dropped}
-        return found if was_alive else {**found, "state": "lost"}
+        if not was_alive:
+            return {**found, "state": "lost"}
+        if not has_answered:
+            told = {"last_state": found["state"], "unheard_s": unheard_s}
+            return {**found, "state": "silent", **told}
+        return found
 
     def _write(self) -> None:
         pipe: Any = self._process.stdin
@@ -104,9 +120,10 @@ class TrainerProcess:
         pipe: Any = self._process.stdout
         while (frame := frames.read(pipe)) is not None:
             if frame[0] == frames.VERSION:
-                self._newest = frames.version_of(frame[1])
+                self._newest.append(frames.version_of(frame[1]))
             else:
                 self.report = json.loads(frame[1])
+            self._heard_at = time.monotonic()
 
 
 def _python() -> str:
