@@ -83,8 +83,10 @@ class TargetLoop:
         self.ledger = Ledger(LeadPhase)
         # Called in every round while the target verifies: what may not make a round longer.
         self.meanwhile: Callable[[], None] | None = None
-        # Called with every judged round (batch, speculation, accepted, bonus); see Teaching.
-        self.teach: Callable[[Batch, Speculation, Ints, Ints], None] | None = None
+        # Called with every judged round (batch, accepted, bonus), behind the outcome that answers
+        # it, so that the draft works meanwhile; see Teaching.
+        self.teach: Callable[[Batch, Ints, Ints], None] | None = None
+        self._untaught: tuple[Ints, Ints] | None = None  # of the round that was judged last
         # This rank verifies, except while a speculator reports DRAFT_WAIT.
         OWN.bytes[DOING] = _VERIFY
 
@@ -165,6 +167,7 @@ class TargetLoop:
         outcome.control = self.control
         self._speculator.ask(outcome)
         mark(LeadPhase.SEND)
+        self.tell()
         admissions = self.batch.apply(outcome)
         self._worker.enter(self.batch, admissions)
         mark(LeadPhase.COMMIT)
@@ -191,8 +194,7 @@ class TargetLoop:
         accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
         self._pending = self._outcome(accepted, bonus)
         logprobs = self._worker.logprobs(self.batch, speculation, accepted, bonus)
-        if self.teach is not None:
-            self.teach(self.batch, speculation, accepted, bonus)
+        self._untaught = accepted, bonus
         mark(LeadPhase.SAMPLE)
         self.round += 1
         seconds, rows = self._worker.elapsed_s(), self._worker.num_rows
@@ -207,6 +209,16 @@ class TargetLoop:
             stored_s,
             self._worker.adopted,
         )
+
+    def tell(self) -> None:
+        """Calls `teach` with the round that was judged last, unless it has been.
+
+        Every step does so before the next forward overwrites the logits; behind the last one the
+        caller does, before it ends the learner.
+        """
+        judged, self._untaught = self._untaught, None
+        if self.teach is not None and judged is not None:
+            self.teach(self.batch, *judged)
 
     def _prefill(self) -> bool:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from mpissd.common.rounds import Batch, Ints, Speculation
+from mpissd.common.rounds import Batch, Ints
 from mpissd.engine.comm import lessons
 from mpissd.engine.comm.lessons import Outlet
 from mpissd.engine.workload.workers import TargetWorker
@@ -24,7 +24,7 @@ class Teaching:
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
 
-    def __call__(self, batch: Batch, speculation: Speculation, accepted: Ints, bonus: Ints) -> None:
+    def __call__(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
         """Sends what a judged round showed, before another forward overwrites its logits."""
         start = perf_counter()
         worker, sent = self._worker, self._sent

@@ -20,17 +20,21 @@ def teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
         return None
     assert rank.target is not None, "a lead without a target"
     everywhere = rank.session.job.config.learn_from == "all"
+    loop.tell()  # nobody of the warm-up's last round
     loop.teach = teaching = Teaching(rank.target, learning.outlet, everywhere=everywhere)
     return teaching
 
 
-def ended(teaching: Teaching | None, learning: LearnerSeats | None) -> dict[str, Any] | None:
+def ended(
+    loop: TargetLoop, teaching: Teaching | None, learning: LearnerSeats | None
+) -> dict[str, Any] | None:
     """Ends the learner behind the last measured round; returns its report and what it cost.
 
     `state` is "silent" where the learner's rank did not answer in time, or is gone.
     """
     if teaching is None or learning is None:
         return None
+    loop.tell()
     report = learning.stop() or {"state": "silent"}
     return {**report, "cost": teaching.to_dict()}
 

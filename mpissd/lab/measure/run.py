@@ -221,7 +221,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
             watched = progress_bar(config, config.max_rounds)
         records, wall_s = _rounds(loop, rank.session.job, sequences, audience, watched)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
-    learner = ended(teaching, rank.session.learning)
+    learner = ended(loop, teaching, rank.session.learning)
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
