@@ -42,7 +42,8 @@ class LearnerRank:
         """Works until the lead says stop."""
         while True:
             is_over = self._seats.is_told_to_stop()
-            is_busy = self._receive() | self._send()
+            # Lessons for a trainer that is gone stay where they are: so the lead reads no more.
+            is_busy = (self._trainer.is_alive and self._receive()) | self._send()
             if is_over:
                 break
             if not is_busy:

@@ -108,7 +108,7 @@ def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
 
 @pytest.mark.parametrize(
     ("trainer", "state"),
-    [("silent", "starting"), ("deaf", "starting"), ("dying", "lost"), ("wild", "learning")],
+    [("silent", "starting"), ("deaf", "silent"), ("dying", "lost"), ("wild", "learning")],
 )
 def test_a_learner_that_fails_costs_nothing_but_learning(
     pair: TinyPair, alone: str, tmp_path: Path, trainer: str, state: str
@@ -116,6 +116,11 @@ def test_a_learner_that_fails_costs_nothing_but_learning(
     row = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, trainer=trainer).row
     assert row["token_digest"] == alone and row["learner_state"] == state
     assert row["draft_versions"] == 0 and len(row["acceptance_by_version"]) == 1
+    cost = row["learner"]["cost"]
+    if trainer == "deaf":  # it hangs: its last state is not the one that it ended in
+        assert row["learner"]["last_state"] == "starting" and row["learner"]["unheard_s"] > 0
+    if trainer == "dying":  # nobody listens: a few lessons are under way, and no more are made
+        assert cost["dropped_rounds"] > 0 and cost["bytes_per_round"] > 0
     if trainer == "wild":
         assert all("is not finite" in told for told in row["learner"]["refused_versions"])
         assert row["learner"]["refused_versions"]

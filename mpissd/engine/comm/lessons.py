@@ -48,8 +48,11 @@ class Lesson:
 class Outlet(Protocol):
     """What takes messages to a learner without ever blocking."""
 
-    def send(self, numbers: Ints) -> bool:
-        """Starts to send a message, which the caller must not change; False: there is no room."""
+    def has_room(self) -> bool:
+        """Returns whether another message may be sent."""
+
+    def send(self, numbers: Ints) -> None:
+        """Starts to send a message, which the caller must not change; for it there is room."""
 
 
 def write(lessons: Sequence[Lesson], logits: Sequence[Logits]) -> Ints:

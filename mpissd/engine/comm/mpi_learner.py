@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.common import guard
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm.mpi_patient import PatientComm
 from mpissd.engine.comm.version_pieces import HEADER, PIECE, Bytes, end, is_end
@@ -44,21 +43,14 @@ class LearnerSeats:
         self._stopped = False
         self._ending: MPI.Request | None = None  # holds what `stop` sends, until it is received
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the learner's rank is known to be gone."""
-        return self.learner in guard.lost()
-
     def stop(self) -> dict[str, Any] | None:
         """Ends the learner, on the lead; returns its report, None if it does not answer in time."""
         assert self.outlet is not None and not self._stopped
         self._stopped = True
-        if self.is_lost:
-            return None
         self._ending = self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
         status, until = MPI.Status(), time.monotonic() + _REPORT_S
         while not self._all.Iprobe(self.learner, _REPORT, status):
-            if self.is_lost or time.monotonic() > until:
+            if time.monotonic() > until:
                 return None
             time.sleep(_NAP_S)
         data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -71,7 +63,7 @@ class LearnerSeats:
         if self.outlet is not None and not self._stopped:
             self.stop()
         if self.inbox is not None:
-            self.inbox.close(lambda: self.is_lost)
+            self.inbox.close()
 
     def lesson(self) -> Ints | None:
         """Returns the next lesson's numbers, on the learner; None if none has arrived."""
@@ -112,13 +104,17 @@ class MpiOutlet:
         self._comm, self._learner = comm, learner
         self._sending: list[tuple[MPI.Request, Ints]] = []
 
-    def send(self, numbers: Ints) -> bool:
-        """Starts to send a lesson; returns False where too many are on their way."""
+    def has_room(self) -> bool:
+        """Returns whether few enough lessons are on their way."""
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
-        if len(self._sending) >= _MOST:
-            return False
-        self._sending.append((self._comm.Isend(numbers, self._learner, _LESSON), numbers))
-        return True
+        return len(self._sending) < _MOST
+
+    def send(self, numbers: Ints) -> None:
+        """Starts to send a lesson, which is on its way until the learner takes it.
+
+        MPI would call a short one sent that nobody reads.
+        """
+        self._sending.append((self._comm.Issend(numbers, self._learner, _LESSON), numbers))
 
 
 class MpiInbox:
@@ -144,10 +140,10 @@ class MpiInbox:
         self._ended = is_end(message)
         return None if self._ended else message
 
-    def close(self, is_lost: Any) -> None:
+    def close(self) -> None:
         """Drops what arrives until the learner has ended, or does not within the time for it."""
         until = time.monotonic() + _REPORT_S
-        while not self._ended and time.monotonic() < until and not is_lost():
+        while not self._ended and time.monotonic() < until:
             if self.take() is None:
                 time.sleep(_NAP_S)
         if self._request is not None:

@@ -25,20 +25,27 @@ class Teaching:
         self.spent_s = 0.0
 
     def __call__(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends what a judged round showed, before another forward overwrites its logits."""
+        """Sends what a judged round showed, before another forward overwrites its logits.
+
+        Where there is no room for a message, none is made: no logits are read.
+        """
         start = perf_counter()
+        self.rounds += 1
+        if not self._outlet.has_room():
+            self.dropped += 1
+        else:
+            self._send(batch, accepted, bonus)
+        self.spent_s += perf_counter() - start
+
+    def _send(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
         worker, sent = self._worker, self._sent
         told = worker.lessons(batch, accepted, bonus, sent, everywhere=self._everywhere)
         logits = [worker.logits_of(row) for one in told for row in one.rows]
         message = lessons.write(told, logits)
-        self.rounds += 1
-        if self._outlet.send(message):
-            self._sent = {one.name: one.start + len(one.tokens) for one in told}
-            self.rows += len(logits)
-            self.num_bytes += message.nbytes
-        else:
-            self.dropped += 1
-        self.spent_s += perf_counter() - start
+        self._outlet.send(message)
+        self._sent = {one.name: one.start + len(one.tokens) for one in told}
+        self.rows += len(logits)
+        self.num_bytes += message.nbytes
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the cost of teaching as the row says it, means of a round."""
