@@ -58,7 +58,7 @@ def _real(point: pd.Series) -> str:
     """Returns the gain predicted with a real pair's hits, in parentheses; "" if the rows lack
     it."""
     gains = point.reindex(REAL).dropna()
-    return f" ({gains.min():.2f}–{gains.max():.2f} with real hits)" if len(gains) else ""
+    return f" ({', '.join(f'{gain:.2f}' for gain in gains)} with real hits)" if len(gains) else ""
 
 
 def cache_hits(numbers: pd.DataFrame) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pandas as pd
 
-from mpissd.common.real_pairs import REAL_PAIRS, SOURCE
+from mpissd.common.real_pairs import BESIDE, BESIDE_SOURCE
 
-REAL = tuple(f"real_{name}" for name in REAL_PAIRS)  # The columns of a frame of rows.
-_BESIDE = "The hit law of these rows is assumed: predicted with hits as"
+REAL = tuple(f"real_{name}" for name in BESIDE)  # The columns of a frame of rows.
+_START = "The hit law of these rows is assumed: predicted with hits as"
 
 
 def sentence(rows: pd.DataFrame) -> str:
@@ -17,16 +17,16 @@ def sentence(rows: pd.DataFrame) -> str:
     Returns "" if no row uses the assumed law, or none has the values that the prediction needs.
     """
     parts = []
-    for name, pair in REAL_PAIRS.items():
+    for name, pair in BESIDE.items():
         share = (rows[f"real_{name}"] / rows["tok_per_s"]).dropna()
         if len(share):
             low, high = f"{share.min():.2f}", f"{share.max():.2f}"
             span = low if low == high else f"{low} to {high}"
             parts.append(f"{span}× ({pair.prompts})")
-    return f"{_BESIDE} {SOURCE}, SSD's tok/s are {', '.join(parts)} of these" if parts else ""
+    return f"{_START} {BESIDE_SOURCE}, SSD's tok/s are {', '.join(parts)} of these" if parts else ""
 
 
 def beside(caption: str) -> str:
     """Returns that sentence from a caption, for the finding next to the figure."""
-    sentences = [part for part in caption.split(". ") if part.startswith(_BESIDE)]
+    sentences = [part for part in caption.split(". ") if part.startswith(_START)]
     return f" {sentences[0].rstrip('.')}." if sentences else ""

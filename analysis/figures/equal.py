@@ -167,13 +167,10 @@ def _at(told: str, alphas: Sequence[float], count: int) -> str:
 
 
 def _dashed(ax: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
-    """Draws a dashed line for each real pair's hits, and shades the area between them."""
+    """Draws a dashed line for each real pair's hits."""
     for place, points in enumerate(filter(None, lines)):
         label = f"_{PREDICTED}" if place else PREDICTED
         ax.errorbar(*zip(*points, strict=True), fmt="--", color=RED, linewidth=2, label=label)
-    if len(set(map(len, lines))) == 1 and lines[0]:
-        (alphas, first), (_, last) = (zip(*lines[i], strict=True) for i in (0, -1))
-        ax.fill_between(alphas, first, last, color=RED, alpha=0.12, linewidth=0)
 
 
 def _under(panel: Sequence[Claim], name: str) -> list[tuple[float, float]]:

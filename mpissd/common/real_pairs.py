@@ -6,7 +6,7 @@ accepted whole. DEFAULT, the law that runs impose if no flag says another, is th
 draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd laws`). REAL_PAIRS are those
 of a draft that came before: A is the miss rate measured at F = 1, and r the least-squares slope of
 log miss through it, for F = 2..16. ASSUMED was the default before, and committed rows of GPUs are
-of it.
+of it. BESIDE names the laws that tables and figures put beside such rows: the shipped draft's.
 
 under_real_pairs computes what an SSD row would have reached with such hits, from its own waits. A
 round is its duration without waiting for the draft, plus the wait: short if all b sequences hit,
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpissd.common.row import Row
@@ -28,6 +28,7 @@ from mpissd.common.theory import accept_probabilities, power_law_miss
 _TARGET = "SmolLM2-135M-Instruct"
 SOURCE = f"measured on {_TARGET} with a draft of 4 layers, before the shipped one, temperature 0"
 DEFAULT_SOURCE = f"measured on {_TARGET} with the shipped draft"
+BESIDE_SOURCE = f"{DEFAULT_SOURCE}, temperature 0"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,15 @@ ASSUMED_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
 DEFAULT = PairHits(
     "HumanEval and chat prompts", (0.5068, 0.1737), (0.6233, 0.9954), floor=(0.0968, 0.0215)
 )
-NAMED = {**REAL_PAIRS, "smollm2": DEFAULT}
+BESIDE = {"smollm2": DEFAULT}
+NAMED = {**REAL_PAIRS, **BESIDE}
 
 
-def under_real_pairs(row: Row) -> dict[str, float | None]:
+def under_real_pairs(
+    row: Row, pairs: Mapping[str, PairHits] = BESIDE
+) -> dict[str, float | None]:
     """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under the assumed law."""
-    return {f"real_{name}": _under(row, pair) for name, pair in REAL_PAIRS.items()}
+    return {f"real_{name}": _under(row, pair) for name, pair in pairs.items()}
 
 
 def _under(row: Row, pair: PairHits) -> float | None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from analysis.real_pair import REAL, beside, sentence
-from mpissd.common.real_pairs import REAL_PAIRS, hit_rate, under_real_pairs
+from mpissd.common.real_pairs import DEFAULT, NAMED, REAL_PAIRS, hit_rate, under_real_pairs
 from mpissd.common.row import Row
 from mpissd.engine.job import resolve
 from mpissd.lab.predict import jobfile
@@ -35,11 +35,21 @@ def row(**values: Any) -> Row:
 
 
 def test_by_hand() -> None:
-    hits = 0.5 * (1 - 0.777 * 2**-0.21) + 0.25 * (1 - 0.777 * 2**-0.21)
-    hits += 0.25 * (1 - 0.316 * 2**-0.32)
+    """Three of four outcomes follow a rejection; at F = 2 the shipped draft hits more than .625."""
+    hits = 0.75 * (1 - 0.0968 - 0.5068 * 2**-0.6233)
+    hits += 0.25 * (1 - 0.0215 - 0.1737 * 2**-0.9954)
+    assert hit_rate([0.5, 0.5], [2, 2, 2], DEFAULT) == pytest.approx(hits)
+    shorter = 3000 + hits * 100 + (1 - hits) * 500
+    found = under_real_pairs(row())["real_smollm2"]
+    assert found == pytest.approx(500 * row()["round_us"]["mean"] / shorter)
+    assert found > 500
+
+
+def test_a_law_without_a_floor_by_hand() -> None:
+    hits = 0.75 * (1 - 0.777 * 2**-0.21) + 0.25 * (1 - 0.316 * 2**-0.32)
     assert hit_rate([0.5, 0.5], [2, 2, 2], REAL_PAIRS["smollm2-chat"]) == pytest.approx(hits)
     longer = 3000 + hits * 100 + (1 - hits) * 500
-    found = under_real_pairs(row())["real_smollm2-chat"]
+    found = under_real_pairs(row(), REAL_PAIRS)["real_smollm2-chat"]
     assert found == pytest.approx(500 * row()["round_us"]["mean"] / longer)
     assert found < 500
 
@@ -60,13 +70,13 @@ def test_it_is_what_the_closed_model_says() -> None:
     checked = 0
     for found in load_rows([RESULTS / "h200-sweep"]):
         path = RESULTS / "h200-sweep" / "profiles" / f"{found['run_id']}.json"
-        shares = under_real_pairs(found) if path.exists() else {}
+        shares = under_real_pairs(found, NAMED) if path.exists() else {}
         if None in (profile := jobfile.load(str(path)) if shares else None, *shares.values()):
             continue
         assert profile is not None
         costs, tp = (profile.device, profile.host), int(found["tp"])
         before = expected(job_of_row(found), *costs).tok_per_s[0]
-        for name in REAL_PAIRS:
+        for name in NAMED:
             config = dataclasses.replace(config_of_row(found), hit_law=name)
             job = resolve(config, tp, backend="emulated", memory_bytes=None)
             share = expected(job, *costs).tok_per_s[0] / before
@@ -78,8 +88,9 @@ def test_it_is_what_the_closed_model_says() -> None:
 def test_a_caption_says_it_and_a_finding_repeats_it() -> None:
     rows = pd.DataFrame([{**row(), **under_real_pairs(row())}])
     told = sentence(rows)
-    assert "assumed" in told and "SmolLM2-135M-Instruct" in told and "12 chat prompts" in told
-    share = rows["real_smollm2-chat"].iloc[0] / 500
+    assert "assumed" in told and "SmolLM2-135M-Instruct" in told and "the shipped draft" in told
+    assert "HumanEval and chat prompts" in told
+    share = rows["real_smollm2"].iloc[0] / 500
     assert f"{share:.2f}×" in told
     assert beside(f"Measured. {told}. 3 rows.") == f" {told}."
     assert beside("Measured. 3 rows.") == ""
