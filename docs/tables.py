@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Rewrites the tables of the documentation that a command prints.
 
-    docs/tables.py [FILE …]        (default: every .md file beside this one)
+    docs/tables.py [FILE …]        (default: every .md file beside this one, and in results/)
 
-A table stands between two comments, of which the first holds its command:
+A table stands between two comments, of which the first holds its command, of mpissd or of a script
+in results/:
 
     <!-- python -m mpissd predict --rows=results/h200-tables -->
+    <!-- end -->
+    <!-- python results/drafts/tables.py shipped -->
     <!-- end -->
 
 The command runs in the repository's root; a last line of JSON is left out.
@@ -20,7 +23,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-_BLOCK = re.compile(r"<!-- python (-m mpissd.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+PAGES = [*sorted(HERE.glob("*.md")), *sorted((HERE.parent / "results").rglob("README.md"))]
+_BLOCK = re.compile(r"<!-- python ((?:-m mpissd|results/).+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
@@ -49,7 +53,7 @@ def _block(command: str) -> str:
 
 def main() -> int:
     """0; the pages that changed are named."""
-    for path in map(Path, sys.argv[1:] or sorted(map(str, HERE.glob("*.md")))):
+    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else PAGES:
         before = path.read_text()
         after = rewritten(before)
         if after != before:

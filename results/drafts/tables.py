@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Prints a table of docs/drafts.md from the rows beside this script: results/drafts/tables.py NAME
+
+before.json is the report of the draft that was shipped before (results/drafts/README.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+import numpy as np  # noqa: E402
+import pages  # noqa: E402
+from pages import PROMPTS, Lines, head, line, share  # noqa: E402
+
+from mpissd.common.output import read_rows  # noqa: E402
+
+Row = dict[str, Any]
+SHIPPED = ROOT / "mpissd/engine/model/shipped/smollm2_draft/report.json"
+DITTO = '"'
+KINDS = ("chat", "humaneval")
+
+
+def rows(name: str) -> list[Row]:
+    """Returns the rows of a file beside this script."""
+    return read_rows(HERE / f"{name}.jsonl")
+
+
+def report(path: Path) -> Row:
+    """Returns a draft's report."""
+    found: Row = json.loads(path.read_text())
+    return found
+
+
+def evaluation(row: Row, kind: str) -> Row:
+    """Returns what a draft was found to do on one kind of prompts."""
+    told = row["evaluation"]
+    found: Row = told.get(f"smollm2-{kind}") or told[kind]
+    return found
+
+
+def tokens(row: Row, kind: str, lookahead: int) -> float:
+    """Returns tokens a round."""
+    return float(evaluation(row, kind)["by_lookahead"][str(lookahead)]["tokens_per_round"])
+
+
+def shipped() -> Lines:
+    """The shipped draft and the one before."""
+    drafts = {"four layers": report(HERE / "before.json"), "six layers": report(SHIPPED)}
+    names = ("prompts", "draft", "greedy agreement", "overlap at T=1")
+    yield from head(*names, "tokens a round, K=4", "K=7")
+    for kind in KINDS:
+        prompts = f"{evaluation(drafts['six layers'], kind)['answers']} {PROMPTS[kind]}"
+        for name, draft in drafts.items():
+            of = evaluation(draft, kind)
+            cells = [share(of["greedy_agreement"]), share(of["alpha"])]
+            cells += [f"{tokens(draft, kind, k):.2f}" for k in (4, 7)]
+            said = f"{name}, {draft['answered']:.1f} M tokens" if kind == "chat" else name
+            if name == "six layers":
+                said, cells = f"**{said}**", [f"**{cell}**" for cell in cells]
+            yield line([prompts if name == "four layers" else "", said, *cells])
+
+
+def recipe() -> Lines:
+    """Four drafts that differ in layers, head, optimiser and states."""
+    names = ("layers", "head", "optimiser", "states", "chat: agreement", "alpha")
+    yield from head(*names, "tokens a round, K=7", "own conversations")
+    before = [""] * 4
+    spelled = {"adamw": "AdamW", "muon": "Muon"}
+    for row in rows("variants"):
+        layers = row["origin"].removeprefix("the target's layers ").replace(",", ", ")
+        owner = "own" if row["head"] == "own" else "target's"
+        states = "target's"
+        if row["on_policy"]:
+            assert row["on_policy"] == 0.25
+            states = "a quarter of the later ones proposed"
+        told = [layers, f"{owner}, {row['head_vocab']:,}", spelled[row["optimizer"]], states]
+        of = evaluation(row, "chat")
+        cells = [share(of["greedy_agreement"]), share(of["alpha"])]
+        cells += [
+            f"{tokens(row, 'chat', 7):.2f}",
+            share(evaluation(row, "own")["greedy_agreement"]),
+        ]
+        same = [new == old and n < 3 for n, (new, old) in enumerate(zip(told, before, strict=True))]
+        yield line([*(DITTO if s else t for s, t in zip(same, told, strict=True)), *cells])
+        before = told
+
+
+def rates() -> tuple[dict[tuple[str, int], Row], Row]:
+    """Returns the H200's rows by (shape, K), and AR's."""
+    found = {(row["draft"], row["lookahead"]): row for row in rows("h200") if row["mode"] == "sd"}
+    (ar,) = (row for row in rows("h200") if row["mode"] == "ar")
+    return found, ar
+
+
+def spelled(shape: str) -> str:
+    """Returns 1x18x3x3200 as the page writes it."""
+    return shape.replace("x", " x ")
+
+
+def kv_bytes(shape: str) -> int:
+    """Returns the bytes of a token's keys and values in float16, heads of 64 numbers."""
+    layers, _, kv_heads, _ = map(int, shape.split("x"))
+    return 2 * 2 * layers * kv_heads * 64
+
+
+def shapes() -> Lines:
+    """Equal parameters from wide to deep: acceptance, and SD inline on one H200."""
+    names = ("layers x heads x KV heads x FFN", "steps", "chat: cross-entropy", "agreement")
+    names += ("alpha", "tokens a round, K=4", "K=7", "HumanEval, K=7", "KV bytes a token")
+    yield from head(*names, "T_SD, K=2", "H200: tok/s, K=2", "K=4", "K=7")
+    by_shape, ar = rates()
+    cells = []
+    for row in rows("distilled"):
+        of, name = evaluation(row, "chat"), row["draft"]
+        cell = [spelled(name), f"{row['steps']:,}", f"{of['cross_entropy']:.3f}"]
+        cell += [share(of["greedy_agreement"]), share(of["alpha"])]
+        cell += [f"{tokens(row, 'chat', k):.2f}" for k in (4, 7)]
+        cell += [f"{tokens(row, 'humaneval', 7):.2f}", f"{kv_bytes(name):,}"]
+        cell += [share(by_shape[name, 2]["T_SD"])]
+        cells.append([*cell, *(f"{by_shape[name, k]['tok_per_s']:,.0f}" for k in (2, 4, 7))])
+    columns = [list(column) for column in zip(*cells, strict=True)]
+    pages.best(columns, {2: min, **dict.fromkeys((3, 4, 5, 6, 7, 10), max)})
+    for told in zip(*columns, strict=True):
+        yield line(told)
+    yield line(["AR", *[""] * 4, *"111", "", "", f"{ar['tok_per_s']:,.0f}", "", ""])
+
+
+def steps() -> Lines:
+    """A step of each shape on one CPU core, and what SD inline would make of it there."""
+    names = ("shape", "a step, ms", "T_SD, K=4", "K=7", "KV bytes a token")
+    yield from head(*names, "predicted tok/s at K=4: chat", "HumanEval")
+    for row in rows("steps"):
+        assert row["kv_bytes"] == kv_bytes(row["shape"])
+        at = row["predicted"]
+        cells = [share(row["step_ms"], 2), share(at["4"]["T_SD"]), share(at["7"]["T_SD"])]
+        cells += [f"{row['kv_bytes']:,}"]
+        cells += [f"{at['4'][f'smollm2-{kind}']:.0f}" for kind in KINDS]
+        yield line([spelled(row["shape"]), *cells])
+
+
+def halves() -> Lines:
+    """Half the layers against all of them: rates and KV bytes, beside the paper's."""
+    yield from head(
+        "wide over deep", "H200, K=2, measured", "CPU core, chat at K=4, predicted", "KV bytes"
+    )
+    by_shape, _ = rates()
+    cpu = {row["shape"]: row["predicted"]["4"]["smollm2-chat"] for row in rows("steps")}
+    layers = {int(name.split("x")[0]): name for name in cpu}
+    for wide in sorted(n for n in layers if 2 * n in layers):
+        one, two = layers[wide], layers[2 * wide]
+        fast = by_shape[one, 2]["tok_per_s"] / by_shape[two, 2]["tok_per_s"]
+        cells = (fast, cpu[one] / cpu[two], kv_bytes(one) / kv_bytes(two))
+        yield line([f"{wide} of {2 * wide} layers", *map(pages.gain, cells)])
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
+    """Returns Spearman's correlation and its 95% interval.
+
+    The interval is Fisher's, with the variance (1 + r²/2) / (n − 3) of Bonett and Wright (2000,
+    Psychometrika 65, equation 4); drafts count as independent, which those of one training are not.
+    There is none (NaN) where both orders are the same.
+    """
+    ranks = _ranks(x), _ranks(y)
+    r = float(np.corrcoef(*ranks)[0, 1])
+    if np.array_equal(*ranks):
+        return 1.0, math.nan, math.nan
+    middle = math.atanh(r)
+    wide = 1.96 * math.sqrt((1 + r * r / 2) / (len(x) - 3))
+    return r, math.tanh(middle - wide), math.tanh(middle + wide)
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
+    """Returns ranks from 1 on; equal values share the mean of theirs."""
+    each = np.asarray(values, float)
+    below = (each[:, None] > each).sum(axis=1)
+    equal = (each[:, None] == each).sum(axis=1)
+    return below + (equal + 1) / 2
+
+
+def every() -> list[Row]:
+    """Returns the reports of all drafts that were evaluated on both kinds of prompts."""
+    other = read_rows(ROOT / "results/tasks/distilled.jsonl")
+    reports = [report(HERE / "before.json"), report(SHIPPED)]
+    return [*rows("distilled"), *rows("variants"), *other, *reports]
+
+
+def accuracy() -> Lines:
+    """Spearman's correlation of a draft's accuracy with its acceptance."""
+    yield from head("accuracy", "tokens a round, K=4, on", "the five shapes", "all drafts")
+    sets: Sequence[Sequence[Row]] = (rows("distilled"), every())
+    for key, name in (("greedy_agreement", "agreement"), ("cross_entropy", "− cross-entropy")):
+        for own in KINDS:
+            for other in KINDS:
+                cells = [_correlation(drafts, key, own, other) for drafts in sets]
+                yield line([f"{name}, {PROMPTS[own]}", PROMPTS[other], *cells])
+
+
+def _correlation(drafts: Sequence[Row], key: str, own: str, other: str) -> str:
+    sign = -1 if key == "cross_entropy" else 1
+    pairs = [
+        (sign * evaluation(row, own)[key], tokens(row, other, 4))
+        for row in drafts
+        if key in evaluation(row, own)
+    ]
+    r, low, high = spearman(*zip(*pairs, strict=True))
+    bounds = f"{_signed(low)} to {_signed(high)}" if r < 1 else "one order"
+    return f"{_signed(r)} ({bounds}), n = {len(pairs)}"
+
+
+def _signed(value: float) -> str:
+    return share(value, 2).replace("-", "−")
+
+
+def longer() -> Lines:
+    """Tokens a round by how far an answer is (results/recordings/longer.jsonl)."""
+    yield from head("tokens before the round", "answers", "repeated", "K=4", "K=7")
+    found: dict[tuple[int, int | None], dict[int, Mapping[str, Any]]] = {}
+    for row in read_rows(ROOT / "results/recordings/longer.jsonl"):
+        found.setdefault((row["from"], row["to"]), {})[row["lookahead"]] = row
+    for (low, high), at in found.items():
+        name = "all" if (low, high) == (0, None) else f"{low} to {350 if high is None else high}"
+        rounds = (
+            pages.between(at[k]["tokens_a_round"], at[k]["tokens_a_round_95"]) for k in (4, 7)
+        )
+        yield line([name, at[4]["prompts"], share(at[4]["repeats"], 2), *rounds])
+
+
+TABLES = {of.__name__: of for of in (shipped, recipe, shapes, steps, halves, accuracy, longer)}
+
+if __name__ == "__main__":
+    sys.exit(pages.printed(TABLES, __doc__))
