@@ -3,17 +3,23 @@
 
     results/real-pair/decide.py OUT [--recordings=FILE,FILE]
 
-Each recording is predicted from its own laws, which `mpissd laws` measures first. Decisions and
-modelled times alone, so any machine gives the same: fan-out lists of equal budgets (theorem 12
-against the replay), and backups over the batch (theorem 17 against the replay, 8B/1B at the times
-of one H200 each). OUT/lists.jsonl and OUT/backups.jsonl; tables.py prints them.
+Laws are measured first (`mpissd laws`). Decisions and modelled times alone, so any machine gives
+the same: fan-out lists of equal budgets (theorem 12 against the replay), and backups over the batch
+(theorem 17 against the replay, 8B/1B at the times of one H200 each, from the recording's own laws).
+
+Lists are tested twice: on the prompts that their laws were measured on (fitted_on "same"), and on
+the second half of the prompts by the laws of the first half (fitted_on "first half"). Halves are
+written to OUT, too. OUT/laws.jsonl (each recording's own laws at K = 4), OUT/lists.jsonl and
+OUT/backups.jsonl; tables.py prints them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +38,7 @@ from mpissd.engine.backend.profile import load_profile  # noqa: E402
 from mpissd.engine.job import Job, resolve  # noqa: E402
 from mpissd.engine.spec.hits import hit_law_of  # noqa: E402
 from mpissd.engine.spec.lawfile import load_laws  # noqa: E402
+from mpissd.engine.workload.replay.recording import load, save  # noqa: E402
 from mpissd.lab.laws.command import laws  # noqa: E402
 from mpissd.lab.laws.config import LawsConfig  # noqa: E402
 from mpissd.lab.predict.costs import DeviceCosts  # noqa: E402
@@ -55,6 +62,28 @@ def laws_of(out: Path, recording: Path) -> Path:
     return path
 
 
+def summary(recording: Path, own: Path, _: Path) -> Iterator[dict[str, Any]]:
+    """Yields one line: acceptance, fits and correlations of a file of laws at K = 4."""
+    document = json.loads(own.read_text())
+    at = next(one for one in document["laws"] if one["lookahead"] == 4)
+    kept = ("rounds", "tokens_a_round", "tokens_a_round_95", "alpha", "alpha_95")
+    fits = {f"fit_{end}": at[end]["fit"] for end in ("rejected", "complete")}
+    told = {"recording": recording.name, "lookahead": 4, **{key: at[key] for key in kept}, **fits}
+    yield {**told, "correlation": document["correlation"]}
+
+
+def halves(out: Path, recording: Path) -> tuple[Path, Path]:
+    """Returns two recordings: the first half of the prompts, and the others; made where missing."""
+    whole = load(str(recording))
+    middle = len(whole.sequences) // 2
+    parts = whole.sequences[:middle], whole.sequences[middle:]
+    paths = out / f"{recording.stem}.first.npz", out / f"{recording.stem}.second.npz"
+    for path, part in zip(paths, parts, strict=True):
+        if not path.exists():
+            save(path, replace(whole, sequences=part))
+    return paths
+
+
 def job_of(recording: Path, own: Path, **flags: Any) -> Job:
     """Returns the replay's SSD job on one H200 and one draft's."""
     told = {"workload": "replay", "recording": str(recording), "laws": str(own)}
@@ -73,8 +102,19 @@ def hits_of(sequences: Sequences, rng: np.random.Generator) -> tuple[float, list
     return float(hits.sum() / counts.sum()), np.percentile(rates, [2.5, 97.5]).tolist()
 
 
-def lists(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
+def lists(recording: Path, own: Path, out: Path) -> Iterator[dict[str, Any]]:
     """Yields the hit rate of each kind of list at each budget: replayed, and by the laws."""
+    first, second = halves(out, recording)
+    told = {"recording": recording.name}
+    for row in tested(recording, own):
+        yield {**told, "fitted_on": "same", **row}
+    for row in tested(second, laws_of(out, first)):
+        yield {**told, "fitted_on": "first half", **row}
+
+
+def tested(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lists of one recording, by the laws of one file."""
+    prompts = len(load(str(recording)).sequences)
     rng, width = np.random.default_rng(17), LOOKAHEAD + 1
     weights = np.array(load_laws(str(own)).behind(LOOKAHEAD).accepted, float)
     weights /= weights.sum()
@@ -93,7 +133,7 @@ def lists(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
             ]
             rate, interval = hits_of(outcomes(job)[0], rng)
             yield {
-                "recording": recording.name,
+                "prompts": prompts,
                 "lookahead": LOOKAHEAD,
                 "budget": budget,
                 "fan_out": text,
@@ -104,7 +144,7 @@ def lists(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
             }
 
 
-def backups(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
+def backups(recording: Path, own: Path, _: Path) -> Iterator[dict[str, Any]]:
     """Yields each backup's rate over the batch, with the numbers that theorem 17 takes."""
     profile = load_profile("h200")
     for batch in BATCHES:
@@ -147,7 +187,7 @@ def parts(sequences: Sequences) -> dict[str, float]:
 
 
 def main() -> int:
-    """Writes both files anew."""
+    """Writes the three files anew."""
     parser = argparse.ArgumentParser(description=__doc__)
     folder = ROOT / "results/recordings"
     names = ",".join(str(folder / f"smollm2-{name}.npz") for name in NAMES)
@@ -155,13 +195,13 @@ def main() -> int:
     parser.add_argument("--recordings", default=names)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    for name, measured in (("lists", lists), ("backups", backups)):
+    for name, measured in (("laws", summary), ("lists", lists), ("backups", backups)):
         path = given.out / f"{name}.jsonl"
         path.unlink(missing_ok=True)
         for recording in map(Path, given.recordings.split(",")):
-            for row in measured(recording, laws_of(given.out, recording)):
+            for row in measured(recording, laws_of(given.out, recording), given.out):
                 append_row(path, row)
-                print({k: v for k, v in row.items() if not isinstance(v, list)}, flush=True)
+                print({k: v for k, v in row.items() if not isinstance(v, list | dict)}, flush=True)
     return 0
 
 

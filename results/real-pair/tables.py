@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Prints what saguaro.py and decide.py found, as Markdown: results/real-pair/tables.py FOLDER."""
+"""Prints what the scripts here found, as Markdown: results/real-pair/tables.py FOLDER [TABLE].
+
+Without a table's name it prints all of which FOLDER has rows, each under its name.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 
 import numpy as np  # noqa: E402
+from pages import PROMPTS, between, head, line, share  # noqa: E402
 
 from mpissd.common.output import read_rows  # noqa: E402
 
@@ -27,8 +31,8 @@ def saguaro(rows: Sequence[Row]) -> Iterator[str]:
     """Yields a line for each C: acceptance, hits behind a rejection and in all, tokens a round."""
     yield "| T | F | C | tokens a round | alpha | hits behind a rejection | hits in all |"
     yield "|---|---|---|---|---|---|---|"
-    rng = np.random.default_rng(17)
     for row in sorted(rows, key=lambda r: (-r["temperature"], -r["fan_out"], -r["saguaro_c"])):
+        rng = np.random.default_rng(17)  # other rows do not move a row's interval
         counts, width = np.array(row["prompts"]), row["lookahead"] + 1
         picks = rng.integers(0, len(counts), (RESAMPLES, len(counts)))
         found = _rates(counts.sum(axis=0)[None], width), _rates(counts[picks].sum(axis=1), width)
@@ -53,17 +57,39 @@ def _rates(total: Any, width: int) -> Any:
 
 
 def lists(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields a line for each list: what theorem 12's sum predicts, and what the replay hits."""
-    yield "| recording | budget | list | predicted hit rate | replayed | inside the interval |"
-    yield "|---|---|---|---|---|---|"
-    for row in rows:
-        low, high = row["hit_rate_95"]
-        known = row["predicted"]
-        predicted = "" if known is None else f"{known:.3f}"
-        inside = "" if known is None else "yes" if low <= known <= high else "no"
-        rate = f"{row['hit_rate']:.3f} ({low:.3f} to {high:.3f})"
-        name = f"`{row['fan_out']}` {row['list']}"
-        yield f"| {row['recording']} | {row['budget']} | {name} | {predicted} | {rate} | {inside} |"
+    """Yields a line for each list: what theorem 12's sum predicts, and what the replay hits; by the
+    laws of the same prompts, and on the second half of the prompts by the laws of the first."""
+    yield (
+        "| recording | budget | list | predicted hit rate | replayed | inside | list of the first"
+        " half | predicted | replayed on the second half | inside |"
+    )
+    yield "|---" * 10 + "|"
+    tested = {kind: [r for r in rows if r["fitted_on"] == kind] for kind in ("same", "first half")}
+    for same, other in zip(*tested.values(), strict=True):
+        assert all(same[key] == other[key] for key in ("recording", "budget", "fan_out"))
+        name = f"{same['recording']} | {same['budget']} | `{same['fan_out']}`"
+        yield f"| {name} {' | '.join(_listed(row) for row in (same, other))} |"
+    yield ""
+    said = [f"by the laws of the {kind} prompts {_inside(of)}" for kind, of in tested.items()]
+    yield f"Predictions inside the interval: {'; '.join(said)}.".replace("half prompts", "half")
+
+
+def _inside(rows: Sequence[Row]) -> str:
+    known = [row for row in rows if row["predicted"] is not None]
+    inside = sum(low <= r["predicted"] <= high for r in known for low, high in [r["hit_rate_95"]])
+    errors = [row["predicted"] - row["hit_rate"] for row in known]
+    worst = max(errors, key=abs)
+    return f"{inside} of {len(known)}, mean error {np.mean(errors):+.3f}, largest {worst:+.3f}"
+
+
+def _listed(row: Row) -> str:
+    low, high = row["hit_rate_95"]
+    known = row["predicted"]
+    predicted = "" if known is None else f"{known:.3f}"
+    inside = "" if known is None else "yes" if low <= known <= high else "no"
+    return (
+        f"{row['list']} | {predicted} | {row['hit_rate']:.3f} ({low:.3f} to {high:.3f}) | {inside}"
+    )
 
 
 def backups(rows: Sequence[Row]) -> Iterator[str]:
@@ -89,6 +115,70 @@ def _crossing(slow: Row, fast: Row) -> str:
     if not 0 < inside < 1:
         return "jit always" if inside <= 0 else "fast always"
     return f"{math.log(inside) / math.log(h):.2f}"
+
+
+def laws(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each recording: acceptance, the laws of misses and correlations."""
+    ends = [
+        name for end in ("a rejection", "K accepted") for name in (f"A behind {end}", "r", "floor")
+    ]
+    last = ("accepted: lag 1, between sequences", "misses: lag 1, between")
+    yield from head("prompts", "tokens a round", "alpha", *ends, *last)
+    for row in rows:
+        cells = [between(row["tokens_a_round"], row["tokens_a_round_95"])]
+        cells.append(f"{row['alpha']:.3f}")
+        for fit in (row["fit_rejected"], row["fit_complete"]):
+            cells += [between(fit[key], fit[f"{key}_95"]) for key in ("A", "r")]
+            cells.append(f"{fit['floor']:.3f}")
+        for of in (row["correlation"]["accepted"], row["correlation"]["missed"]):
+            cells.append(f"{of['lag1']:.2f}, {of['between']:.2f}")
+        yield line([_prompts(row), *cells])
+
+
+def _prompts(row: Row) -> str:
+    return PROMPTS[row["recording"].removeprefix("smollm2-").removesuffix(".npz")]
+
+
+def lookup(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each recording and K: tokens a round of the draft and of the lookups."""
+    names = ("prompts", "of the answer in the prompt", "K")
+    yield from head(*names, "draft model", "prompt lookup", "suffix automaton")
+    cells: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((_prompts(row), row["lookahead"]), {})[row["draft"]] = row
+    for (name, lookahead), of in cells.items():
+        if lookahead in (4, 8):
+            found = [of[draft] for draft in ("draft model", "prompt", "suffix")]
+            rates = [between(r["tokens_a_round"], (r["low"], r["high"])) for r in found]
+            yield line([name, f"{found[0]['repeats_prompt']:.0%}", lookahead, *rates])
+
+
+def pays(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each T, F and C < 1: tokens a second over those of C = 1, by T_SD.
+
+    A round takes 1 + (1 − h)·T_SD verifications, as drafting behind a hit takes no time. Prompts
+    are resampled in pairs.
+    """
+    each = (0.25, 0.5, 1.0)
+    yield from head("T", "F", "C", *(f"T_SD = {share(t_sd, 2)}" for t_sd in each))
+    cells = {(r["temperature"], r["fan_out"], r["saguaro_c"]): np.array(r["prompts"]) for r in rows}
+    for temperature, fan_out, c in sorted(cells, reverse=True):
+        if c < 1:
+            both = cells[temperature, fan_out, c], cells[temperature, fan_out, 1.0]
+            found = (_over(both, t_sd, rows[0]["lookahead"] + 1) for t_sd in each)
+            yield line([temperature, fan_out, c, *(between(*ratio) for ratio in found)])
+
+
+def _over(both: Any, t_sd: float, width: int) -> tuple[float, list[float]]:
+    """Returns the ratio of tokens a second of two cells [prompts, …], and its 95% interval."""
+    rng, count = np.random.default_rng(17), len(both[0])
+    picks = np.concatenate([np.arange(count)[None], rng.integers(0, count, (RESAMPLES, count))])
+    tokens, hits = np.array(
+        [_rates(cell[picks].sum(axis=1), width)[:, [0, 3]].T for cell in both]
+    ).transpose(1, 0, 2)
+    speeds = tokens / (1 + (1 - hits) * t_sd)
+    ratios = speeds[0] / speeds[1]
+    return float(ratios[0]), np.percentile(ratios[1:], [2.5, 97.5]).tolist()
 
 
 def cpu(rows: Sequence[Row]) -> Iterator[str]:
@@ -119,13 +209,20 @@ def _timed(runs: list[Row]) -> str:
     return f"| {' | '.join([*cells, str(len(runs))])} |"
 
 
+TABLES = {"saguaro": saguaro, "pays": pays, "lists": lists, "backups": backups, "cpu": cpu}
+TABLES |= {"laws": laws, "lookup": lookup}
+
+
 def main() -> int:
-    """Prints every table whose rows are there."""
-    folder = Path(sys.argv[1])
-    tables = {"saguaro": saguaro, "lists": lists, "backups": backups, "cpu": cpu}
-    for name, table in tables.items():
-        if rows := read_rows(folder / f"{name}.jsonl"):
-            print("\n".join(["", f"**{name}**", "", *table(rows)]))
+    """Prints every table whose rows are there, or the one that is named."""
+    folder, *wanted = sys.argv[1:]
+    for name, table in TABLES.items():
+        if wanted and name not in wanted:
+            continue
+        rows = read_rows(Path(folder, f"{'saguaro' if name == 'pays' else name}.jsonl"))
+        if rows:
+            title = () if wanted else ("", f"**{name}**", "")
+            print("\n".join([*title, *table(rows)]))
     return 0
 
 
