@@ -62,9 +62,7 @@ BESIDE = {"smollm2": DEFAULT}
 NAMED = {**REAL_PAIRS, **BESIDE}
 
 
-def under_real_pairs(
-    row: Row, pairs: Mapping[str, PairHits] = BESIDE
-) -> dict[str, float | None]:
+def under_real_pairs(row: Row, pairs: Mapping[str, PairHits] = BESIDE) -> dict[str, float | None]:
     """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under the assumed law."""
     return {f"real_{name}": _under(row, pair) for name, pair in pairs.items()}
 
