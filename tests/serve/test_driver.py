@@ -321,13 +321,13 @@ def test_an_inline_draft_catches_up_apart_from_drafting(pair: TinyPair) -> None:
 
 
 class Late(Goodput):
-    """Drafts from the 40th round on."""
+    """Drafts from some round on."""
 
-    rounds, lacking = 0, -1  # at the last choice
+    first, rounds, lacking = 40, 0, -1  # the last two: at the last choice
 
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
         self.rounds, self.lacking = self.rounds + 1, lacking
-        self.way = Way(K if self.rounds > 40 else 0)
+        self.way = Way(K if self.rounds > self.first else 0)
         return self.way
 
 
@@ -387,6 +387,39 @@ def test_a_draft_rank_stores_by_and_by_while_nothing_is_drafted(
     assert len(forwards) <= (3 * 40 + prompt_tokens) / 8
     drafted = next(n for n, one in enumerate(rounds) if one.speculation.num_draft.any())
     assert all((one.speculation.num_draft > 0).all() for one in rounds[drafted + 3 : -1])
+
+
+def test_a_draft_rank_rests_behind_many_rounds_without_drafting_and_catches_up_in_parts(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU its forwards slow the target's. No outcome waits for all that it lacks then."""
+    stored, rounds, fill = list[tuple[int, int]](), list[RoundResult](), Drafter._fill
+
+    def filled(
+        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
+    ) -> Steps[int]:
+        stored.append((len(rounds), (yield from fill(self, rows, spare, most))))
+        return stored[-1][1]
+
+    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
+        rounds.append(result)
+
+    monkeypatch.setattr(Drafter, "_fill", filled)
+    monkeypatch.setattr(Goodput, "observe", observe)
+    asked = [(n, prompt, 190) for n, prompt in enumerate(prompts(3, seed=5))]
+    mail = Script(*((0, Submit(*one)) for one in asked))
+    goodput = Late(K, [None], RowTimes())
+    goodput.first = 110
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, mail, FewRows(), goodput=goodput)
+    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
+    assert not [one for one in stored if 85 < one[0] < 108 and one[1]], "it rests"
+    behind = [count for at, count in stored if at >= 108 and count]
+    assert behind[:3] == [24, 24, 24] and sum(behind) > 3 * 30
+    drafted_for = [int(np.count_nonzero(one.speculation.num_draft)) for one in rounds[110:-1]]
+    assert drafted_for[0] < 3, "none waits for all that is lacking"
+    back = drafted_for.index(3)
+    assert back <= 8 and min(drafted_for[back:]) == 3 and len(drafted_for) > back + 4
 
 
 def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:

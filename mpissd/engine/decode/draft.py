@@ -21,15 +21,11 @@ from mpissd.engine.decode.controls import Clocks, Controls
 from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.decode.observer import Observer
 from mpissd.engine.decode.share import Share
+from mpissd.engine.decode.upkeep import LAG, PART, Upkeep
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import R, Steps, finish
 from mpissd.engine.workload.workers import DraftWorker
-
-# While rounds draft nothing, what is to be stored waits until a forward of it is worth its while:
-# a sequence's tokens until they are more than _LAG, opened prompts until _AT_ONCE rows are due. On
-# two CPU cores a draft that stored each at once lengthened the target's forwards by a tenth.
-_LAG, _AT_ONCE = 7, 24
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,8 @@ class DraftPolicy:
 
     fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). on_late: a
     hit whose branch is not complete yet is finished first ("finish") or served as it is ("serve").
-    share: which of the D drafts this is, and which lanes each of them grows.
+    share: which of the D drafts this is, and which lanes each of them grows. rests: whether it
+    stores nothing once rounds have drafted nothing for long (`Upkeep`); only of a single draft.
     """
 
     lookahead: int
@@ -48,6 +45,7 @@ class DraftPolicy:
     on_late: str = "finish"
     sampled: bool = False
     share: Share = field(default_factory=Share)
+    rests: bool = False
 
 
 class Drafter:
@@ -77,7 +75,7 @@ class Drafter:
         self.ledger: Ledger = DraftLedger()
         self._rows = DraftRows()
         self._control = Control()  # of the round that is answered now
-        self._due = 0  # rows of opened prompts that the target stored, and this draft did not
+        self._upkeep = Upkeep(rests=policy.rests)
         self.version = 0  # of the weights that draft; 0: as they were loaded
         # Of the last answer: tokens that misses lacked and that were stored first, and the seconds.
         self.caught_up = 0, 0.0
@@ -141,6 +139,7 @@ class Drafter:
         self._worker.enter(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         self._control = outcome.control
+        self._upkeep.open_round(drafts=self._most > 0)
         lanes = self._ahead.lookup(self._batch, outcome)
         mark(DraftPhase.LOOKUP)
         rollouts = self._winners(lanes) + (yield from self._backups(lanes))
@@ -179,8 +178,11 @@ class Drafter:
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
-        if self._backup == Source.JIT and not (rows := (yield from self._catch_up(rows))):
-            return []
+        if self._backup == Source.JIT:
+            if self._upkeep.is_catching_up:
+                rows = self._worker.ready(self._batch, rows, LAG)
+            if not (rows := (yield from self._catch_up(rows))):
+                return []
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._rows.num_jit = len(rows)
@@ -288,6 +290,8 @@ class Drafter:
         if not self._has_glue:
             yield from self._keep_up()
             return False
+        if self._upkeep.is_catching_up:
+            return False
         if (yield from self._fill(range(len(self._batch)))):
             self.ledger.mark(DraftPhase.PREFILL)
         self._growth_start = perf_counter()
@@ -309,8 +313,22 @@ class Drafter:
 
     def _keep_up(self) -> Steps[None]:
         """Stores what rounds without drafting committed, so that drafting can begin again."""
-        if not self._most and (yield from self._fill(range(len(self._batch)), _LAG)):
+        if self._most or self._upkeep.is_resting:
+            return
+        if (yield from self._fill(range(len(self._batch)), LAG)):
             self.ledger.mark(DraftPhase.PREFILL)
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether it has rested and lacks much: `store_part` stores a part of that."""
+        if self._upkeep.is_catching_up:
+            self._upkeep.check(self.lacking)
+        return self._upkeep.is_catching_up
+
+    def store_part(self) -> Steps[None]:
+        """Stores a part of what it lacks behind a rest, the sequences that lack least first."""
+        yield from self._fill(range(len(self._batch)), 1, PART)
+        self.ledger.mark(DraftPhase.PREFILL)
 
     @property
     def is_storing(self) -> bool:
@@ -320,10 +338,7 @@ class Drafter:
     def store_opened(self) -> Steps[int]:
         """Stores a part of the opened prompts: as many rows as the target did, so that both are
         ready together. Returns how many were stored."""
-        self._due += self._control.fill
-        if not self._most and self._due < _AT_ONCE:
-            return 0
-        due, self._due = self._due, 0
+        due = self._upkeep.opened(self._control.fill)
         if stored := (yield from self._worker.store_opened(self._batch, due)):
             self.ledger.mark(DraftPhase.PREFILL)
         return stored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpissd.common.rounds import Ints, Source
 from mpissd.common.wait import Waiter
+from mpissd.engine.backend.registry import unopened
 from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.decode.controls import AdaptiveControls, Controls
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
@@ -76,6 +77,8 @@ def make_drafter(
         on_late=job.config.on_late,
         sampled=link_shape(job).sampled,
         share=_share(job, index),
+        # On a CPU the ranks share its memory, and cores where there are few.
+        rests=unopened(job.config.backend) == "numpy" and job.config.drafts == 1,
     )
     controls = _controls(job, policy) if ahead else None
     return kind(worker, policy, job.config.batch_size, waiter, controls)

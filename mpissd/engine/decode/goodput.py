@@ -208,13 +208,14 @@ class Goodput:
     def _waited(self, way: Way, result: RoundResult, count: int) -> None:
         """Takes the wait for the draft: of SD, or of SSD with and without a miss."""
         growth, wait_s = self._growths[way.width], result.wait_s
-        hits = int((result.speculation.source == Source.CACHE).sum())
-        if way.width != 0:
-            keep = (1 - _HITS) ** count
-            growth.hits = keep * growth.hits + (1 - keep) * hits / count
-        if not result.speculation.num_draft.any():
+        ready = result.speculation.num_draft > 0
+        if not (drafted := int(np.count_nonzero(ready))):
             return  # it only caught up
-        if hits == count:
+        hits = int(np.count_nonzero(ready & (result.speculation.source == Source.CACHE)))
+        if way.width != 0:
+            keep = (1 - _HITS) ** drafted
+            growth.hits = keep * growth.hits + (1 - keep) * hits / drafted
+        if hits == drafted:
             growth.all_hit_s[way.lookahead].add(count, wait_s)
         else:
             growth.a_miss_s.add(count, wait_s / way.lookahead)

@@ -107,7 +107,10 @@ def _update(link: DraftEnd, updates: Updates) -> None:
 
 
 def _grow(link: DraftEnd, drafter: Drafter, speculation: Speculation) -> Steps[None]:
-    """Speculates ahead, and stores prompts, until the next outcome is there."""
+    """Catches up behind a rest, speculates ahead, and stores prompts, until the next outcome is
+    there."""
+    while drafter.is_catching_up and not link.outcome_arrived():
+        yield from drafter.store_part()
     if (yield from drafter.begin_growth(speculation)):
         while drafter.growing and not link.outcome_arrived():
             yield from drafter.grow_step()
