@@ -19,6 +19,7 @@ from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, S
 
 _STATS_S = 0.1
 _ALL = 1 << 30  # tokens: more than any draft lacks
+_KEPT = 3  # rounds for which a choice stands where no other count of sequences asks for a new one
 _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
 
 
@@ -104,6 +105,8 @@ class Driver:
         self.times = RowTimes()
         self.goodput: Goodput | None = None  # chooses each round's way; None: it stays the same
         self._live: list[int] = []  # the sequences for which it has chosen
+        # For which counts of live and storing sequences it has, and the rounds since.
+        self._chosen, self._kept = (0, 0), 0
         self._loop: Rounds | None = None  # that decodes
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
@@ -285,14 +288,23 @@ class Driver:
             self._choose(self.goodput)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Has the next round's way chosen; sequences that run and are not live wait for it."""
+        """Has the next round's way chosen; sequences that run and are not live wait for it.
+
+        Where the target computes on the lead's own core a choice lengthens the round, so that one
+        stands for a few rounds, unless it was a try or an inline draft catches up meanwhile.
+        """
         tasks, loop = self.scheduler.tasks(self._live), self._loop
         storing = len(self.scheduler.running) - len(tasks)
         if loop is None:
             goodput.choose(tasks)
             return
+        lacking, chosen = loop.lacking, (len(tasks), storing)
+        if chosen == self._chosen and self._kept < _KEPT and not (lacking or goodput.is_trying):
+            self._kept += 1
+            return
+        self._chosen, self._kept = chosen, 0
         waiting = Backlog(storing, loop.unstored, loop.most_rows) if storing else NOTHING
-        goodput.choose(tasks, waiting, loop.lacking)
+        goodput.choose(tasks, waiting, lacking)
 
     def _tell_stats(self) -> None:
         now = self._clock()

@@ -301,6 +301,10 @@ class Resting(Goodput):
         self.lacking.append(lacking)
         return self.way
 
+    @property
+    def is_trying(self) -> bool:
+        return True  # it chooses before each round
+
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         if not len(result.speculation.rows):
             return

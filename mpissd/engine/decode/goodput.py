@@ -220,6 +220,11 @@ class Goodput:
         else:
             growth.a_miss_s.add(count, wait_s / way.lookahead)
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether the next round tries a way that seems worse than another one."""
+        return self.way != self._best
+
     @staticmethod
     def _kind(way: Way) -> int | None:
         return way.width if way.lookahead else -1

@@ -28,6 +28,7 @@ class Times:
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
         self._first: dict[int, list[float]] = {}  # of those measured fewer than four times
+        self._asked: dict[int, float] = {}  # answers since the last sample, by rows
 
     def _size(self, rows: int) -> int:
         """Returns the rows that a forward of so many rows computes."""
@@ -36,6 +37,7 @@ class Times:
 
     def add(self, rows: int, seconds: float) -> None:
         """Takes a measured forward."""
+        self._asked.clear()
         size = self._size(rows)
         self._samples[size] = count = self._samples.get(size, 0) + 1
         if count > _KNOWN:
@@ -69,7 +71,12 @@ class Times:
         Those of the smallest one that was measured for fewer rows; for more than were measured, on
         the line through the last two, or in proportion to the rows where there is one alone.
         """
-        rows, known = self._size(rows), self._rows
+        if (found := self._asked.get(rows)) is None:
+            found = self._asked[rows] = self._seconds_of(self._size(rows))
+        return found
+
+    def _seconds_of(self, rows: int) -> float:
+        known = self._rows
         at = bisect_left(known, rows)
         if at < len(known) and (at == 0 or known[at] == rows):
             return self._seconds[known[at]]
