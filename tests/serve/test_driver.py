@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -424,6 +425,30 @@ def test_a_draft_rank_rests_behind_many_rounds_without_drafting_and_catches_up_i
     assert drafted_for[0] < 3, "none waits for all that is lacking"
     back = drafted_for.index(3)
     assert back <= 8 and min(drafted_for[back:]) == 3 and len(drafted_for) > back + 4
+
+
+class Counting(Goodput):
+    """Keeps for how many live sequences it chose, and the backlog's."""
+
+    def __init__(self) -> None:
+        super().__init__(K, [None], RowTimes())
+        self.asked: list[tuple[int, int]] = []
+
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+        self.asked.append((len(tasks), backlog.sequences))
+        return super().choose(tasks, backlog, lacking)
+
+
+def test_a_choice_stands_for_four_rounds_unless_sequences_come_or_go(pair: TinyPair) -> None:
+    asked = [(9 * n, Submit(n, prompt, 90)) for n, prompt in enumerate(prompts(3))]
+    mail, goodput = Script(*asked), Counting()
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        driver = served(loops, mail, goodput=goodput)
+    changes = sum(one != other for one, other in pairwise(goodput.asked))
+    rounds = driver.scheduler.num_rounds
+    tries = rounds // 100 + 1
+    assert {count for count, _ in goodput.asked} >= {1, 2, 3}, "each load has its own choice"
+    assert rounds / 5 < len(goodput.asked) <= rounds / 4 + changes + 2 * tries + 1 < rounds
 
 
 def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:
