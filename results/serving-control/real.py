@@ -1,7 +1,7 @@
 """Sends arrivals to a real pair's ranks over the lead's socket: what a server does without HTTP.
 
     . launch/env.sh; python results/serving-control/real.py MODE RATE REQUESTS [flags of serve]
-    . launch/env.sh; python results/serving-control/real.py study FILE MINUTES [flags of serve]
+    . launch/env.sh; python results/serving-control/real.py study FILE MINUTES [RATES] [flags]
 
 MODE: ar, sd, ssd or auto, with a draft rank each, but for ar. Prompts are five of results/serving's
 in a row, in a chat; arrivals are Poisson, the same ones in every mode. Prints a line of JSON:
@@ -10,7 +10,8 @@ tokens a second of request time, and the seconds of every request.
 study: appends to FILE the lines that it lacks of three seeds, six rates and every way, each of 200
 requests of one prompt and 20 tokens, and begins none behind MINUTES; then it prints a table of the
 points of which all ways are there: auto over the best fixed way and over AR, with 95% intervals
-over requests drawn again.
+over requests drawn again. RATES: those of the six that are taken, as 8,6,4. `elsewhere` is the
+share of one core that other processes and other guests of the machine (steal) took meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -96,6 +98,16 @@ class Front:
         await asyncio.wait_for(self.over.wait(), END_S)
 
 
+def cpu_s() -> tuple[float, float]:
+    """Returns the CPU seconds of all processes, stolen time included, and of this one and of its
+    children that have ended."""
+    fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _, _, irq, soft, steal = fields
+    mine = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    every = user + nice + system + irq + soft + steal
+    return every / os.sysconf("SC_CLK_TCK"), sum(one.ru_utime + one.ru_stime for one in mine)
+
+
 def target_of(flags: Sequence[str]) -> str:
     """Returns the target that these flags of serve name."""
     return next(flag for flag in flags if flag.startswith("--target=")).partition("=")[2]
@@ -107,6 +119,7 @@ async def measured(
     """Starts the ranks, sends the load, and returns the line."""
     drafts, front, count = int(mode != "ar"), Front(asked), len(asked)
     words = [f"--mode={mode}", f"--drafts={drafts}", "--max_running=32", *flags]
+    began, before = time.monotonic(), cpu_s()
     python = [sys.executable, "-m", "mpi4py", "-m", "mpissd", "serve", *words]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/lead"
@@ -125,17 +138,19 @@ async def measured(
         "tokens": front.tokens,
     }
     told |= {"tok_per_request_s": round(front.tokens / sum(front.seconds), 2)}
+    every, own = (after - earlier for after, earlier in zip(cpu_s(), before, strict=True))
+    told |= {"elsewhere": round((every - own) / (time.monotonic() - began), 3)}
     told |= {"first_mean_s": round(sum(front.first_s) / count, 3)}
     return {**told, "seconds": [round(s, 3) for s in front.seconds]}
 
 
-def study(path: Path, minutes: float, flags: Sequence[str]) -> None:
+def study(path: Path, minutes: float, rates: Sequence[float], flags: Sequence[str]) -> None:
     """Appends the lines that a file lacks, for so long, and prints the table."""
     until = time.monotonic() + 60 * minutes
     path.touch()
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     done = {(one["seed"], one["rate"], one["way"]) for one in lines}
-    points = ((seed, rate, way) for seed in SEEDS for rate in RATES for way in WAYS)
+    points = ((seed, rate, way) for seed in SEEDS for rate in rates for way in WAYS)
     for seed, rate, way in points:
         if (seed, rate, way) in done or time.monotonic() > until:
             continue
@@ -164,7 +179,11 @@ def table(lines: Sequence[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "study":
-        study(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+        file, minutes, *rest = sys.argv[2:]
+        rates = RATES
+        if not rest[0].startswith("-"):
+            rates, rest = tuple(map(float, rest[0].split(","))), rest[1:]
+        study(Path(file), float(minutes), rates, rest)
     else:
         mode, rate, count, *flags = sys.argv[1:]
         asked = requests(target_of(flags), float(rate), int(count))
