@@ -12,6 +12,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
 from mpissd.engine.comm.wire import MOST_FILL
+from mpissd.engine.decode import upkeep
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
@@ -425,6 +426,52 @@ def test_a_draft_rank_rests_behind_many_rounds_without_drafting_and_catches_up_i
     assert drafted_for[0] < 3, "none waits for all that is lacking"
     back = drafted_for.index(3)
     assert back <= 8 and min(drafted_for[back:]) == 3 and len(drafted_for) > back + 4
+
+
+class Wild(Goodput):
+    """Takes any way, K = 0 in most rounds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(K, [None, 1], RowTimes())
+        self.dice, self.ways = random.Random(seed), set[Way]()
+
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+        if self.dice.random() < 0.4:
+            ks = (0, 0, 0, 1, K)
+            self.way = Way(self.dice.choice(ks), self.dice.choice((0, None, 1)))
+        self.ways.add(self.way)
+        return self.way
+
+    @property
+    def is_trying(self) -> bool:
+        return True  # it chooses before each round
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_resting_and_catching_up_at_any_time_change_no_token(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The draft rests at once here, while others join, leave and store prompts."""
+    parts, store = list[bool](), Drafter.store_part
+
+    def stored(self: Drafter) -> Steps[None]:
+        parts.append(True)
+        yield from store(self)
+
+    monkeypatch.setattr(upkeep, "_SHARE", 1.0)
+    monkeypatch.setattr(Drafter, "store_part", stored)
+    dice = random.Random(seed)
+    asked = [(dice.randrange(60), n, prompt, 50) for n, prompt in enumerate(prompts(14, seed))]
+    mail = Script(*((at, Submit(*one)) for at, *one in asked), (30, Cancel(4)))
+    goodput = Wild(seed)
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, mail, ThreeRows(), goodput=goodput)
+    assert all_returned(loops)
+    tokens = mail.tokens()
+    for _, n, prompt, count in asked:
+        whole = alone(pair, prompt, count)
+        assert tokens.get(n, []) == (whole if n != 4 else whole[: len(tokens.get(n, []))])
+    assert len(parts) > 3 and len(goodput.ways) > 5
 
 
 class Counting(Goodput):
