@@ -141,6 +141,8 @@ class Speculation:
 
     HEAD = 3
     version = 0  # of the draft's weights; 0: as they were loaded
+    # Whether the distributions of its uncertain tokens are lost, so that these are not judged.
+    is_lost = False
 
     def __init__(self, round_: int, rows: Ints, *, sampled: bool = False) -> None:
         self.round = round_

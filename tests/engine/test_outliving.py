@@ -1,42 +1,135 @@
-"""A draft that is lost while rounds have no drafting, which nobody waits for."""
+"""A draft that is lost: while rounds have no drafting, while a message to it or from it is awaited,
+and while the distributions of a sampled round are on their way."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from mpissd.common.rounds import Control, Outcome, Request
-from mpissd.engine.decode.outliving import OutlivingSpeculator
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Control, Outcome, Request, Speculation
+from mpissd.common.wait import Waiter
+from mpissd.engine.decode.outliving import OutlivingSpeculator, OutlivingWaiter, PeerLost
+
+ASKED = Outcome.admission(-1, [Request(0)])
 
 
 class Link:
-    """A link to a draft that never answers."""
+    """A link to a draft that answers as many rounds as told, and never sends distributions."""
 
-    lookahead, sampled, vocab = 4, False, 0
+    lookahead, vocab = 4, 8
 
-    def __init__(self) -> None:
-        self.sent, self.waiter = 0, self
+    def __init__(
+        self, is_lost: Callable[[], bool], answers: int = 0, sampled: bool = False, q: float = 0.5
+    ) -> None:
+        self.waiter = OutlivingWaiter(Waiter(9.0, spin=False), is_lost)
+        self.sent, self.answers, self.sampled, self.q = 0, answers, sampled, q
+        self.proposed, self.blocked = False, False  # distributions are there; sends stand
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
+        self.waiter.until(lambda: not self.blocked, "send")
         self.sent += 1
 
-    def arrived(self) -> bool:
-        return False
+    def speculation(self, round_: int, count: int) -> Speculation:
+        self.waiter.until(lambda: self.answers > 0, "draft: speculation")
+        self.answers -= 1
+        found = Speculation.empty(round_, count, self.lookahead, sampled=self.sampled)
+        found.num_draft[:] = 2
+        if self.sampled:
+            found.q[:] = self.q
+        return found
 
-    def until(self, is_true: object, what: str) -> None:
-        assert callable(is_true) and is_true(), f"waits for ever: {what}"
+    def wait_for_proposals(self) -> None:
+        self.waiter.until(lambda: self.proposed, "draft: proposals")
+
+    def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
+        self.wait_for_proposals()
+        return np.full((count, self.vocab), 1 / self.vocab, np.float32)
+
+    def skip_proposals(self, round_: int, count: int) -> None:
+        self.wait_for_proposals()
+
+
+class Loss:
+    """Whether the draft is gone; from a number of looks on, where one is told."""
+
+    def __init__(self) -> None:
+        self.looks: int | None = None
+
+    def __call__(self) -> bool:
+        if self.looks is not None:
+            self.looks -= 1
+        return self.looks is not None and self.looks <= 0
+
+
+def pair(**told: object) -> tuple[OutlivingSpeculator, Link, Loss]:
+    loss = Loss()
+    link = Link(loss, **told)  # type: ignore[arg-type]
+    return OutlivingSpeculator(link, loss), link, loss  # type: ignore[arg-type]
+
+
+def asked(speculator: OutlivingSpeculator, round_: int, lookahead: int = 4) -> Speculation:
+    ASKED.control = Control(lookahead)
+    speculator.ask(ASKED)
+    return speculator.answer(round_, 1)
 
 
 @pytest.mark.parametrize("lookahead", [0, 4])
 def test_the_first_round_behind_a_loss_notes_it(lookahead: int) -> None:
-    link, lost = Link(), False
-    speculator = OutlivingSpeculator(link, lambda: lost)  # type: ignore[arg-type]
-    outcome = Outcome.admission(-1, [Request(0)])
-    outcome.control = Control(0)
-    speculator.ask(outcome)
-    assert not speculator.answer(0, 1).num_draft.any() and speculator.lost_round is None
-    lost = True
-    outcome.control = Control(lookahead)
+    speculator, link, loss = pair()
+    assert not asked(speculator, 0, 0).num_draft.any() and speculator.lost_round is None
+    loss.looks = 0
     for round_ in (1, 2):
-        speculator.ask(outcome)
-        assert not speculator.answer(round_, 1).num_draft.any()
+        assert not asked(speculator, round_, lookahead).num_draft.any()
         assert speculator.lost_round == 1 and link.sent == 1
+
+
+def test_a_draft_that_dies_while_its_answer_is_awaited_is_noted_in_that_round() -> None:
+    speculator, link, loss = pair(answers=1)
+    assert asked(speculator, 0).num_draft.all()
+    loss.looks = 5
+    assert not asked(speculator, 1).num_draft.any()
+    assert speculator.lost_round == 1 and link.sent == 2
+
+
+def test_a_message_that_the_dead_draft_no_longer_takes_holds_up_nobody() -> None:
+    speculator, link, loss = pair(answers=9)
+    asked(speculator, 0)
+    link.blocked, loss.looks = True, 5
+    assert not asked(speculator, 1).num_draft.any() and speculator.lost_round == 1
+    speculator.stop(ASKED)
+    again, link, loss = pair(answers=9)
+    asked(again, 0)
+    link.blocked, loss.looks = True, 5
+    again.stop(Outcome(7, ASKED.rows))
+    assert again.lost_round == 8
+
+
+def test_a_sampled_round_is_judged_once_its_distributions_are_there_or_not_at_all() -> None:
+    speculator, link, loss = pair(answers=9, sampled=True)
+    link.proposed = True
+    assert speculator.confirm(asked(speculator, 0))
+    served = asked(speculator, 1)
+    link.proposed, loss.looks = False, 5
+    assert not speculator.confirm(served), "whatever is accepted in this round"
+    assert not asked(speculator, 2).num_draft.any() and speculator.lost_round == 2
+    assert speculator.confirm(served)
+
+
+def test_a_round_without_uncertain_tokens_waits_for_no_distributions() -> None:
+    speculator, *_ = pair(answers=9, sampled=True, q=1.0)
+    assert speculator.confirm(asked(speculator, 0))
+
+
+def test_a_wait_whose_end_and_loss_coincide_ends_well() -> None:
+    tests: list[int] = []
+
+    def once() -> bool:
+        tests.append(1)
+        return len(tests) == 3
+
+    OutlivingWaiter(Waiter(9.0, spin=False), lambda: len(tests) > 2).until(once, "it")
+    with pytest.raises(PeerLost, match="it: the rank is gone"):
+        OutlivingWaiter(Waiter(9.0, spin=False), lambda: True).until(lambda: False, "it")

@@ -187,27 +187,32 @@ class LeadEnd:
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
         """Waits for the `count` distributions of round `round_`; returns them [count, V]."""
-        side = self._wait_for_proposals(count)
+        side = self._take_proposals(count)
         rows = wire.read_proposals(side.incoming, round_, count, self._vocab)
         side.carrier.release()
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
         """Waits for the `count` distributions of a round that needs none of them; drops them."""
-        side = self._wait_for_proposals(count)
+        side = self._take_proposals(count)
         wire.check_proposals(side.incoming, round_, count)
         side.carrier.release()
 
-    def _wait_for_proposals(self, count: int) -> Side:
-        """Returns the side carrier with a message of `count` distributions; counts the wait."""
+    def wait_for_proposals(self) -> Side:
+        """Returns the side carrier once a message of distributions is there; counts the wait."""
         assert self._side is not None, "proposals without a side carrier"
         start = perf_counter()
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
         self.proposal_wait_s += perf_counter() - start
+        return self._side
+
+    def _take_proposals(self, count: int) -> Side:
+        """Returns the side carrier with a message of `count` distributions."""
+        side = self.wait_for_proposals()
         size = 4 * (wire.HEADER + count * self._vocab)
         self.proposal_bytes += size
         self._count(size)
-        return self._side
+        return side
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += 1

@@ -1,43 +1,102 @@
-"""A speculator that survives the loss of its draft rank: from that round on K = 0."""
+"""A speculator that survives the loss of its draft rank: from that round on K = 0.
+
+A sampled round needs the distributions of its tokens once one of them is rejected, and they are
+lost with a draft that dies before it has sent them. Whether such a round counts may not depend on
+what was rejected: a round that was drawn again only where a token was rejected would give less
+likely tokens too often. So no sampled round is judged before its distributions are there; if they
+are lost, none of its drafted tokens is judged, and each sequence draws one token from the target
+alone. Both depend on the moment of the loss and on no draw, so that the law stays the target's
+[THEORY, losslessness 1].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Outcome, Speculation
+from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.decode.speculator import RemoteSpeculator
 
 
-class OutlivingSpeculator(RemoteSpeculator):
-    """The speculator of --on_draft_loss=ar: one draft rank, which may be lost.
+class PeerLost(FaultError):
+    """The rank that is waited for is gone, and the job goes on without it."""
 
-    The distributions of a sampled round are lost with it, if they had not arrived: a wait for them
-    then ends the job.
-    """
+
+class OutlivingWaiter(Waiter):
+    """Waits for one rank until it is known to be gone."""
+
+    def __init__(self, waiter: Waiter, is_lost: Callable[[], bool]) -> None:
+        """Takes what waits, and is_lost, which returns whether the rank is known to be gone."""
+        super().__init__(waiter.deadline_s, waiter.spin, waiter.spin_s)
+        self._waiter, self._is_lost = waiter, is_lost
+
+    def until(self, test: Callable[[], bool], what: str) -> None:
+        """Does what Waiter.until does; raises PeerLost once the rank is gone."""
+        met = False
+
+        def is_over() -> bool:
+            nonlocal met
+            met = met or test()
+            return met or self._is_lost()
+
+        self._waiter.until(is_over, what)
+        if not met:
+            raise PeerLost(f"{what}: the rank is gone")
+
+
+class OutlivingSpeculator(RemoteSpeculator):
+    """The speculator of --on_draft_loss=ar: one draft rank, which may be lost."""
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
-        """Takes is_lost, which returns whether the draft rank is known to be gone."""
+        """Takes the link, whose waits raise PeerLost (OutlivingWaiter), and is_lost, which returns
+        whether the draft rank is known to be gone."""
         super().__init__(link)
         self._link, self._is_lost = link, is_lost
+        self._knows = False  # of the loss
 
     def ask(self, outcome: Outcome) -> None:
-        if self.lost_round is None and not self._is_lost():
-            super().ask(outcome)
-        else:
-            self._answers = True  # `answer` notes the loss, also in a round without drafting
+        if not self._is_gone():
+            try:
+                super().ask(outcome)
+                return
+            except PeerLost:
+                self._knows = True
+        self._answers = True  # `answer` notes the loss, also in a round without drafting
 
     def answer(self, round_: int, count: int) -> Speculation:
-        link = self._link
-        if self.lost_round is None and not self._answers:
-            return self._nothing(round_, count)
-        if self.lost_round is None:
-            link.waiter.until(lambda: link.arrived() or self._is_lost(), "draft: speculation")
-            if link.arrived():
+        if not self._knows:
+            try:
                 return super().answer(round_, count)
+            except PeerLost:
+                self._knows = True
+        if self.lost_round is None:
             self.lost_round = round_
+            self._waiting, self._rows = {}, {}
+        link = self._link
         return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
 
+    def confirm(self, speculation: Speculation) -> bool:
+        if not self._waiting:
+            return True
+        try:
+            self._link.wait_for_proposals()
+        except PeerLost:
+            self._knows, self._waiting = True, {}
+            return False
+        return True
+
     def stop(self, outcome: Outcome) -> None:
-        if self.lost_round is None and not self._is_lost():
-            super().stop(outcome)
+        if not self._is_gone():
+            try:
+                super().stop(outcome)
+                return
+            except PeerLost:
+                self._knows = True
+        if self.lost_round is None:
+            self.lost_round = outcome.round + 1
+
+    def _is_gone(self) -> bool:
+        self._knows = self._knows or self._is_lost()
+        return self._knows

@@ -50,6 +50,11 @@ class Speculator(ABC):
         """
         raise AssertionError("nothing was sampled here")
 
+    def confirm(self, speculation: Speculation) -> bool:
+        """Returns whether the last answer may be judged: not where what that needs is lost. Called
+        once it was verified, before it is judged; may wait."""
+        return True
+
     @abstractmethod
     def stop(self, outcome: Outcome) -> None:
         """Tells every draft that no further outcome will come."""

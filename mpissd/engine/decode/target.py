@@ -191,6 +191,7 @@ class TargetLoop:
             self.meanwhile()
         self._worker.wait(self._waiter)
         mark(LeadPhase.DEVICE_WAIT)
+        speculation.is_lost = not self._speculator.confirm(speculation)
         accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
         self._pending = self._outcome(accepted, bonus)
         logprobs = self._worker.logprobs(self.batch, speculation, accepted, bonus)

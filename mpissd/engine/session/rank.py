@@ -27,7 +27,7 @@ from mpissd.engine.decode.chained import (
 )
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
-from mpissd.engine.decode.outliving import OutlivingSpeculator
+from mpissd.engine.decode.outliving import OutlivingSpeculator, OutlivingWaiter
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
@@ -94,6 +94,8 @@ class Rank:
         shape = shapes[topology.group_index]
         if topology.leads_group:
             self.sender = PlanSender(group, shape, waiter)
+            if session.job.config.on_draft_loss == "ar":
+                waiter = OutlivingWaiter(waiter, _is_draft_lost)
             for n in range(topology.num_drafts):
                 self.lead_links.append(lead_end(world, topology.first_draft + n, shape, waiter))
         else:
@@ -189,7 +191,7 @@ class Rank:
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         if self.lead_links and self.session.job.config.on_draft_loss == "ar":
-            return OutlivingSpeculator(self.lead_links[0], lambda: bool(guard.lost()))
+            return OutlivingSpeculator(self.lead_links[0], _is_draft_lost)
         if self.lead_links:
             return RemoteSpeculator(*self.lead_links)
         if self.draft_lost:
@@ -245,6 +247,11 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _is_draft_lost() -> bool:
+    """Whether the draft rank is known to be gone while the job goes on."""
+    return bool(guard.lost())
 
 
 def _collect() -> None:

@@ -159,7 +159,8 @@ class SamplingTargetWorker(TargetWorker):
     ) -> tuple[Ints, Ints]:
         """Applies rejection sampling (spec.sampling.judge) to each sequence.
 
-        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round).
+        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round). Of a
+        speculation whose distributions are lost no sampled token is judged.
         """
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
         start, cases = 0, list[Case]()
@@ -169,6 +170,8 @@ class SamplingTargetWorker(TargetWorker):
                 accepted[row], bonus[row] = sure
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
+                if speculation.is_lost and min(q, default=1.0) < 1:
+                    q = []  # the token behind the last committed one is drawn, whatever was drafted
                 cases.append(self._case(history, row, start, q, proposals))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
@@ -181,7 +184,8 @@ class SamplingTargetWorker(TargetWorker):
         coins = self._draws(Purpose.ACCEPT, history, len(q))
         (u,) = self._draws(Purpose.BONUS, history, 1)
         proposal = partial(_proposal, proposals, row, q)
-        return Case(row, start, history.request, history.served, q, proposal, coins, u)
+        served = history.served[: len(q)]
+        return Case(row, start, history.request, served, q, proposal, coins, u)
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         """Returns (k, t*) of each of these sequences."""
