@@ -95,7 +95,9 @@ class Case:
 
     watched: sequences that are enumerated; those of the others draw as they always do.
     steps: growth steps in the time of a round. tamper: what a biased draft does to its answer.
-    rename: which uniform stands for a named one. fresh: a uniform serves one round (checked).
+    confirms: whether the round's distributions are there when it is judged (Speculator.confirm).
+    judge: the target worker. rename: which uniform stands for a named one. fresh: a uniform serves
+    one round (checked).
     remembers: what `steps`, `controls` and `tamper` read beside tokens and k of past rounds.
     merged: states with one future are one state, and what loses is not enumerated.
     """
@@ -108,6 +110,8 @@ class Case:
     worker: type[Watched] = Watched
     workers: Callable[[Case], tuple[Watching, Judging]] | None = None  # None: markov's
     tamper: Callable[[Decoding, Speculation, Rows], None] | None = None
+    confirms: Callable[[Decoding], bool] = lambda decoding: True
+    judge: type[Judged] = Judged
     rename: Callable[[Name], Name] = lambda name: name
     fresh: bool = True
     remembers: Callable[[Decoding], Hashable] = lambda decoding: None
@@ -208,6 +212,9 @@ class Decoding(RemoteSpeculator):
             self._grow()
         return super().answer(round_, count)
 
+    def confirm(self, speculation: Speculation) -> bool:
+        return self.case.confirms(self)
+
     def _forget_losers(self, outcome: Outcome) -> None:
         pairs = zip(outcome.num_accepted.tolist(), outcome.bonus.tolist(), strict=True)
         won = {self.worker.winner(row, k, bonus) for row, (k, bonus) in enumerate(pairs)}
@@ -223,7 +230,7 @@ class Decoding(RemoteSpeculator):
 def _markov(case: Case) -> tuple[Watching, Judging]:
     pair = case.pair
     draft = case.worker(CountingForwards(), pair.laws, pair.K, pair.fans)
-    return draft, Judged(CountingForwards(), pair.laws)
+    return draft, case.judge(CountingForwards(), pair.laws)
 
 
 @dataclass

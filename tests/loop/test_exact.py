@@ -112,6 +112,11 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
         Case(replace(SSD, saguaro_c=0.0, fan_out=(4, 4, 4))),
         {(CACHE, 2), (JIT, 2)},
     ),
+    "distributions lost at random": (
+        Case(SSD, confirms=lambda decoding: bool(decoding.choices.among(2))),
+        {(CACHE, 2), (JIT, 2)},
+    ),
+    "every distribution lost": (Case(SSD, confirms=lambda decoding: False), {(CACHE, 2), (JIT, 2)}),
     "C=0.1, served as it is": (
         Case(replace(SERVE, saguaro_c=0.1), steps=at_random),
         {(CACHE, 0), (CACHE, 1), (CACHE, 2), (JIT, 1)},

@@ -16,8 +16,9 @@ import pytest
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Speculation
 from mpissd.engine.spec import sampling
+from mpissd.engine.workload import sampled
 from tests.loop.choices import Name
-from tests.loop.enumeration import EXACT, Case, Decoding, Rows, Watched, enumerate_
+from tests.loop.enumeration import EXACT, Case, Decoding, Judged, Rows, Watched, enumerate_
 from tests.loop.markov_rig import Pair
 
 SD, SSD = (Pair(mode, vocab=3, seed=5, divergence=0.6) for mode in ("sd", "ssd"))
@@ -140,6 +141,16 @@ class ByPosition(Watched):
         return super()._propose(lane, place, by_position)
 
 
+class Forgiving(Judged):
+    """Draws the first token from the target again where one is rejected."""
+
+    def _judge_one(self, case: sampled.Case) -> tuple[int, int]:
+        k, bonus = super()._judge_one(case)
+        if k == len(case.tokens):
+            return k, bonus
+        return super()._judge_one(replace(case, tokens=[], q=[]))
+
+
 def wary(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
     """Serves nothing where the last speculation ended in an unlikely token that nobody verified."""
     last = decoding.last_q
@@ -162,6 +173,7 @@ BIASED: dict[str, Case] = {
     "4: coins are alike": Case(SD, rename=each_round_alike(Purpose.ACCEPT), fresh=False),
     "4: drafts are alike": Case(SSD, rename=each_round_alike(Purpose.DRAFT), fresh=False),
     "4: what decided nothing is used again": replace(WARY, worker=ByPosition, fresh=False),
+    "3: a rejected round is drawn again, its q being lost": Case(SD, judge=Forgiving),
     "7: stopped by rounds": Case(SD, rounds=2),
 }
 
