@@ -16,7 +16,7 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.quantize import BLOCK, dequantize
-from mpissd.engine.model.transformer.tensors import tensors
+from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -47,7 +47,7 @@ class Version:
 
     def __init__(self, base: Checkpoint, arrays: Arrays) -> None:
         """Raises ProtocolError unless each array stands for a tensor of `base`, in its shape, and
-        is finite."""
+        is finite, and every tensor that may be trained is there."""
         self.config, self.name = base.config, base.name
         self._base, self._arrays = base, arrays
         sizes = dict(tensors(base.config))
@@ -58,6 +58,10 @@ class Version:
             if values.shape != wanted:
                 told = f"{name} is {list(values.shape)}, expected {wanted and list(wanted)}"
                 raise ProtocolError(f"version of {self.name}: {told}")
+        lent = {EMBEDDING, HEAD} if getattr(base, "shares_head", False) else {EMBEDDING}
+        if missing := [name for name in sizes if name not in arrays and name not in lent]:
+            told = f"{missing[0]} is missing, one of {len(missing)}"
+            raise ProtocolError(f"version of {self.name}: {told}")
 
     def replaces(self, name: str) -> bool:
         """Whether a tensor is another one than the checkpoint's."""
