@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpissd.common.config import RunConfig
 from mpissd.engine.comm.version_pieces import Bytes, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.updates import Updates
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.tensors import EMBEDDING, tensors
+from mpissd.engine.model.transformer.tensors import EMBEDDING
 from mpissd.engine.model.transformer.versions import Arrays, packed
+from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import joint_law
-from tests.loop.text_rig import TextPair
+from tests.loop.text_rig import logits_behind
 from tests.needs import module
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -28,6 +27,16 @@ module("safetensors.numpy", "safetensors")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
+from tests.loop.swap_rig import (  # noqa: E402
+    LENGTH,
+    PROMPT,
+    between,
+    decoded,
+    deviation,
+    drawing,
+    share_embedding,
+)
+
 SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
 WAYS = [
     {"mode": "sd", "lookahead": 3},
@@ -35,58 +44,7 @@ WAYS = [
     {**SSD, "on_late": "serve", "batch_size": 2},
     {**SSD, "backup": "fast"},
 ]
-
-
-def between(pair: TinyPair, share: float, dtype: Any = np.float32) -> Arrays:
-    """The draft's tensors, moved by a share of the way to the target's."""
-    target = open_checkpoint(str(pair.target))
-    draft = open_checkpoint(str(pair.draft), target=str(pair.target))
-    found = {}
-    for name, shape in tensors(draft.config):
-        if name != EMBEDDING:
-            read = [c.matrix if len(shape) == 2 else c.vector for c in (draft, target)]
-            own, other = (np.array(one(name), np.float32) for one in read)
-            found[name] = (own + share * (other - own)).astype(dtype)
-    return found
-
-
-def share_embedding(pair: TinyPair) -> None:
-    """Gives the draft the target's embedding, which no version replaces."""
-    files = [folder / "model.safetensors" for folder in (pair.target, pair.draft)]
-    target, draft = (load_file(file) for file in files)
-    save_file({**draft, EMBEDDING: target[EMBEDDING]}, files[1])
-
-
-class Feed:
-    """Brings these messages to a draft, one every few rounds, and then nothing."""
-
-    def __init__(self, messages: Iterator[Bytes], every: int) -> None:
-        self.messages, self.every, self.asked = messages, every, 0
-
-    def take(self) -> Bytes | None:
-        self.asked += 1
-        return next(self.messages, None) if self.asked % self.every == 0 else None
-
-
-class Learning(Decoder):
-    """A decoder whose draft gets newer weights."""
-
-    feed: Callable[[], Feed]
-    updates: Updates
-
-    def _updates(self, drafter: Drafter) -> Updates:
-        self.updates = Updates(type(self).feed(), drafter)
-        return self.updates
-
-
-def decoded(config: RunConfig, messages: Callable[[], Iterator[Bytes]], every: int = 3) -> Learning:
-    class Fed(Learning):
-        feed = staticmethod(lambda: Feed(messages(), every))
-
-    with Fed(config) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        return decoder
+SAMPLED = [{"mode": "sd"}, {"mode": "ssd", "on_late": "serve", "fan_out": "uniform:2"}]
 
 
 @pytest.fixture(scope="module")
@@ -172,35 +130,59 @@ def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: 
     assert len(report.refused) == 6 and all(part in told for part in parts), told
 
 
-@pytest.mark.parametrize(
-    "flags", [{"mode": "sd"}, {"mode": "ssd", "on_late": "serve", "fan_out": "uniform:2"}], ids=str
-)
+@pytest.mark.parametrize("flags", SAMPLED, ids=str)
+@pytest.mark.parametrize("is_biased", [False, True], ids=["", "q of another version"])
 def test_sampled_answers_follow_the_target_while_versions_come_and_go(
-    tmp_path: Any, flags: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], is_biased: bool
 ) -> None:
-    """A chi-squared test of the first three tokens, with a swap every few rounds."""
+    """A chi-squared test of the first three tokens, with a swap every few rounds.
+
+    It refuses a draft that draws by the weights in use and says the q of the version behind them.
+    """
     made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
-    told = {"target_where": str(made.target), "draft_where": str(made.draft)}
-    base = TextPair("ssd", vocab=4, lookahead=2, fan_out=(1, 1, 1), top_p=0.9, **told)
-    count, prompt = 4000, base.prompts[0]
-    law = joint_law(base, prompt, 3)
-    versions = [packed(between(made, share)) for share in (0.9, -0.7, 0.3)]
-    config = RunConfig(
-        workload="text", temperature=1.0, top_p=0.9, backend="numpy", num_tokens=3, lookahead=2,
-        prompt_ids=";".join([",".join(map(str, prompt))] * count), batch_size=40, seed=3,
-        target=base.target_where, draft=base.draft_where, **flags,
-    )  # fmt: skip
+    base, config = drawing(made, 4000, **flags)
+    versions = [between(made, share) for share in (0.9, -0.7, 0.3)]
+    if is_biased:
+        folders = [written(made, n, version) for n, version in enumerate(versions)]
+        say_q_of_the_next_version(monkeypatch, folders)
+    packs = [packed(version) for version in versions]
     found = decoded(
-        config, lambda: (m for n in range(1, 500) for m in pieces(n, versions[n % 3])), every=2
+        config, lambda: (m for n in range(1, 500) for m in pieces(n, packs[n % 3])), every=2
     )
-    texts = Counter(tuple(tokens[:3]) for tokens in found.tokens.values())
-    assert len(found.updates.report.swaps) > 20 and not found.updates.report.refused
-    assert sum(texts.values()) == count and set(texts) <= {t for t, p in law.items() if p > 0}
-    common = [text for text, chance in law.items() if chance * count >= 5]
-    rare = 1 - sum(law[text] for text in common)
-    seen = [*(texts[text] for text in common), count - sum(texts[t] for t in common)]
-    want = [*(law[text] * count for text in common), rare * count]
-    cells = [(a, b) for a, b in zip(seen, want, strict=True) if b > 0]
-    chi, freedom = sum((a - b) ** 2 / b for a, b in cells), len(cells) - 1
-    # Wilson and Hilferty: 5 standard deviations, once in 3.5 million runs.
-    assert ((chi / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / (2 / (9 * freedom)) ** 0.5 < 5
+    report, law = found.updates.report, joint_law(base, PROMPT, LENGTH)
+    # A swap is taken in a pause of the draft: fewer where it also reckons the wrong q.
+    assert len(report.swaps) > (5 if is_biased else 20) and not report.refused
+    assert len(found.tokens) == 4000
+    distance = deviation(law, found.tokens.values())
+    print(f"{flags}, biased: {is_biased}: {distance:.1f} standard deviations")
+    assert (distance > 5) == is_biased
+
+
+def written(made: TinyPair, number: int, version: Arrays) -> str:
+    """Writes the draft of a version; returns its folder."""
+    folder = made.draft.parent / f"version{number}"
+    folder.mkdir()
+    (folder / "config.json").write_text((made.draft / "config.json").read_text())
+    embedding = load_file(made.draft / "model.safetensors")[EMBEDDING]
+    save_file({**version, EMBEDDING: embedding}, folder / "model.safetensors")
+    return str(folder)
+
+
+def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str]) -> None:
+    """Has drafters send, with tokens that version n drew, the distributions of version n + 1."""
+    assemble = Drafter._assemble
+
+    def wrong(drafter: Any, round_: int, count: int, rollouts: Any) -> Any:
+        found = assemble(drafter, round_, count, rollouts)
+        where = folders[(drafter.version + 1) % len(folders)]
+        for row, history in enumerate(drafter.worker._histories.rows(drafter._batch)):
+            told = []
+            for place, token in enumerate(found.tokens[row, : found.num_draft[row]].tolist()):
+                context = (*history.tokens, *found.tokens[row, :place].tolist())
+                q = sampling.probabilities(logits_behind(where, context), 1.0).astype(np.float32)
+                found.q[row, place] = float(q[token]) / float(q.sum(dtype=np.float64))
+                told.append(q)
+            drafter._proposals[row] = told
+        return found
+
+    monkeypatch.setattr(Drafter, "_assemble", wrong)

@@ -1,0 +1,106 @@
+"""Decoders whose draft gets newer weights while it drafts, and the test of their sampled text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from mpissd.common.config import RunConfig
+from mpissd.engine.comm.version_pieces import Bytes
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.in_process import Decoder
+from mpissd.engine.decode.updates import Updates
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.tensors import EMBEDDING, tensors
+from mpissd.engine.model.transformer.versions import Arrays
+from tests.loop.text_rig import TextPair
+from tests.tiny_pair import TinyPair
+
+LENGTH, PROMPT = 3, (1, 0, 2)  # tokens of a text that is enumerated, and what they stand behind
+
+
+def between(pair: TinyPair, share: float, dtype: Any = np.float32) -> Arrays:
+    """The draft's tensors, moved by a share of the way to the target's."""
+    target = open_checkpoint(str(pair.target))
+    draft = open_checkpoint(str(pair.draft), target=str(pair.target))
+    found = {}
+    for name, shape in tensors(draft.config):
+        if name != EMBEDDING:
+            read = [c.matrix if len(shape) == 2 else c.vector for c in (draft, target)]
+            own, other = (np.array(one(name), np.float32) for one in read)
+            found[name] = (own + share * (other - own)).astype(dtype)
+    return found
+
+
+def share_embedding(pair: TinyPair) -> None:
+    """Gives the draft the target's embedding, which no version replaces."""
+    files = [folder / "model.safetensors" for folder in (pair.target, pair.draft)]
+    target, draft = (load_file(file) for file in files)
+    save_file({**draft, EMBEDDING: target[EMBEDDING]}, files[1])
+
+
+class Feed:
+    """Brings these messages to a draft, one every few rounds, and then nothing."""
+
+    def __init__(self, messages: Iterator[Bytes], every: int) -> None:
+        self.messages, self.every, self.asked = messages, every, 0
+
+    def take(self) -> Bytes | None:
+        self.asked += 1
+        return next(self.messages, None) if self.asked % self.every == 0 else None
+
+
+class Learning(Decoder):
+    """A decoder whose draft gets newer weights."""
+
+    feed: Callable[[], Feed]
+    updates: Updates
+
+    def _updates(self, drafter: Drafter) -> Updates:
+        self.updates = Updates(type(self).feed(), drafter)
+        return self.updates
+
+
+def decoded(config: RunConfig, messages: Callable[[], Iterator[Bytes]], every: int = 3) -> Learning:
+    class Fed(Learning):
+        feed = staticmethod(lambda: Feed(messages(), every))
+
+    with Fed(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        return decoder
+
+
+def drawing(made: TinyPair, count: int, **flags: Any) -> tuple[TextPair, RunConfig]:
+    """A pair of V = 4 whose texts of LENGTH tokens can be enumerated, and a job of `count`."""
+    told = {"target_where": str(made.target), "draft_where": str(made.draft)}
+    base = TextPair("ssd", vocab=4, lookahead=2, fan_out=(1, 1, 1), top_p=0.9, **told)
+    config = RunConfig(
+        workload="text", temperature=1.0, top_p=0.9, backend="numpy", num_tokens=LENGTH,
+        lookahead=2, prompt_ids=";".join([",".join(map(str, PROMPT))] * count), batch_size=40,
+        seed=3, target=base.target_where, draft=base.draft_where, **flags,
+    )  # fmt: skip
+    return base, config
+
+
+def deviation(law: Mapping[tuple[int, ...], float], texts: Iterable[Sequence[int]]) -> float:
+    """χ² of these texts against a law, in standard deviations (Wilson and Hilferty).
+
+    Above 5 is once in 3.5 million lossless runs. Texts that the law does not have give infinity.
+    """
+    seen = Counter(tuple(text[:LENGTH]) for text in texts)
+    count = sum(seen.values())
+    if any(law.get(text, 0) <= 0 for text in seen):
+        return float("inf")
+    common = [text for text, chance in law.items() if chance * count >= 5]
+    cells = [(seen[text], law[text] * count) for text in common]
+    rare = (1 - sum(law[text] for text in common)) * count
+    cells.append((count - sum(found for found, _ in cells), rare))
+    cells = [(found, wanted) for found, wanted in cells if wanted > 0]
+    chi, freedom = sum((a - b) ** 2 / b for a, b in cells), len(cells) - 1
+    spread: float = 2 / (9 * freedom)
+    return float(((chi / freedom) ** (1 / 3) - 1 + spread) / spread**0.5)
