@@ -194,14 +194,12 @@ class Student:
     @contextmanager
     def stored(self) -> Iterator[None]:
         """Judges, inside the block, the weights as the draft computes with them: those of
-        `arrays`."""
-        weights = self.draft
-        if self._int8:
-            version = Version(self.source, self.arrays())
-            weights = load_trunk(version, self.draft, torch.float32)
-            if not self.shares_head:
-                head = torch.from_numpy(version.matrix(HEAD))
-                weights = weights._replace(head=head.to(self.device))
+        `arrays`, in int8 or float16, bit for bit. Raises ProtocolError where one is not finite."""
+        version = Version(self.source, self.arrays())
+        weights = load_trunk(version, self.draft, torch.float32)
+        if not self.shares_head:
+            head = torch.from_numpy(version.matrix(HEAD))
+            weights = weights._replace(head=head.to(self.device))
         with self.using(weights):
             yield
 
@@ -212,8 +210,13 @@ class Student:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all weights are numbers."""
-        return all(bool(torch.isfinite(tensor).all()) for tensor in parameters(self.draft))
+        """Whether all weights are numbers, also as they are stored: matrices, or the scales of
+        int8, which are a block's largest weight / 127, in float16."""
+        widest = torch.finfo(torch.float16).max * (127 if self._int8 else 1)
+        limits = {1: torch.finfo(torch.float32).max, 2: widest}
+        return all(
+            bool((tensor.abs() <= limits[tensor.ndim]).all()) for tensor in parameters(self.draft)
+        )
 
     def arrays(self) -> Arrays:
         """Returns the trained tensors as a draft loads them: int8 with scales where it stores such,

@@ -18,7 +18,7 @@ from tests.tiny_pair import TinyPair, tiny_pair
 module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
-from mpissd.learn.llama import angles, blocks_of, load, mapped  # noqa: E402
+from mpissd.learn.llama import angles, blocks_of, load, mapped, named  # noqa: E402
 from mpissd.online.examples import Example, compressed  # noqa: E402
 from mpissd.online.judging import Counted, gaps_closed  # noqa: E402
 from mpissd.online.learner import Learner, LearnerPlan, State  # noqa: E402
@@ -141,10 +141,14 @@ def test_a_version_is_published_where_its_gain_is_above_two_errors_of_eight_sequ
     assert (learner.state is State.REFUSED) == (is_enough and not is_published)
 
 
-def test_weights_that_are_no_numbers_are_not_published(pair: TinyPair) -> None:
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, -7e4], ids=str)
+def test_weights_that_are_no_numbers_as_they_are_stored_are_not_published(
+    pair: TinyPair, value: float
+) -> None:
     learner = Learner(student(pair), LearnerPlan())
+    hold(learner, gains=[3, 4, 3, 4] * 2)
     with torch.no_grad():
-        learner.student.draft.layers[0].down[0, 0] = torch.inf
+        learner.student.draft.layers[0].down[0, 0] = value
     assert not learner.publish() and learner.state is State.DIVERGED
     assert learner.student.is_finite and learner.counts.published == 0
 
@@ -222,10 +226,21 @@ def test_a_quantised_draft_keeps_steps_that_are_smaller_than_those_of_int8(tmp_p
     assert torch.allclose(draft.draft.layers[0].down, before + moved)
 
 
+def test_a_draft_in_float16_is_judged_by_what_is_handed_on(pair: TinyPair) -> None:
+    draft = student(pair)
+    moved = draft.copy().layers[0].down.flatten()[:5]
+    handed = Version(draft.source, unpacked(packed(draft.arrays())))
+    with draft.stored():
+        judged = draft.copy()
+    expected = load(handed, "cpu", torch.float32)
+    mine, other = (named(weights, draft.source.config) for weights in (judged, expected))
+    assert mine and all(torch.equal(mine[name], other[name]) for name in mine | other)
+    assert not torch.equal(moved, judged.layers[0].down.flatten()[:5])  # float32 has more digits
+
+
 def student_of_shipped_kind(tmp_path: Path) -> Student:
     """A student of a draft in int8 with the target's embedding and head."""
     from mpissd.learn import export
-    from mpissd.learn.llama import named
 
     made = tiny_pair(tmp_path, noise=0.4)
     source = open_checkpoint(str(made.draft))
