@@ -42,6 +42,10 @@ class FaultError(MpissdError):
     exit_code = 5
 
 
+class DivergedError(FaultError):
+    """A model's logits are not finite: its weights are damaged, or overflow."""
+
+
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     """Returns the ConfigError for a name that is not among `allowed`.
 

@@ -26,7 +26,7 @@ class LeadPhase(IntEnum):
     """The phases of a round on the lead's host, in order."""
 
     SEND = 0  # pack the OUTCOME message and start sending it
-    COMMIT = 1  # apply the outcome to the batch
+    COMMIT = 1  # tell a learner of the round before, apply the outcome to the batch
     DRAFT_WAIT = 2  # wait for the speculation
     BROADCAST = 3  # send the plan to the followers
     UPLOAD = 4  # hand the tokens to the device

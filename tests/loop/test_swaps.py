@@ -186,3 +186,44 @@ def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str
         return found
 
     monkeypatch.setattr(Drafter, "_assemble", wrong)
+
+
+@pytest.mark.parametrize("flags", SAMPLED, ids=str)
+def test_weights_that_overflow_are_left_and_lose_nothing(
+    tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    """Finite ones, whose logits are not: between good versions, and again, until none is taken."""
+    made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
+    base, config = drawing(made, 2000, **flags)
+    good = [packed(between(made, share)) for share in (0.9, 0.3)]
+    huge = packed(overflowing(between(made, 0.5)))
+    order = [good[0], huge, good[1], huge, good[0], huge, *good * 20]
+    found = decoded(
+        config, lambda: (m for n, v in enumerate(order, 1) for m in pieces(n, v)), every=2
+    )
+    report = found.updates.report
+    assert [swap.version for swap in report.swaps] == [1, 2, 3, 4, 5, 6]  # none behind three
+    assert [told.split(":")[0] for told in report.refused] == [f"version {n}" for n in (2, 4, 6)]
+    assert all("a logit is not finite" in told for told in report.refused)
+    assert found.records.sequences()[-40:, 7].sum() > 0  # the draft's own weights draft again
+    law = joint_law(base, PROMPT, LENGTH)
+    assert deviation(law, found.tokens.values()) < 5
+
+
+def test_weights_that_overflow_are_left_at_temperature_0(pair: TinyPair) -> None:
+    config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=150, **WAYS[0])
+    huge = packed(overflowing(between(pair, 0.5)))
+    found = decoded(config, lambda: pieces(1, huge))
+    alone = decoded(replace(config, mode="ar", draft=None), lambda: iter(()))
+    assert found.tokens[0][:150] == alone.tokens[0][:150]
+    assert [swap.version for swap in found.updates.report.swaps] == [1]
+    (told,) = found.updates.report.refused
+    assert told.startswith("version 1: ") and "not finite" in told
+    rounds = {version: count for version, count, *_ in found.records.by_version()}
+    assert 0 < rounds[1] < rounds[0]
+
+
+def overflowing(arrays: Arrays) -> Arrays:
+    """These tensors with a last norm that no product of float32 holds."""
+    name = "model.norm.weight"
+    return {**arrays, name: np.full_like(arrays[name], 3e38, np.float32)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -15,14 +16,17 @@ from mpissd.common.records import token_digest
 from mpissd.engine import Decoder
 from mpissd.engine.model.transformer.tensors import EMBEDDING
 from mpissd.engine.model.transformer.versions import packed
+from tests.loop.markov_rig import joint_law
+from tests.loop.swap_rig import LENGTH, PROMPT, between, deviation, drawing
 from tests.mpi.harness import DIRECT, Job, Started, needs_mpi
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = needs_mpi
 PROMPTS = ";".join(f"{n % 7},{3 * n % 97},5" for n in range(12))
-JOB = f"run --backend=numpy --workload=text --num_tokens=60 --prompt_ids={PROMPTS} --lookahead=3 "
-JOB += "--warmup_rounds=2 --deadline_s=60 --progress=off --context=128"
-LEARNING = ["--learners=1", "--publish_s=0"]
+JOB = "run --backend=numpy --workload=text --warmup_rounds=2 --deadline_s=60 --progress=off "
+JOB += "--context=128"
+LONG = ["--num_tokens=60", "--lookahead=3"]
+LEARNING = ["--learners=1", "--publish_s=0", *LONG]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 def launched(
-    pair: TinyPair, tmp_path: Path, num_ranks: int, *flags: str, trainer: str | None = None
+    pair: TinyPair,
+    tmp_path: Path,
+    num_ranks: int,
+    *flags: str,
+    trainer: str | None = None,
+    prompts: str = PROMPTS,
 ) -> Job:
     """A job; trainer: the kind of fake_trainer that stands for the learner's."""
     env = {}
@@ -54,7 +63,8 @@ def launched(
         env["MPISSD_LEARNER_PYTHON"] = str(python)
     folder = tmp_path / "out"
     models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
-    command = ["mpirun", str(num_ranks), "mpissd", *JOB.split(), *models, *flags]
+    told = [*JOB.split(), f"--prompt_ids={prompts}", *models, *flags]
+    command = ["mpirun", str(num_ranks), "mpissd", *told]
     with Started(["bash", "-c", DIRECT, *command], env) as job:
         return Job(*job.finish(), folder)
 
@@ -124,6 +134,54 @@ def test_a_learner_that_fails_costs_nothing_but_learning(
     if trainer == "wild":
         assert all("is not finite" in told for told in row["learner"]["refused_versions"])
         assert row["learner"]["refused_versions"]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """A pair of V = 4 with versions of its draft, one of which moves away from the target."""
+    made = tiny_pair(
+        tmp_path_factory.mktemp("drawn"), vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5
+    )
+    for number, share in enumerate((0.9, -0.7, 0.3)):
+        (made.target.parent / f"{number}.version").write_bytes(packed(between(made, share)))
+    return made
+
+
+@pytest.mark.parametrize("trainer", ["versions", "huge"])
+def test_sampled_answers_between_ranks_have_the_target_s_law(
+    drawn: TinyPair, tmp_path: Path, trainer: str
+) -> None:
+    """By χ² over the first three tokens: also where what is learned overflows, and is left."""
+    count, base = 2000, drawing(drawn, 1)[0]
+    flags = ["--learners=1", "--publish_s=0", "--mode=ssd", "--fan_out=uniform:2", "--seed=5"]
+    flags += ["--temperature=1", "--top_p=0.9", "--batch_size=20", "--lookahead=2"]
+    prompts = ";".join([",".join(map(str, PROMPT))] * count)
+    told = [*flags, f"--num_tokens={LENGTH}"]
+    done = launched(drawn, tmp_path, 3, *told, trainer=trainer, prompts=prompts)
+    row, refused = done.row, done.row["learner"]["refused_versions"]
+    lines = (done.folder / "text" / f"{row['run_id']}.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["tokens"] for line in lines]
+    assert len(texts) == count and row["draft_versions"] >= (2 if trainer == "versions" else 1)
+    if trainer == "versions":
+        assert not refused
+    else:
+        assert len(refused) <= 3 and all("a logit is not finite" in why for why in refused)
+        assert f"; the draft refused {len(refused)}, first version " in done.out
+        own = row["acceptance_by_version"][0]
+        assert own["version"] == 0 and own["rounds"] > row["draft_versions"]
+    law = joint_law(base, PROMPT, LENGTH)
+    distance = deviation(law, texts)
+    print(f"{trainer}: {row['draft_versions']} swaps, {distance:.1f} standard deviations")
+    assert distance < 5
+
+
+def test_weights_that_overflow_cost_nothing_but_learning(
+    pair: TinyPair, alone: str, tmp_path: Path
+) -> None:
+    row = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, trainer="huge").row
+    assert row["token_digest"] == alone and 1 <= row["draft_versions"] <= 3
+    assert "a logit is not finite" in row["learner"]["refused_versions"][0]
+    assert row["acceptance_by_version"][0]["accepted"] > 0
 
 
 def test_a_job_that_is_refused_ends_its_learner(pair: TinyPair, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import Batch, Control, Outcome, Source, Speculation
 from mpissd.common.trace import DraftLedger, DraftPhase, Ledger
 from mpissd.common.wait import Waiter
@@ -77,6 +78,7 @@ class Drafter:
         self._control = Control()  # of the round that is answered now
         self._upkeep = Upkeep(rests=policy.rests)
         self.version = 0  # of the weights that draft; 0: as they were loaded
+        self.divergence: str | None = None  # why weights that replaced those are to be left
         # Of the last answer: tokens that misses lacked and that were stored first, and the seconds.
         self.caught_up = 0, 0.0
 
@@ -214,8 +216,10 @@ class Drafter:
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
             self._worker.launch_step(short)
             yield
-            self._worker.collect_step(short)
             steps += 1
+            if not self._collect(short):
+                for rollout, want in wanted:
+                    rollout.fill(want)
         drafting_s = perf_counter() - start
         self._rows.forwards = steps
         guesses = [one.guesses for one in rollouts if one.guesses is not None]
@@ -228,6 +232,24 @@ class Drafter:
         drafted = min(self._policy.backup_lookahead, self._most)
         complete = only_jit and drafted == self._policy.lookahead
         self._rows.draft_s = drafting_s if complete else float("nan")
+
+    def _collect(self, rollouts: Sequence[Rollout]) -> bool:
+        """Stores a step's tokens; returns False where newer weights give logits that are no
+        numbers.
+
+        No token is drawn from those: what is served in its place is certain, and no more of it than
+        of any round, so decoding stays lossless. Raises DivergedError for the weights of the
+        draft's own files.
+        """
+        try:
+            self._worker.collect_step(rollouts)
+        except DivergedError as error:
+            if not self.version:
+                raise
+            self.divergence = str(error)
+        if self.version and not self._worker.is_sound():
+            self.divergence = "draft: a logit is not finite: its weights overflow"
+        return self.divergence is None
 
     def _wanted(self, rollout: Rollout) -> int:
         if rollout is not self._ahead.growth:
@@ -355,7 +377,8 @@ class Drafter:
         growing = [self._ahead.growth]
         self._worker.launch_step(growing)
         yield
-        self._worker.collect_step(growing)
+        if not self._collect(growing):
+            self._ahead.clear()
         if not self.growing:
             self._rows.growth_s = perf_counter() - self._growth_start
         self.ledger.mark(DraftPhase.GROW)
@@ -368,7 +391,7 @@ class Drafter:
         """
         self._ahead.clear()
         self._worker.forget()
-        self.version = version
+        self.version, self.divergence = version, None
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""

@@ -14,6 +14,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.versions import unpacked
 
 _DONE = object()
+_PATIENCE = 3  # versions that diverge, behind which a draft takes no further one
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Updates:
     """Takes a draft's newer weights over, in units that each fit between two rounds.
 
     The new weights are packed into memory of their own while the old ones draft. The last unit
-    copies them over the old ones and has the drafter forget what those have stored.
+    copies them over the old ones and has the drafter forget what those have stored. A version whose
+    logits are not finite is left for the weights that were loaded.
     """
 
     def __init__(self, inbox: Inbox, drafter: Drafter) -> None:
@@ -50,19 +52,23 @@ class Updates:
         self._inbox, self._drafter, self._stepper = inbox, drafter, stepper
         self._assembly = Assembly()
         self._packing: Iterator[None] | None = None
+        self._leaving: Iterator[None] | None = None  # the packing that goes back
         self._num_bytes, self._longest_s = 0, 0.0
+        self._newest = self._diverged = 0  # the number of the last version; of how many it was left
         self.report = Report()
 
     def work(self) -> bool:
         """Does one unit of work between two rounds; returns whether there was any."""
         start, before = perf_counter(), self._drafter.version
+        if self._drafter.divergence is not None and not self._is_leaving:
+            self._leave(self._drafter.divergence)
         try:
             did = self._pack() if self._packing is not None else self._receive()
         except ProtocolError as error:
             self._packing, did = None, True
             self.report.refused.append(str(error))
         self._longest_s = max(self._longest_s, perf_counter() - start)
-        if self._drafter.version != before:
+        if self._drafter.version not in (0, before):
             swap = Swap(self._drafter.version, self._num_bytes, round(self._longest_s * 1e6, 1))
             self.report.swaps.append(swap)
             self._longest_s = 0.0
@@ -72,15 +78,31 @@ class Updates:
         message = self._inbox.take()
         if message is None:
             return False
+        if self._diverged >= _PATIENCE:
+            return True  # so that its sender may end
         complete = self._assembly.add(message)
         if complete is None:
             return True
-        if complete.version <= self._drafter.version:
-            told = f"version {complete.version} behind version {self._drafter.version}"
-            raise ProtocolError(told)
+        if complete.version <= self._newest:
+            raise ProtocolError(f"version {complete.version} behind version {self._newest}")
+        self._newest = complete.version
         self._num_bytes = complete.data.nbytes
         self._packing = self._packed(complete)
         return True
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._packing is not None and self._packing is self._leaving
+
+    def _leave(self, why: str) -> None:
+        """Begins to go back to the weights that were loaded; what is packed is dropped with it."""
+        self.report.refused.append(f"version {self._drafter.version}: {why}")
+        self._diverged += 1
+        self._packing = self._leaving = self._loaded()
+
+    def _loaded(self) -> Iterator[None]:
+        yield from self._stepper.reload(None)
+        self._drafter.change(0)
 
     def _packed(self, complete: Complete) -> Iterator[None]:
         """Packs a version in steps and changes the drafter to it."""

@@ -68,7 +68,7 @@ class Verdict:
 class Draws(Protocol):
     """Draws from the logits of a model's last finished forward, which the next one overwrites.
 
-    Both methods raise FaultError for a row with a logit that is not finite.
+    Both methods raise DivergedError for a row with a logit that is not finite.
     """
 
     most_damped: int  # the largest `top`

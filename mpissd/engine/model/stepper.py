@@ -211,8 +211,10 @@ class Stepper:
             raise NotImplementedError("the emulated backend holds no numbers")
         return self.stack.logits(rows)
 
-    def reload(self, arrays: Arrays) -> Iterator[None]:
+    def reload(self, arrays: Arrays | None) -> Iterator[None]:
         """Replaces tensors of the model in place, part by part; its cache is void afterwards.
+
+        None: goes back to the tensors of its files.
 
         For a transformer alone. Raises ProtocolError for arrays that are not the model's.
         """

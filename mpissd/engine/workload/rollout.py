@@ -100,6 +100,13 @@ class Rollout:
         if self.places is not None:
             self.places = self.places.keep(chosen)
 
+    def fill(self, count: int) -> None:
+        """Gives every lane `count` tokens, without a forward: those that it lacks repeat its first
+        one, and are certain."""
+        if self.steps < count:
+            self.tokens[:, self.steps : count] = self.first[:, None]
+            self.steps = count
+
     def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
         """Returns the distributions [V] of the lane's first `steps` tokens that were drawn with
         q < 1."""

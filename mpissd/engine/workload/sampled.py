@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import FaultError
+from mpissd.common.errors import DivergedError
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.engine.spec import sampling
@@ -83,6 +83,13 @@ class SampledRollout(Rollout):
         self.q = self.q.take(np.array(lanes, np.int64), axis=0)
         self.lanes = [self.lanes[n] for n in lanes]
         self.recorded = [self.recorded[n] for n in lanes]
+
+    def fill(self, count: int) -> None:
+        assert self.q is not None
+        self.q[:, self.steps : count] = 1.0
+        for row in self.recorded:
+            row[self.steps :] = [None] * max(0, count - self.steps)
+        super().fill(count)
 
     def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
         return [row for row in self.recorded[lane][:steps] if row is not None]
@@ -213,9 +220,9 @@ def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sam
 
 
 def check_finite(logits: Logits, model: str) -> None:
-    """Raises FaultError if a logit is not finite, which would decide a token silently."""
+    """Raises DivergedError if a logit is not finite, which would decide a token silently."""
     if not np.isfinite(logits).all():
-        raise FaultError(f"{model}: a logit is not finite: its weights are damaged, or overflow")
+        raise DivergedError(f"{model}: a logit is not finite: its weights are damaged, or overflow")
 
 
 class OwnLogits:

@@ -48,6 +48,12 @@ class TailWorker(DraftWorker):
         branches.rollout.keep(last.tolist(), ())
         return Branches(Lanes(lanes.rows[last], lanes.k[last], lanes.place[last]), branches.rollout)
 
+    def forget(self) -> None:
+        self._worker.forget()
+
+    def is_sound(self) -> bool:
+        return self._worker.is_sound()
+
     def prepare(self, requests: Iterable[Request]) -> None:
         self._worker.prepare(requests)
 

@@ -198,4 +198,13 @@ class DraftWorker(Worker):
 
     @abstractmethod
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
-        """Stores the tokens of the finished step in the rollouts."""
+        """Stores the tokens of the finished step in the rollouts.
+
+        Raises DivergedError, and leaves `steps` of those rollouts that it did not finish as they
+        are, where a token is sampled from logits that are not finite.
+        """
+
+    def is_sound(self) -> bool:
+        """Returns whether the last step's logits were finite, as far as that is watched: of
+        weights that were replaced."""
+        return True

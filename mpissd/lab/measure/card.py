@@ -180,6 +180,8 @@ def _learner(row: Row, told: Mapping[str, Any]) -> str:
     )
     text = f"{row.learner_state}: {seen} sequences, {steps} steps; versions: {published} published"
     text += f", {refused} refused, {row.draft_versions} taken over"
+    if not_taken := told.get("refused_versions"):
+        text += f"; the draft refused {len(not_taken)}, first {not_taken[0]}"
     shared = told.get("shares_gpu_of")
     return text if shared is None else f"{text}; on rank {shared}'s GPU, which counts once"
 

@@ -113,6 +113,9 @@ class Ops(Protocol):
     def cache(self, sizes: CacheSizes, seats: Seats) -> Array:
         """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
 
+    def clear(self, cache: Array) -> None:
+        """Sets all keys and values to 0; attention may weigh those of no position by 0."""
+
     def states(self, slots: int, positions: int) -> Array:
         """Returns zeros for the hidden state in front of each position of each slot."""
 

@@ -127,14 +127,17 @@ class TransformerStack:
         self.chunks.upload(slot, start, tokens)
         return self.chunks.body
 
-    def reload(self, arrays: Arrays) -> Iterator[None]:
-        """Replaces these tensors of the weights, in steps; see weights.reload.
+    def reload(self, arrays: Arrays | None) -> Iterator[None]:
+        """Replaces the weights by these tensors, None: by its files', in steps; see weights.reload.
 
-        Raises ProtocolError for arrays that are not the model's. What the cache holds is of the
-        weights before.
+        Raises ProtocolError for arrays that are not the model's. The cache is void then.
         """
-        assert self.weights.source is not None, "weights that nothing computes with"
-        yield from reload(self.weights, Version(self.weights.source, arrays), self.shard)
+        source, ops = self.weights.source, self.weights.ops
+        assert source is not None, "weights that nothing computes with"
+        version = source if arrays is None else Version(source, arrays)
+        yield from reload(self.weights, version, self.shard)
+        if arrays is None and ops is not None:
+            ops.clear(self.cache)
         if "chunks" in vars(self) and self.chunks is not None:
             self.chunks.refresh()
 

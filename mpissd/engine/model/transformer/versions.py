@@ -40,6 +40,13 @@ def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
     return found
 
 
+def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Returns (name: shape) of the tensors that a version of this model replaces: all but the
+    embedding, and the LM head where the target lends it."""
+    lent = {EMBEDDING, HEAD} if getattr(checkpoint, "shares_head", False) else {EMBEDDING}
+    return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
+
+
 class Version:
     """A checkpoint with some of its tensors replaced (a Checkpoint)."""
 
@@ -47,10 +54,11 @@ class Version:
 
     def __init__(self, base: Checkpoint, arrays: Arrays) -> None:
         """Raises ProtocolError unless each array stands for a tensor of `base`, in its shape, and
-        is finite, and every tensor that may be trained is there."""
+        is finite, and none is missing (`replaced`)."""
         self.config, self.name = base.config, base.name
+        self.shares_head: bool = getattr(base, "shares_head", False)
         self._base, self._arrays = base, arrays
-        sizes = dict(tensors(base.config))
+        sizes = replaced(base)
         for name, values in arrays.items():
             if values.dtype != np.int8 and not np.isfinite(values).all():
                 raise ProtocolError(f"version of {self.name}: {name}: a number is not finite")
@@ -58,14 +66,9 @@ class Version:
             if values.shape != wanted:
                 told = f"{name} is {list(values.shape)}, expected {wanted and list(wanted)}"
                 raise ProtocolError(f"version of {self.name}: {told}")
-        lent = {EMBEDDING, HEAD} if getattr(base, "shares_head", False) else {EMBEDDING}
-        if missing := [name for name in sizes if name not in arrays and name not in lent]:
+        if missing := [name for name in sizes if name not in arrays]:
             told = f"{missing[0]} is missing, one of {len(missing)}"
             raise ProtocolError(f"version of {self.name}: {told}")
-
-    def replaces(self, name: str) -> bool:
-        """Whether a tensor is another one than the checkpoint's."""
-        return name in self._arrays
 
     def _size(self, name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
         """Returns the shape that an array must have; None for a tensor that the model lacks."""

@@ -15,7 +15,7 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.ops import Layer, Ops, Part, ops_of
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.tensors import HEAD, HEAD_NORM, JOINED, JOINS, LAST_NORM
-from mpissd.engine.model.transformer.versions import Version
+from mpissd.engine.model.transformer.versions import replaced
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def load_state_weights(
 
 
 def reload(
-    weights: TransformerWeights, checkpoint: Version, shard: TransformerShard
+    weights: TransformerWeights, checkpoint: Checkpoint, shard: TransformerShard
 ) -> Iterator[None]:
     """Overwrites one rank's share in place by that of another checkpoint of the same shapes.
 
     Yields between its parts, so that the caller may do other work: each is packed into memory of
     its own first. All of them are copied behind the last yield, in one go, so that no forward reads
-    two checkpoints. The embedding table stays, and so does an LM head that is not replaced.
+    two checkpoints. The embedding table stays, and so does an LM head that the target lends.
     Programs that were captured over the weights stay valid: the arrays keep their addresses.
     """
     ops = weights.ops
@@ -133,7 +133,7 @@ def reload(
         fresh.append((layer, loader.layer(f"model.layers.{number}.")))
         yield
     fresh.append((weights.norm, loader.vector("model.norm.weight")))
-    if checkpoint.replaces(HEAD):
+    if HEAD in replaced(checkpoint):
         head = ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)])
         fresh.append((weights.head, head))
         yield

@@ -81,6 +81,7 @@ class TextDraftWorker(SamplingDraftWorker):
         self._lookup, self._draft_lookup = lookup, draft_lookup
         self._tasks = tasks
         self._histories = PromptHistories()
+        self._is_replaced, self._is_sound = False, True
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
         """Returns a worker of the `gemm` workload: paused forwards have no logits."""
@@ -174,6 +175,13 @@ class TextDraftWorker(SamplingDraftWorker):
             lanes.append(Lane(sequence, draw, (), fan_out, **told))
         return SampledRollout(chosen, first, lanes, self.lookahead)
 
+    def forget(self) -> None:
+        super().forget()
+        self._is_replaced = self._is_sound = True
+
+    def is_sound(self) -> bool:
+        return self._is_sound
+
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         self._collect_by(0, rollouts)
 
@@ -192,7 +200,11 @@ class TextDraftWorker(SamplingDraftWorker):
         """Reads the finished forward's results of these rollouts' rows."""
         count = sum(rollout.num_rows for rollout in rollouts)
         start, lanes = self.first_row, (getattr(rollout, "lanes", ()) for rollout in rollouts)
-        ids = self.stepper.results().ids[head, :, 0]
+        results = self.stepper.results()
+        ids = results.ids[head, :, 0]
+        if self._is_replaced and results.values is not None:
+            values = results.values[head, start : start + count, 0]
+            self._is_sound = bool(np.isfinite(values).all())
         best, first = ids[start : start + count], head * len(ids) + start
         if not any(lane.temperature > 0 for each in lanes for lane in each):
             return _Step(best)

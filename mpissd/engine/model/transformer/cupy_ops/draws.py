@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.errors import ConfigError, DivergedError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.draws import Drafting, Judging, Proposed, Verdict
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
@@ -108,7 +108,7 @@ class CupyDraws:
         self._backend.synchronize()
         found = self._tells[:count]
         if (found["verdict"] == _NOT_FINITE).any():
-            raise FaultError("GPU: a logit is not finite: weights are damaged, or overflow")
+            raise DivergedError("GPU: a logit is not finite: weights are damaged, or overflow")
         return found
 
     def _listed(self, rows: int, most: int) -> Any:

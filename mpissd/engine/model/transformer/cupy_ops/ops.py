@@ -105,6 +105,10 @@ class CupyOps:
     def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
         return self._attention.cache(sizes, seats)
 
+    def clear(self, cache: Cache) -> None:
+        for part in (cache.keys, cache.values, cache.lane_keys, cache.lane_values):
+            self._launcher.copy(0, part)
+
     def states(self, slots: int, positions: int) -> Any:
         return self._launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
 

@@ -153,6 +153,11 @@ class NumbaOps:
         turns = self._turns(sizes.num_positions)
         return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
+    def clear(self, cache: Cache) -> None:
+        """Sets all keys and values to 0."""
+        for array in cache.arrays:
+            array.fill(0)
+
     def _turns(self, positions: int) -> tuple[Floats, Floats]:
         """Returns cosines and sines, [positions, head_dim / 2].
 
