@@ -461,7 +461,7 @@ def test_resting_and_catching_up_at_any_time_change_no_token(
     monkeypatch.setattr(upkeep, "_SHARE", 1.0)
     monkeypatch.setattr(Drafter, "store_part", stored)
     dice = random.Random(seed)
-    asked = [(dice.randrange(60), n, prompt, 50) for n, prompt in enumerate(prompts(14, seed))]
+    asked = [(dice.randrange(60), n, prompt, 90) for n, prompt in enumerate(prompts(20, seed))]
     mail = Script(*((at, Submit(*one)) for at, *one in asked), (30, Cancel(4)))
     goodput = Wild(seed)
     with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:

@@ -18,6 +18,7 @@ from mpissd.common.rounds import Batch, Control, Outcome, Source, Speculation
 from mpissd.common.trace import DraftLedger, DraftPhase, Ledger
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.ahead import Ahead
+from mpissd.engine.decode.answer import Answer, Part
 from mpissd.engine.decode.controls import Clocks, Controls
 from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.decode.observer import Observer
@@ -72,7 +73,7 @@ class Drafter:
         self._clocks = Clocks() if self._observer is None else self._observer.clocks
         self._batch = Batch(capacity)
         self._ahead = Ahead(policy.share)
-        self._proposals: dict[int, list[NDArray[np.float32]]] = {}
+        self._answer = Answer(policy.lookahead, sampled=policy.sampled)
         self.ledger: Ledger = DraftLedger()
         self._rows = DraftRows()
         self._control = Control()  # of the round that is answered now
@@ -259,32 +260,19 @@ class Drafter:
         return min(self._controls.late_steps(rollout.steps, self._clocks), self._most)
 
     def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
-        policy, head, sampled = self._policy, Speculation.HEAD, self._policy.sampled
-        speculation = Speculation.empty(round_, count, policy.lookahead, sampled=sampled)
-        speculation.version = self.version
-        if sampled:
-            self._proposals = {}
-        for rollout in rollouts:
-            won, steps = rollout is self._ahead.growth, min(rollout.steps, self._most)
-            # A slice if the rollout covers all rows in order.
-            rows = slice(None) if len(rollout) == count else rollout.rows
-            source = Source.CACHE if won else self._backup
-            speculation.rows[rows, :head] = source, int(won), steps
-            speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
-            if sampled:
-                speculation.q[rows, :steps] = 1.0 if rollout.q is None else rollout.q[:, :steps]
-                for lane, row in enumerate(rollout.rows.tolist()):
-                    self._proposals[row] = rollout.proposals(lane, steps)
-        return speculation
+        parts = [
+            Part(one, Source.CACHE if one is self._ahead.growth else self._backup)
+            for one in rollouts
+        ]
+        return self._answer.assemble(round_, count, parts, self._most, self.version)
 
     def proposals(self) -> list[NDArray[np.float32]]:
         """Returns the distributions [V] of the last answer's uncertain tokens, by sequence."""
-        every = [row for _, rows in sorted(self._proposals.items()) for row in rows]
-        return [np.asarray(row) for row in every]  # some are kept on a device
+        return self._answer.proposals()
 
     def proposals_by_row(self) -> dict[int, list[NDArray[np.float32]]]:
         """Returns the distributions of `proposals` as {batch row: distributions}."""
-        return self._proposals
+        return self._answer.rows
 
     def hear(self, speculation: Speculation) -> None:
         """Receives the speculation that the target verifies, merged over all drafts."""
