@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.text import Annotation
 
 from analysis.figures.common import caption, need, no_claim
 from analysis.load import Data
@@ -15,6 +16,8 @@ from analysis.style import GREY, MARKERS, SERIES, Poster
 
 # What rows of one plane share beside their device: the same tokens are wanted of every draft.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)
+_SAME = 0.02  # distance of two points, in tokens and forwards, whose labels would overlap
+_NEAR = 0.1  # forwards up to which a label left of its point would leave the panel
 _SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 
 
@@ -43,8 +46,9 @@ def kinds(data: Data) -> Poster:
         data,
         [used],
         f"target {short(first['target'])}, T=1, temperature {first['temperature']:g}, SD inline, "
-        "points by K. T_SD: drafting K tokens, in forwards of the target. Dotted: equal speedup "
-        "over AR, if verifying K+1 rows takes one forward of AR"
+        "a point for each K, with its measured speed over AR's. T_SD: drafting K tokens, in "
+        "forwards of the target. Dotted: equal speedup over AR without the host's part of a round, "
+        "if verifying K+1 rows takes one forward of AR"
         + (", as it does not on a CPU" if set(used["backend"]) == {"numpy"} else ""),
         no_claim([used]),
         vary=("lm_head", "context"),
@@ -83,14 +87,25 @@ def _kind(
     x, y = line["T_SD"], line["acceptance_length"]
     poster.line(ax, kind, x, y, color=color, marker=marker, also=also)
     for _, point in line.iterrows():
+        measured = point["tok_per_s"] / alone
+        said = f" · {measured:.2f}×" if np.isfinite(measured) else ""
+        place = point["T_SD"], point["acceptance_length"]
         ax.annotate(
-            f"{point['lookahead']:g}",
-            (point["T_SD"], point["acceptance_length"]),
-            xytext=(5, 5),
+            f"K={point['lookahead']:g}{said}",
+            place,
+            xytext=(8, -20 if _is_taken(ax, place) else 8),
             textcoords="offset points",
             fontsize=11,
             color=color,
+            ha="left" if place[0] < _NEAR else "right",  # lines rise to the right
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
+
+
+def _is_taken(ax: Axes, place: tuple[float, float]) -> bool:
+    """Returns whether another point that has a label is at the same place."""
+    texts = [text for text in ax.texts if isinstance(text, Annotation)]
+    return any(np.hypot(*np.subtract(text.xy, place)) < _SAME for text in texts)
 
 
 def _equal_speedups(poster: Poster, ax: Axes) -> None:

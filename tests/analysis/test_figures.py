@@ -407,6 +407,8 @@ def test_kinds() -> None:
     assert list(numbers.index) == names
     assert numbers["over_ar"][["medusa", "smollm2-draft"]].tolist() == [1.8, 1.4]
     (ax,) = figure.axes
+    beside = [text.get_text() for text in ax.texts]
+    assert "K=4 · 1.80×" in beside and "K=4 · 1.40×" in beside
     dotted = [line.get_ydata() for line in ax.lines if line.get_linestyle() == ":"]
     assert dotted and all(
         end / start == pytest.approx(1 + ax.get_xlim()[1]) for start, end in dotted
