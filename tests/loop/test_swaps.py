@@ -182,7 +182,7 @@ def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str
                 q = sampling.probabilities(logits_behind(where, context), 1.0).astype(np.float32)
                 found.q[row, place] = float(q[token]) / float(q.sum(dtype=np.float64))
                 told.append(q)
-            drafter._proposals[row] = told
+            drafter._answer.rows[row] = told
         return found
 
     monkeypatch.setattr(Drafter, "_assemble", wrong)
