@@ -91,11 +91,12 @@ def _shards(items: Iterable[tuple[str, Array]]) -> Iterable[dict[str, Array]]:
 
 
 def _config(config: TransformerConfig, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json's content: Hugging Face's keys of a Llama, and ours under "mpissd"."""
+    """Returns config.json's content: Hugging Face's keys of the family, ours under "mpissd"."""
     shape, scaling = config.shape, config.rope_scaling
+    family = config.family if config.qkv_bias or config.qk_norm else "llama"
     told: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{family.title()}ForCausalLM"],
+        "model_type": family,
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
@@ -109,7 +110,7 @@ def _config(config: TransformerConfig, about: Mapping[str, Any]) -> dict[str, An
         "rope_scaling": None,
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": False,
-        "attention_bias": False,
+        "attention_bias": config.qkv_bias,
         "mlp_bias": False,
     }
     if scaling is not None:

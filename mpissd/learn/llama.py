@@ -1,4 +1,4 @@
-"""A Llama-architecture forward in PyTorch, for sampling and for training.
+"""The forward of a Llama, a Qwen2.5 or a Qwen3 in PyTorch, for sampling and for training.
 
 Functions over plain tensors rather than modules: the same layer serves whole sequences (training)
 and one position at a time (sampling), and each part can be compiled by itself.
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
 
@@ -21,7 +20,11 @@ Tensor = Any
 
 
 class Layer(NamedTuple):
-    """A decoder layer's weights; q, k, v are one matrix and so are gate and up."""
+    """A decoder layer's weights; q, k, v are one matrix and so are gate and up.
+
+    bias: of q, k and v behind one another (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None where
+    the architecture has none.
+    """
 
     qkv: Tensor
     o: Tensor
@@ -29,6 +32,9 @@ class Layer(NamedTuple):
     down: Tensor
     norm_attention: Tensor
     norm_ffn: Tensor
+    bias: Tensor = None
+    norm_q: Tensor = None
+    norm_k: Tensor = None
 
 
 class Llama(NamedTuple):
@@ -53,9 +59,10 @@ class Blocks:
     eps: float
     dtype: Any
 
-    def product(self, x: Tensor, w: Tensor) -> Tensor:
-        """Returns x [.., inputs] times w [outputs, inputs], in dtype."""
-        return F.linear(x.to(self.dtype), w.to(self.dtype))
+    def product(self, x: Tensor, w: Tensor, bias: Tensor = None) -> Tensor:
+        """Returns x [.., inputs] times w [outputs, inputs], with a bias or without, in dtype."""
+        added = None if bias is None else bias.to(self.dtype)
+        return F.linear(x.to(self.dtype), w.to(self.dtype), added)
 
     def norm(self, x: Tensor, w: Tensor) -> Tensor:
         """Returns RMSNorm (1910.07467) of x in float32."""
@@ -67,10 +74,10 @@ class Blocks:
         cos, sin: [.., 1, d], those of each row's position.
         """
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in self.product(self.norm(x, w.norm_attention), w.qkv).split(widths, -1)
-        )
+        every = self.product(self.norm(x, w.norm_attention), w.qkv, w.bias).split(widths, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in every)
+        if w.norm_q is not None:
+            q, k = self.norm(q, w.norm_q), self.norm(k, w.norm_k)
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin), v
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -96,9 +103,7 @@ class Blocks:
 
 
 def blocks_of(config: TransformerConfig, dtype: Any) -> Blocks:
-    """Returns the arithmetic of an architecture; ConfigError for one that distill cannot train."""
-    if config.qkv_bias or config.qk_norm:
-        raise ConfigError(f"{config.family}: allowed: a Llama architecture (no bias, no q/k norm)")
+    """Returns the arithmetic of an architecture."""
     shape = config.shape
     return Blocks(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.norm_eps, dtype)
 
@@ -140,6 +145,9 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
 
     def layer(number: int) -> Layer:
         at = f"model.layers.{number}"
+        attention = f"{at}.self_attn"
+        norms = [f"{attention}.{p}_norm.weight" for p in "qk" if checkpoint.config.qk_norm]
+        biases = [f"{attention}.{p}_proj.bias" for p in "qkv" if checkpoint.config.qkv_bias]
         return Layer(
             torch.cat([get(f"{at}.self_attn.{p}_proj.weight") for p in "qkv"]),
             get(f"{at}.self_attn.o_proj.weight"),
@@ -147,6 +155,8 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
             get(f"{at}.mlp.down_proj.weight"),
             vector(f"{at}.input_layernorm.weight"),
             vector(f"{at}.post_attention_layernorm.weight"),
+            torch.cat([vector(name) for name in biases]) if biases else None,
+            *map(vector, norms),
         )
 
     layers = tuple(layer(number) for number in range(checkpoint.config.shape.num_layers))
@@ -160,20 +170,27 @@ def _matrix(checkpoint: Checkpoint, name: str, device: Any, dtype: Any) -> Tenso
 def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:
     """Returns a model's weights by their Hugging Face names, without the embedding."""
     shape = config.shape
+    widths = [shape.q_width, shape.kv_width, shape.kv_width]
     found = {"lm_head.weight": model.head, "model.norm.weight": model.norm}
     for number, w in enumerate(model.layers):
         at = f"model.layers.{number}"
-        q, k, v = w.qkv.split([shape.q_width, shape.kv_width, shape.kv_width])
+        q, k, v = w.qkv.split(widths)
         gate, up = w.gate_up.chunk(2)
         parts = {"self_attn.q": q, "self_attn.k": k, "self_attn.v": v, "self_attn.o": w.o}
         parts |= {"mlp.gate": gate, "mlp.up": up, "mlp.down": w.down}
         found |= {f"{at}.{name}_proj.weight": part for name, part in parts.items()}
         found[f"{at}.input_layernorm.weight"] = w.norm_attention
         found[f"{at}.post_attention_layernorm.weight"] = w.norm_ffn
+        if w.bias is not None:
+            biases = zip("qkv", w.bias.split(widths), strict=True)
+            found |= {f"{at}.self_attn.{name}_proj.bias": part for name, part in biases}
+        if w.norm_q is not None:
+            found[f"{at}.self_attn.q_norm.weight"] = w.norm_q
+            found[f"{at}.self_attn.k_norm.weight"] = w.norm_k
     return found
 
 
 def mapped(model: Llama, change: Any) -> Llama:
     """Returns the model with `change` applied to every tensor but the embedding."""
-    layers = tuple(Layer(*map(change, w)) for w in model.layers)
+    layers = tuple(Layer(*(t if t is None else change(t) for t in w)) for w in model.layers)
     return model._replace(layers=layers, norm=change(model.norm), head=change(model.head))

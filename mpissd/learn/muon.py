@@ -25,7 +25,8 @@ def optimizer_of(name: str, draft: Llama) -> Any:
     adam = _adam(rest)
     if name == "adamw":
         return _Both([], adam)
-    kinds = [field for field in draft.layers[0]._fields if not field.startswith("norm")]
+    first = draft.layers[0]._asdict()
+    kinds = [name for name, weight in first.items() if weight is not None and weight.ndim > 1]
     return _Both([_Muon([getattr(w, kind) for w in draft.layers]) for kind in kinds], adam)
 
 
@@ -47,7 +48,7 @@ def _adam(tensors: Sequence[Tensor]) -> Any:
 def parameters(draft: Llama) -> list[Tensor]:
     """Returns the tensors of a draft that are trained."""
     found = [draft.norm, draft.head, *(t for w in draft.layers for t in w)]
-    return [tensor for tensor in found if tensor.requires_grad]
+    return [tensor for tensor in found if tensor is not None and tensor.requires_grad]
 
 
 class _Both:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,14 @@ from mpissd.learn.form import Form
 from mpissd.learn.llama import Layer, Llama, Tensor, mapped
 
 INITIAL = 0.02  # standard deviation of fresh weights
+PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 
 
 def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
     """Returns the architecture of a draft with a reduced head; form: or a number of layers.
 
-    Raises ConfigError for heads whose outputs cannot be quantised in blocks.
+    Fresh layers are Llama's, whatever the target's are: no bias, no norm of q and k. Raises
+    ConfigError for heads whose outputs cannot be quantised in blocks.
     """
     shape = replace(target.shape, name=f"{target.shape.name}-draft")
     if isinstance(form, int):
@@ -35,6 +38,7 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
             num_kv_heads=form.kv_heads,
             ffn=form.ffn,
         )
+        target = replace(target, **PLAIN)
     if shape.q_width % BLOCK:
         told = f"{shape.num_heads} heads of {shape.head_dim}"
         raise ConfigError(
@@ -48,8 +52,8 @@ def state_config(
 ) -> TransformerConfig:
     """Returns the architecture of a draft of one of heads.STATE_KINDS, with the target's widths.
 
-    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns. Raises
-    ConfigError for widths that cannot be quantised.
+    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns; eagle's
+    attention is Llama's. Raises ConfigError for widths that cannot be quantised.
     """
     if target.shape.hidden % BLOCK or target.shape.ffn % BLOCK:
         told = f"a hidden state of {target.shape.hidden} and an FFN of {target.shape.ffn}"
@@ -59,7 +63,8 @@ def state_config(
     if kind == "medusa":
         ffn, layers = max(BLOCK, ffn // heads // BLOCK * BLOCK), heads
     shape = replace(shape, name=name, num_layers=layers, ffn=ffn)
-    return replace(target, shape=shape, tied=False, head_vocab=head_vocab, kind=kind)
+    own = {**PLAIN, "tied": False, "head_vocab": head_vocab, "kind": kind}
+    return replace(target, shape=shape, **own)
 
 
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:

@@ -1,0 +1,107 @@
+"""Targets of each architecture: the forward in PyTorch, and the drafts that are made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from tests.needs import module
+from tests.transformer_reference import logits
+from tests.transformer_rig import FAMILIES as RIGGED
+from tests.weight_files import CONFIG, values_of, write_folder
+
+module("safetensors.numpy", "safetensors")
+torch = module("torch", "PyTorch")
+
+from mpissd.learn import export  # noqa: E402
+from mpissd.learn.batches import batch_of  # noqa: E402
+from mpissd.learn.form import form_of  # noqa: E402
+from mpissd.learn.llama import Llama, angles, blocks_of, load, mapped, named  # noqa: E402
+from mpissd.learn.muon import optimizer_of, parameters  # noqa: E402
+from mpissd.learn.pair import Losses, Pair  # noqa: E402
+from mpissd.learn.result import rounded  # noqa: E402
+from mpissd.learn.sample import Samples  # noqa: E402
+from mpissd.learn.shape import cut, draft_config, fresh, state_config  # noqa: E402
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+TOKENS = [3, 17, 4, 4, 41, 8, 29, 30, 2, 11]
+
+
+def torch_logits(model: Llama, config: TransformerConfig) -> Any:
+    cos, sin = angles(config, len(TOKENS), "cpu")
+    blocks = blocks_of(config, torch.float32)
+    with torch.no_grad():
+        hidden = blocks.hidden(model, torch.tensor([TOKENS]), cos, sin)
+        return blocks.product(hidden, model.head)[0].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_forward_is_that_of_the_oracle(family: str) -> None:
+    source = RandomCheckpoint(RIGGED[family], 0)
+    found = torch_logits(load(source, "cpu", torch.float32), RIGGED[family])
+    assert np.abs(found - logits(source, TOKENS)).max() < 1e-4
+
+
+def target_of(home: Path, family: str) -> Path:
+    config = {**CONFIG, "model_type": family, "num_hidden_layers": 3}
+    (home / "alone.json").write_text(json.dumps(config))
+    return write_folder(
+        home / "target", config, values_of(open_checkpoint(str(home / "alone.json"), 0))
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_of_the_target_s_layers_trains_and_reloads(
+    family: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Every tensor of it is trained, biases and the norms of q and k included."""
+    where = target_of(tmp_path, family)
+    source = open_checkpoint(str(where))
+    target, ids = load(source, "cpu", torch.float32), np.arange(2, 42, dtype=np.int32)
+    config = draft_config(source.config, 2, len(ids))
+    draft, blocks = cut(target, (0, 2), ids), blocks_of(config, torch.float32)
+    before = {name: tensor.detach().clone() for name, tensor in named(draft, config).items()}
+    table = angles(source.config, len(TOKENS), "cpu")
+    pair = Pair(target, draft, torch.from_numpy(ids).long(), blocks, blocks, table)
+    tokens = torch.tensor([TOKENS])
+    batch = batch_of(Samples(tokens.int(), torch.ones_like(tokens).bool()), len(TOKENS))
+    steps, losses = optimizer_of(optimizer, draft), []
+    for _ in range(30):
+        loss = Losses(pair, False).of(batch)[0]
+        for tensor in parameters(draft):
+            tensor.grad = None
+        loss.backward()
+        steps.step(1e-2)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.1
+    arrays = {name: tensor.detach() for name, tensor in named(draft, config).items()}
+    assert all(not torch.equal(before[name], tensor) for name, tensor in arrays.items())
+    assert any(name.endswith("q_proj.bias") for name in arrays) == (family == "qwen2")
+    assert any(name.endswith("k_norm.weight") for name in arrays) == (family == "qwen3")
+    stored = export.quantized({name: t.numpy() for name, t in arrays.items()}, ids)
+    export.save(tmp_path / "draft", config, stored, {"target": "target"})
+    found = open_checkpoint(str(tmp_path / "draft"), target=str(where))
+    assert found.config.family == family and found.config.qkv_bias == (family == "qwen2")
+    expected = torch_logits(mapped(draft, lambda t: rounded(t.detach())), config)
+    assert np.abs(logits(found, TOKENS) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fresh_drafts_are_llamas_whatever_the_target_is(family: str, tmp_path: Path) -> None:
+    source = open_checkpoint(str(target_of(tmp_path, family)))
+    ids = np.arange(40, dtype=np.int32)
+    own = draft_config(source.config, form_of("1x4x2x64"), len(ids))
+    draft = fresh(load(source, "cpu", torch.float32), own, ids, 0)
+    assert not (own.qkv_bias or own.qk_norm) and np.isfinite(torch_logits(draft, own)).all()
+    eagle = state_config(source.config, "eagle", 4, len(ids))
+    for config in (own, eagle):
+        assert config.family == "llama" and config.norm_eps == source.config.norm_eps
+        assert config.rope_theta == source.config.rope_theta
