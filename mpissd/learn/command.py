@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.learn.config import DistillConfig
 
-Log = Callable[[str], None]
+if TYPE_CHECKING:
+    from mpissd.learn.log import Log
+    from mpissd.learn.source import Source
 
 
 def distill(config: DistillConfig) -> int:
@@ -24,10 +27,21 @@ def distill(config: DistillConfig) -> int:
         raise ConfigError("device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
     if config.device != "cpu" and gpus and config.processes > gpus:
         raise ConfigError(f"processes={config.processes}: allowed: 1 to {gpus}, one a GPU")
-    Path(config.out).mkdir(parents=True, exist_ok=True)
+    _check_folder(config.out)
     if config.processes == 1:
         return work(0, config, "", time.monotonic())
     return _together(config)
+
+
+def _check_folder(out: str) -> None:
+    """Makes the folder; raises ConfigError for one that cannot be made or written."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"out={out}: {why}: allowed: a folder that can be written") from error
 
 
 def _together(config: DistillConfig) -> int:
@@ -62,15 +76,23 @@ def _worker(rank: int, config: DistillConfig, place: str, started: float) -> Non
 
 def work(rank: int, config: DistillConfig, place: str, started: float) -> int:
     """Samples, trains, saves and evaluates; all of them but the first process only help."""
-    from mpissd.learn.group import join
-    from mpissd.learn.job import Distillation
+    from mpissd.learn.log import Log
     from mpissd.learn.source import read
 
-    def log(text: str) -> None:
-        if not rank or "batch" in text:
-            print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
-
     source = read(config)
+    log = Log(Path(config.out), rank, started, partial(print, flush=True))
+    log.begin(config)
+    try:
+        return _made(rank, config, place, source, log)
+    except BaseException as error:
+        log.end(error)
+        raise
+
+
+def _made(rank: int, config: DistillConfig, place: str, source: Source, log: Log) -> int:
+    from mpissd.learn.group import join
+    from mpissd.learn.job import Distillation
+
     gpu = config.device != "cpu" and _has_gpu()
     group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
     job = Distillation(config, source, log, group)

@@ -42,6 +42,7 @@ class Distillation:
     ) -> None:
         self.config, self.source, self.log, self.group = config, source, log, group
         self.deadline = time.monotonic() + config.seconds
+        self.rate: int | None = None  # tokens a second that all processes sampled
         gpu = config.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", group.rank) if gpu else torch.device("cpu")
         if not gpu and "OMP_NUM_THREADS" not in os.environ:
@@ -79,11 +80,15 @@ class Distillation:
             self.parts.append(self._batch(sampler, number, num))
             answered = int(self.parts[-1].answered.sum())  # waits for the device
             last = time.monotonic() - started - elapsed
-            rate = num * (self.length - len(self.source.mould.before)) / last
+            rate = num * self._written / last
             self.log(f"batch {number + 1}: {answered / 1e6:.2f} M answered, {rate:.0f} tokens/s")
-        seconds = time.monotonic() - started
+        written = sum(len(part.tokens) for part in self.parts) * self._written
+        seconds = self.group.largest(time.monotonic() - started, self.device)
         self._hold_out()
-        self._count(seconds)
+        self._count()
+        tokens = self.group.add(torch.tensor(float(written), device=self.device))
+        self.rate = round(float(tokens) / seconds)
+        self.log(f"{self.rate} tokens/s together")
         if is_compiled:
             self.log(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
             torch.cuda.empty_cache()
@@ -91,14 +96,19 @@ class Distillation:
     def _read_lessons(self) -> None:
         """Takes people's prompts and the target's answers to them; each process a share of them."""
         sampler = Sampler(self.target, self.blocks, self.table, False)
-        config, group, started = self.config, self.group, time.monotonic()
+        config, group = self.config, self.group
         self.parts = []
         for lesson in self.source.lessons.values():
             mine = lesson.part(group.rank, group.size)
             room = self.room
             self.parts.append(exam.answered(sampler, mine, self.source.mould, config.answer, room))
         self._hold_out()
-        self._count(time.monotonic() - started)
+        self._count()
+
+    @property
+    def _written(self) -> int:
+        """Tokens of a conversation behind what opens each of them."""
+        return self.length - len(self.source.mould.before)
 
     def _hold_out(self) -> None:
         """Takes some of the first batch's conversations for the curves."""
@@ -107,7 +117,7 @@ class Distillation:
         self.held = self.parts[0].take(slice(0, few))
         self.parts[0] = self.parts[0].take(slice(few, num)) if num > 1 else self.held
 
-    def _count(self, seconds: float) -> None:
+    def _count(self) -> None:
         """Adds up what all processes sampled: conversations, answered tokens, their counts."""
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
@@ -119,8 +129,7 @@ class Distillation:
         if not self.sampled[1]:
             why = f"the target ended no user's message within {self.length} tokens"
             raise ConfigError(f"length={self.config.length}: {why}: allowed: a greater length")
-        rate = self.sampled[0] * self.length / seconds
-        self.log(f"{self.sampled[1] / 1e6:.1f} M answered tokens, {rate:.0f} tokens/s together")
+        self.log(f"{self.sampled[1] / 1e6:.1f} M answered tokens")
 
     def _bytes(self, num: int) -> float:
         """Returns the device memory of a batch while it is sampled."""
@@ -231,6 +240,7 @@ class Distillation:
             "coverage": round(float(self.counts[ids].sum() / self.counts.sum()), 5),
             "sequences": self.sampled[0],
             "answered": self.sampled[1] / 1e6,
+            "sampling_tokens_per_s": self.rate,
             "processes": self.group.size,
             "optimizer": self.config.optimizer,
             "on_policy": self.config.on_policy,

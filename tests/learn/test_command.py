@@ -73,6 +73,11 @@ def report_of(out: Path) -> dict[str, object]:
     return found
 
 
+def timed(told: str) -> list[str]:
+    """The lines of the log among those that a command wrote."""
+    return [line for line in told.splitlines() if " s  " in line]
+
+
 def curves_of(out: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
     return [point for point in found if "held" in point]
@@ -88,7 +93,11 @@ def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path
     assert code == 0, told
     first, last = (curves_of(more)[n]["held"]["tv"] for n in (0, -1))
     assert last < first - 0.005, "no better on conversations that were held out"
-    assert report_of(more)["evaluation"]["asked"]["answers"] == 5  # type: ignore[index]
+    report = report_of(more)
+    assert report["evaluation"]["asked"]["answers"] == 5  # type: ignore[index]
+    log = (more / "log.txt").read_text().splitlines()
+    assert log[1:] == timed(told) and f"--target={target} --out={more} " in log[0]
+    assert f"  {report['sampling_tokens_per_s']} tokens/s together" in "\n".join(log)
     draft = open_checkpoint(str(more), target=str(target))
     assert draft.config.head_vocab == 96 and np.isfinite(draft.matrix("lm_head.weight")).all()
     card = (more / "README.md").read_text()
@@ -110,6 +119,7 @@ def test_a_draft_of_one_kind_of_prompts_and_what_chooses_it(target: Path, tmp_pa
         report = report_of(out)
         alphas.append(report["evaluation"]["again"]["alpha"])  # type: ignore[index]
     assert alphas[1] > alphas[0] + 0.02, alphas
+    assert report["sampling_tokens_per_s"] is None, "prompts were read, no conversation sampled"
     assert report["sequences"] == 38 and 0 < report["answered"] <= 40 * 16 / 1e6  # type: ignore[operator]
     assert "answered the prompts of" in (out / "README.md").read_text()
     shutil.copytree(out, drafts)
@@ -157,6 +167,7 @@ def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
     for shape in shapes.split(","):
         report = report_of(tmp_path / shape)
         assert report["processes"] == 2 and report["sequences"] == 128 - 4 + 170 - 6
+        assert f"{report['sampling_tokens_per_s']} tokens/s together" in told
         assert report["steps"] == 20 and report["origin"] == "fresh layers"
         draft = open_checkpoint(str(tmp_path / shape), target=str(target))
         assert str(draft.config.shape.num_layers) == shape[0]
@@ -224,8 +235,43 @@ def test_a_full_disk_is_one_line_and_the_last_good_files_stay(target: Path, tmp_
     assert code == 0, told
     good = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
     limit = "ulimit -f 16;"  # files of 16 KiB at most: the weights are larger
-    flags = [f"--target={target}", f"--out={out}", "--steps=30", "--save_every=1", *SMALL]
-    code, told = distill(*flags, before=limit)
+    flags = [f"--target={target}", f"--out={out}", "--save_every=1", *SMALL]
+    code, told = distill(*flags, "--seconds_training=4", before=limit)
     assert code == 1 and "Traceback" not in told, told
     assert "not saved; the files of before are kept" in told.splitlines()[-1]
-    assert {path.name: path.read_bytes() for path in sorted(out.iterdir())} == good
+    assert told.count("not saved") > 1, "not while it trained"
+    found = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+    added = found["log.txt"].removeprefix(good["log.txt"]).decode()
+    assert added.splitlines()[1:] == timed(told)
+    assert {**found, "log.txt": good["log.txt"]} == good
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    from mpissd.learn.config import DistillConfig
+    from mpissd.learn.log import Log
+
+    (tmp_path / "log.txt").mkdir()
+    shown: list[str] = []
+    log = Log(tmp_path, 0, 0.0, shown.append)
+    log.begin(DistillConfig(target="x"))
+    log("one")
+    log("two")
+    lines = [line.partition(" s  ")[2] for line in shown]
+    assert lines == [f"{tmp_path / 'log.txt'}: Is a directory: no further lines", "one", "two"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, why in (("file", "File exists"), ("file/draft", "Not a directory")):
+        code, told = distill(f"--target={target}", f"--out={tmp_path / out}", *SMALL)
+        assert code == 2 and "Traceback" not in told, told
+        line = f"out={tmp_path / out}: {why}: allowed: a folder that can be written"
+        assert told.splitlines()[-1] == f"mpissd: {line}", told
+
+
+def test_an_error_behind_the_samples_stands_in_the_log(target: Path, tmp_path: Path) -> None:
+    """The refusal itself is the command's last line; the log says why it ends there."""
+    flags = ["--length=48", "--sequences=1"]  # no answer within it
+    code, told = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, *flags)
+    assert code == 2 and "ended no user's message" in told.splitlines()[-1], told
+    assert "ended: ConfigError: length=48: " in (tmp_path / "log.txt").read_text().splitlines()[-1]
