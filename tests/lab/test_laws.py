@@ -20,7 +20,7 @@ from mpissd.engine.spec.lawfile import load_laws
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, load, save
-from mpissd.lab.laws.command import measured, read
+from mpissd.lab.laws.command import Source, measured, read
 from mpissd.lab.laws.measures import correlation
 from mpissd.lab.laws.outcomes import Outcomes, of_recording
 from mpissd.lab.laws.ranks import BEYOND, NO_LOOKUP, OUTSIDE, RankTable
@@ -183,6 +183,25 @@ def test_sources_of_two_pairs_are_refused(recording: Recording, tmp_path: Path) 
     sources = [found for name in "ab" for found in read(str(tmp_path / f"{name}.npz"))]
     with pytest.raises(ConfigError, match="several models"):
         measured(sources, K)
+
+
+def test_sources_of_unlike_sampling_are_refused(recording: Recording) -> None:
+    """Naming both; at temperature 0 there is no C, and a recording says none."""
+
+    def source(file: str, temperature: float | None, c: float | None = None) -> Source:
+        about = {"target_sha256": "t", "draft_sha256": "d", "file": file}
+        return Source({**about, "temperature": temperature, "saguaro_c": c}, recording, None)
+
+    cold, greedy = source("a.npz", None), source("b", 0.0, 0.5)
+    assert measured([cold, greedy], K)["laws"][0]["rounds"] > 0
+    for one, other, told in (
+        (cold, source("b", 0.7, 1.0), "a.npz: T = 0; b: T = 0.7, C = 1"),
+        (source("a", 1.0), source("b", 0.7), "a: T = 1, C = 1; b: T = 0.7, C = 1"),
+        (source("a", 0.7, 0.3), source("b", 0.7, 1.0), "a: T = 0.7, C = 0.3; b: T = 0.7, C = 1"),
+    ):
+        with pytest.raises(ConfigError, match="one temperature and C") as refused:
+            measured([one, greedy, other] if one is cold else [one, other], K)
+        assert f"({told})" in str(refused.value)
 
 
 def test_plan_and_predict_take_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

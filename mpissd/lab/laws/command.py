@@ -111,9 +111,10 @@ def _about_row(row: Any, folder: Path) -> dict[str, Any]:
 
 
 def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
-    """Returns the document of laws; raises ConfigError for several pairs, or a K that is not
-    measured."""
+    """Returns the document of laws; raises ConfigError for several pairs, temperatures or C, or a K
+    that is not measured."""
     _check_one_pair(sources)
+    _check_one_sampling(sources)
     known = sorted({k for source in sources for k in source.lookaheads})
     if lookahead not in known:
         had = ", ".join(map(str, known))
@@ -142,6 +143,18 @@ def _check_one_pair(sources: Sequence[Source]) -> None:
             raise ConfigError(
                 f"sources of several models ({', '.join(found.values())}): allowed: one pair"
             )
+
+
+def _check_one_sampling(sources: Sequence[Source]) -> None:
+    """Refuses to pool laws of unlike sampling; C (Saguaro's) has no effect at temperature 0."""
+    found: dict[str, str] = {}
+    for about in (source.about for source in sources):
+        warmth, c = about["temperature"] or 0.0, about.get("saguaro_c")
+        shaped = f", C = {1.0 if c is None else c:g}" if warmth else ""
+        found.setdefault(f"T = {warmth:g}{shaped}", about["file"])
+    if len(found) > 1:
+        told = "; ".join(f"{name}: {how}" for how, name in found.items())
+        raise ConfigError(f"sources of unlike sampling ({told}): allowed: one temperature and C")
 
 
 def _laws_at(sources: Sequence[Source], lookahead: int, rng: np.random.Generator) -> dict[str, Any]:
