@@ -89,7 +89,7 @@ def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path
     code, told = distill(*flags, f"--out={out}", "--steps=5")
     assert code == 0, told
     flags += [f"--start={out}", "--steps=150", "--optimizer=muon", "--on_policy=0.2"]
-    code, told = distill(*flags, f"--out={more}")
+    code, told = distill(*flags, f"--out={more}", limit=60)  # seconds, on a shared core too
     assert code == 0, told
     first, last = (curves_of(more)[n]["held"]["tv"] for n in (0, -1))
     assert last < first - 0.005, "no better on conversations that were held out"
