@@ -96,8 +96,10 @@ class Row(Origin, Mapping[str, Any]):
         "weights) and `sha256_of`, what of them it covers: whole files, or of each one above 512 "
         "MiB its size, its first 16 MiB and 64 blocks of 64 KiB up to its end. Of the target of a "
         "`text` job also `tokenizer_sha256`, of tokenizer, chat template and stop tokens where "
-        "they are files of their own (null: inside the weights' file, or ids alone). Null for "
-        "`forward` gemm"
+        "they are files of their own (null: inside the weights' file, or ids alone). Of a draft "
+        "also `made_for_target`, whether `distill` made it for this target, by the digest of the "
+        "norms' weights, which is the same in all file formats of a model (null: its files do not "
+        "say; missing: an older row). Null for `forward` gemm"
     )
     on_late: str | None = key(
         "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"

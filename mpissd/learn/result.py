@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.made_for import origin_of
 from mpissd.engine.model.transformer.quantize import dequantize, quantize
 from mpissd.learn import card, export
 from mpissd.learn.config import DistillConfig
@@ -40,7 +41,7 @@ class Result:
         self.config, self.pair, self.architecture, self.folder = config, pair, architecture, folder
         own = source.checkpoint
         head = "target" if architecture.kind else config.head
-        self.about = {"target": own.name, "target_sha256": own.sha256, "head": head}
+        self.about = {**origin_of(own).to_dict(), "head": head}
         self.report = {"target": own.name, "sha256": own.sha256, **facts}
         self.curves: list[dict[str, Any]] = []
 

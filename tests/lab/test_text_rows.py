@@ -15,6 +15,8 @@ from mpissd.common.row import Row
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import resolve
 from mpissd.engine.job.resolving import resolve_unopened
+from mpissd.engine.model.transformer.made_for import origin_of
+from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure import run
 from mpissd.lab.tables.pair import check_alike
@@ -89,6 +91,26 @@ def test_weights_say_what_their_digests_cover(pair: TinyPair, tmp_path: Path) ->
     target = weights["target"]
     assert target["sha256"] == hashlib.sha256(data).hexdigest()
     assert target["sha256_of"] == "whole files" and target["tokenizer_sha256"] is None
+
+
+def test_a_row_says_whether_its_draft_was_made_for_its_target(
+    pair: TinyPair, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the run says so once on stderr where it was not; of a plain draft nothing is known."""
+    assert answered(pair, tmp_path, mode="sd")["weights"]["draft"]["made_for_target"] is None
+    assert "was made for" not in capfd.readouterr().err
+    other = tiny_pair(tmp_path / "other", seed=7).target
+    config = pair.draft / "config.json"
+    told = json.loads(before := config.read_text())
+    for maker, expected in ((pair.target, True), (other, False)):
+        about = origin_of(open_checkpoint(str(maker))).to_dict()
+        config.write_text(json.dumps({**told, "mpissd": about}))
+        for _ in range(2):
+            row = answered(pair, tmp_path, mode="sd")
+            assert row["weights"]["draft"]["made_for_target"] is expected
+        lines = [line for line in capfd.readouterr().err.splitlines() if "was made for" in line]
+        assert len(lines) == (not expected) and all(x.startswith("mpissd: draft=") for x in lines)
+    config.write_text(before)
 
 
 def test_a_tokenizer_s_digest_changes_with_its_template(pair: TinyPair, tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_what_a_run_would_choose() -> None:
     assert "runtime 13.2, driver serves 13.0, driver 580.95.05" in lines["CUDA"]
 
 
+def test_a_draft_of_another_target_is_one_warning() -> None:
+    line = "draft=out/d was made for A, not for B, whose weights differ: few of its tokens"
+    facts = replace(HEALTHY, session=replace(SESSION, doubts=[line]))
+    found = [finding for finding in judge(facts) if finding.verdict != OK]
+    assert [(f.what, f.detail, f.verdict) for f in found] == [("draft", line, WARN)]
+
+
 def test_gpus_that_no_rank_uses_do_not_count() -> None:
     assert judge(gpu(3, throttle=0x40, ecc_errors=9)) == judge(HEALTHY)
 

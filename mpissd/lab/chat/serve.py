@@ -19,6 +19,7 @@ from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import agree
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job
+from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session, opened_machine
 from mpissd.engine.workload.text.stops import AnswerText
@@ -121,6 +122,8 @@ class Server:
         job = self._jobs[mode]
         assert isinstance(job, Job), "a mode that was refused"
         guard.stage(Stage.OPEN)
+        if self._machine.topology.is_lead:
+            tell_doubts(job)
         self._mode, self._session = mode, self._machine.session(job)
         if self._session is not None:
             self._rank = Rank(self._session)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mpissd.common.rounds import Source
+from mpissd.engine.model.transformer.made_for import made_for
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import BONUS, Answer, answer_of, write_answers
 from mpissd.engine.workload.text.stops import AnswerText
@@ -61,16 +62,15 @@ def model_fields(session: Session) -> dict[str, Any]:
     job = session.job
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
-    names = {"target": job.target_where}
-    if job.drafts_by_transformer:
-        names["draft"] = job.draft_where
-        if isinstance(session.workload, TextWorkload) and session.workload.tasks is not None:
-            names |= {f"draft {Path(each).name}": each for each in session.workload.tasks.folders}
+    drafts = drafts_of(job)
+    names = {"target": job.target_where, **drafts}
     every = {which: open_checkpoint(name, target=job.target_where) for which, name in names.items()}
-    weights: dict[str, dict[str, str | None]] = {
+    weights: dict[str, dict[str, str | bool | None]] = {
         which: {"name": opened.name, "sha256": opened.sha256, "sha256_of": opened.sha256_of}
         for which, opened in every.items()
     }
+    for which, name in drafts.items():
+        weights[which]["made_for_target"] = made_for(name, job.target_where)
     if job.config.is_text:
         weights["target"]["tokenizer_sha256"] = tokenizer_digest(job.target_where)
     return {"forward": "transformer", "weights": weights}

@@ -28,6 +28,7 @@ from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.decode.updates import Updates
 from mpissd.engine.job import Job
+from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
 from mpissd.engine.session.survivors import survivors
@@ -88,6 +89,8 @@ def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None
     Collective. sweep: what the row says about the sweep that it belongs to. Raises Refused on every
     rank if the models do not fit in memory or the row contradicts itself.
     """
+    if session.topology.is_lead:
+        tell_doubts(session.job)
     rank = Rank(session)
     guard.stage(Stage.WARM_UP)
     try:

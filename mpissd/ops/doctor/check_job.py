@@ -119,6 +119,8 @@ def check_choice(facts: Facts) -> Iterator[Finding]:
     draft = f" / {session.draft}" if session.draft else ""
     need = f"{max(session.needs, default=0) / 1e9:.2f} GB of weights a rank"
     yield ok("pair", f"{session.target}{draft}: {why}; {need}{fits}")
+    for doubt in session.doubts:
+        yield warn("draft", doubt, "a draft of this target: python -m mpissd distill --target=…")
 
 
 def _default(session: SessionFacts) -> str:

@@ -157,6 +157,7 @@ class SessionFacts:
     draft: str = ""
     needs: list[int] = field(default_factory=list)  # each rank's bytes of weights
     memory: list[int | None] = field(default_factory=list)  # each rank's bytes of free memory
+    doubts: list[str] = field(default_factory=list)  # drafts that were made for another target
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.group import Group
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.topology import Refused
+from mpissd.engine.session.doubts import doubts
 from mpissd.engine.session.session import Session, memory_shares, open_session
 from mpissd.ops.doctor.facts import SessionFacts
 
@@ -67,6 +68,7 @@ def _chosen(session: Session) -> SessionFacts:
         draft="" if job.draft is None else job.draft.name,
         needs=[target] * topology.first_draft + [draft] * topology.num_drafts,
         memory=memory_shares(session.infos, topology.hosts),
+        doubts=topology.world.bcast(doubts(job) if topology.is_lead else None),
     )
 
 
