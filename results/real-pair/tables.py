@@ -135,6 +135,45 @@ def laws(rows: Sequence[Row]) -> Iterator[str]:
         yield line([_prompts(row), *cells])
 
 
+def positions(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each recording and range of positions: acceptance, and misses by F."""
+    names = [f"{end}, F = {f}" for end in ("miss behind a rejection", "K accepted") for f in _FS]
+    yield from head("prompts", "context", "rounds", "tokens a round", "alpha", *names)
+    for row in (r for r in rows if r["position"] and not r["temperature"]):
+        low, high = row["position"]
+        cells = [PROMPTS[row["prompts"]], f"{low} to {high - 1}", str(row["rounds"])]
+        cells.append(between(row["tokens_a_round"], row["tokens_a_round_95"]))
+        yield line([*cells, f"{row['alpha']:.3f}", *_missed(row)])
+
+
+def warm(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each kind of prompts and temperature: acceptance, and laws of misses."""
+    ends = ("a rejection", "K accepted")
+    names = [name for end in ends for name in (f"A behind {end}", "r", *(f"F = {f}" for f in _FS))]
+    yield from head("prompts", "T", "rounds", "tokens a round", "alpha", *names)
+    warmed = {row["prompts"] for row in rows if row["temperature"]}
+    found = [row for row in rows if not row["position"] and row["prompts"] in warmed]
+    for row in sorted(found, key=lambda r: (list(PROMPTS).index(r["prompts"]), r["temperature"])):
+        cells = [PROMPTS[row["prompts"]], f"{row['temperature']:g}", str(row["rounds"])]
+        cells += [between(row[key], row[f"{key}_95"]) for key in ("tokens_a_round", "alpha")]
+        for end in ("rejected", "complete"):
+            fit, missed = row[f"fit_{end}"], row["misses"][end]
+            cells += (
+                [between(fit[key], fit[f"{key}_95"]) for key in ("A", "r")] if fit else ["–"] * 2
+            )
+            cells += [f"{missed[f]:.3f}" for f in _FS]
+        yield line(cells)
+
+
+_FS = ("1", "4")  # what recordings and rows both have, of the fan-outs that are listed
+
+
+def _missed(row: Row) -> Iterator[str]:
+    """Yields misses behind a rejection and behind K accepted tokens."""
+    for end in ("rejected", "complete"):
+        yield from (f"{row['misses'][end][f]:.3f}" if row["misses"][end] else "–" for f in _FS)
+
+
 def _prompts(row: Row) -> str:
     return PROMPTS[row["recording"].removeprefix("smollm2-").removesuffix(".npz")]
 
@@ -210,7 +249,8 @@ def _timed(runs: list[Row]) -> str:
 
 
 TABLES = {"saguaro": saguaro, "pays": pays, "lists": lists, "backups": backups, "cpu": cpu}
-TABLES |= {"laws": laws, "lookup": lookup}
+TABLES |= {"laws": laws, "lookup": lookup, "positions": positions, "warm": warm}
+FILES = {"pays": "saguaro", "positions": "parts", "warm": "parts"}
 
 
 def main() -> int:
@@ -219,7 +259,7 @@ def main() -> int:
     for name, table in TABLES.items():
         if wanted and name not in wanted:
             continue
-        rows = read_rows(Path(folder, f"{'saguaro' if name == 'pays' else name}.jsonl"))
+        rows = read_rows(Path(folder, f"{FILES.get(name, name)}.jsonl"))
         if rows:
             title = () if wanted else ("", f"**{name}**", "")
             print("\n".join([*title, *table(rows)]))
