@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mpissd.serve.protocol import Message, pack, unpack
 
-_CHUNK = 1 << 16
+_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read, and reads between two rounds, at most
 _MOST_UNREAD = 64 << 20  # bytes that the front has not read; then it counts as gone
 
 
@@ -30,15 +30,24 @@ class Line:
         seconds."""
         if self.is_closed or not self._poll.poll(1000 * wait_s):
             return ()
-        try:
-            new = self._socket.recv(_CHUNK)
-        except BlockingIOError:
-            return ()
-        except OSError:
-            new = b""
-        self.is_closed = not new
-        *lines, self._rest = (self._rest + new).split(b"\n")
+        *lines, self._rest = (self._rest + self._read()).split(b"\n")
         return [unpack(line) for line in lines]
+
+    def _read(self) -> bytes:
+        """Returns what has arrived: a message that ends a request may stand behind long ones."""
+        found = bytearray()
+        for _ in range(_CHUNKS):
+            try:
+                new = self._socket.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                new = b""
+            if not new:
+                self.is_closed = True
+                break
+            found += new
+        return bytes(found)
 
     def put(self, message: Message) -> None:
         """Keeps a message for the next flush."""

@@ -112,10 +112,15 @@ class Form:
             parts = {"tokens": [name for name, _ in named], "token_logprobs": [p for _, p in named]}
             return {"logprobs": {**parts, "top_logprobs": None, "text_offset": None}}
         content = [
-            {"token": name, "logprob": p, "bytes": list(name.encode()), "top_logprobs": []}
+            {"token": name, "logprob": p, "bytes": _bytes(name), "top_logprobs": []}
             for name, p in named
         ]
         return {"logprobs": {"content": content, "refusal": None}}
+
+
+def _bytes(name: str) -> list[int] | None:
+    """Returns a token's bytes; None where it is a part of a character, which has no name."""
+    return None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode())
 
 
 def usage(prompt_tokens: int, written: Written, end: End) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Endpoints:
         posts = {"/v1/chat/completions": True, "/v1/completions": False}
         gets = {"/v1/models": self._models, "/health": self._health, "/ready": self._ready}
         gets["/metrics"] = self._page
-        return Starlette(
+        found = Starlette(
             routes=[
                 *(
                     Route(path, self._asked(path, chat), methods=["POST"])
@@ -115,6 +115,8 @@ class Endpoints:
             middleware=[Middleware(Guard, key=self._defaults.key)],
             exception_handlers={HTTPException: _unrouted},
         )
+        found.router.redirect_slashes = False
+        return found
 
     def _asked(self, path: str, is_chat: bool) -> Callable[[Request], Awaitable[Response]]:
         """Returns the function of an endpoint; it turns a Problem into a response."""
@@ -132,12 +134,15 @@ class Endpoints:
         return answer
 
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
+        arrived = time.monotonic()
         self._lead.check_room()
         ask = parse(await read_body(request), is_chat=is_chat)
         self._check_model(ask)
         prompt = await unless_gone(request.receive, self._encoded(ask))
         ready = self._lead.check()
         ask = self._completed(ask, len(prompt), ready)
+        left = (ask.deadline_s or 0.0) - (time.monotonic() - arrived)
+        ask = replace(ask, deadline_s=max(1e-9, left))
         written = Written(self._tokenizer, ask, ready.stop_ids)
         answering = Answering(self._lead, self._submit(ask, prompt), written, len(prompt))
         form = Form(is_chat, self._defaults.names[0], self._tokenizer)

@@ -39,7 +39,10 @@ class Guard:
             return None if _is_here(headers.get("host")) else Problem(403, "host: is not this one")
         given = headers.get("authorization", "")
         wanted = f"Bearer {self._key}"
-        if scope["path"] in OPEN or hmac.compare_digest(given.encode(), wanted.encode()):
+        if scope["path"] in OPEN or hmac.compare_digest(
+            given.encode("latin-1"),  # its bytes, as they came
+            wanted.encode(),
+        ):
             return None
         wrong = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer …"
         return Problem(401, wrong, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

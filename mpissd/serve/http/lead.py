@@ -32,6 +32,7 @@ from mpissd.serve.protocol import (
 _LINE_LIMIT = 1 << 22
 _LONGEST_RETRY_S = 60
 _RETRY_S = "5"  # until a server is ready, or another one is found
+_HUNG_S = 30.0  # a lead says how it is ten times a second, but while a forward is under way
 
 
 class Ticket:
@@ -85,6 +86,7 @@ class Lead:
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = 0
         self._ends: deque[float] = deque(maxlen=16)
+        self._told_s: float | None = None  # when the last statistics came
 
     @property
     def outstanding(self) -> int:
@@ -100,10 +102,19 @@ class Lead:
         return self.ready
 
     def check_ready(self) -> Ready:
-        """As `check`; raises Problem(503) for a server that will end as well."""
+        """As `check`; raises Problem(503) for a server that will end, or whose lead hangs."""
         if self.is_leaving:
             raise _leaving()
-        return self.check()
+        ready = self.check()
+        if (age := self.stats_age_s) > _HUNG_S:
+            told = f"the lead has said nothing for {age:.0f} s"
+            raise Problem(503, told, code="lead_hangs", headers={"retry-after": _RETRY_S})
+        return ready
+
+    @property
+    def stats_age_s(self) -> float:
+        """Seconds since the last statistics; 0 before the first ones."""
+        return 0.0 if self._told_s is None else time.monotonic() - self._told_s
 
     @property
     def is_serving(self) -> bool:
@@ -189,12 +200,14 @@ class Lead:
             if self.gone is None:
                 self.on_ready()
         elif isinstance(message, Stats):
-            self.stats = message
+            self.stats, self._told_s = message, time.monotonic()
         elif isinstance(message, Tokens) and message.id in self._open:
             self._open[message.id].put(message)
         elif isinstance(message, (End, RefusedRequest)) and message.id in self._open:
             self._ends.append(time.monotonic())
             self._open.pop(message.id).put(message)
+            if not self._open:
+                self._ends.clear()  # idle time is no time that a request takes
 
 
 def _leaving() -> Problem:

@@ -82,6 +82,7 @@ class _State(Collector):
         numbers = {name: (about, getattr(stats, name)) for name, about in _GAUGES.items()}
         numbers["outstanding"] = "requests that the lead has not ended", lead.outstanding
         numbers["draft_present"] = "whether the draft is there", int(stats.draft == "present")
+        numbers["stats_age_seconds"] = "since the lead said how it is", round(lead.stats_age_s, 3)
         numbers["up"] = "whether the ranks are there", int(lead.ready is not None and not lead.gone)
         for name, (about, value) in numbers.items():
             yield GaugeMetricFamily(f"mpissd_{name}", about, value=value)

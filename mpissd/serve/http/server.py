@@ -17,7 +17,7 @@ from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.http.app import Defaults, Endpoints
 from mpissd.serve.http.drain import Drain
 from mpissd.serve.http.lead import Lead
-from mpissd.serve.http.limits import CONNECTIONS, BoundedProtocol
+from mpissd.serve.http.limits import HEAD_S, BoundedProtocol
 
 _GRACE_S = 2
 NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks take 1.5 s (replicas/haproxy.py)
@@ -98,6 +98,6 @@ def settings(app: object) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=int(HEAD_S),  # longer than clients keep an idle connection
         timeout_graceful_shutdown=_GRACE_S,
     )
