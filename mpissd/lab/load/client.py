@@ -70,26 +70,30 @@ class Client:
     async def send_all(self, load: Load) -> list[Served]:
         """Sends each request of a load at its time; returns what became of them."""
         start = time.monotonic()
-        return await asyncio.gather(*(self._send(start, each) for each in load.arrivals))
+        arrivals = enumerate(load.arrivals)
+        return await asyncio.gather(*(self._send(start, n, each) for n, each in arrivals))
 
-    async def _send(self, start: float, arrival: Arrival) -> Served:
+    async def _send(self, start: float, number: int, arrival: Arrival) -> Served:
         due = start + arrival.at_s
         await asyncio.sleep(due - time.monotonic())
         late = time.monotonic() - due
         try:
-            return await self._asked(due, arrival, late)
+            return await self._asked(due, self._body(number, arrival), arrival, late)
         except (self._broken, *_DAMAGED):
             return Served(arrival.at_s, _FAILED, late_s=late)
 
-    async def _asked(self, due: float, arrival: Arrival, late: float) -> Served:
-        body = self._body(arrival)
+    async def _asked(
+        self, due: float, body: dict[str, Any], arrival: Arrival, late: float
+    ) -> Served:
         path = "chat/completions" if "messages" in body else "completions"
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != ANSWERED:
                 return Served(arrival.at_s, response.status_code, late_s=late)
             return await self._read(due, arrival, late, response)
 
-    def _body(self, arrival: Arrival) -> dict[str, Any]:
+    def _body(self, number: int, arrival: Arrival) -> dict[str, Any]:
+        """Returns the request of the arrival of this number, which has a seed of its own: equal
+        ones would draw by the same numbers."""
         subject = {"messages": arrival.entry.get("messages"), "prompt": arrival.entry.get("prompt")}
         if self._config.chat_template and subject["messages"] is None:
             subject = {"messages": [{"role": "user", "content": subject["prompt"]}]}
@@ -97,7 +101,7 @@ class Client:
         body = {**subject, "model": self.model, "max_tokens": arrival.max_tokens, "stream": True}
         if self._config.stream_usage:
             body["stream_options"] = {"include_usage": True}
-        return {**body, "temperature": self._config.temperature, "seed": self._config.seed}
+        return {**body, "temperature": self._config.temperature, "seed": self._config.seed + number}
 
     async def _read(
         self, due: float, arrival: Arrival, late: float, response: httpx.Response

@@ -98,8 +98,12 @@ def arrays(served: Sequence[Served]) -> dict[str, NDArray[Any]]:
 
 
 def _wall(served: Sequence[Served]) -> float:
-    ends = [each.at_s + each.latency_s for each in served if each.status == ANSWERED]
-    return max(ends) - min(each.at_s for each in served) if ends else 0.0
+    """Returns the seconds from the first arrival to the last answer, or arrival without one."""
+    if not any(each.status == ANSWERED for each in served):
+        return 0.0
+    begins = [each.at_s for each in served]
+    answered = [each.at_s + each.latency_s for each in served if each.status == ANSWERED]
+    return max(*answered, *begins) - min(begins)
 
 
 def _times(found: Sequence[float]) -> dict[str, float] | None:
