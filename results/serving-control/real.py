@@ -7,12 +7,13 @@ MODE: ar, sd, ssd or auto, with a draft rank each, but for ar. Prompts are five 
 in a row, in a chat; arrivals are Poisson, the same ones in every mode. Prints a line of JSON:
 tokens a second of request time, and the seconds of every request.
 
-study: appends to FILE the lines that it lacks of three seeds, six rates and every way, each of 200
-requests of one prompt and 20 tokens, and begins none behind MINUTES; then it prints a table of the
-points of which all ways are there: auto over the best fixed way and over AR, with 95% intervals
-over requests drawn again. RATES: those of the six that are taken, as 8,6,4. `elsewhere` is the
-share of one core that other processes and other guests of the machine (steal) took meanwhile, by
-the kernel's ticks, which miss what begins behind one: −.15 to .08 with two quiet ranks. A line
+study: appends to FILE the lines that it lacks, of this commit, of three seeds, six rates and every
+way, each of 200 requests of one prompt and 20 tokens, and begins none behind MINUTES; then it
+prints a table of the points of which all ways are there: auto over the best fixed way and over AR,
+with 95% intervals over requests drawn again. RATES: those of the six that are taken, as 8,6,4.
+`elsewhere` is the share of one core that other processes and other guests of the machine (steal)
+took meanwhile, by the kernel's ticks, which miss what begins behind one: 0 to .06 with AR alone on
+a quiet machine, −.2 to .07 with two ranks, so that others may have taken more from these. A line
 above .1 is measured again, and stays in the file.
 """
 
@@ -22,6 +23,7 @@ import asyncio
 import json
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -152,7 +154,9 @@ def study(path: Path, minutes: float, rates: Sequence[float], flags: Sequence[st
     until = time.monotonic() + 60 * minutes
     path.touch()
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    done = {(one["seed"], one["rate"], one["way"]) for one in quiet(lines)}
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    mine = [one for one in lines if one.get("commit") == commit]
+    done = {(one["seed"], one["rate"], one["way"]) for one in quiet(mine)}
     points = ((seed, rate, way) for seed in SEEDS for rate in rates for way in WAYS)
     for seed, rate, way in points:
         if (seed, rate, way) in done or time.monotonic() > until:
@@ -161,10 +165,10 @@ def study(path: Path, minutes: float, rates: Sequence[float], flags: Sequence[st
         more = [f"--lookahead={k}"] if k else []
         asked = requests(target_of(flags), rate, REQUESTS, seed, prompts=1, most=TOKENS)
         found = asyncio.run(measured(mode, rate, asked, [*flags, *more]))
-        lines.append({"seed": seed, "way": way, **found})
+        mine.append({"seed": seed, "way": way, **found, "commit": commit})
         with path.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-    table(quiet(lines))
+            file.write(json.dumps(mine[-1]) + "\n")
+    table(quiet(mine))
 
 
 def quiet(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

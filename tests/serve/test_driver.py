@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -426,6 +427,62 @@ def test_a_draft_rank_rests_behind_many_rounds_without_drafting_and_catches_up_i
     assert drafted_for[0] < 3, "none waits for all that is lacking"
     back = drafted_for.index(3)
     assert back <= 8 and min(drafted_for[back:]) == 3 and len(drafted_for) > back + 4
+
+
+class Planned(Late):
+    """Drafts in the rounds that it is told."""
+
+    def __init__(self, drafts: Callable[[int], bool]) -> None:
+        super().__init__(K, [None], RowTimes())
+        self.drafts = drafts
+
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+        self.rounds += 1
+        self.way = Way(K if self.drafts(self.rounds) else 0, None)
+        return self.way
+
+    @property
+    def is_trying(self) -> bool:
+        return True  # it chooses before each round
+
+
+@pytest.mark.parametrize("case", ["drafting breaks off", "a long prompt joins behind the rest"])
+def test_what_a_draft_lacks_behind_a_rest_is_never_stored_all_at_once(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    stored, rounds, fill = list[int](), list[Way](), Drafter._fill
+    store, begin = Drafter.store_part, {"drafting breaks off": 110}.get(case, 45)
+
+    def filled(
+        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
+    ) -> Steps[int]:
+        count = yield from fill(self, rows, spare, most)
+        if len(rounds) >= begin:
+            stored.append(count)
+        return count
+
+    def slow(self: Drafter) -> Steps[None]:
+        yield from store(self)
+        time.sleep(0.05)  # as long as a round, so that little is caught up in each
+
+    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
+        rounds.append(way)
+
+    monkeypatch.setattr(Drafter, "_fill", filled)
+    monkeypatch.setattr(Goodput, "observe", observe)
+    first, second, *_ = prompts(3, seed=5)
+    if case == "drafting breaks off":
+        monkeypatch.setattr(Drafter, "store_part", slow)
+        asked = [(0, Submit(n, prompt, 190)) for n, prompt in enumerate(prompts(3, seed=5))]
+        goodput = Planned(lambda n: begin < n <= begin + 4)
+    else:
+        monkeypatch.setattr(upkeep, "_SHARE", 1.0)  # rests at once
+        asked = [(0, Submit(0, first, 190)), (1, Submit(1, second, 190))]
+        asked.append((8, Submit(2, (first * 20)[:200], 30)))
+        goodput = Planned(lambda n: n > begin)
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, Script(*asked), ThreeRows(), goodput=goodput)
+    assert sum(stored) > 60 and max(stored) <= upkeep.PART
 
 
 class Wild(Goodput):

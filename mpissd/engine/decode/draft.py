@@ -181,6 +181,8 @@ class Drafter:
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
+        if self._policy.rests:
+            self._upkeep.check(self.lacking)  # prompts that were opened during a rest join later
         if self._backup == Source.JIT:
             if self._upkeep.is_catching_up:
                 rows = self._worker.ready(self._batch, rows, LAG)
@@ -301,6 +303,8 @@ class Drafter:
             yield from self._keep_up()
             return False
         if self._upkeep.is_catching_up:
+            if self._observer is not None:
+                self._observer.inform_controls()
             return False
         if (yield from self._fill(range(len(self._batch)))):
             self.ledger.mark(DraftPhase.PREFILL)
@@ -325,7 +329,8 @@ class Drafter:
         """Stores what rounds without drafting committed, so that drafting can begin again."""
         if self._most or self._upkeep.is_resting:
             return
-        if (yield from self._fill(range(len(self._batch)), LAG)):
+        most = PART if self._upkeep.is_behind else None
+        if (yield from self._fill(range(len(self._batch)), LAG, most)):
             self.ledger.mark(DraftPhase.PREFILL)
 
     @property

@@ -78,7 +78,9 @@ def make_drafter(
         sampled=link_shape(job).sampled,
         share=_share(job, index),
         # On a CPU the ranks share its memory, and cores where there are few.
-        rests=unopened(job.config.backend) == "numpy" and job.config.drafts == 1,
+        rests=job.serving is not None
+        and job.config.drafts == 1
+        and unopened(job.config.backend) == "numpy",
     )
     controls = _controls(job, policy) if ahead else None
     return kind(worker, policy, job.config.batch_size, waiter, controls)

@@ -183,7 +183,8 @@ class Goodput:
             self._lost_s += result.stored_s
         host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
         self._host[drafts].add(count, max(0.0, host_s))
-        self._seen[self._kind(way), load] = self._rounds[load]
+        if not drafts or result.speculation.num_draft.any():  # else nothing was learned
+            self._seen[self._kind(way), load] = self._rounds[load]
         self._stretched(way, result)
         if drafts:
             self._count(result)
@@ -197,6 +198,8 @@ class Goodput:
 
     def _count(self, result: RoundResult) -> None:
         """Counts which drafted tokens were reached and accepted, by their place."""
+        if result.speculation.is_lost:
+            return  # nobody judged them
         k = result.outcome.num_accepted[: len(result.speculation.rows)]
         served = result.speculation.num_draft
         place = np.arange(self._lookahead)

@@ -282,7 +282,7 @@ class Scheduler:
             task.rounds += 1
             task.drafted += count
             task.accepted += accepted
-            task.rejected += accepted < count
+            task.rejected += accepted < count and not drafted.is_lost  # nobody judged them
             task.hits += hit
             tokens = [*served[3 : 3 + accepted], bonus]
             sources = [*[Source(source)] * accepted, Source.NONE]

@@ -23,7 +23,7 @@ class Upkeep:
         self._rests, self._drafts = rests, True
         self._idle = 0.0  # share of late rounds that drafted nothing
         self._due = 0  # rows of opened prompts that the target stored, and this draft did not
-        self.is_behind = False  # whether it has rested and lacks too much to store all of it first
+        self.is_behind = False  # whether it lacks too much to store all of it before it drafts
 
     def open_round(self, *, drafts: bool) -> None:
         """Takes whether the round that begins drafts."""
@@ -42,8 +42,8 @@ class Upkeep:
         return self.is_behind and self._drafts
 
     def check(self, lacking: int) -> None:
-        """Takes how many tokens a draft that was behind lacks: no more than a part are stored
-        before it drafts."""
+        """Takes how many tokens the draft lacks: no more than a part are stored before it
+        drafts."""
         self.is_behind = lacking > PART
 
     def opened(self, rows: int) -> int:
