@@ -123,9 +123,9 @@ def test_goodput_counts_what_kept_the_objective() -> None:
         1,
         1,
     )
-    assert found.wall_s == 3.7 and found.num_tokens == 31
-    assert found.tok_per_s == pytest.approx(31 / 3.7)
-    assert found.goodput_per_s == pytest.approx(2 / 3.7) and found.good_share == pytest.approx(
+    assert found.wall_s == 4.5 and found.num_tokens == 31, "what was not answered takes its time"
+    assert found.tok_per_s == pytest.approx(31 / 4.5)
+    assert found.goodput_per_s == pytest.approx(2 / 4.5) and found.good_share == pytest.approx(
         1 / 3
     )
     assert found.most_together == 2 and found.client_late_s == 0.25
