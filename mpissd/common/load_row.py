@@ -49,7 +49,7 @@ class LoadRow:
     num_refused: int = key("those that the server refused (429)")
     num_failed: int = key("those that ended otherwise")
     most_together: int = key("most requests that were under way at once")
-    wall_s: float = key("time from the first arrival to the last token", "s")
+    wall_s: float = key("from the first arrival to the last token, or a later unanswered one", "s")
     num_tokens: int = key("tokens of all answers", "tokens")
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     ttft_s: Times | None = key("{mean, p50, p90, p99} of the times to the first token", "s")
