@@ -157,7 +157,9 @@ class Student:
     def judge(self, examples: Sequence[Example], at_once: int = 8) -> list[list[tuple[int, float]]]:
         """Returns, by example and position, (rank of the target's best token, sum of min(p, q)).
 
-        The rank counts the tokens that the draft finds likelier; V for a token that it cannot name.
+        The rank counts the tokens that the draft finds likelier, and of equally likely ones those
+        before it, which a draft takes; V for a token that it cannot name, and where one of its
+        logits is not finite.
         """
         found: list[list[tuple[int, float]]] = []
         for start in range(0, len(examples), at_once):
@@ -177,7 +179,12 @@ class Student:
         places = self.places[ids]
         known = places >= 0
         own = logits.gather(1, places.clamp(min=0))
-        ranks = torch.where(known[:, 0], (logits > own[:, :1]).sum(-1), len(self.places))
+        sound = torch.isfinite(logits).all(-1)  # nothing is likelier than what is no number
+        before = torch.arange(logits.shape[1], device=logits.device) < places[:, :1]
+        ahead = (logits > own[:, :1]) | ((logits == own[:, :1]) & before)
+        ranks = ahead.sum(-1)
+        ranks = torch.where(known[:, 0] & sound, ranks, len(self.places))
+        known = known & sound[:, None]
         q = (own - logits.logsumexp(-1, keepdim=True)).exp()
         overlap = torch.where(known, torch.minimum(q, logs.exp()), 0).sum(-1)
         return list(zip(ranks.tolist(), overlap.tolist(), strict=True))
