@@ -181,7 +181,7 @@ class Drafter:
         if not rows or not self._most:
             return []
         self._backup = self._controls.backup(len(rows), len(lanes))
-        if self._policy.rests:
+        if self._upkeep.has_rested:
             self._upkeep.check(self.lacking)  # prompts that were opened during a rest join later
         if self._backup == Source.JIT:
             if self._upkeep.is_catching_up:

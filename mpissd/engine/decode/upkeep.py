@@ -23,12 +23,14 @@ class Upkeep:
         self._rests, self._drafts = rests, True
         self._idle = 0.0  # share of late rounds that drafted nothing
         self._due = 0  # rows of opened prompts that the target stored, and this draft did not
+        self.has_rested = False  # ever: else it stores in step, or by and by
         self.is_behind = False  # whether it lacks too much to store all of it before it drafts
 
     def open_round(self, *, drafts: bool) -> None:
         """Takes whether the round that begins drafts."""
         self._drafts = drafts
         self._idle += _SHARE * ((not drafts) - self._idle)
+        self.has_rested = self.has_rested or self.is_resting
         self.is_behind = self.is_behind or self.is_resting
 
     @property
