@@ -56,22 +56,16 @@ class Group:
 
 
 class Pool:
-    """G groups and D drafts; use it in a `with` block."""
+    """G groups and their draft; use it in a `with` block."""
 
     def __init__(self, config: RunConfig) -> None:
         self.job = job = resolve(config, 1, backend="numpy", memory_bytes=None)
-        ends = [
-            [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
-            for _ in range(config.drafts)
-        ]
-        self.threads = []
-        for index, links in enumerate(ends):
-            workers = draft_workers(job, stepper_of(job, drafts=True))
-            drafters = [make_drafter(job, worker, WAITER, index=index) for worker in workers]
-            served = [(end, each) for (_, end), each in zip(links, drafters, strict=True)]
-            self.threads.append(Guarded(lambda served=served: serve(*served)))  # type: ignore[misc]
-        leads = [[links[n][0] for links in ends] for n in range(config.groups)]
-        self.groups = [Group(job, n, RemoteSpeculator(*mine)) for n, mine in enumerate(leads)]
+        links = [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
+        workers = draft_workers(job, stepper_of(job, drafts=True))
+        drafters = [make_drafter(job, worker, WAITER) for worker in workers]
+        served = [(end, each) for (_, end), each in zip(links, drafters, strict=True)]
+        self.thread = Guarded(lambda: serve(*served))
+        self.groups = [Group(job, n, RemoteSpeculator(lead)) for n, (lead, _) in enumerate(links)]
 
     def decode(self, order: Sequence[int], rounds: int) -> None:
         """Steps the groups in this order, over and over, until each has so many rounds or none to
@@ -87,8 +81,7 @@ class Pool:
     def __exit__(self, kind: object, *_: object) -> None:
         for group in self.groups:
             group.stop()
-        for thread in self.threads:
-            thread.finish()
+        self.thread.finish()
 
 
 def _is_left(group: Group, rounds: int) -> bool:

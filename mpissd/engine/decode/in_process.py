@@ -58,7 +58,7 @@ class NoPlans:
 
 
 class Loops:
-    """The loops of a job in one process: one target rank (T = 1) and D draft threads.
+    """The loops of a job in one process: one target rank (T = 1), and a thread for a draft rank.
 
     `loop` is the lead's. Use it in a `with` block, or call close.
     """
@@ -110,7 +110,7 @@ class Loops:
         """Returns the target worker and the speculator of the loop."""
         job, waiter = self.job, self._waiter
         if job.config.drafts:
-            return target, RemoteSpeculator(*(self._start(n) for n in range(job.config.drafts)))
+            return target, RemoteSpeculator(self._start())
         draft = self._draft_worker() if job.inline else None
         chained = chained_forwards(job, target, draft)
         kind = Drafter if chained is None else ChainedDrafter
@@ -131,11 +131,11 @@ class Loops:
         worker.prepare(self.workload.tabulated())
         return worker
 
-    def _start(self, index: int) -> LeadEnd:
-        """Starts the thread of one draft; returns the lead's end of the link to it."""
+    def _start(self) -> LeadEnd:
+        """Starts the draft's thread; returns the lead's end of the link to it."""
         patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
         lead, draft = queue_link(link_shape(self.job), self._waiter, patient)
-        drafter = make_drafter(self.job, self._draft_worker(), patient, index=index)
+        drafter = make_drafter(self.job, self._draft_worker(), patient)
         self._threads.append(Thread(target=self._serve, args=(draft, drafter), daemon=True))
         self._threads[-1].start()
         return lead
@@ -151,7 +151,7 @@ class Loops:
         return None
 
     def close(self) -> None:
-        """Ends the drafts' threads, then frees the models."""
+        """Ends the draft's thread, then frees the models."""
         if not self._faults:
             self.loop.stop()
         for thread in self._threads:
@@ -172,7 +172,7 @@ def _raise_first(faults: list[Exception]) -> None:
 
 
 class Decoder(Loops):
-    """Decodes a configuration round by round, with one target rank (T = 1) and D draft threads.
+    """Decodes a configuration round by round: one target rank (T = 1), a thread for a draft rank.
 
     batch_size sequences are admitted at once, and the next ones where these end. `records` holds
     every round so far. Use it in a `with` block, or call close.
