@@ -116,10 +116,6 @@ class Row(Origin, Mapping[str, Any]):
     draft_lookup: str | None = key(
         "the lookup whose tokens the draft verified while it drafted (`--draft_lookup`); else null"
     )
-    draft_tasks: Mapping[str, Any] | None = key(
-        "with a router in the draft's folder, how many prompts were given to the draft of each "
-        "task; else null"
-    )
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")
     seed: int = key("seed of all random draws")

@@ -22,7 +22,6 @@ from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model import routed
 from mpissd.engine.model.stepper import Stepper
 from tests.loop.harness import Guarded
 
@@ -93,7 +92,7 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     workload, backend = job.workload, open_backend("numpy", device="h100", local_rank=0)
     shard = job.draft_shard if drafts else job.target_shard
     assert shard is not None
-    return routed.stepper_of(
+    return Stepper(
         backend,
         SoloGroup(),
         shard,
@@ -101,7 +100,6 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
         buckets=job.draft_buckets() if drafts else job.target_buckets(),
         num_sequences=job.draft_sequences if drafts else job.config.batch_size,
         stacks=workload.draft_stacks if drafts else workload.target_stacks,
-        members=workload.draft_members if drafts else (),
         seed=2 * job.config.seed + drafts,
     )
 

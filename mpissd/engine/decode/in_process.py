@@ -37,7 +37,6 @@ from mpissd.engine.decode.speculator import (
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from mpissd.engine.decode.updates import Updates
 from mpissd.engine.job import Job, Serving, resolve
-from mpissd.engine.model.routed import stepper_of
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
@@ -91,7 +90,7 @@ class Loops:
         device = (drafts and config.draft_device) or config.device
         backend = open_backend(self._backend, device=device, local_rank=0)
         self._resources.callback(backend.close)
-        stepper = stepper_of(
+        stepper = Stepper(
             backend,
             SoloGroup(),
             shard,
@@ -99,7 +98,6 @@ class Loops:
             buckets=buckets,
             num_sequences=config.batch_size,
             stacks=self.workload.draft_stacks if drafts else self.workload.target_stacks,
-            members=self.workload.draft_members if drafts else (),
             seed=2 * config.seed + drafts,
             source=self.target_stepper if drafts and self.job.reads_states else None,
         )
