@@ -113,9 +113,6 @@ class Row(Origin, Mapping[str, Any]):
         "how a fast backup finds what to copy: prompt or suffix; null if none may draft, or where "
         "`acceptance_fast` decides"
     )
-    draft_lookup: str | None = key(
-        "the lookup whose tokens the draft verified while it drafted (`--draft_lookup`); else null"
-    )
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")
     seed: int = key("seed of all random draws")
@@ -235,19 +232,6 @@ class Row(Origin, Mapping[str, Any]):
         "of the calibration; null for prompt lookup and in AR. With several groups "
         "it includes what the draft did for others meanwhile, as `t_growth_s` does",
         "s",
-    )
-    draft_forwards: float | None = key(
-        "with `draft_lookup`, mean forwards in which the draft answered the misses of a round that "
-        "had some (those of late hits included); else null"
-    )
-    draft_lookup_offered: float | None = key(
-        "looked-up tokens that the draft verified in such a round, mean; null without "
-        "`draft_lookup`",
-        "tokens",
-    )
-    draft_lookup_accepted: float | None = key(
-        "those of them that were the draft's own, so that they needed no step of their own",
-        "tokens",
     )
     t_growth_s: float | None = key(
         "p50 of glue + K steps over all branches, where they ran to their end; null unless SSD", "s"

@@ -240,6 +240,8 @@ def method_of(row: Row) -> str:
             words.append(f"acceptance_fast={row.acceptance_fast}")
     if row.backup_lookahead not in (None, row.lookahead):
         words.append(f"backup_lookahead={row.backup_lookahead}")
+    if row.get("draft_lookup"):  # of older rows alone
+        words.append(f"draft_lookup={row['draft_lookup']}")
     if mode == "ssd":
         words += _growth(row)
     return " ".join(words)
