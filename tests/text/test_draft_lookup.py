@@ -69,7 +69,7 @@ def decode(pair: TinyPair, **flags: Any) -> Found:
     [
         {"mode": "sd", "num_drafts": 0},
         {"mode": "sd", "num_drafts": 0, "batch_size": 3},
-        {"mode": "sd", "num_drafts": 2, "batch_size": 3},
+        {"mode": "sd", "batch_size": 3},
         {"mode": "sd", "num_drafts": 0, "temperature": 0.3},
         {"mode": "sd", "num_drafts": 1, "temperature": 1.0, "top_p": 0.9, "batch_size": 2},
         {"mode": "ssd", "fan_out": "uniform:2", "batch_size": 3},

@@ -49,7 +49,7 @@ def chained_forwards(
         return None
     workers = [worker for worker in (draft, target) if worker is not None]
     steppers = [worker.stepper for worker in workers if worker.chains]
-    known = [one for one in steppers if isinstance(one, Stepper) and not one.is_routed]
+    known = [one for one in steppers if isinstance(one, Stepper)]
     if len(known) < len(workers):
         return None
     if not all(isinstance(s.stack, TransformerStack) and s.backend.chains for s in known):

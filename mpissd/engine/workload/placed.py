@@ -96,9 +96,7 @@ class PlacedWorker(ABC):
 
     @property
     def _pages(self) -> PageTable | None:
-        stepper = self.stepper  # pages of one of several drafts are of no use to the others
-        known = isinstance(stepper, Stepper) and not stepper.is_routed
-        return stepper.pages if known else None  # type: ignore[attr-defined]
+        return self.stepper.pages if isinstance(self.stepper, Stepper) else None
 
     def _keep(self, slot: int, tokens: Sequence[int]) -> None:
         """Lets later sequences take over the pages of a slot that store these tokens."""

@@ -149,7 +149,7 @@ class DraftWorker(Worker):
         self.stepper.launch()
 
     def served(self, batch: Batch, speculation: Speculation) -> None:
-        """Records the speculation that was served, whichever draft made it.
+        """Records the speculation that was served.
 
         Called before the glue forward, and also in rounds that have none. The default does nothing.
         """

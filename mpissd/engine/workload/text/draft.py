@@ -11,12 +11,10 @@ from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.model.draws import Drafting, Proposed
 from mpissd.engine.model.draws import Draws as DeviceDraws
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.routed import RoutedStepper
-from mpissd.engine.model.shared import Seat
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker
-from mpissd.engine.workload.placement import Index, Placement
+from mpissd.engine.workload.placement import Index
 from mpissd.engine.workload.rollout import Branches, Guesses, Lanes, Rollout
 from mpissd.engine.workload.sampled import (
     Draws,
@@ -28,7 +26,6 @@ from mpissd.engine.workload.sampled import (
     check_finite,
 )
 from mpissd.engine.workload.text.sequences import PromptHistories
-from mpissd.engine.workload.text.tasks import Tasks
 
 _NOBODY = np.zeros(0, np.int64)
 
@@ -63,13 +60,11 @@ class TextDraftWorker(SamplingDraftWorker):
         ids: Ints | None = None,
         lookup: str = "prompt",
         draft_lookup: str | None = None,
-        tasks: Tasks | None = None,
     ) -> None:
         """Makes a worker.
 
         lookup: how a fast backup finds what to copy. draft_lookup: how tokens are found that the
-        draft verifies while it drafts (None: it drafts token by token). tasks: chooses the
-        draft of a prompt, for a stepper of several.
+        draft verifies while it drafts (None: it drafts token by token).
         twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
         logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
         given others.
@@ -79,7 +74,6 @@ class TextDraftWorker(SamplingDraftWorker):
         self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
         self._lookup, self._draft_lookup = lookup, draft_lookup
-        self._tasks = tasks
         self._histories = PromptHistories()
         self._is_replaced, self._is_sound = False, True
 
@@ -87,25 +81,7 @@ class TextDraftWorker(SamplingDraftWorker):
         """Returns a worker of the `gemm` workload: paused forwards have no logits."""
         return self._twin.twin(stepper)
 
-    def _place(self, placement: Placement, slot: int, request: Request) -> int:
-        adopted = super()._place(placement, slot, request)
-        if self._routed is not None:
-            self._routed[1].route(slot, self._routed[0].draft_of(request.prompt))
-        return adopted
-
-    @property
-    def _routed(self) -> tuple[Tasks, RoutedStepper | Seat] | None:
-        """What chooses each sequence's draft, and what runs them; None for one draft alone."""
-        tasks, stepper = self._tasks, self.stepper
-        if tasks is None or not isinstance(stepper, (RoutedStepper, Seat)):
-            return None
-        return tasks, stepper
-
     def shared(self, slot: int, request: Request) -> int:
-        if self._routed is not None:
-            tasks, stepper = self._routed
-            if stepper.routed(slot) != tasks.draft_of(request.prompt):
-                return 0  # another draft's cache holds them
         return self._histories.shared(slot, request.prompt)
 
     def known(self, slot: int) -> Sequence[int]:
