@@ -54,7 +54,6 @@ ALONE = {  # commands without MPI, and where the function of that name is, once 
     "load": "mpissd.lab.load.command",
     "online": "mpissd.online.command",
     "distill": "mpissd.learn.command",
-    "router": "mpissd.learn.routes",
 }
 STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which the ranks start
 

@@ -33,7 +33,6 @@ from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.routes import RouterConfig
 from mpissd.online.config import OnlineConfig
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.serve.config import ServeConfig
@@ -97,7 +96,6 @@ SPECS = {
     ),
     "online": Spec(OnlineConfig, "Replays how fast a draft learns a stream of prompts."),
     "distill": Spec(DistillConfig, "Makes a draft of a target from what the target itself writes."),
-    "router": Spec(RouterConfig, "Fits what chooses among drafts by the kind of a prompt."),
 }
 
 

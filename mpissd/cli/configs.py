@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
@@ -20,6 +21,12 @@ class ProbeConfig(Checked):
     name: str | None = flag(
         None, words, "name of the profile (default: made of device, T and pair)"
     )
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds mode=sd to num_drafts=0, the one mode whose draft needs no rank."""
+        completed = super().completed(flags)
+        return {"mode": "sd", **completed} if flags.get("num_drafts") == "0" else completed
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,7 @@ SERVED = [flag for flag in SAMPLED if not flag.startswith(("--device", "--pair")
 CASES: dict[str, tuple[int, list[str], str]] = {
     "hits and misses": (2, [*SAMPLED, *SMALL, "--mode=ssd"], "12"),
     "T=2": (3, [*SAMPLED, *ODD, "--mode=ssd"], "12"),
-    "D=2": (3, [*SAMPLED, *SMALL, "--mode=ssd", "--num_drafts=2"], "12"),
-    "T=2, D=2, fast": (
-        4,
-        [*SAMPLED, *ODD, "--mode=ssd", "--num_drafts=2", "--backup=fast"],
-        "13",
-    ),
+    "T=2, fast": (3, [*SAMPLED, *ODD, "--mode=ssd", "--backup=fast"], "13"),
     "C=0.5": (2, [*SAMPLED, *SMALL, "--mode=ssd", "--saguaro_c=0.5"], "12"),
     "served as it is": (
         2,

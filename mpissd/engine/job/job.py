@@ -108,7 +108,6 @@ class Job(Resolved):
             for shard, rows, options, sequences in parts
         ]
         target, draft = [*needed, 0][:2]
-        draft *= 1 + len(self.workload.draft_members)
         return (target + draft, 0) if self.inline else (target, draft)
 
 

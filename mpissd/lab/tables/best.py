@@ -223,6 +223,8 @@ def method_of(row: Row) -> str:
             words.append("lookup=suffix")
     if row.backup_lookahead not in (None, row.lookahead):
         words.append(f"backup_lookahead={row.backup_lookahead}")
+    if row.get("draft_lookup"):  # of older rows
+        words.append(f"draft_lookup={row['draft_lookup']}")
     if row.mode == "ssd":
         flags = flags_of(row)
         if not row.schedule:
