@@ -66,9 +66,6 @@ NUMPY_ALONE = (
     "mpissd.lab.tables",
     "mpissd.lab.sweep.grid",
     "mpissd.lab.sweep.plan",
-    "mpissd.lab.sweep.best",
-    "mpissd.lab.sweep.claims",
-    "mpissd.lab.sweep.uses",
     "mpissd.ops.slurm",
     "mpissd.ops.warden",
 )
