@@ -326,9 +326,9 @@ class Row(Origin, Mapping[str, Any]):
     )
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
-        "versions as loaded, hosts, devices, command line, commit; `variables`: those of the "
-        "environment that choose kernels, where the lead has them; `calibrated_at`: the time of "
-        "the oldest measurement behind the prediction; `kernel`: which kernels read the target's "
+        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
+        "the oldest measurement behind the prediction; `draws`: where the lead draws sampled "
+        "tokens, device or host; `kernel`: which kernels read the target's "
         "weights on the lead (of a transformer on a GPU: whole, one kernel where a forward has few "
         "rows, or cuda: docs/transformer.md); `sweep`: which sweep, task, repeat and flags "
         "(docs/sweep.md), null in a row of `run`"

@@ -242,6 +242,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         draft_lost_round=None if lost is None else max(0, lost - first),
         learner=learner,
         kernel=rank.kernel,
+        draws=rank.draws,
     )
 
 
