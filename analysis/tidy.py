@@ -25,7 +25,7 @@ from analysis.interval import interval
 from analysis.real_pair import REAL
 from mpissd.common.real_pairs import under_real_pairs
 from mpissd.common.row import KEYS, Row
-from mpissd.lab.sweep.best import fan_out_text
+from mpissd.lab.tables.best import fan_out_text
 
 Line = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
