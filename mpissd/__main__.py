@@ -32,9 +32,9 @@ from mpissd.common.ranks import RanksFlags  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
 from mpissd.common.unread import unless_unread  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
-from mpissd.engine.comm.recovery import check_recovery  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402
     Refused,
+    check_recovery,
     check_world,
     launcher_rank,
     launcher_size,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.spec.sampling import probabilities
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import SHARPNESS, MarkovModel
+from mpissd.engine.workload.markov.model import SHARPNESS, MarkovLaws, MarkovModel
 
 MODEL = MarkovModel(40, 2, 7, 0.3)
 

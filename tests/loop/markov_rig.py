@@ -31,10 +31,8 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import Logits, MarkovModel
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
+from mpissd.engine.workload.markov.model import Logits, MarkovLaws, MarkovModel
+from mpissd.engine.workload.markov.workers import MarkovDraftWorker, MarkovTargetWorker
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)

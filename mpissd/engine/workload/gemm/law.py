@@ -19,7 +19,7 @@ from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.workers import Admissions
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
 _CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions

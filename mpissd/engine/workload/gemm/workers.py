@@ -16,9 +16,8 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.workload.gemm.law import Index
-from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.workers import DraftWorker, Proposals, TargetWorker
+from mpissd.engine.workload.workers import Admissions, DraftWorker, Proposals, TargetWorker
 
 _NOBODY: Index = np.zeros(0, np.int64)
 

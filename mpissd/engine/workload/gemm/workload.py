@@ -5,10 +5,9 @@ from __future__ import annotations
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.workload.base import Workload
+from mpissd.engine.workload.base import RowFields, Workload, laws_label
 from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.workers import OpenGather
 
 

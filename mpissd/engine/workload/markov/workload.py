@@ -8,12 +8,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
 from mpissd.common.workload_flags import DEFAULT_VOCAB
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
-from mpissd.engine.workload.row_fields import RowFields
+from mpissd.engine.workload.base import RowFields, Workload
+from mpissd.engine.workload.markov.model import MarkovLaws, MarkovModel
+from mpissd.engine.workload.markov.workers import MarkovDraftWorker, MarkovTargetWorker
 from mpissd.engine.workload.workers import OpenGather
 
 _MOST_ROW_BYTES = 1 << 30

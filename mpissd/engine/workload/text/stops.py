@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mpissd.common.errors import ConfigError
+from mpissd.engine.workload.base import Endings
 from mpissd.engine.workload.text.stream import TextStream
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 
@@ -112,3 +113,18 @@ class Cut:
             if text.endswith(stop[:size])
         )
         return max(sizes, default=0)
+
+
+class TextEndings(Endings):
+    """Ends an answer at a stop token or a stop string, or where the context is full."""
+
+    def __init__(self, stops: Stops, room: dict[int, int]) -> None:
+        """Takes the tokens that each request may emit within the context, by request id."""
+        super().__init__()
+        self._stops, self._room = stops, room
+
+    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        kept, left = self._stops.feed(request_id, tokens), self._room[request_id] - before
+        if kept is None:
+            return left if len(tokens) >= left else None
+        return min(kept, left)

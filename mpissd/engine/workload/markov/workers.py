@@ -1,4 +1,4 @@
-"""Draft worker of the `markov` workload: drafts and predicts with an exactly known model."""
+"""Workers of the `markov` workload: exactly known models draft, predict and verify."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.common.rounds import Batch, Source, Speculation
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.history import Histories
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import trunk
+from mpissd.engine.workload.markov.model import Logits, MarkovLaws, trunk
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.sampled import Lane, SampledRollout, SamplingDraftWorker
+from mpissd.engine.workload.sampled import (
+    Lane,
+    OwnLogits,
+    SampledRollout,
+    SamplingDraftWorker,
+    SamplingTargetWorker,
+    gathered,
+)
+from mpissd.engine.workload.workers import LogitsGather, Proposals
 
 
 class MarkovDraftWorker(SamplingDraftWorker):
@@ -88,3 +96,72 @@ class MarkovDraftWorker(SamplingDraftWorker):
         token, q, row = sampling.propose(probs, u)
         lane.context = laws.draft.context((*lane.context, token))
         return token, q, row
+
+
+class MarkovTargetWorker(SamplingTargetWorker):
+    """Verifies by rejection sampling against the target model (greedily at temperature 0)."""
+
+    def __init__(
+        self,
+        stepper: Forwards,
+        laws: MarkovLaws,
+        *,
+        tp: int = 1,
+        rank: int = 0,
+        gather: LogitsGather | None = None,
+    ) -> None:
+        """Makes the worker of target rank `rank` of `tp`; needs `gather` if tp ≥ 2."""
+        self.stepper, self._laws, self._seed = stepper, laws, laws.seed
+        self._tp, self._rank = tp, rank
+        self._gather = gather or OwnLogits()
+        self._histories = Histories(lambda request: laws.prompt(request.request_id))
+        self._contexts: list[tuple[int, ...]] = []
+        self._logits: Logits
+
+    def twin(self, stepper: Forwards) -> MarkovTargetWorker:
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        return MarkovTargetWorker(
+            stepper, self._laws, tp=self._tp, rank=self._rank, gather=self._gather
+        )
+
+    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
+        self._histories.serve(batch, speculation)
+        self._contexts = [
+            context
+            for history in self._histories.rows(batch)
+            for context in trunk(self._laws.target, history.tokens, history.served)
+        ]
+        super().upload(batch, speculation)
+
+    def launch(self) -> None:
+        super().launch()
+        self._gather.start(self._local_logits())
+
+    def _local_logits(self) -> Logits:
+        """Returns this rank's share of the logits, float32 [rows, ceil(V/T)].
+
+        Columns beyond the vocabulary are −inf.
+        """
+        share = -(-self._laws.vocab // self._tp)
+        start = min(self._rank * share, self._laws.vocab)
+        stop = min(start + share, self._laws.vocab)
+        local = np.full((len(self._contexts), share), -np.inf, np.float32)
+        for row, context in enumerate(self._contexts):
+            local[row, : stop - start] = self._laws.target.logits(context, start, stop)
+        return local
+
+    def done(self) -> bool:
+        return super().done() and self._gather.done()
+
+    def wait(self, waiter: Waiter) -> None:
+        super().wait(waiter)
+        waiter.until(self._gather.done, "logits of the target ranks")
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        self._logits = gathered(self._gather)[:, : self._laws.vocab]
+        return super().judge(batch, speculation, proposals)
+
+    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+        return sampling.probabilities(self._logits[start + i], self._laws.temperature)
