@@ -12,8 +12,13 @@ from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Batch, Event, Outcome, Request, Source, Speculation
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.history import Histories
-from mpissd.engine.workload.markov.model import MarkovLaws, MarkovModel, trunk
-from mpissd.engine.workload.markov.workers import MarkovDraftWorker, MarkovTargetWorker
+from mpissd.engine.workload.markov import (
+    MarkovDraftWorker,
+    MarkovLaws,
+    MarkovModel,
+    MarkovTargetWorker,
+    trunk,
+)
 from tests.loop.harness import CountingForwards
 
 K, CAPACITY = 3, 4

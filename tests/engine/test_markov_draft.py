@@ -8,8 +8,7 @@ import pytest
 from mpissd.common.rounds import Batch, Outcome, Source, Speculation
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov.model import MarkovLaws, MarkovModel
-from mpissd.engine.workload.markov.workers import MarkovDraftWorker
+from mpissd.engine.workload.markov import MarkovDraftWorker, MarkovLaws, MarkovModel
 from mpissd.engine.workload.sampled import SampledRollout
 from tests.loop.harness import CountingForwards
 

@@ -13,7 +13,7 @@ from mpissd.engine.model.draws import Draws as DeviceDraws
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker
+from mpissd.engine.workload.gemm import GemmDraftWorker
 from mpissd.engine.workload.history import PromptHistories
 from mpissd.engine.workload.placement import Gap, Index
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout

@@ -15,7 +15,7 @@ from mpissd.engine.comm.logit_stream import Lesson, Sent
 from mpissd.engine.model.draws import Draws, Judging
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.gemm.workers import GemmTargetWorker
+from mpissd.engine.workload.gemm import GemmTargetWorker
 from mpissd.engine.workload.history import History, PromptHistories
 from mpissd.engine.workload.sampled import Case, Logits, SamplingTargetWorker, check_finite
 from mpissd.engine.workload.workers import LogitsGather, Proposals

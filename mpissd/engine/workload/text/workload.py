@@ -14,7 +14,7 @@ from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
-from mpissd.engine.workload.gemm.workload import GemmWorkload
+from mpissd.engine.workload.gemm import GemmWorkload
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.text.draft import StateDraftWorker, TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
