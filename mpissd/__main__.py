@@ -32,9 +32,9 @@ from mpissd.common.ranks import RanksFlags  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
 from mpissd.common.unread import unless_unread  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
-from mpissd.engine.comm.recovery import check_recovery  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402
     Refused,
+    check_recovery,
     check_world,
     launcher_rank,
     launcher_size,
@@ -55,7 +55,6 @@ ALONE = {  # commands without MPI, and where the function of that name is, once 
     "online": "mpissd.online.command",
     "distill": "mpissd.learn.command",
 }
-STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which the ranks start
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,8 +107,7 @@ def execute(arguments: list[str] | None) -> int:
 
 def check_backend(command: cli.Command) -> None:
     """Raises ConfigError for a backend that this host lacks, where all ranks start on it next."""
-    starts = bool(os.environ.get(STARTS)) or not command.run.dry_run
-    is_here = starts and bool(os.environ.get(ONE_HOST)) and launcher_size() is None
+    is_here = bool(os.environ.get(ONE_HOST)) and launcher_size() is None
     if is_here and command.name in ("run", "chat", "serve", "probe", "sweep"):
         from mpissd.engine.backend.registry import check_here
 

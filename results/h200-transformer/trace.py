@@ -10,7 +10,6 @@ products, their epilogues, and the message to the others; then the slowest block
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -21,7 +20,6 @@ import numpy as np
 from mpissd.engine.backend.cupy_backend import CupyBackend
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops import whole_plan
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import ALONE, VARIABLE
 
 OPERATIONS = ("q,k,v", "attention", "o", "gate,up", "down", "head")
 PHASES = ("wait", "bring", "multiply", "finish", "tell")
@@ -66,7 +64,7 @@ def show(found: Any) -> None:
 
 def main(names: list[str]) -> None:
     """Traces each row count and context of the named cases."""
-    backend, os.environ[VARIABLE] = CupyBackend(0), str(ALONE)
+    backend = CupyBackend(0)
     for name in names:
         where, every_rows, contexts = measure.CASES[name]
         bench = measure.Bench(backend, where, max(contexts) + measure.CHUNK)

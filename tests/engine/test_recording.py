@@ -20,8 +20,7 @@ from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.file_checkpoint import digest
 from mpissd.engine.model.transformer.safetensors_files import SafetensorsFiles
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, load, save
 from tests.loop.recorded import recording_of
 

@@ -35,8 +35,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
 from mpissd.engine.workload.tail import TailWorker
 from tests.loop.harness import (
     WAITER,

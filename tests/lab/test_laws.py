@@ -17,8 +17,7 @@ from mpissd.common.theory import power_law_miss
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.hits import HitLaw, named_hit_law
 from mpissd.engine.spec.lawfile import load_laws
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, load, save
 from mpissd.lab.laws.command import Source, measured, read
 from mpissd.lab.laws.measures import correlation

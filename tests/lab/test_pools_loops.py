@@ -25,7 +25,7 @@ from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm import DraftStream, TokenStream
 from mpissd.lab.pools.durations import Pool
 from mpissd.lab.pools.simulation import replay
 from mpissd.lab.predict.costs import HostCosts

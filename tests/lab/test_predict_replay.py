@@ -14,8 +14,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import load, save
 from mpissd.lab.laws.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts

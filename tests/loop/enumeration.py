@@ -21,9 +21,7 @@ from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload import sampled
-from mpissd.engine.workload.markov import draft as markov_draft
-from mpissd.engine.workload.markov import target as markov_target
+from mpissd.engine.workload import markov, sampled
 from mpissd.engine.workload.rollout import Branches
 from mpissd.engine.workload.sampled import SamplingDraftWorker, SamplingTargetWorker
 from mpissd.engine.workload.workers import Proposals
@@ -66,7 +64,7 @@ class Watching(SamplingDraftWorker):
         return super()._propose(lane, place, _UNSEEN if unseen else u)
 
 
-class Watched(Watching, markov_draft.MarkovDraftWorker):
+class Watched(Watching, markov.MarkovDraftWorker):
     """The draft worker of the `markov` workload, watched."""
 
 
@@ -85,7 +83,7 @@ class Judging(SamplingTargetWorker):
         return decoding.ways[0][2]
 
 
-class Judged(Judging, markov_target.MarkovTargetWorker):
+class Judged(Judging, markov.MarkovTargetWorker):
     """The target worker of the `markov` workload, forked."""
 
 

@@ -31,10 +31,13 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import Logits, MarkovModel
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
+from mpissd.engine.workload.markov import (
+    Logits,
+    MarkovDraftWorker,
+    MarkovLaws,
+    MarkovModel,
+    MarkovTargetWorker,
+)
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)

@@ -21,12 +21,14 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import PromptLookup
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
-from mpissd.engine.workload.markov.workload import MarkovWorkload
+from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.markov import (
+    MarkovDraftWorker,
+    MarkovLaws,
+    MarkovModel,
+    MarkovTargetWorker,
+    MarkovWorkload,
+)
 from mpissd.engine.workload.replay.recording import Recording, save
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker

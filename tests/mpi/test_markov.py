@@ -15,8 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.special import chdtri
 
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from tests.loop.markov_rig import conditionals
 from tests.mpi.harness import needs_mpi, start
 

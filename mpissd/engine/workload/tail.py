@@ -15,11 +15,10 @@ import numpy as np
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.placement import Placement
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.steps import Steps
-from mpissd.engine.workload.workers import DraftWorker
+from mpissd.engine.workload.workers import Admissions, DraftWorker
 
 
 class TailWorker(DraftWorker):

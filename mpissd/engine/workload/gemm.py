@@ -1,4 +1,6 @@
-"""Tables of the synthetic tokens of the `gemm` workload: emitted, drafted and predicted.
+"""The `gemm` workload: forwards of products, and tokens that laws decide.
+
+Tables hold its synthetic tokens: emitted, drafted and predicted.
 
 Every draw is keyed by (seed, purpose, sequence, absolute position), so AR, SD and SSD with any K,
 hit law or timing emit the same tokens for one seed. Tables are filled a window of positions at a
@@ -7,19 +9,29 @@ time, so that a round only gathers from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.spec.fanout import lanes_of
+from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.spec.acceptance import AcceptanceLaw, count_accepted
+from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
+from mpissd.engine.workload.workers import (
+    Admissions,
+    DraftWorker,
+    OpenGather,
+    Proposals,
+    TargetWorker,
+)
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
 _CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions
@@ -264,3 +276,233 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
         alive[window - place :] = False
         run[:window] += alive
     return run[:window]
+
+
+_NOBODY: Index = np.zeros(0, np.int64)
+
+
+class Stream(Protocol):
+    """The tokens Y that the target emits; offset 0 is the position behind a sequence's newest."""
+
+    lookahead: int
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Tabulates future sequences, while no sequence is live."""
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        """Admits new sequences, and follows the lengths of the batch."""
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns Y at these offsets, int32 [b, …], or of batch rows `rows` if given."""
+
+    def row(self, count: int) -> list[int]:
+        """Returns the next `count` tokens Y of the only sequence of the batch."""
+
+
+class DraftTables(Stream, Protocol):
+    """Tables of the tokens that the draft proposes and of the outcomes that it prepares for."""
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow behind them [n, ΣF, K]."""
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
+
+
+class GemmTargetWorker(TargetWorker):
+    """Runs the target's forward, and accepts drafted tokens that equal the token stream Y."""
+
+    chains = True
+
+    def __init__(self, stepper: Forwards, stream: Stream) -> None:
+        self.stepper, self._stream = stepper, stream
+        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+
+    def twin(self, stepper: Forwards) -> GemmTargetWorker:
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        return GemmTargetWorker(stepper, self._stream)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
+        self._stream.prepare(requests)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._stream.begin_round(batch, admissions)
+
+    def truth(self) -> Ints:
+        return self._stream.true(self._ahead)
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        """Compares the drafted tokens with Y; row j scores position n + j, n the committed length.
+
+        Returns (num_accepted, bonus), both int32 [b].
+        """
+        if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
+            return _judge_one(self._stream.row(len(self._ahead)), speculation)
+        true = self._stream.true(self._ahead)  # [b, K+1]
+        accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
+        row_starts = np.arange(0, true.size, len(self._ahead))
+        return accepted, true.reshape(-1).take(row_starts + accepted)
+
+
+def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
+    """Returns (num_accepted, bonus), both [1]; `true` holds the target's next K+1 tokens."""
+    drafts, limit = speculation.tokens[0].tolist(), int(speculation.num_draft[0])
+    accepted = 0
+    while accepted < limit and drafts[accepted] == true[accepted]:
+        accepted += 1
+    return np.array([accepted], np.int32), np.array([true[accepted]], np.int32)
+
+
+class GemmDraftWorker(DraftWorker):
+    """Runs the draft's forwards; takes tokens and bonus candidates from the stream's tables."""
+
+    chains = True
+
+    def __init__(self, stepper: Forwards, stream: DraftTables, num_tokens: int = 1) -> None:
+        """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""
+        self.stepper, self.lookahead = stepper, stream.lookahead
+        self._stream, self._num_tokens = stream, num_tokens
+        self._full: dict[
+            tuple[tuple[int, ...], int], Lanes
+        ] = {}  # {(fan-out, batch size): the lanes of all rows}
+
+    def twin(self, stepper: Forwards) -> GemmDraftWorker:
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        return GemmDraftWorker(stepper, self._stream, self._num_tokens)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
+        self._stream.prepare(requests)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._stream.begin_round(batch, admissions)
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """Returns a lane for each (s, k, t*); it grows from n + k + 1, behind its bonus token."""
+        if fan_outs.is_one:
+            return self._branches(speculation, fan_outs.after_hit)
+        sources = sorted(set(speculation.source.tolist()))
+        if len(sources) == 1:
+            return self._branches(speculation, fan_outs.behind(sources[0]))
+        parts = [
+            self._branches(
+                speculation, fan_outs.behind(source), np.flatnonzero(speculation.source == source)
+            )
+            for source in sources
+        ]
+        lanes = Lanes(
+            *(
+                np.concatenate([getattr(part.lanes, name) for part in parts])
+                for name in ("rows", "k", "place")
+            )
+        )
+        first = np.concatenate([part.rollout.first for part in parts])
+        tokens = np.concatenate([part.rollout.tokens for part in parts])
+        return Branches(lanes, Rollout(_NOBODY, first, tokens))
+
+    def _branches(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> Branches:
+        """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
+        candidates, tokens = self._stream.grown(speculation, fan_out, rows)
+        lanes = self._lanes(fan_out, len(candidates) if rows is None else rows)
+        first = candidates.reshape(-1)
+        return Branches(lanes, Rollout(_NOBODY, first, tokens.reshape(len(first), self.lookahead)))
+
+    def _lanes(self, fan_out: tuple[int, ...], rows: int | Index) -> Lanes:
+        """Returns the lanes of batch rows 0 … rows − 1 (int), or of the given rows (array)."""
+        if isinstance(rows, int) and (fan_out, rows) in self._full:
+            return self._full[fan_out, rows]
+        chosen = np.arange(rows) if isinstance(rows, int) else rows
+        k, place = lanes_of(fan_out)
+        lanes = Lanes(
+            np.repeat(chosen, len(k)), np.tile(k, len(chosen)), np.tile(place, len(chosen))
+        )
+        if isinstance(rows, int):
+            self._full[fan_out, rows] = lanes
+        return lanes
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        chosen = np.asarray(rows, np.int64)
+        return Rollout(chosen, batch.last_tokens[chosen], self._stream.restarts(source, chosen))
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            rollout.steps += self._num_tokens
+
+
+class GemmWorkload(Workload):
+    """Tokens, acceptance and cache hits follow the laws that the flags impose."""
+
+    is_imposed = True
+    drafts_in_parallel = True
+
+    @property
+    def vocab(self) -> int:
+        return self.job.target.vocab_size
+
+    @property
+    def law(self) -> str:
+        job = self.job
+        if job.config.is_lookup:
+            return f"acceptance {self._labels[1]} of looked-up tokens"
+        hits = f", hits {job.hit_law.label}" if job.fan_out else ""
+        return f"acceptance {self._labels[0]}{hits}"
+
+    @property
+    def _labels(self) -> tuple[str, str]:
+        """The acceptance laws as text: of the draft, and of looked-up tokens.
+
+        A file of laws is named by the numbers that it gives at this K.
+        """
+        job = self.job
+        if job.config.laws is None:
+            return job.config.acceptance_text, job.config.acceptance_fast
+        return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
+
+    def check(self) -> None:
+        """Raises ConfigError if a row needs more than V − 2 candidates.
+
+        The vocabulary without Y and the served token has no more.
+        """
+        super().check()
+        if self.job.fan_out and self.job.widest + 2 > self.vocab:
+            raise ConfigError(
+                f"fan_out {self.job.config.fan_out}: {self.job.widest} a row: allowed: at most "
+                f"vocab_size - 2 = {self.vocab - 2}"
+            )
+
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> GemmTargetWorker:
+        job = self.job
+        stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
+        return GemmTargetWorker(stepper, stream)
+
+    def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
+        job, capacity = self.job, self.job.config.batch_size
+        stream = DraftStream(
+            job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
+        )
+        return GemmDraftWorker(stepper, stream, job.tokens_a_forward)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=n % self.vocab) for n in ids]
+
+    def row_fields(self) -> RowFields:
+        job, config = self.job, self.job.config
+        if job.draft is None:
+            return RowFields()
+        return RowFields(
+            acceptance=self._labels[0],
+            acceptance_fast=self._labels[1] if config.backup in ("fast", "auto") else None,
+            hit_law=job.hit_law.label if job.fan_out else None,
+            laws=laws_label(config),
+        )
