@@ -54,14 +54,14 @@ def _rounds(answers: Sequence[Sequence[int]], lookahead: int) -> dict[str, Any]:
     """Returns tokens a round and hit rates of rounds that serve `lookahead` tokens."""
     found = [outcome for ranks in answers for outcome in rounds_of(ranks, lookahead)]
     ended = [outcome for outcome in found if outcome[1] is not None]
-    behind = {
+    after = {
         "rejection": [rank - 1 for k, rank in ended if k < lookahead and rank is not None],
         "all_accepted": [rank for k, rank in ended if k == lookahead and rank is not None],
     }
     told: dict[str, Any] = {"tokens_per_round": _mean(k + (r is not None) for k, r in found)}
-    both = [rank for ranks in behind.values() for rank in ranks]
+    both = [rank for ranks in after.values() for rank in ranks]
     told["hits"] = {str(f): _mean(rank < f for rank in both) for f in FAN_OUTS}
-    for name, ranks in behind.items():
+    for name, ranks in after.items():
         told[f"misses_{name}"] = {str(f): _mean(rank >= f for rank in ranks) for f in FAN_OUTS}
     return told
 

@@ -59,7 +59,7 @@ class StateDraft:
     def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
         """Yields, for t = 1 … count, the states s_t [b, n − count, hidden] that the head reads.
 
-        tokens: int64 [b, n]. hidden: the target's states behind them, [b, n, hidden].
+        tokens: int64 [b, n]. hidden: the target's states after them, [b, n, hidden].
         """
         before = F.pad(hidden, (0, 0, 1, 0))[:, : tokens.shape[1] - count].float()
         if self.config.kind == "medusa":
@@ -100,7 +100,7 @@ class StateDraft:
         return before + embedded + state
 
     def _attention(self, x: Tensor, part: slice, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns the residual stream behind the attention of one step; adds its keys to `past`.
+        """Returns the residual stream after the attention of one step; adds its keys to `past`.
 
         A row attends the first step's rows up to its own, whose states are the target's, and its
         own rows of the steps since then.

@@ -24,7 +24,7 @@ WAIT_S = 300  # for the slowest process, whose first steps may still compile
 
 @dataclass(frozen=True)
 class Group:
-    """One of `size` processes; alone, nothing is sent."""
+    """One of `size` processes; with size 1 nothing is sent."""
 
     rank: int = 0
     size: int = 1
@@ -52,7 +52,7 @@ class Group:
 def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> Group:
     """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo.
 
-    busy_s: how long one of them may do something alone, while the others wait for it.
+    busy_s: how long one of them may work, while the others wait for it.
     """
     if size > 1:
         if gpu:

@@ -23,9 +23,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence's tokens, int32 [n], and the target's distributions behind some positions.
+    """One sequence's tokens, int32 [n], and the target's distributions after some positions.
 
-    at: int32 [m], rising; entry i is about the token behind position at[i]. ids: int32 [m, k], the
+    at: int32 [m], rising; entry i is about the token after position at[i]. ids: int32 [m, k], the
     likeliest tokens, best first. logs: float16 [m, k], their log-probabilities.
     """
 
@@ -35,15 +35,15 @@ class Example:
     logs: NDArray[np.float16]
 
     def take(self, chosen: Ints | NDArray[np.bool_]) -> Example:
-        """Returns the example with some of its distributions alone."""
+        """Returns the example with some of its distributions only."""
         return Example(self.tokens, self.at[chosen], self.ids[chosen], self.logs[chosen])
 
     def whole(self) -> Example:
-        """Returns all positions behind the first one, each with the token that followed it.
+        """Returns all positions after the first one, each with the token that followed it.
 
-        The example itself where it has all. Where rejected positions alone were kept, any other
-        version would look better on these than the one that was rejected there: so also on the
-        first one, behind which positions are as they come.
+        The example itself where it has all. Where only rejected positions were kept, any other
+        version would look better on these than the one that was rejected there. That holds for the
+        first one too; the positions after it were not selected by a rejection.
         """
         if len(self.at) == len(self.tokens) - 1 - self.at[0]:
             return self
@@ -120,7 +120,7 @@ class Collector:
     """Keeps the sequences of the rounds, and yields each as it ends."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
-        """stop_ids: tokens that end an answer; what a round committed behind one is dropped."""
+        """stop_ids: tokens that end an answer; what a round committed after one is dropped."""
         self._stops, self._kept = frozenset(stop_ids), kept
         self._live: dict[tuple[int, int], _Growing] = {}
         self.dropped = 0  # sequences of which a round is missing
