@@ -52,7 +52,6 @@ ALONE = {  # commands without MPI, and where the function of that name is, once 
     "laws": "mpissd.lab.laws.command",
     "replicas": "mpissd.serve.replicas.command",
     "load": "mpissd.lab.load.command",
-    "online": "mpissd.online.command",
     "distill": "mpissd.learn.command",
 }
 

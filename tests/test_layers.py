@@ -49,7 +49,6 @@ LAYERS = {
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
     "mpissd.online": 8,
-    "mpissd.online.config": 7,
     "mpissd.ops": 7,
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
@@ -107,12 +106,11 @@ STARTS_TORCH = (
     *(
         f"mpissd.learn.{name}"
         for name in (
-            "attend batches evaluate exam group job llama muon pair result sample shape source "
-            "state_exam state_job state_losses states "
-            "train triton_attend"
+            "attend evaluate exams job llama muon pair result sample shape source states train "
+            "triton_attend"
         ).split()
     ),
-    *(f"mpissd.online.{name}" for name in "answers learner own replay student trainer".split()),
+    *(f"mpissd.online.{name}" for name in "learner student trainer".split()),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.
 MAY_NAME_HTTP = ("mpissd.serve.http",)

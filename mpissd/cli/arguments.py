@@ -33,7 +33,6 @@ from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.record.config import RecordConfig
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.learn.config import DistillConfig
-from mpissd.online.config import OnlineConfig
 from mpissd.ops.doctor.config import DoctorConfig
 from mpissd.serve.config import ServeConfig
 from mpissd.serve.replicas.config import ReplicasConfig
@@ -94,7 +93,6 @@ SPECS = {
     "collectives": Spec(
         CollectivesConfig, "A profile whose all-reduces are what nccl-tests measured.", ("file",)
     ),
-    "online": Spec(OnlineConfig, "Replays how fast a draft learns a stream of prompts."),
     "distill": Spec(DistillConfig, "Makes a draft of a target from what the target itself writes."),
 }
 

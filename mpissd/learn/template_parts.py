@@ -1,4 +1,4 @@
-"""What a chat template puts before, between and behind the messages, as token ids."""
+"""What a chat template puts before, between and after the messages, as token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Chat(Protocol):
 
 
 @dataclass(frozen=True)
-class Mould:
+class TemplateParts:
     """The token ids that a chat template puts around messages, when a model writes the messages.
 
     before: ids in front of the first user's message. between: ids after `end` of a user's message,
@@ -38,7 +38,7 @@ class Mould:
     end: int
 
 
-def mould_of(tokenizer: Chat) -> Mould:
+def template_parts(tokenizer: Chat) -> TemplateParts:
     """Derives a chat template's fixed parts from rendered conversations of one-letter messages.
 
     Raises ConfigError for a template that does not end every message with one stop token.
@@ -52,7 +52,7 @@ def mould_of(tokenizer: Chat) -> Mould:
     both = tokenizer.chat(turns)[len(one) : -len(after)]
     if both[0] != other[first] or both[1] != after[0] or both[-1] != one[first]:
         raise ConfigError("the chat template changes earlier turns of a conversation")
-    return Mould(tuple(before), tuple(after[1:]), tuple(both[2:-1]), after[0])
+    return TemplateParts(tuple(before), tuple(after[1:]), tuple(both[2:-1]), after[0])
 
 
 def _user(text: str) -> dict[str, str]:
