@@ -16,9 +16,7 @@ import fire
 from fire.decorators import SetParseFn
 
 from mpissd.cli.configs import (
-    CollectivesConfig,
     CompareConfig,
-    ExportConfig,
     PlanConfig,
     PredictConfig,
     ProbeConfig,
@@ -30,9 +28,8 @@ from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import parse_into
 from mpissd.common.manual import manual, signed
 from mpissd.lab.chat.config import ChatConfig
-from mpissd.lab.laws.config import LawsConfig
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.record.config import RecordConfig
+from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.routes import RouterConfig
@@ -93,17 +90,10 @@ SPECS = {
         CompareConfig, "The speedup of one result over another, with its interval.", ("a", "b")
     ),
     "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
-    "record": Spec(RecordConfig, "Records a real pair at temperature 0, for --workload=replay."),
-    "laws": Spec(
-        LawsConfig,
-        "A pair's laws from recordings and rows of text; --laws imposes them.",
+    "pair": Spec(
+        PairConfig,
+        "Records a real pair for --workload=replay, or measures its laws for --laws.",
         ("sources",),
-    ),
-    "export": Spec(
-        ExportConfig, "Rows as tidy CSV or Parquet, or as vLLM's K by batch size.", ("results",)
-    ),
-    "collectives": Spec(
-        CollectivesConfig, "A profile whose all-reduces are what nccl-tests measured.", ("file",)
     ),
     "online": Spec(OnlineConfig, "Replays how fast a draft learns a stream of prompts."),
     "distill": Spec(DistillConfig, "Makes a draft of a target from what the target itself writes."),

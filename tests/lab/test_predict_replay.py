@@ -17,7 +17,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import MarkovModel
 from mpissd.engine.workload.replay.recording import load, save
-from mpissd.lab.laws.outcomes import of_recording
+from mpissd.lab.pair.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.recorded import outcomes, predict_replay
 from mpissd.lab.predict.recurrence import follow
