@@ -63,9 +63,6 @@ NUMPY_ALONE = (
     "mpissd.lab.tables",
     "mpissd.lab.sweep.grid",
     "mpissd.lab.sweep.plan",
-    "mpissd.lab.sweep.best",
-    "mpissd.lab.sweep.claims",
-    "mpissd.lab.sweep.uses",
     "mpissd.ops.slurm",
     "mpissd.ops.warden",
 )
@@ -80,7 +77,6 @@ STARTS_MPI = (
     "mpissd.serve.ranks",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",
-    "mpissd.ops.doctor.rehearsal",
 )
 MAY_NAME_MPI = (*STARTS_MPI, "mpissd.engine.comm", "mpissd.__main__")
 # CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.

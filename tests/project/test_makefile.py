@@ -84,7 +84,7 @@ def test_submit(box: Path) -> None:
         ("MODE=ar", 1, ["--mode=ar"]),
         ("MODE=sd TP=4", 5, ["--mode=sd"]),
         ("MODE=ar DRAFTS=1", 2, ["--mode=ar", "--num_drafts=1"]),
-        ("DRAFTS=2 TP=2", 4, ["--num_drafts=2"]),
+        ("DRAFTS=0 TP=2", 2, ["--num_drafts=0"]),
         ("GROUPS=4 TP=2", 9, ["--groups=4"]),
         ("DRAFTS=0 MODE=sd", 1, ["--mode=sd", "--num_drafts=0"]),
         ("PAIR=70b/1b K=7 SEED=3", 2, ["--pair=70b/1b", "--lookahead=7", "--seed=3"]),
@@ -99,11 +99,6 @@ def test_flags(box: Path, variables: str, num_ranks: int, flags: list[str]) -> N
     assert launched(box, *variables.split()) == (num_ranks, flags)
 
 
-def test_words_survive(box: Path) -> None:
-    assert launched(box, 'OUT=it\'s  a "$HOME" `dir`') == (2, ['--out=it\'s  a "$HOME" `dir`'])
-    assert launched(box, "ARGS=--a=1 --b='x y'") == (2, ["--a=1", "--b=x y"])
-
-
 def test_environment_does_not_count(box: Path) -> None:
     assert launched(box, **dict.fromkeys(variables(box), "7")) == (2, [])
 
@@ -114,7 +109,7 @@ def test_environment_does_not_count(box: Path) -> None:
 def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     done = make_run(box, bad)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"[^\n]* is a whole number, [01] or more\.  Stop\.\n", done.stderr)
+    assert re.fullmatch(r"[^\n]* is a whole number, (0 or 1|[01] or more)\.  Stop\.\n", done.stderr)
     assert bad in done.stderr
 
 
@@ -131,7 +126,6 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     [
         ("probe", "TPP=2", "TP MODE"),
         ("figures", "OUT=x", "PYTHON ARGS"),
-        ("report", "DEVICE=x", "PYTHON ARGS"),
         ("test", "K=2", "PYTHON ARGS MPIRUN"),
         ("check", "ARGS=x", "PYTHON MPIRUN"),
         ("parity", "K=2", "PYTHON LIBRARY"),
@@ -163,23 +157,15 @@ def test_environment_of_the_ranks(box: Path) -> None:
     assert "MPI4PY_LIBMPI" not in env  # the library beside Python is this mpirun's
 
 
-@pytest.mark.parametrize("missing", ["PYTHON", "MPIRUN"])
-def test_missing_programs(box: Path, missing: str) -> None:
-    given = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun", missing: "/nowhere/it"}
-    done = call(box, "launch/local.sh", "2", **given)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "/nowhere/it" in done.stderr
-
-
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     grid = "mode=ar,sd; fan_out='list:4,4,3'"
-    given = [f"GRID={grid}", "REPEATS=2", "SHARD=1/4", "PAIR=toy", "DRAFTS=2", "TP=3"]
+    given = [f"GRID={grid}", "REPEATS=2", "SHARD=1/4", "PAIR=toy", "DRAFTS=1", "TP=4"]
     done = call(box, "make", "sweep", *fakes, *given)
     assert done.returncode == 0, done.stderr
     argv = json.loads(done.stdout.splitlines()[-1])[0]
     assert argv[:8] == ["-np", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
-    told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=2"}
+    told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=1"}
     assert set(argv[8:]) == told
     done = call(box, "make", "sweep", *fakes, "GRID=mode=ar", "TP=2")
     argv = json.loads(done.stdout.splitlines()[-1])[0]  # T is not what the grid needs no draft for

