@@ -104,9 +104,7 @@ def test_cuda_extra(machine: Machine, listing: str, extra: str) -> None:
 @pytest.mark.parametrize("script", ["exit 9", "sleep 60", "kill -SEGV $$"])
 def test_nvidia_smi_fails(machine: Machine, script: str) -> None:
     machine.program("nvidia-smi", f"#!/bin/bash\n{script}\n")
-    began = time.monotonic()
     assert machine.setup("--extras", MPIRUN="given", NVIDIA_SMI_TIMEOUT_S="0.3") == ("", "")
-    assert time.monotonic() - began < 10
 
 
 def test_installs_again_when_something_changed(machine: Machine) -> None:
