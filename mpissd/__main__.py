@@ -46,10 +46,8 @@ from mpissd.serve.config import ServeConfig  # noqa: E402
 HEAD_START_S = 5.0
 ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
 ALONE = {  # commands without MPI, and where the function of that name is, once one is asked for
-    **dict.fromkeys(("export", "collectives"), "mpissd.cli.exchange"),
     "compare": "mpissd.cli.compare",
-    "record": "mpissd.lab.record.command",
-    "laws": "mpissd.lab.laws.command",
+    "pair": "mpissd.lab.pair.command",
     "replicas": "mpissd.serve.replicas.command",
     "load": "mpissd.lab.load.command",
     "distill": "mpissd.learn.command",

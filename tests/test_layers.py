@@ -35,9 +35,7 @@ LAYERS = {
     "mpissd.lab": 7,
     "mpissd.lab.gates": 7,
     "mpissd.lab.tables": 7,
-    "mpissd.lab.interchange": 7,
-    "mpissd.lab.record": 7,
-    "mpissd.lab.laws": 7,
+    "mpissd.lab.pair": 7,
     "mpissd.lab.predict": 8,
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,
@@ -45,7 +43,6 @@ LAYERS = {
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
     "mpissd.lab.load": 10,
-    "mpissd.lab.limits": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
     "mpissd.online": 8,
@@ -77,7 +74,6 @@ STARTS_MPI = (
     "mpissd.lab.probe",
     "mpissd.lab.chat.serve",
     "mpissd.serve.ranks",
-    "mpissd.lab.limits",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",
 )
@@ -93,16 +89,12 @@ MAY_NAME_CUPY = (
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported where they are used alone
-# PyTorch is an extra: `distill` and one measurement of the limits use it.
+# PyTorch is an extra: `distill` and `online` use it.
 MAY_NAME_TORCH = (
     "mpissd.learn",
     "mpissd.online",
-    "mpissd.lab.limits.torch_graph",
-    "mpissd.lab.limits.torch_whole",
 )
 STARTS_TORCH = (
-    "mpissd.lab.limits.torch_graph",
-    "mpissd.lab.limits.torch_whole",
     *(
         f"mpissd.learn.{name}"
         for name in (

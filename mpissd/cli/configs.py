@@ -123,24 +123,3 @@ class CompareConfig(Checked):
         """Refuses a second result where one is shown."""
         if self.b is not None and self.show not in (None, "pair"):
             raise ConfigError(f"b={self.b} with show={self.show}: allowed: with show=pair")
-
-
-@dataclass(frozen=True)
-class ExportConfig(Checked):
-    """Flags of `export`: the rows to write, and the file whose suffix names the format."""
-
-    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
-    to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
-    where: str | None = flag(None, words, "take only rows with these values: key=value; key=value")
-
-
-@dataclass(frozen=True)
-class CollectivesConfig(Checked):
-    """Flags of `collectives`: a file of nccl-tests, and the profile that it extends."""
-
-    file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
-    profile: str | None = flag(None, words, "device profile to start from: a name or a file")
-    ranks: int | None = flag(
-        None, integer(2), "number of GPUs that took part, if FILE does not name it"
-    )
-    to: str | None = flag(None, words, "file to write: a .json for --profile and --device")

@@ -70,7 +70,7 @@ class WorkloadFlags(Checked):
     laws: str | None = flag(
         None,
         words,
-        "file of `mpissd laws`: a real pair's acceptance and hits (text, replay: of its fan-outs)",
+        "file of `mpissd pair`: a real pair's acceptance and hits (text, replay: of its fan-outs)",
         modes=DRAFTING,
         in_digest="said",
     )
@@ -142,7 +142,7 @@ class WorkloadFlags(Checked):
     )
 
     recording: str | None = flag(
-        None, words, "file of `mpissd record` that decides the tokens (replay)", in_digest="said"
+        None, words, "file of `mpissd pair` that decides the tokens (replay)", in_digest="said"
     )
 
     @property

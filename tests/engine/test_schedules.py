@@ -6,11 +6,9 @@ without rounds of ours; the decoding loops have to commit the same tokens, round
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +25,6 @@ from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
 from mpissd.common.schedules import SCHEDULES, is_tail, tail_list, with_schedule
-from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.speculator import InlineSpeculator, Speculator
 from mpissd.engine.decode.target import TargetLoop
@@ -46,7 +43,6 @@ from tests.loop.harness import (
     drive,
 )
 from tests.mpi.harness import Together, needs_mpi
-from tests.scripts import load
 
 VOCAB = 4096
 Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_draft
@@ -463,66 +459,3 @@ def test_a_schedule_is_lossless_on_language_models(runs: Together, schedule: str
 
 def test_a_run_config_made_by_hand_needs_no_schedule() -> None:
     assert RunConfig(mode="sd", backup="fast", target="8b").is_lookup
-
-
-# The table.
-
-ROOT = Path(__file__).resolve().parents[2]
-STUDIES = [("2", "h200"), ("3", "h100")]
-
-
-@pytest.fixture(scope="module")
-def script() -> Any:
-    """The study of schedules as a module."""
-    return load("results/emulated-schedules/schedules.py")
-
-
-def told(gpus: str, device: str) -> argparse.Namespace:
-    out = ROOT / "results" / "emulated-schedules"
-    return argparse.Namespace(out=out, gpus=int(gpus), device=device, tokens=1000, seed=1)
-
-
-@pytest.mark.parametrize(("gpus", "device"), STUDIES)
-def test_every_line_of_the_table_is_a_run_on_equal_gpus(
-    script: Any, gpus: str, device: str
-) -> None:
-    memory = load_profile(device).memory_bytes
-    for target in script.TARGETS:
-        for alpha in script.ALPHAS:
-            lines = [
-                (entry, *script.command(told(gpus, device), target, alpha, entry))
-                for entry in script.entries(target, alpha)
-            ]
-            assert len({tuple(flags) for _, _, *flags in lines}) == len(lines) == 13
-            for entry, ranks, *flags in lines:
-                parts = [flag[2:].partition("=") for flag in flags]
-                config = parse_flags({name: value or "True" for name, _, value in parts})
-                tp = int(ranks) - config.drafts
-                found = resolve(config, tp, backend="emulated", memory_bytes=memory)
-                assert found.world_size == int(ranks) <= int(gpus) and found.tp in (1, 2)
-                assert found.world_size == int(gpus) or (gpus == "3" and entry.inline)
-
-
-def test_k_is_the_best_by_its_formula(script: Any) -> None:
-    """On an H200: 17.9 ms a 70B verification at T = 2, 0.93 ms a 1B step with its LM head."""
-    by_name = {entry.name: entry for entry in script.entries("70b", 0.8)}
-    t = script.forward_s("h200", "70b", 2, 13)
-    s = script.forward_s("h200", "1b", 1, 1)
-    rates = [(1 - 0.8 ** (k + 1)) / 0.2 / (t + k * s) for k in range(1, 13)]
-    assert script.lengths(by_name["sd"], "h200", "70b", 2, 0.8)[0] == 1 + int(np.argmax(rates))
-    assert script.lengths(by_name["pearl"], "h200", "70b", 2, 0.8)[0] == 12  # all of it is hidden
-    assert script.lengths(by_name["amusd"], "h200", "70b", 2, 0.8)[0] == 14
-    k, backup = script.lengths(by_name["ssd, A = 0.75"], "h200", "70b", 2, 0.8)
-    assert k == 12 and 1 < backup < 12
-    assert script.ranks_for("70b", 3) == script.ranks_for("8b", 2) == 2
-    assert script.ranks_for("8b", 1) == 1
-
-
-@pytest.mark.parametrize(("gpus", "device"), STUDIES)
-def test_the_committed_tables_are_what_the_rows_say(script: Any, gpus: str, device: str) -> None:
-    page = (ROOT / "docs" / "schedules.md").read_text("utf-8")
-    for target in script.TARGETS:
-        for alpha in script.ALPHAS:
-            text = script.table(told(gpus, device), (target, alpha))
-            assert text in page and text.endswith("All emitted the same tokens: yes.")
-            assert text.count("\n| ") == 14  # the head, and a line for each

@@ -16,7 +16,7 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import load, save
-from mpissd.lab.laws.outcomes import of_recording
+from mpissd.lab.pair.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.recorded import outcomes, predict_replay
 from mpissd.lab.predict.recurrence import follow

@@ -230,4 +230,4 @@ def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:
 
 def _refused(path: str, reason: str) -> ConfigError:
     reason = " ".join(reason.split())
-    return ConfigError(f"recording={path}: {reason}: allowed: a whole file of `record`")
+    return ConfigError(f"recording={path}: {reason}: allowed: a whole file of `mpissd pair`")

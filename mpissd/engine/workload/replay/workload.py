@@ -37,7 +37,9 @@ class ReplayWorkload(Workload):
         """The recording that --recording names."""
         path = self.job.config.recording
         if path is None:
-            raise ConfigError("recording: needed with workload=replay: allowed: a file of `record`")
+            raise ConfigError(
+                "recording: needed with workload=replay: allowed: a file of `mpissd pair`"
+            )
         return load(path)
 
     @property

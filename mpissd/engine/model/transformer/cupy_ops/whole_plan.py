@@ -41,7 +41,7 @@ _TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
 _TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
 _AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
 _FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of weights under way
-extra_macros: tuple[tuple[str, int], ...] = ()  # of a trace (results/h200-transformer/trace.py)
+extra_macros: tuple[tuple[str, int], ...] = ()  # set by a program that traces the kernel
 
 
 @dataclass(frozen=True)
