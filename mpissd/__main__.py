@@ -130,7 +130,7 @@ def front(command: cli.Command, arguments: list[str]) -> int:
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
     if command.name == "doctor":
-        from mpissd.ops.doctor.examine import doctor
+        from mpissd.ops.doctor.command import doctor
 
         return doctor(command.config, check_before_mpi)
     if command.name in ("predict", "plan"):

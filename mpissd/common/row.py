@@ -228,9 +228,10 @@ class Row(Origin, Mapping[str, Any]):
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(
-        "p50 of K sequential draft steps: of the measured full misses, else "
-        "of the calibration; null for prompt lookup and in AR. With several groups "
-        "it includes what the draft did for others meanwhile, as `t_growth_s` does",
+        "p50 of K sequential draft steps: of the measured full misses, else of the calibration (in "
+        "rounds that the device chains, always until 2026-11-24); null for prompt lookup and in AR. "
+        "With several groups it includes what the draft did for others meanwhile, as `t_growth_s` "
+        "does",
         "s",
     )
     t_growth_s: float | None = key(
@@ -326,9 +327,9 @@ class Row(Origin, Mapping[str, Any]):
     )
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
-        "versions as loaded, hosts, devices, command line, commit; `variables`: those of the "
-        "environment that choose kernels, where the lead has them; `calibrated_at`: the time of "
-        "the oldest measurement behind the prediction; `kernel`: which kernels read the target's "
+        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
+        "the oldest measurement behind the prediction; `draws`: where the lead draws sampled "
+        "tokens, device or host; `kernel`: which kernels read the target's "
         "weights on the lead (of a transformer on a GPU: whole, one kernel where a forward has few "
         "rows, or cuda: docs/transformer.md); `sweep`: which sweep, task, repeat and flags "
         "(docs/sweep.md), null in a row of `run`"

@@ -69,9 +69,12 @@ class ChainedDrafter(Drafter):
         self.rollout.steps = self._policy.lookahead
 
     def complete(self, speculation: Speculation, draft_s: float) -> None:
-        """Ends a chained round, whose tokens `speculation` holds now."""
+        """Ends a chained round, whose tokens `speculation` holds now.
+
+        draft_s: device time of its draft forwards, in seconds.
+        """
         self.ledger.mark(DraftPhase.WAIT)
-        self._draft_s = draft_s
+        self._rows.draft_s, self._rows.forwards = draft_s, self._policy.lookahead
         self.hear(speculation)
         self.close_round(speculation)
 

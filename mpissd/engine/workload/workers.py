@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.lessons import Lesson, Sent
+from mpissd.engine.comm.logit_stream import Lesson, Sent
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.placed import PlacedWorker
