@@ -38,7 +38,7 @@ class Spec:
 
 
 FIGURES = {
-    "equal_gpus": Spec(equal_gpus, "SSD beside every other use of as many GPUs"),
+    "equal_gpus": Spec(equal_gpus, "SSD against every other use of as many GPUs"),
     "throughput": Spec(throughput, "AR, SD and SSD throughput over alpha and K", per_pair=True),
     "cache_hits": Spec(cache_hits, "what a cache-hit rate is worth"),
     "fan_out": Spec(fan_out, "branch budgets, uniform against geometric"),
