@@ -177,7 +177,6 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     [
         ("probe", "TPP=2", "TP MODE"),
         ("figures", "OUT=x", "PYTHON ARGS"),
-        ("report", "DEVICE=x", "PYTHON ARGS"),
         ("test", "K=2", "PYTHON ARGS MPIRUN"),
         ("check", "ARGS=x", "PYTHON MPIRUN"),
         ("parity", "K=2", "PYTHON LIBRARY"),

@@ -1,4 +1,4 @@
-"""The milestone report's tables 1 and 2 (one V100-32, alpha = .9), and the same numbers of our rows.
+"""The milestone report's tables 1 and 2 (one V100-32, alpha = .9), and ours.
 
 One definition for every row: speedup(AR → SD) = E / (r(K+1) + T_draft), where
 E = (1 − a^{K+1})/(1 − a), r(M) = t_target(M)/t_target(1) and T_draft = t_draft/t_target(1) =
