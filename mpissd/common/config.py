@@ -60,7 +60,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     @property
     def fast_lookup(self) -> str | None:
         """How a fast backup finds what to copy; None if none may draft."""
-        return self.lookup if self.mode != "ar" and self.backup in ("fast", "auto") else None
+        return self.lookup if self.mode != "ar" and self.backup == "fast" else None
 
     @property
     def token_limit(self) -> int | None:

@@ -54,7 +54,7 @@ class MethodFlags(Checked):
     fan_out: str = flag(
         "uniform:3",
         words,
-        "branches kept: uniform:F, geometric:B, list:F0,…,FK, adaptive:B or tail:F (ssd)",
+        "branches kept: uniform:F, geometric:B, list:F0,…,FK or tail:F (ssd)",
         modes=GROWING,
     )
     fan_out_miss: str | None = flag(
@@ -65,14 +65,14 @@ class MethodFlags(Checked):
     )
     on_late: str = flag(
         "finish",
-        choice("finish", "serve", "auto"),
+        choice("finish", "serve"),
         "what to do with a hit that is not fully grown: finish it, or serve it as it is (ssd)",
         modes=GROWING,
     )
     backup: str = flag(
         "jit",
-        choice("jit", "fast", "auto"),
-        "what drafts after a cache miss: jit (draft model), fast (prompt lookup) or auto",
+        choice("jit", "fast"),
+        "what drafts after a cache miss: jit (draft model) or fast (prompt lookup)",
         modes=DRAFTING,
     )
     backup_lookahead: int | None = flag(
@@ -104,24 +104,15 @@ class MethodFlags(Checked):
             raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
 
     def check_fan_outs(self) -> None:
-        """Refuses fan_out_miss if either fan-out is a tail or adaptive, and so changes by round."""
+        """Refuses fan_out_miss if either fan-out is a tail, which changes by round."""
         if self.fan_out_miss is None:
             return
         for name, text in (("fan_out", self.fan_out), ("fan_out_miss", self.fan_out_miss)):
-            if is_tail(text) or text.strip().startswith("adaptive"):
+            if is_tail(text):
                 raise ConfigError(
                     f"{name}={text} with both fan_out and fan_out_miss: allowed: uniform, "
                     "geometric, list"
                 )
-
-    def check_backup(self) -> None:
-        """Refuses backup=auto without a cache that can miss, and with several drafts."""
-        if self.backup == "auto" and self.mode != "ssd":
-            raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
-        if (
-            self.backup == "auto" and self.drafts > 1
-        ):  # each draft's timings would include the other drafts' misses
-            raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
 
     def check_backup_lookahead(self) -> None:
         """Refuses backup_lookahead above K, and 0 unless the fan-out is a tail."""

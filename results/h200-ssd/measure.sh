@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # What SSD's choices are worth on a GPU machine, one command:  results/h200-ssd/measure.sh OUT NUM_GPUS
-# Lateness (8b/1b, K = 7: growth takes longer than a verification), backups over the batch, adaptive
-# fan-out, sampled decoding with a language-model pair, and several draft ranks (4 GPUs). ROUNDS=400,
-# LIMIT_S=60 a run; PARTS="late backup fanout sampled drafts framework" to choose.
+# Backups over the batch, fan-outs, sampled decoding with a language-model pair, and several draft
+# ranks (4 GPUs). ROUNDS=400, LIMIT_S=60 a run; PARTS="backup fanout sampled drafts framework" to choose.
 set -u -o pipefail
 out=${1:?usage: results/h200-ssd/measure.sh OUT NUM_GPUS} gpus=${2:?usage: results/h200-ssd/measure.sh OUT NUM_GPUS}
-parts=(framework late backup fanout sampled)
+parts=(framework backup fanout sampled)
 [ "$gpus" -lt 4 ] || parts+=(drafts)
 read -ra wanted <<<"${PARTS:-${parts[*]}}"
 LIMIT_S=${LIMIT_S:-60} ROUNDS=${ROUNDS:-400} study=(--backend=cupy --fuse --progress=off)
@@ -14,23 +13,10 @@ LIMIT_S=${LIMIT_S:-60} ROUNDS=${ROUNDS:-400} study=(--backend=cupy --fuse --prog
 
 framework() { measure 2 --mode=ssd --backend=emulated --device=null --pair=toy --rounds=5000; }
 small=(--pair=8b/1b --alpha=.8)
-late() {
-    local on_late
-    measure 2 --mode=sd "${small[@]}" --lookahead=7
-    for on_late in finish serve auto; do
-        measure 2 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late
-        measure 2 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late \
-            --backup_lookahead=3
-    done
-    [ "$gpus" -lt 3 ] || for on_late in finish auto; do
-        measure 3 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late \
-            --num_drafts=2
-    done
-}
 backup() {
     local batch way
     for batch in 1 4 16 64; do
-        for way in jit fast auto; do
+        for way in jit fast; do
             measure 2 "${small[@]}" --lookahead=4 --fan_out=geometric:12 --batch_size=$batch \
                 --backup=$way
         done
@@ -38,7 +24,7 @@ backup() {
 }
 fanout() {
     local way
-    for way in uniform:3 geometric:24 adaptive:24; do
+    for way in uniform:3 geometric:24; do
         measure 2 --pair=8b/1b --alpha=.65 --hit_a=1 --hit_r=.6 --lookahead=5 --fan_out=$way
     done
 }

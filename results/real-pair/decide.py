@@ -119,9 +119,7 @@ def tested(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
     weights = np.array(load_laws(str(own)).behind(LOOKAHEAD).accepted, float)
     weights /= weights.sum()
     for budget in BUDGETS:
-        for text in (f"uniform:{budget // width}", f"geometric:{budget}", f"adaptive:{budget}"):
-            if text.startswith("adaptive") and budget > 16:
-                continue  # a row may keep more candidates than were recorded
+        for text in (f"uniform:{budget // width}", f"geometric:{budget}"):
             try:
                 job = job_of(recording, own, lookahead=LOOKAHEAD, fan_out=text)
             except ConfigError as error:
@@ -138,7 +136,7 @@ def tested(recording: Path, own: Path) -> Iterator[dict[str, Any]]:
                 "budget": budget,
                 "fan_out": text,
                 "list": list(job.fan_out),
-                "predicted": None if text.startswith("adaptive") else float(weights @ chances),
+                "predicted": float(weights @ chances),
                 "hit_rate": rate,
                 "hit_rate_95": interval,
             }

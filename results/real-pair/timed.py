@@ -86,10 +86,8 @@ def read(folder: Path, row: Row) -> Run:
     assert profile is not None
     config = RunConfig(**profile.config)
     job = resolve(config, profile.tp, backend=row["backend"], memory_bytes=None)
-    predicted = None
-    if row["backup"] != "auto" and row["on_late"] != "auto":
-        times = follow(job, profile.device, profile.host, sequences).round_s.ravel()
-        predicted = float(tokens[plain].sum() / times[plain].sum())
+    times = follow(job, profile.device, profile.host, sequences).round_s.ravel()
+    predicted = float(tokens[plain].sum() / times[plain].sum())
     rows = row["batch_size"] * (row["lookahead"] + 1)
     lanes = row["batch_size"] * (row["branch_budget"] or 0)
     has_draft = profile.device.draft is not None

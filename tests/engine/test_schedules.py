@@ -156,11 +156,6 @@ def test_a_lookup_holds_no_draft() -> None:
         ({"pair": "8b/medusa:8b", "backup_lookahead": "2"}, "backup_lookahead=2 with medusa4"),
         ({"pair": "8b/medusa:8b", "workload": "markov"}, "medusa4.*workload=markov: allowed: gemm"),
         ({"fan_out": "tail:1", "num_drafts": "2"}, "num_drafts=2 with fan_out=tail:1: allowed: 1"),
-        (
-            {"fan_out": "tail:1", "on_late": "auto"},
-            "on_late=auto with fan_out=tail:1: allowed: fin",
-        ),
-        ({"fan_out": "tail:1", "backup": "auto"}, "backup=auto with fan_out=tail:1: allowed: jit"),
         ({"fan_out": "tail:1", "p_hit": "0.5"}, "p_hit=0.5 with fan_out.*every F_k from 1"),
         ({"fan_out": "tail:0"}, "fan_out=tail:0: allowed: tail:F, F from 1 on"),
         ({"fan_out": "tail:x"}, "fan_out=tail:x: allowed: tail:F, F from 1 on"),

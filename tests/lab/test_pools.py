@@ -202,7 +202,6 @@ def test_predict_takes_groups(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "why"),
     [
         (("--num_tokens=100",), "and rounds"),
-        (("--rounds=9", "--on_late=auto"), "nothing that adapts"),
         (("--rounds=9", "--num_drafts=2"), "one draft"),
         (("--rows=results",), "groups=3 with rows"),
     ],

@@ -26,7 +26,7 @@ METHODS: list[dict[str, Any]] = [
     {"mode": "ssd"},
     {"mode": "ssd", "num_drafts": 2},
     {"mode": "ssd", "fan_out": "tail:2"},
-    {"mode": "ssd", "fan_out": "adaptive:12", "backup": "auto"},
+    {"mode": "ssd", "fan_out": "geometric:12", "backup": "fast"},
 ]
 
 

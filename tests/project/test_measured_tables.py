@@ -27,22 +27,9 @@ def one(**wanted: Any) -> dict[str, Any]:
     return row
 
 
-def late(on_late: str, short: int, num_drafts: int = 1) -> str:
-    row = one(on_late=on_late, lookahead=7, tp=1, backup_lookahead=short, num_drafts=num_drafts)
-    return f"{row['tok_per_s']:.0f}"
-
-
-def late_hits() -> Iterator[str]:
-    yield f"| SD | {one(mode='sd', lookahead=7, tp=1)['tok_per_s']:.0f} | |"
-    for on_late in ("finish", "serve", "auto"):
-        yield f"| `{on_late}` | {late(on_late, 7)} | {late(on_late, 3)} |"
-    yield f"| `finish`, D = 2 (T = 1 + 2) | {late('finish', 7, 2)} | |"
-    yield f"| `auto`, D = 2 | {late('auto', 7, 2)} | |"
-
-
 def backups() -> Iterator[str]:
     for batch in (1, 4, 16, 64):
-        found = [one(batch_size=batch, backup=way, lookahead=4) for way in ("jit", "fast", "auto")]
+        found = [one(batch_size=batch, backup=way, lookahead=4) for way in ("jit", "fast")]
         yield f"| {batch} | " + " | ".join(f"{row['tok_per_s']:.0f}" for row in found) + " |"
 
 
@@ -57,7 +44,7 @@ def drafts() -> Iterator[str]:
         )
 
 
-@pytest.mark.parametrize("lines", [late_hits, backups, drafts])
+@pytest.mark.parametrize("lines", [backups, drafts])
 def test_a_measured_table_is_what_its_rows_say(lines: Any) -> None:
     for line in lines():
         assert line in PAGE

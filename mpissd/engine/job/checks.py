@@ -37,14 +37,12 @@ def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None)
 def _check_tail(config: RunConfig) -> None:
     """Refuses flags that fan_out=tail:F does not allow.
 
-    A tail has one branch, which one draft grows, and no list F_0 … F_K. The automatic controls
-    learn from such lists, and Saguaro sampling damps the tokens that they keep.
+    A tail has one branch, which one draft grows, and no list F_0 … F_K whose
+    tokens Saguaro sampling could damp.
     """
     for name, value, allowed in (
         ("num_drafts", config.drafts, (1,)),
         ("saguaro_c", config.saguaro_c, (1, None)),
-        ("on_late", config.on_late, ("finish", "serve")),
-        ("backup", config.backup, ("jit", "fast")),
     ):
         if value not in allowed:
             values = ", ".join(str(one) for one in allowed if one is not None)

@@ -16,7 +16,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
+from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.placement import Placement, StatelessPlacement
 
@@ -51,7 +51,6 @@ class Resolved:
     lookahead: int  # 0 in AR
     fan_out: tuple[int, ...]  # F_0 … F_K behind a hit; empty unless SSD
     fan_out_miss: tuple[int, ...]  # F_0 … F_K behind a trunk that a backup drafted
-    fan_out_fast: tuple[int, ...] | None  # with backup=auto, the list behind FAST tokens; else None
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -179,22 +178,16 @@ class Resolved:
         return self.config.batch_size * max(1, self.num_lanes)
 
     @property
-    def adaptive_budget(self) -> int | None:
-        """Budget B of --fan_out=adaptive:B, or None if the fan-out is fixed."""
-        return adaptive_budget(self.config.fan_out) if self.fan_out else None
-
-    @property
     def fan_outs(self) -> FanOuts:
-        """The fan-out lists of the job: behind hits, behind misses, and behind FAST tokens."""
-        return FanOuts(self.fan_out, self.fan_out_miss, self.fan_out_fast)
+        """The fan-out lists of the job: after hits, and after misses."""
+        return FanOuts(self.fan_out, self.fan_out_miss)
 
     @property
     def num_lanes(self) -> int:
         """The largest number of branches that one draft grows for a sequence."""
-        branches = self.adaptive_budget or self.fan_outs.branches
-        return -(-branches // max(1, self.config.drafts))
+        return -(-self.fan_outs.branches // max(1, self.config.drafts))
 
     @property
     def widest(self) -> int:
         """The largest number of candidates that a row may keep, at least 1."""
-        return max(1, self.adaptive_budget or self.fan_outs.widest)
+        return max(1, self.fan_outs.widest)

@@ -27,11 +27,8 @@ def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, 
     Raises ConfigError if its outcomes depend on time.
     """
     config = job.config
-    if job.adaptive_budget is not None or config.backup == "auto" or config.on_late != "finish":
-        raise ConfigError(
-            f"no prediction for a replay with fan_out={config.fan_out}, backup={config.backup}, "
-            f"on_late={config.on_late}: allowed: a fixed list, jit or fast, finish"
-        )
+    if config.on_late != "finish":
+        raise ConfigError(f"a replay's prediction with on_late={config.on_late}: allowed: finish")
     sequences, num_tokens = outcomes(job)
     followed = follow(job, device, host, sequences)
     wall = float(followed.round_s.sum())
