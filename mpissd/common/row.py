@@ -100,7 +100,8 @@ class Row(Origin, Mapping[str, Any]):
         "say; missing: an older row). Null for `forward` gemm"
     )
     on_late: str | None = key(
-        "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"
+        "finish: hits that arrive before growth is complete are finished first; serve and auto in "
+        "older rows. Null unless SSD"
     )
     backup: str | None = key("what drafts after a miss; in SD it drafts every round; null in AR")
     backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
@@ -287,8 +288,8 @@ class Row(Origin, Mapping[str, Any]):
     )
     predicted_tok_per_s: float | None = key(
         "rate that the replay predicts from this run's draws and this job's own calibration; of "
-        "text, from its own acceptance, hits and `t_prefill_s`, where a model drafts and "
-        "nothing is served late (else null)",
+        "text, from its own acceptance, hits and `t_prefill_s` where a model "
+        "drafts (else null)",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")

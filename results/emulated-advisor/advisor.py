@@ -55,6 +55,21 @@ FEWEST, MOST, AR = 40, 120, 25  # … so many rounds; AR draws nothing
 
 
 @dataclass(frozen=True)
+class Rival(Choice):
+    """A choice of the rows' time, which also said what happens to late hits (retired)."""
+
+    on_late: str = "finish"
+
+    def flags(self) -> dict[str, str]:
+        """Returns the flags of `mpissd run` for this choice, as its row says them."""
+        flags = super().flags()
+        if self.fan_out is not None:
+            backup = flags.pop("backup_lookahead")
+            flags |= {"on_late": self.on_late, "backup_lookahead": backup}
+        return flags
+
+
+@dataclass(frozen=True)
 class Cell:
     """One question to the advisor. laws: flags of `run`; rivals: the advice first."""
 
@@ -63,7 +78,7 @@ class Cell:
     pair: str
     gpus: int
     laws: dict[str, str]
-    rivals: tuple[Choice, ...]
+    rivals: tuple[Rival, ...]
 
     @classmethod
     def draw(cls, number: int, seed: int) -> Cell:
@@ -88,11 +103,12 @@ class Cell:
         return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def _rivals(advice: Advice) -> tuple[Choice, ...]:
+def _rivals(advice: Advice) -> tuple[Rival, ...]:
     """The advice, two alternatives, and the best of the other modes."""
     others = {choice.mode: choice for choice in reversed(advice.by_method)}
     others.pop(advice.best.mode)
-    return (advice.best, *advice.alternatives, *others.values())
+    choices = (advice.best, *advice.alternatives, *others.values())
+    return tuple(Rival(**vars(choice)) for choice in choices)
 
 
 def cells_of(out: Path, count: int, seed: int) -> list[Cell]:
@@ -102,7 +118,7 @@ def cells_of(out: Path, count: int, seed: int) -> list[Cell]:
     if not path.exists():
         return [Cell.draw(number, seed) for number in range(count)]
     return [
-        Cell(**{**cell, "rivals": tuple(Choice(**choice) for choice in cell["rivals"])})
+        Cell(**{**cell, "rivals": tuple(Rival(**choice) for choice in cell["rivals"])})
         for cell in json.loads(path.read_text())
     ]
 
@@ -221,7 +237,8 @@ def name_of(choice: Choice) -> str:
     if choice.mode == "sd":
         return f"SD {where} K={choice.lookahead}"
     backup = f"{choice.backup} {choice.backup_lookahead}"
-    return f"SSD {where} K={choice.lookahead} {choice.fan_out} {backup} {choice.on_late}"
+    late = choice.on_late if isinstance(choice, Rival) else "finish"
+    return f"SSD {where} K={choice.lookahead} {choice.fan_out} {backup} {late}"
 
 
 def main() -> int:

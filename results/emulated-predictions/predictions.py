@@ -71,7 +71,9 @@ def ahead(rng: random.Random, lookahead: int) -> list[str]:
         flags.append(f"--p_hit={rng.choice([0, 0.3, 0.6, 0.9, 1])}")
     else:
         flags += [f"--hit_a={rng.uniform(0.4, 1):.2f}", f"--hit_r={rng.uniform(0.5, 1.5):.2f}"]
-    flags.append(f"--on_late={rng.choice(['finish', 'serve'])}")
+    rng.choice(
+        ["finish", "serve"]
+    )  # as before --on_late was retired, so that seeds keep their flags
     flags.append(f"--backup={rng.choice(['jit', 'jit', 'fast'])}")
     flags.append(f"--backup_lookahead={rng.randint(1, lookahead)}")
     return flags

@@ -55,8 +55,8 @@ class Entry:
 
 
 def entries(target: str, alpha: float) -> Iterator[Entry]:
-    """All schedules. One branch behind the tail is right as often as a drafted token: A = 1 − alpha
-    (temperature 0); candidates behind a rejection miss by .75/F."""
+    """All schedules. A bonus after accepted tokens is right as often as a drafted one (temperature
+    0): A = 1 − alpha. Candidates after a rejection miss by .75/F."""
     first_choice = f"--hit_a={1 - alpha:.2f}"
     yield Entry("ar", ("--mode=ar",), inline=True, drafting="0")
     yield Entry("sd-inline", ("--schedule=sd-inline",), inline=True)
@@ -68,8 +68,6 @@ def entries(target: str, alpha: float) -> Iterator[Entry]:
         flags = ("--schedule=lookup", f"--acceptance_fast=alpha:{rate}")
         yield Entry(f"lookup at {rate}", flags, inline=True, drafting=str(LOOKED_UP))
     yield Entry("sd", ("--mode=sd",))
-    yield Entry("pearl", ("--schedule=pearl", first_choice), drafting="hidden")
-    yield Entry("amusd", ("--schedule=amusd", first_choice), drafting="served")
     yield Entry("ssd, A = 0.75", ("--mode=ssd",), drafting="ssd")  # the default of its rows' time
     yield Entry(f"ssd, A = {1 - alpha:.2f}", ("--mode=ssd", first_choice), drafting="ssd")
 
@@ -84,8 +82,7 @@ def ranks_for(target: str, gpus: int) -> int:
 def lengths(entry: Entry, device: str, target: str, tp: int, alpha: float) -> tuple[int, int]:
     """(K, K_b) with the most tokens a second; E(K) tokens a round, t the verification, s a step.
 
-    exposed: E(K)/(t + K·s). hidden: E(K)/max(t, (K+1)·s). served: likewise, and two more: what
-    there is is served, K only bounds it. ssd: hits as hidden ones, misses after K_b exposed steps.
+    exposed: E(K)/(t + K·s). ssd: hits take max(t, (K+1)·s), misses K_b exposed steps.
     """
     if entry.drafting.isdigit():
         return int(entry.drafting), int(entry.drafting)
@@ -102,7 +99,7 @@ def lengths(entry: Entry, device: str, target: str, tp: int, alpha: float) -> tu
 
     ways = [(k, b) for k in range(1, LONGEST + 1) for b in range(1, k + 1) if b == k or 0 < hit < 1]
     best, backup = max(ways, key=lambda way: tok_per_s(*way))
-    return best + 2 * (entry.drafting == "served"), backup
+    return best, backup
 
 
 def mean_tokens(alpha: float, count: int) -> float:

@@ -22,14 +22,7 @@ seed = 0..4
 mode = ssd
 hit_law = "power:A=0.75,r=1.0"
 """
-FLAGS = ("lookahead", "fan_out", "backup", "backup_lookahead", "on_late")
-OTHERS = """
-[pearl]
-schedule = pearl, amusd
-alpha = .5, .8, .9
-lookahead = 3
-seed = 0
-"""
+FLAGS = ("lookahead", "fan_out", "backup", "backup_lookahead")
 
 
 def block(path: Path) -> str:
@@ -47,7 +40,6 @@ def main() -> int:
     """Prints the grid."""
     print(HEAD)
     print("\n\n".join(block(Path(name)) for name in sys.argv[1:]))
-    print(OTHERS, end="")
     return 0
 
 

@@ -5,7 +5,7 @@
 # visit did not reach comes first. Rows are written as they are measured; the table stands last. SMOLLM2=FILE.gguf adds real text.
 # PYTHON, MPIRUN: launch/env.sh. DRY=1 only plans. A rehearsal: BACKEND=emulated … with FLAGS="--device=null".
 set -u -o pipefail
-all=(idle serve 70b-more real rivals advised inline 70b text probe-real bare bare-inline schedules crowd crowd-inline probe batches
+all=(idle serve 70b-more real rivals advised inline 70b text probe-real bare bare-inline crowd crowd-inline probe batches
     batches-inline)
 usage="usage: results/two-gpus/measure.sh OUT [${all[*]}]"
 out=${1:?$usage} gpus=2 here=${0%/*} BUDGET_S=${BUDGET_S:-530}
@@ -36,7 +36,6 @@ serve() { # SmolLM2 under a load: auto with a draft GPU beside AR and SD inline 
 for one; do
     case $one in
         idle) within 90 cells idle-T1D1 ;;
-        schedules) within 150 cells schedules-T1D1 ;;
         crowd) within 90 cells crowd-T1D1 ;;
         crowd-inline) within 80 cells crowd-T2D0 ;;
         real) within 100 cells real-T1D1 ;;

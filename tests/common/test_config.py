@@ -19,7 +19,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 CONTRACT = (
     "num_drafts mode pair target draft backend device workload lookahead fan_out alpha p_hit "
     "batch_size rounds seed out num_tokens temperature hit_a hit_r all_reduce fuse lm_head context "
-    "num_layers on_late backup backup_lookahead warmup_rounds deadline_s"
+    "num_layers backup backup_lookahead warmup_rounds deadline_s"
 ).split()
 
 

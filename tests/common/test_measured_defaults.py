@@ -76,7 +76,7 @@ def test_a_gpu_s_auto_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_schedule_says_what_is_grown() -> None:
-    flags = {**TEXT, "workload": "text", "schedule": "pearl"}
+    flags = {**TEXT, "workload": "text", "schedule": "lookup"}
     assert implied.with_measured(flags) == flags
 
 

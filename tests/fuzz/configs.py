@@ -139,10 +139,8 @@ def growth(dice: random.Random, lookahead: int) -> Flags:
                 f"uniform:{dice.randint(1, 6)}",
                 f"geometric:{dice.randint(lookahead + 1, 40)}",
                 f"list:{lists}",
-                f"tail:{dice.randint(1, 3)}",
             ]
         ),
-        "on_late": dice.choice(["finish", "serve"]),
     }
     if dice.random() < 0.2:
         flags["fan_out_miss"] = f"uniform:{dice.randint(1, 3)}"
@@ -239,8 +237,6 @@ def lists(dice: random.Random, flags: Flags) -> Broken:
             ({"fan_out": "uniform:5000"}, "5000"),
             ({"fan_out": "uniform:0", "p_hit": "0.9"}, "0"),
             ({"lookahead": "4", "fan_out": "geometric:0"}, "geometric"),
-            ({"fan_out": "tail:0"}, "tail"),
-            ({"num_drafts": "2", "fan_out": "tail:2"}, "num_drafts=2"),
             ({"pair": "8b/medusa:8b", "lookahead": "3"}, "lookahead=3"),
             ({"pair": "eagle:8b/1b"}, "eagle"),
         ]

@@ -180,10 +180,10 @@ def test_a_point_is_what_run_makes_of_its_flags() -> None:
 
 
 def test_a_schedule_says_which_mode_it_is() -> None:
-    found = plan("schedule=none,pearl,lookup; p_hit=.5; mode=none", alpha=0.7)
+    found = plan("schedule=none,suffix,lookup; p_hit=.5; mode=none", alpha=0.7)
     assert flags(found) == [
         {"alpha": "0.7", "p_hit": ".5"},
-        {"alpha": "0.7", "schedule": "pearl", "p_hit": ".5"},
+        {"alpha": "0.7", "schedule": "suffix"},
         {"alpha": "0.7", "schedule": "lookup"},  # SD has no hit rate
     ]
 

@@ -234,7 +234,6 @@ class VirtualRun:
             job.fan_outs,
             Source.FAST if config.backup == "fast" else Source.JIT,
             job.backup_lookahead,
-            config.on_late,
         )
         drafter = Drafter(worker, policy, batch, self.draft)
         close = drafter.ledger.close_round

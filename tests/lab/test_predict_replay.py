@@ -11,7 +11,6 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload.markov.laws import MarkovLaws
@@ -65,12 +64,6 @@ def test_rounds_are_the_recording_s_and_take_the_device_s_time(path: Path, mode:
     hits = ((counted > 0) & (counted <= 3)).mean()  # uniform:3
     assert row["hit_rate"] == pytest.approx(hits)
     assert np.isfinite(row["wall_s"]) and row["wall_s"] > row["num_rounds"] * row["t_target_s"]
-
-
-def test_outcomes_that_depend_on_time_are_refused(path: Path) -> None:
-    made = job(path, on_late="serve")
-    with pytest.raises(ConfigError, match="a replay's prediction"):
-        predict_replay(made, costs(made), HostCosts())
 
 
 def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,6 @@ class Pair:
     fan_out_miss: tuple[int, ...] | None = None
     backup: str = "jit"
     backup_lookahead: int | None = None
-    on_late: str = "finish"
     num_drafts: int = 1
     tp: int = 1
 
@@ -104,7 +103,6 @@ class Pair:
             self.fans,
             Source[self.backup.upper()],
             self.backup_lookahead or self.K,
-            self.on_late,
             sampled=True,
             share=share,
         )

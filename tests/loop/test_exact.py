@@ -15,18 +15,12 @@ from tests.loop.enumeration import EXACT, Case, Decoding, enumerate_
 from tests.loop.markov_rig import Pair
 
 SD, SSD = Pair("sd"), Pair("ssd")
-SERVE = replace(SSD, on_late="serve", backup_lookahead=1)
 
 
 def by_past(decoding: Decoding) -> Control:
     """K, and the most candidates of a row, by the numbers of tokens accepted so far."""
     past = sum(decoding.accepted)
     return Control(lookahead=(2, 1)[past % 2], width=(3, 1, 0, 2)[past % 4])
-
-
-def at_random(decoding: Decoding) -> int:
-    """0 … K growth steps, whatever was drawn."""
-    return decoding.choices.among(decoding.case.pair.K + 1)
 
 
 def none(decoding: Decoding) -> int:
@@ -43,14 +37,6 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
     "hit": (Case(replace(SSD, fan_out=(4, 4, 4))), {(CACHE, 2), (JIT, 2)}),
     "fast": (Case(replace(SSD, fan_out=(1, 0, 0), backup="fast")), {(CACHE, 2), (FAST, 2)}),
     "fast alone": (Case(replace(SD, backup="fast")), {(FAST, 2)}),
-    "served as it is": (
-        Case(SERVE, steps=at_random),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (JIT, 1)},
-    ),
-    "served as it is, or fast": (
-        Case(replace(SERVE, backup="fast"), steps=at_random),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (FAST, 1)},
-    ),
     "all by past k": (
         Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past),
         {(CACHE, 1), (CACHE, 2), (JIT, 2)},
@@ -79,10 +65,6 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
         {(CACHE, 2), (JIT, 2)},
     ),
     "every distribution lost": (Case(SSD, confirms=lambda decoding: False), {(CACHE, 2), (JIT, 2)}),
-    "C=0.1, served as it is": (
-        Case(replace(SERVE, saguaro_c=0.1), steps=at_random),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (JIT, 1)},
-    ),
 }
 
 

@@ -25,7 +25,6 @@ METHODS: list[dict[str, Any]] = [
     {"mode": "sd"},
     {"mode": "ssd"},
     {"mode": "ssd", "num_drafts": 2},
-    {"mode": "ssd", "fan_out": "tail:2"},
     {"mode": "ssd", "fan_out": "geometric:12", "backup": "fast"},
 ]
 

@@ -55,8 +55,6 @@ COVERING: list[dict[str, Any]] = [
     {**SSD, "lookahead": 8, "fan_out": "geometric:16", "batch_size": 3, "backup": "fast"},
     {**SSD, "lookahead": 1, "fan_out": "list:2,5", "batch_size": 6, "fan_out_miss": "list:0,1"},
     {**SSD, "lookahead": 5, "fan_out": "uniform:8", "batch_size": 2, "backup_lookahead": 2},
-    {**SSD, "lookahead": 4, "fan_out": "tail:2", "batch_size": 3},
-    {**SSD, "lookahead": 3, "fan_out": "tail:3", "batch_size": 1, "backup_lookahead": 0},
     {**TWO, "lookahead": 8, "fan_out": "uniform:2", "batch_size": 1},
     {**TWO, "lookahead": 1, "fan_out": "uniform:3", "batch_size": 2, "backup": "fast"},
     {**TWO, "lookahead": 3, "fan_out": "list:1,0,4,2", "batch_size": 6, "backup_lookahead": 1},

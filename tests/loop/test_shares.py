@@ -55,7 +55,6 @@ def run_drafts(
             fan_outs or FanOuts(scenario.fans, scenario.fans),
             scenario.source,
             scenario.backup_tokens,
-            scenario.on_late,
             share=share,
         )
         drafter = Drafter(own.draft_worker, policy, scenario.batch, WAITER)

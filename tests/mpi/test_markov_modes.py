@@ -41,10 +41,6 @@ GREEDY: dict[str, tuple[int, list[str]]] = {
     "natural, D=2": (3, [*NATURAL, "--batch_size=8", "--num_drafts=2"]),
     "natural, T=3, D=2": (5, [*NATURAL, "--batch_size=3", "--num_drafts=2"]),
     "natural, fast": (2, [*NATURAL, "--batch_size=3", "--backup=fast"]),
-    "natural, served": (
-        2,
-        [*NATURAL, "--batch_size=3", "--on_late=serve"],
-    ),
     "hits, T=3": (4, [*HITS, "--batch_size=8"]),
     "hits, T=2, D=2": (4, [*HITS, "--batch_size=1", "--num_drafts=2"]),
 }

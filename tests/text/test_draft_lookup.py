@@ -74,7 +74,7 @@ def decode(pair: TinyPair, **flags: Any) -> Found:
         {"mode": "sd", "num_drafts": 1, "temperature": 1.0, "top_p": 0.9, "batch_size": 2},
         {"mode": "ssd", "fan_out": "uniform:2", "batch_size": 3},
         {"mode": "ssd", "fan_out": "uniform:3", "temperature": 0.5, "saguaro_c": 0.4},
-        {"mode": "ssd", "fan_out": "tail:2", "backup_lookahead": 3, "batch_size": 2},
+        {"mode": "ssd", "fan_out": "uniform:2", "backup_lookahead": 3, "batch_size": 2},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )

@@ -31,14 +31,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sd", {"num_drafts": 2, "batch_size": 3, "lookahead": 7}),
     ("sd", {"num_drafts": 0, "backup": "fast", "batch_size": 3}),
     ("ssd", {"fan_out": "uniform:3"}),
-    ("ssd", {"fan_out": "uniform:2", "batch_size": 3, "on_late": "serve"}),
+    ("ssd", {"fan_out": "uniform:2", "batch_size": 3}),
     ("ssd", {"fan_out": "geometric:24", "lookahead": 7}),
     ("ssd", {"fan_out": "geometric:16", "batch_size": 3, "backup": "fast"}),
     ("ssd", {"fan_out": "uniform:3", "batch_size": 3, "num_drafts": 2}),
-    ("ssd", {"fan_out": "geometric:9", "num_drafts": 2, "on_late": "serve", "lookahead": 2}),
-    ("ssd", {"fan_out": "geometric:12", "num_drafts": 2, "backup": "fast", "on_late": "serve"}),
-    ("ssd", {"fan_out": "tail:2", "batch_size": 3, "backup_lookahead": 1}),
-    ("ssd", {"fan_out": "list:1,0,2,0,3", "backup_lookahead": 2, "on_late": "serve"}),
+    ("ssd", {"fan_out": "geometric:9", "num_drafts": 2, "lookahead": 2}),
+    ("ssd", {"fan_out": "geometric:12", "num_drafts": 2, "backup": "fast"}),
+    ("ssd", {"fan_out": "list:1,0,2,0,3", "backup_lookahead": 2}),
     ("ssd", {"fan_out": "uniform:4", "fan_out_miss": "uniform:1", "backup": "fast"}),
 ]
 

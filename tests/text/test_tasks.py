@@ -27,7 +27,7 @@ PROMPTS = [
 WAYS: dict[str, dict[str, Any]] = {
     "sd": {"mode": "sd", "num_drafts": 0},
     "sd-rank": {"mode": "sd", "num_drafts": 1, "lookahead": 6, "draft_lookup": "suffix"},
-    "ssd": {"mode": "ssd", "fan_out": "uniform:2", "on_late": "finish"},
+    "ssd": {"mode": "ssd", "fan_out": "uniform:2"},
     "ssd-2": {"mode": "ssd", "fan_out": "uniform:3", "num_drafts": 2},
     "sampled": {"mode": "ssd", "fan_out": "uniform:2", "temperature": 0.5},
 }

@@ -31,19 +31,17 @@ from mpissd.engine.workload.workers import DraftWorker
 
 @dataclass(frozen=True)
 class DraftPolicy:
-    """How a draft answers misses and late hits, and what it grows.
+    """How a draft answers misses, and what it grows.
 
-    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). on_late: a
-    hit whose branch is not complete yet is finished first ("finish") or served as it is ("serve").
-    share: which of the D drafts this is, and which lanes each of them grows. rests: whether it
-    stores nothing once rounds have drafted nothing for long (`Upkeep`); only of a single draft.
+    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). share:
+    which of the D drafts this is, and which lanes each of them grows. rests: whether it stores
+    nothing once rounds have drafted nothing for long (`Upkeep`); only of a single draft.
     """
 
     lookahead: int
     fan_outs: FanOuts = field(default_factory=FanOuts)
     backup: Source = Source.JIT
     backup_lookahead: int = 0
-    on_late: str = "finish"
     sampled: bool = False
     share: Share = field(default_factory=Share)
     rests: bool = False
@@ -200,7 +198,7 @@ class Drafter:
         return (yield from self._worker.filling(self._batch, rows, spare, most))
 
     def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
-        """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
+        """Grows hits to K and misses to K_b, in shared forwards."""
         start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
@@ -239,9 +237,9 @@ class Drafter:
         return self.divergence is None
 
     def _wanted(self, rollout: Rollout) -> int:
-        if rollout is not self._ahead.growth:
-            return min(self._policy.backup_lookahead, self._most)
-        return min(rollout.steps, self._most) if self._policy.on_late == "serve" else self._most
+        if rollout is self._ahead.growth:
+            return self._most
+        return min(self._policy.backup_lookahead, self._most)
 
     def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
         parts = [

@@ -14,7 +14,6 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.spec.fanout import FanOuts, owners_of
-from mpissd.engine.workload.tail import TailWorker
 from mpissd.engine.workload.workers import DraftWorker
 
 
@@ -38,7 +37,7 @@ def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
     """Returns the worker that drafts with the whole draft model."""
     worker = job.workload.draft_worker(stepper)
     worker.placement = job.placement(drafts=True)
-    return TailWorker(worker) if job.is_tail else worker
+    return worker
 
 
 def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
@@ -69,7 +68,6 @@ def make_drafter(
         fan_outs=job.fan_outs if ahead else FanOuts(),
         backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
         backup_lookahead=job.backup_lookahead,
-        on_late=job.config.on_late,
         sampled=link_shape(job).sampled,
         share=_share(job, index),
         # On a CPU the ranks share its memory, and cores where there are few.

@@ -9,7 +9,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP, resolve_model, scaled_name, split_pair, target_of
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import tail_list
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
@@ -190,13 +189,13 @@ def _fan_outs(
     SD grows no branches, but its fan_out flag is checked as well: raises ConfigError.
     """
     lookahead = config.lookahead
-    text, primary = tail_list(config.fan_out, lookahead, lookahead), laws[Source.CACHE].hazards
+    text, primary = config.fan_out, laws[Source.CACHE].hazards
     if config.mode == "sd":
         _fan_out(text, lookahead, primary, hit_law)
     if config.mode != "ssd":
         return FanOuts()
     after_hit = _fan_out(text, lookahead, primary, hit_law)
-    text = tail_list(config.fan_out_miss or config.fan_out, lookahead, backup_lookahead)
+    text = config.fan_out_miss or config.fan_out
     backup = laws[Source.FAST if config.backup == "fast" else Source.JIT].hazards
     cut = [rate * (n < backup_lookahead) for n, rate in enumerate(backup)]
     return FanOuts(after_hit, _fan_out(text, backup_lookahead, cut, hit_law))

@@ -56,7 +56,7 @@ def resolve_fan_out(
         weights = accept_probabilities(alpha_rates)
         laws = each_k(hit_a, width), hit_r, floor
         return _geometric(text, budget, weights, *laws, minimum)
-    known = unknown("fan_out", kind, ("uniform", "geometric", "list", "tail"))
+    known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
     raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
 
 

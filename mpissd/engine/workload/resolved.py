@@ -9,7 +9,6 @@ from functools import cached_property
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -145,11 +144,6 @@ class Resolved:
     def inline(self) -> bool:
         """Whether the draft runs on the lead's device (SD without a draft rank)."""
         return self.draft is not None and self.config.drafts == 0
-
-    @property
-    def is_tail(self) -> bool:
-        """Whether candidates are kept behind the last served token alone (tail:F)."""
-        return bool(self.fan_out) and is_tail(self.config.fan_out)
 
     def num_forwards(self, tokens: int) -> int:
         """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""

@@ -29,19 +29,17 @@ def is_predictable(job: Job) -> bool:
 def is_followable(job: Job) -> bool:
     """Returns whether the recurrence can time this job's rounds from their own outcomes.
 
-    Of text and of replays: acceptance and hits are a pair's own. What is
-    served may not depend on how late it is, nor the draft's forwards on what a lookup finds.
+    Of text and of replays: acceptance and hits are a pair's own. The draft's forwards may not
+    depend on what a lookup finds.
     """
-    on_time = not job.fan_out or job.config.on_late == "finish"
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
     has_steps = has_steps and job.config.draft_lookup is None
     has_steps = has_steps and not job.workload.draft_members  # of which a step may run several
-    return job.workload.reports_outcomes and on_time and has_steps and _is_fixed(job)
+    return job.workload.reports_outcomes and has_steps and _is_fixed(job)
 
 
 def _is_fixed(job: Job) -> bool:
-    stepwise = job.draft is None or job.draft.num_tokens == 1
-    return stepwise and not job.is_tail
+    return job.draft is None or job.draft.num_tokens == 1
 
 
 def predict_row(
@@ -65,8 +63,7 @@ def predict_row(
     if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), recorded (replay), "
-            "follows the last served token (tail) or drafts several tokens a forward: "
-            "allowed: fixed choices, gemm"
+            "or drafts several tokens a forward: allowed: gemm"
         )
     replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
