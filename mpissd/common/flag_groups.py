@@ -26,7 +26,6 @@ from mpissd.common.flags import (
 )
 from mpissd.common.schedules import SCHEDULES
 
-MOST_DRAFTS = 4
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
 
@@ -44,8 +43,8 @@ class MethodFlags(Checked):
     )
     num_drafts: int | None = flag(
         None,
-        integer(0, MOST_DRAFTS),
-        "number D of draft ranks; T = world size - D (default 0 for ar, else 1)",
+        integer(0, 1),
+        "number D of draft ranks, 0 or 1; T = world size - D (default 0 for ar, else 1)",
         modes=DRAFTING,
     )
     lookahead: int = flag(
@@ -158,7 +157,7 @@ class MachineFlags(Checked):
     groups: int = flag(
         1,
         integer(1, MOST_GROUPS),
-        "number G of target groups that share the drafts; T = (world size - D) / G",
+        "number G of target groups that share the draft; T = (world size - D) / G",
         modes=DRAFTING,
         in_digest="said",
     )

@@ -46,7 +46,6 @@ drafts() {
     measure 3 --mode=sd "${large[@]}"
     for budget in 24 48 96; do
         measure 3 "${large[@]}" --fan_out=geometric:$budget
-        measure 4 "${large[@]}" --fan_out=geometric:$budget --num_drafts=2
     done
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 # (flags, a part of the one line that refuses them)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"alpha": 0.5, "acceptance": "alpha:0.6"}, "alpha and acceptance say the same thing"),
-    ({"num_drafts": 9}, "num_drafts=9: allowed: a whole number in [0, 4]"),
+    ({"num_drafts": 2}, "num_drafts=2: allowed: a whole number in [0, 1]"),
     ({"batch_size": 5000}, "batch_size=5000: allowed: a whole number in [1, 4096]"),
     ({"mode": "both"}, "unknown mode 'both'"),
     ({"mode": "ar", "num_drafts": 1}, "num_drafts=1 with mode=ar"),
@@ -42,7 +42,7 @@ NUMBERS = {  # flag: values that are none of its
     "rounds": ["0", "-1", "ten", "1e3"],
     "num_tokens": ["0", "-7", "many"],
     "seed": ["-1", str(2**64), "0.5"],
-    "num_drafts": ["-1", "5", "99", "one"],
+    "num_drafts": ["-1", "2", "one"],
     "groups": ["0", "65", "two"],
     "context": ["-1", "1.5", "inf"],
     "num_layers": ["0", "-2", "all"],

@@ -137,7 +137,7 @@ class Decoding(RemoteSpeculator):
         self.case, self.choices, self._last = case, choices, last
         self.worker, target = (case.workers or _markov)(case)
         self.worker.decoding, self.worker.lost, target.decoding = self, [], self
-        policy = pair.policy()
+        policy = pair.policy
         self.drafter = Drafter(self.worker, policy, pair.batch, WAITER)
         self.loop = TargetLoop(target, self, NoPlans(), pair.batch, WAITER)
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]

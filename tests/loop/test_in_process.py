@@ -24,7 +24,6 @@ METHODS: list[dict[str, Any]] = [
     {"mode": "sd", "num_drafts": 0},
     {"mode": "sd"},
     {"mode": "ssd"},
-    {"mode": "ssd", "num_drafts": 2},
     {"mode": "ssd", "fan_out": "geometric:12", "backup": "fast"},
 ]
 

@@ -21,7 +21,6 @@ from mpissd.engine.decode.ahead import Ahead
 from mpissd.engine.decode.answer import Answer, Part
 from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.decode.rank_counts import RankCounts
-from mpissd.engine.decode.share import Share
 from mpissd.engine.decode.upkeep import LAG, PART, Upkeep
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.rollout import Rollout
@@ -33,9 +32,8 @@ from mpissd.engine.workload.workers import DraftWorker
 class DraftPolicy:
     """How a draft answers misses, and what it grows.
 
-    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). share:
-    which of the D drafts this is, and which lanes each of them grows. rests: whether it stores
-    nothing once rounds have drafted nothing for long (`Upkeep`); only of a single draft.
+    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). rests:
+    whether it stores nothing once rounds have drafted nothing for long (`Upkeep`).
     """
 
     lookahead: int
@@ -43,7 +41,6 @@ class DraftPolicy:
     backup: Source = Source.JIT
     backup_lookahead: int = 0
     sampled: bool = False
-    share: Share = field(default_factory=Share)
     rests: bool = False
 
 
@@ -65,7 +62,7 @@ class Drafter:
         self._fan_outs = policy.fan_outs
         self.rank_counts = rank_counts
         self._batch = Batch(capacity)
-        self._ahead = Ahead(policy.share)
+        self._ahead = Ahead()
         self._answer = Answer(policy.lookahead, sampled=policy.sampled)
         self.ledger: Ledger = DraftLedger()
         self._rows = DraftRows()
@@ -121,8 +118,8 @@ class Drafter:
         """Makes the speculation that an outcome asks for: hits from the cache, misses by the
         backup.
 
-        A miss ends the growth; a hit prunes it to the branch of the outcome. Rows that another
-        draft answers have source NONE.
+        A miss ends the growth; a hit prunes it to the branch of the outcome. A sequence of which
+        the draft lacks too much has source NONE.
         """
         mark = self.ledger.mark
         self._worker.enter(self._batch, self._batch.apply(outcome))
@@ -161,8 +158,6 @@ class Drafter:
     def _backups(self, lanes: Sequence[int | None]) -> Steps[list[Rollout]]:
         self.caught_up = 0, 0.0
         rows = [row for row, lane in enumerate(lanes) if lane is None]
-        if self._policy.share.num_drafts > 1:
-            rows = [row for row in rows if self._policy.share.drafts_miss(row)]
         self._rows.num_jit = 0
         if not rows or not self._most:
             return []
@@ -176,8 +171,6 @@ class Drafter:
         backup = self._worker.resume(self._batch, rows, self._policy.backup)
         if self._policy.backup == Source.JIT:
             self._rows.num_jit = len(rows)
-            if backup.guesses is not None:
-                backup.guesses.wanted = min(self._policy.backup_lookahead, self._most)
         else:
             # FAST tokens cost no draft step.
             backup.steps = min(self._policy.backup_lookahead, self._most)
@@ -209,10 +202,6 @@ class Drafter:
                 for rollout, want in wanted:
                     rollout.fill(want)
         drafting_s = perf_counter() - start
-        self._rows.forwards = steps
-        guesses = [one.guesses for one in rollouts if one.guesses is not None]
-        self._rows.guessed = sum(one.offered for one in guesses)
-        self._rows.guessed_right = sum(one.accepted for one in guesses)
         only_jit = self._rows.num_jit == len(self._batch) > 0
         drafted = min(self._policy.backup_lookahead, self._most)
         complete = only_jit and drafted == self._policy.lookahead
@@ -257,7 +246,7 @@ class Drafter:
         return self._answer.rows
 
     def hear(self, speculation: Speculation) -> None:
-        """Receives the speculation that the target verifies, merged over all drafts."""
+        """Begins the round in which the target verifies this speculation."""
         self._worker.served(self._batch, speculation)
         if self.rank_counts is not None:
             self.rank_counts.count(speculation)
@@ -287,7 +276,7 @@ class Drafter:
         yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)
-        rows, k = self._ahead.begin(self._batch, speculation, branches, fan_outs)
+        rows, k = self._ahead.begin(self._batch, speculation, branches)
         self._worker.settle(self._batch, branches.rollout, rows, k)
         self.ledger.mark(DraftPhase.KEYS)
         return True

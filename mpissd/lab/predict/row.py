@@ -29,12 +29,9 @@ def is_predictable(job: Job) -> bool:
 def is_followable(job: Job) -> bool:
     """Returns whether the recurrence can time this job's rounds from their own outcomes.
 
-    Of text and of replays: acceptance and hits are a pair's own. The draft's forwards may not
-    depend on what a lookup finds.
+    Of text and of replays: acceptance and hits are a pair's own.
     """
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
-    has_steps = has_steps and job.config.draft_lookup is None
-    has_steps = has_steps and not job.workload.draft_members  # of which a step may run several
     return job.workload.reports_outcomes and has_steps and _is_fixed(job)
 
 
