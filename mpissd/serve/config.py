@@ -14,7 +14,8 @@ from mpissd.common.implied import with_measured, with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s")  # which the ranks are not told
+# Which the ranks are not told. Their own temperature is 0, as each request brings its own.
+FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
 DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
 AUTO = "auto"
 
@@ -25,7 +26,7 @@ class ServeConfig(RanksFlags):
 
     run: RunConfig = contained(
         RunConfig,
-        only=ANSWERING.difference(("stop", "show", "top_p"))
+        only=ANSWERING.difference(("stop", "show", "top_p", "saguaro_c"))
         | {"workload", "num_tokens", "on_draft_loss"},
         mode=flag("ssd", choice(AUTO, "ar", "sd", "ssd"), "decoding mode; auto: by the round"),
         workload=flag("text", choice("text"), "what serve decodes"),
