@@ -60,7 +60,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     @property
     def fast_lookup(self) -> str | None:
         """How a fast backup finds what to copy; None if none may draft."""
-        return self.lookup if self.mode != "ar" and self.backup in ("fast", "auto") else None
+        return self.lookup if self.mode != "ar" and self.backup == "fast" else None
 
     @property
     def token_limit(self) -> int | None:
@@ -158,8 +158,12 @@ class RunConfig(  # a dataclass lists the fields of its last base first
             for name, field in flags_of(RunConfig).items()
             if _is_in_digest(field.metadata["in_digest"], getattr(self, name) != field.default)
         }
-        text = json.dumps(named, sort_keys=True)
+        text = json.dumps(named | _RETIRED, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Retired flags at their only value, so that a configuration keeps the digest of its older rows.
+_RETIRED = {"on_late": "finish"}
 
 
 def _is_in_digest(in_digest: bool | str, is_said: bool) -> bool:

@@ -24,7 +24,7 @@ from mpissd.common.flags import (
     switch,
     words,
 )
-from mpissd.common.schedules import SCHEDULES, is_tail
+from mpissd.common.schedules import SCHEDULES
 
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
@@ -53,7 +53,7 @@ class MethodFlags(Checked):
     fan_out: str = flag(
         "uniform:3",
         words,
-        "branches kept: uniform:F, geometric:B, list:F0,…,FK, adaptive:B or tail:F (ssd)",
+        "branches kept: uniform:F, geometric:B, or list:F0,…,FK (ssd)",
         modes=GROWING,
     )
     fan_out_miss: str | None = flag(
@@ -62,20 +62,14 @@ class MethodFlags(Checked):
         "as fan_out, after a miss, which a backup drafted (default: fan_out)",
         modes=GROWING,
     )
-    on_late: str = flag(
-        "finish",
-        choice("finish", "serve", "auto"),
-        "what to do with a hit that is not fully grown: finish it, or serve it as it is (ssd)",
-        modes=GROWING,
-    )
     backup: str = flag(
         "jit",
-        choice("jit", "fast", "auto"),
-        "what drafts after a cache miss: jit (draft model), fast (prompt lookup) or auto",
+        choice("jit", "fast"),
+        "what drafts after a cache miss: jit (draft model) or fast (prompt lookup)",
         modes=DRAFTING,
     )
     backup_lookahead: int | None = flag(
-        None, integer(0), "number K_b of tokens that a backup drafts (default: K)", modes=DRAFTING
+        None, integer(1), "number K_b of tokens that a backup drafts (default: K)", modes=DRAFTING
     )
 
     @property
@@ -102,32 +96,11 @@ class MethodFlags(Checked):
         if self.mode == "ar" and self.num_drafts:
             raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
 
-    def check_fan_outs(self) -> None:
-        """Refuses fan_out_miss if either fan-out is a tail or adaptive, and so changes by round."""
-        if self.fan_out_miss is None:
-            return
-        for name, text in (("fan_out", self.fan_out), ("fan_out_miss", self.fan_out_miss)):
-            if is_tail(text) or text.strip().startswith("adaptive"):
-                raise ConfigError(
-                    f"{name}={text} with both fan_out and fan_out_miss: allowed: uniform, "
-                    "geometric, list"
-                )
-
-    def check_backup(self) -> None:
-        """Refuses backup=auto without a cache that can miss."""
-        if self.backup == "auto" and self.mode != "ssd":
-            raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
-
     def check_backup_lookahead(self) -> None:
-        """Refuses backup_lookahead above K, and 0 unless the fan-out is a tail."""
+        """Refuses backup_lookahead above K."""
         if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
             raise ConfigError(
                 f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
-            )
-        if self.backup_lookahead == 0 and not (self.mode == "ssd" and is_tail(self.fan_out)):
-            raise ConfigError(
-                f"backup_lookahead=0 with mode={self.mode}, fan_out={self.fan_out}: allowed: "
-                f"1..{self.lookahead}, and 0 with mode=ssd and fan_out=tail:F"
             )
 
 

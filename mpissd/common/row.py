@@ -55,9 +55,7 @@ class Row(Origin, Mapping[str, Any]):
     )
     dtype: str = key("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
-    fan_out: list[int] | None = key(
-        "the list F_0 … F_K used after a hit (`adaptive`: the first list); null unless SSD"
-    )
+    fan_out: list[int] | None = key("the list F_0 … F_K used after a hit null unless SSD")
     branch_budget: int | None = key("the sum of `fan_out`")
     fan_out_miss: list[int] | None = key(
         "the list F_0 … F_K used after a miss, which a backup drafted. A small `markov` vocabulary "
@@ -102,7 +100,8 @@ class Row(Origin, Mapping[str, Any]):
         "say; missing: an older row). Null for `forward` gemm"
     )
     on_late: str | None = key(
-        "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"
+        "finish: hits that arrive before growth is complete are finished first; serve and auto in "
+        "older rows. Null unless SSD"
     )
     backup: str | None = key("what drafts after a miss; in SD it drafts every round; null in AR")
     backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
@@ -199,10 +198,10 @@ class Row(Origin, Mapping[str, Any]):
         "Null: the draft was present to the end"
     )
     learned: Mapping[str, Any] | None = key(
-        "what the draft estimated from committed outcomes: their number, the last lists, hazards, "
-        "ranks ([candidates kept, rank, how often]; rank 0: none of them) and the fitted (A, r) "
-        "with 95% intervals, for a bonus that replaces a rejection and for one behind k' accepted "
-        "tokens; null where nothing adapts and outcomes are imposed"
+        "what the draft counted of committed outcomes: their number, and ranks ([candidates kept, "
+        "rank, how often]; rank 0: none of them), for a bonus that replaces a rejection and for "
+        "one after k' accepted tokens; null where outcomes are imposed. Rows of before 2026-11-24 "
+        "also have hazards, lists and fitted (A, r)"
     )
     learners: int | None = key("L, ranks that train the draft meanwhile; null: none")
     learner_state: str | None = key(
@@ -270,8 +269,8 @@ class Row(Origin, Mapping[str, Any]):
     )
     predicted_tok_per_s: float | None = key(
         "rate that the replay predicts from this run's draws and this job's own calibration; of "
-        "text, from its own acceptance, hits and `t_prefill_s`, where a model drafts, nothing "
-        "adapts and nothing is served late (else null)",
+        "text, from its own acceptance, hits and `t_prefill_s` where a model "
+        "drafts (else null)",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")

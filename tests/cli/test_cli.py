@@ -93,7 +93,7 @@ def test_help_is_shown_and_nothing_runs(
     shown, stderr = capfd.readouterr()  # stdout: `--help | grep` finds a flag
     assert "run" in shown and not stderr
     if arguments[:1] == ["run"]:
-        assert all(f"--{name}" in shown for name in ("mode", "fan_out", "on_late"))
+        assert all(f"--{name}" in shown for name in ("mode", "fan_out", "backup"))
 
 
 def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_a_job_beyond_what_was_recorded_is_refused(path: Path) -> None:
     for flags, text in (
         ({"lookahead": 5}, "lookahead=5 with recording=.*allowed: at most 4, as recorded"),
         ({"fan_out": "uniform:6"}, "fan_out=uniform:6: 6 candidates a row .*at most 5"),
-        ({"fan_out": "adaptive:12"}, "fan_out=adaptive:12: 12 candidates a row .*at most 5"),
+        ({"fan_out": "uniform:12"}, "fan_out=uniform:12: 12 candidates a row .*at most 5"),
         ({"batch_size": 4}, "batch_size=4 .*at most 3"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,6 @@ def random_case(seed: int) -> tuple[Job, DeviceCosts, HostCosts]:
         fan_outs = [f"uniform:{rnd.randint(1, 8)}", f"geometric:{rnd.randint(lookahead + 1, 60)}"]
         flags |= {
             "fan_out": rnd.choice(fan_outs),
-            "on_late": rnd.choice(["finish", "serve"]),
             "backup": rnd.choice(["jit", "fast"]),
             "backup_lookahead": rnd.randint(1, lookahead),
             "acceptance_fast": f"alpha:{rnd.uniform(0.1, 0.6):.2f}",
@@ -87,18 +85,6 @@ def errors(pytestconfig: pytest.Config) -> list[tuple[Job, float, float]]:
     return found
 
 
-def test_a_lead_that_naps_once_may_nap_in_every_round() -> None:
-    """A case with two stationary rounds, whose simulation keeps the longer one."""
-    job, device, host = random_case(241)
-    short, long = (expected(job, device, host, s) for s in (0.0, LATE_S))
-    law = expect_by_law(job, device, host, chains=100, num_rounds=30, seed=241)
-    assert long.tok_per_s[0] < 0.9 * short.tok_per_s[0]
-    assert float(long.round_s[0]) == pytest.approx(law.round_s.mean(), rel=1e-3)
-    calm = replace(host, nap=0.0)
-    rates = [float(expected(job, device, calm, s).tok_per_s[0]) for s in (0.0, LATE_S)]
-    assert rates[0] == rates[1]
-
-
 def test_few_cases_have_two_stationary_rounds() -> None:
     cases = [random_case(seed) for seed in range(100)]
     both = [[expected(*case, s).tok_per_s[0] for s in (0.0, LATE_S)] for case in cases]
@@ -122,10 +108,8 @@ def test_is_not_biased(errors: list[tuple[Job, float, float]]) -> None:
 
 
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
-    ways = itertools.product(
-        (0.5, 0.9), ("uniform:2", "geometric:30"), ("finish", "serve"), ("jit", "fast"), (1, 6)
-    )
-    names = ("alpha", "fan_out", "on_late", "backup", "backup_lookahead")
+    ways = itertools.product((0.5, 0.9), ("uniform:2", "geometric:30"), ("jit", "fast"), (1, 6))
+    names = ("alpha", "fan_out", "backup", "backup_lookahead")
     jobs = [
         make_job(mode="ssd", lookahead=6, batch_size=3, **dict(zip(names, way, strict=True)))
         for way in ways
@@ -209,17 +193,6 @@ def test_hit_rate_is_the_stationary_one_of_two_laws() -> None:
     found = expected(job, device, FREE)
     rate = theory.stationary_hit_rate(after_hit, after_miss)
     assert found.hit_rate[0] == pytest.approx(rate, rel=1e-5)
-
-
-def test_the_recurrence_s_worked_numbers() -> None:
-    """THEORY, one round: 8B/1B, K = 7, h = .7 served late with K_b = 3 beats K_b = 7 and finish."""
-    device = DeviceCosts.from_points({1: 5.3, 8: 5.5}, {1: 0.9, 24: 0.95})
-    flags = {"mode": "ssd", "lookahead": 7, "p_hit": 0.7, "fan_out": "uniform:3"}
-    finish, serve, short = (
-        float(expected(make_job(**flags, **way), device, FREE).tok_per_s[0])
-        for way in ({}, {"on_late": "serve"}, {"on_late": "serve", "backup_lookahead": 3})
-    )
-    assert finish < serve < short
 
 
 def test_a_round_that_takes_no_time_has_no_rate() -> None:

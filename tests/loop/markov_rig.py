@@ -61,7 +61,6 @@ class Pair:
     fan_out_miss: tuple[int, ...] | None = None
     backup: str = "jit"
     backup_lookahead: int | None = None
-    on_late: str = "finish"
     is_inline: bool = False
     tp: int = 1
 
@@ -98,7 +97,6 @@ class Pair:
             self.fans,
             Source[self.backup.upper()],
             self.backup_lookahead or self.K,
-            self.on_late,
             sampled=True,
         )
 

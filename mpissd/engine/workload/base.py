@@ -77,7 +77,7 @@ class Workload(ABC):
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
     drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)
-    reports_outcomes: ClassVar[bool] = False  # rows report fitted laws though nothing adapts
+    reports_outcomes: ClassVar[bool] = False  # rows count the ranks of bonus tokens
 
     def __init__(self, job: Resolved) -> None:
         self.job = job

@@ -502,7 +502,7 @@ class GemmWorkload(Workload):
             return RowFields()
         return RowFields(
             acceptance=self._labels[0],
-            acceptance_fast=self._labels[1] if config.backup in ("fast", "auto") else None,
+            acceptance_fast=self._labels[1] if config.backup == "fast" else None,
             hit_law=job.hit_law.label if job.fan_out else None,
             laws=laws_label(config),
         )

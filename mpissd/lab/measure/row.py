@@ -114,7 +114,7 @@ def _options(session: Session) -> dict[str, Any]:
         "fuse": config.fuse,
         "lm_head": job.options.lm_head,
         "context": config.context,
-        "on_late": config.on_late if job.fan_out else None,
+        "on_late": "finish" if job.fan_out else None,  # as in older rows
         "backup": config.backup if job.draft else None,  # SD drafts with its backup alone
         "backup_lookahead": job.backup_lookahead if job.draft else None,
         "num_layers": job.target.num_layers,

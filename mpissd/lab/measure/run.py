@@ -188,7 +188,7 @@ def _draft_report(
             drafter.table(*span),
             drafter.ledger.table(*span),
             drafter.ledger.names,
-            drafter.controls.learned(),
+            {} if drafter.rank_counts is None else drafter.rank_counts.to_dict(),
             updates=None if updates is None else updates.report,
         )
         for drafter, span in zip(drafters, spans, strict=False)

@@ -8,9 +8,9 @@ grow, hence the steps j taken when the outcome is seen, hence the next answer:
     j(n, m)    = steps grown during the verification of n(m+1) + (b−n)(K_b+1) rows
     tok/s      = E[tokens] / E[round]                    (renewal reward)
 
-m is what is served: j with on_late=serve, K with finish (m then only labels rounds). The result is
-exact for b = 1. For b > 1 the one approximation is that hits given m are binomial: sequences that
-hit in the last round and sequences that missed have different chances, of which h_m is the mean.
+m labels rounds by j; K tokens of a hit are served. The result is exact for b = 1. For b > 1 the one
+approximation is that hits given m are binomial: sequences that hit in the last round and sequences
+that missed have different chances, of which h_m is the mean.
 How late an outcome is seen enters as a mean where something depends on it (whether the lead naps).
 With T_p ≤ r and no host cost it is THEORY's closed form.
 """
@@ -49,7 +49,6 @@ class Cells:
     candidates: Ints  # [G], ids that a glue reads out of each row
     backup_lookahead: Ints  # [G]
     fast: NDArray[np.bool_]  # [G]
-    serve: NDArray[np.bool_]  # [G]
 
     def __len__(self) -> int:
         return len(self.branches)
@@ -79,7 +78,6 @@ class Cells:
             candidates=np.array([job.widest + 1]),
             backup_lookahead=np.array([job.backup_lookahead]),
             fast=np.array([job.config.backup == "fast"]),
-            serve=np.array([job.config.on_late == "serve"]),
         )
 
     def take(self, chosen: Ints) -> Cells:
@@ -175,18 +173,15 @@ class _Model:
         More rows never take less time, so m between two bounds leads to a j between their steps.
         The rows are most or fewest if all sequences hit or none does.
         """
-        lookahead, serve = self.cells.lookahead, self.cells.serve
-        ends, hits = np.array([[0, lookahead]]), np.array([0, self.cells.batch_size])
-        bounds = np.where(serve[:, None], ends, lookahead)  # [G, 2], bounds of the tokens served
+        lookahead, hits = self.cells.lookahead, np.array([0, self.cells.batch_size])
+        served = np.full((len(self.cells), 1), lookahead)
         longest = self.host.nap + self.host.ask_s
-        for _ in range(3):
-            least = self._steps(bounds, hits, np.zeros(1))[1].min(axis=(1, 2))
-            most = self._steps(bounds, hits, np.full(1, longest))[1].max(axis=(1, 2))
-            bounds = np.where(serve[:, None], np.stack([least, most], axis=1), lookahead)
+        least = self._steps(served, hits, np.zeros(1))[1].min(axis=(1, 2))
+        most = self._steps(served, hits, np.full(1, longest))[1].max(axis=(1, 2))
         self.first = least
         self.depth = int((most - least).max()) + 1
         self.grown = np.minimum(least[:, None] + np.arange(self.depth), lookahead)
-        self.served = np.where(serve[:, None], self.grown, lookahead)  # [G, D]
+        self.served = np.full_like(self.grown, lookahead)  # [G, D]
         self.p_hit = np.take_along_axis(self.p_hit_cached, self.served, axis=1)  # [G, D]
         self.tokens = np.take_along_axis(self.tokens_cached, self.served, axis=1)
 
@@ -197,7 +192,7 @@ class _Model:
         the mean over the (m, n) that lead there is used for it.
         """
         cells, hits = self.cells, self.hits
-        left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
+        left = (cells.lookahead - self.grown)[:, :, None]
         backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
         self.drafting = answer_s(self.lanes_s, hits, left, cells.batch_size - hits, backup)
         late, slack = np.full(self.served.shape, self._start_s), np.full(1, np.nan)

@@ -160,7 +160,7 @@ class _State:
             return _Answer(ready, np.zeros_like(self._length), steps)
         if job.inline:
             seen = ready + self._drafting_s(hit, steps) + self._timing.host.draft_record
-            return _Answer(seen, self._num_draft(steps), steps)
+            return _Answer(seen, self._num_draft(), steps)
         asked = self._clock + self._timing.host.lead_send + self._timing.host.link
         noticed, steps = self._poll(asked)
         self._sent = noticed + self._drafting_s(hit, steps)
@@ -171,7 +171,7 @@ class _State:
         arrived = self._sent + self._timing.host.link
         arrived += found_after_s(arrived - ready, self._timing.host)
         seen = np.maximum(ready, arrived)
-        return _Answer(seen, self._num_draft(steps), steps)
+        return _Answer(seen, self._num_draft(), steps)
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
         """Returns (when the draft sees the outcome, growth steps taken by then), each [chains]."""
@@ -188,8 +188,7 @@ class _State:
     def _drafting_s(self, hit: Mask, steps: Ints) -> Floats:
         """Returns seconds from the outcome seen to SPECULATION sent (inline: handed over),
         [chains]."""
-        serve = self._job.config.on_late == "serve"
-        left = np.zeros_like(steps) if serve else self._job.lookahead - steps
+        left = self._job.lookahead - steps
         hits = hit.sum(axis=1)
         misses = self.live.sum(axis=1) - hits
         backup = np.full_like(steps, self._backup_steps)
@@ -197,12 +196,9 @@ class _State:
         host = self._timing.host
         return drafting + (host.draft_s if self._job.inline else host.reply_s)
 
-    def _num_draft(self, steps: Ints) -> Ints:
-        """Returns k' of every sequence: K for hits (the tokens grown if served late), K_b for
-        misses."""
-        job = self._job
-        served = steps if job.config.on_late == "serve" else np.full_like(steps, job.lookahead)
-        return np.where(self._hit, served[:, None], job.backup_lookahead)
+    def _num_draft(self) -> Ints:
+        """Returns k' of every sequence: K for hits, K_b for misses."""
+        return np.where(self._hit, self._job.lookahead, self._job.backup_lookahead)
 
     def _accepted(self, hit: Mask, num_draft: Ints) -> Ints:
         """Returns k: the leading i ≤ k' with U(accept) < a_i, by the law of what drafted them."""
