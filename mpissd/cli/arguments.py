@@ -29,7 +29,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import parse_into
 from mpissd.common.manual import manual, signed
-from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.laws.config import LawsConfig
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.record.config import RecordConfig
@@ -38,8 +37,7 @@ from mpissd.learn.config import DistillConfig
 from mpissd.learn.routes import RouterConfig
 from mpissd.online.config import OnlineConfig
 from mpissd.ops.doctor.config import DoctorConfig
-from mpissd.serve.config import ServeConfig
-from mpissd.serve.replicas.config import ReplicasConfig
+from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
 
 @dataclasses.dataclass(frozen=True)

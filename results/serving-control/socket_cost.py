@@ -30,8 +30,7 @@ from mpissd.engine.decode.goodput import Goodput
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import RoundResult
 from mpissd.serve.driver import Driver
-from mpissd.serve.line import Line
-from mpissd.serve.protocol import Message, Submit, pack
+from mpissd.serve.protocol import Line, Message, Submit, pack
 
 K, TOKENS = 4, 1 << 30
 

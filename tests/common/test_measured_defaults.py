@@ -11,8 +11,8 @@ import pytest
 from mpissd.common import implied
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import parse_into
-from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.serve.config import ChatConfig
 
 TEXT = {"pair": "smollm2", "prompt": "Why?"}
 DEFAULT = RunConfig.lookahead, RunConfig.fan_out

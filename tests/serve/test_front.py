@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mpissd.serve import front
-from mpissd.serve.http.lead import Lead
+from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import Ready
 from tests.needs import module
 from tests.serve.rig import answered, until
@@ -150,7 +150,7 @@ def test_a_lead_that_comes_when_the_server_has_ended_is_not_announced() -> None:
     lead, announced = Lead(1), list[str]()
     lead.on_ready = lambda: announced.append("ready")
     lead.lose("the server ends")
-    lead._take(Ready("tiny", 400, (1,), 4, "ssd", "numpy", "a device"))
+    lead.receive(Ready("tiny", 400, (1,), 4, "ssd", "numpy", "a device"))
     assert not announced
 
 

@@ -43,10 +43,6 @@ def test_a_message_is_one_line_and_comes_back(message: Message) -> None:
     assert unpack(line) == message
 
 
-def test_a_newer_sides_fields_are_passed_over() -> None:
-    assert unpack(b'{"op": "cancel", "id": 4, "why": "because"}') == Cancel(4)
-
-
 @pytest.mark.parametrize(
     "line",
     [b"", b"[]", b'{"op": "fly"}', b'{"id": 3}', b'{"op": "cancel"}', b"\xff", b'{"op": ["end"]}'],
@@ -54,15 +50,6 @@ def test_a_newer_sides_fields_are_passed_over() -> None:
 def test_what_is_no_message_is_told_apart(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="no message"):
         unpack(line)
-
-
-def test_auto_is_a_mode_of_the_server_and_ssd_of_the_job() -> None:
-    config = parse_into(ServeConfig, {"mode": "auto", "pair": "toy"})
-    assert config.auto and config.run.mode == "ssd"
-    inline = parse_into(ServeConfig, {"mode": "auto", "pair": "toy", "drafts": "0"})
-    assert inline.auto and (inline.run.mode, inline.num_ranks) == ("sd", 1)
-    with pytest.raises(ConfigError, match="auto with mode=ar"):
-        parse_into(ServeConfig, {"mode": "ar", "auto": "true", "pair": "toy"})
 
 
 def test_ssd_on_a_cpu_has_the_k_and_fan_out_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
