@@ -46,15 +46,13 @@ HEAD_START_S = 5.0
 ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
 ALONE = {  # commands without MPI, and where the function of that name is, once one is asked for
     **dict.fromkeys(("export", "collectives"), "mpissd.cli.exchange"),
-    **dict.fromkeys(("why", "compare", "tables"), "mpissd.cli.commands"),
-    **dict.fromkeys(("best", "claims"), "mpissd.lab.sweep.commands"),
+    "compare": "mpissd.cli.compare",
     "record": "mpissd.lab.record.command",
     "laws": "mpissd.lab.laws.command",
     "replicas": "mpissd.serve.replicas",
     "load": "mpissd.lab.load.command",
     "online": "mpissd.online.command",
     "distill": "mpissd.learn.command",
-    "router": "mpissd.learn.routes",
 }
 STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which the ranks start
 
@@ -133,7 +131,7 @@ def front(command: cli.Command, arguments: list[str]) -> int:
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
     if command.name == "doctor":
-        from mpissd.ops.doctor.examine import doctor
+        from mpissd.ops.doctor.command import doctor
 
         return doctor(command.config, check_before_mpi)
     if command.name in ("predict", "plan"):

@@ -26,7 +26,6 @@ from mpissd.common.flags import (
 )
 from mpissd.common.schedules import SCHEDULES, is_tail
 
-MOST_DRAFTS = 4
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
 
@@ -44,8 +43,8 @@ class MethodFlags(Checked):
     )
     num_drafts: int | None = flag(
         None,
-        integer(0, MOST_DRAFTS),
-        "number D of draft ranks; T = world size - D (default 0 for ar, else 1)",
+        integer(0, 1),
+        "number D of draft ranks, 0 or 1; T = world size - D (default 0 for ar, else 1)",
         modes=DRAFTING,
     )
     lookahead: int = flag(
@@ -115,13 +114,9 @@ class MethodFlags(Checked):
                 )
 
     def check_backup(self) -> None:
-        """Refuses backup=auto without a cache that can miss, and with several drafts."""
+        """Refuses backup=auto without a cache that can miss."""
         if self.backup == "auto" and self.mode != "ssd":
             raise ConfigError(f"backup=auto with mode={self.mode}: allowed: jit, fast")
-        if (
-            self.backup == "auto" and self.drafts > 1
-        ):  # each draft's timings would include the other drafts' misses
-            raise ConfigError(f"backup=auto with num_drafts={self.drafts}: allowed: num_drafts=1")
 
     def check_backup_lookahead(self) -> None:
         """Refuses backup_lookahead above K, and 0 unless the fan-out is a tail."""
@@ -189,7 +184,7 @@ class MachineFlags(Checked):
     groups: int = flag(
         1,
         integer(1, MOST_GROUPS),
-        "number G of target groups that share the drafts; T = (world size - D) / G",
+        "number G of target groups that share the draft; T = (world size - D) / G",
         modes=DRAFTING,
         in_digest="said",
     )

@@ -49,8 +49,7 @@ class DraftPhase(IntEnum):
     KEYS = 6  # choose candidates and make them keys of the cache
     GROW = 7  # draft steps over the branches, with a poll for OUTCOME between two steps
     RECORD = 8  # store the round's rows
-    TRUNK = 9  # with D > 1: wait for the merged answer of all drafts
-    PREFILL = 10  # compute prompts, or tokens that this draft did not draft, before a forward
+    PREFILL = 9  # compute prompts, or tokens that this draft did not draft, before a forward
 
 
 class FollowPhase(IntEnum):
@@ -70,7 +69,6 @@ _NEXT = bytes(
         *(Doing.ANSWER,) * DraftPhase.SEND,
         *(Doing.GROWTH,) * (DraftPhase.RECORD - DraftPhase.SEND),
         Doing.OUTCOME_WAIT,
-        Doing.GROWTH,
         Doing.GROWTH,
     )
 )

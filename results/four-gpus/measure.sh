@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# 70b/1b as whole transformers on four GPUs: every use of two, three and four of them.
+# 70b/1b as whole transformers on four GPUs: the uses of two, three and four of them.
 #   results/four-gpus/measure.sh OUT [steps, in this order; default: all]
 # In the project's folder, nine minutes: BUDGET_S=530 bounds all steps, each has a bound of its own, and what matters
 # most comes first. Rows are written as they are measured; the table stands last. PYTHON, MPIRUN: launch/env.sh.
 # DRY=1 only plans. A rehearsal: BACKEND=emulated … with FLAGS="--device=null".
 set -u -o pipefail
-all=(t4 t3 t2 far4 far2 probe two far3 forwards)
+all=(t4 t3 t2 far4 far2 probe far3 forwards)
 usage="usage: results/four-gpus/measure.sh OUT [${all[*]}]"
 out=${1:?$usage} gpus=4 here=${0%/*} BUDGET_S=${BUDGET_S:-530}
 shift
@@ -35,7 +35,6 @@ for one; do
             within 80 step probe 4 probe --pair=70b/1b --forward=transformer --mode=sd --num_drafts=0 --lookahead=5 \
                 --context=4096 --name=70b-1b-T4D0-transformer --progress=off "${flags[@]}"
             ;;
-        two) within 80 cells two-T2D2 ;;
         far3) within 30 cells far-T3D1 ;;
         forwards) within 30 forwards ;;
         *) echo "$usage" >&2; exit 2 ;;
@@ -43,5 +42,5 @@ for one; do
 done
 [ -z "${DRY:-}" ] || exit $failed
 "$PYTHON" "$here/../beside.py" table "$here/expected.jsonl" "$out" || failed=1
-"$PYTHON" "$here/../idle.py" "$out/whole-T3D1" "$out/whole-T2D1" "$out/two-T2D2"
+"$PYTHON" "$here/../idle.py" "$out/whole-T3D1" "$out/whole-T2D1"
 exit $failed

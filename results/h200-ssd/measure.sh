@@ -22,10 +22,6 @@ late() {
         measure 2 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late \
             --backup_lookahead=3
     done
-    [ "$gpus" -lt 3 ] || for on_late in finish auto; do
-        measure 3 "${small[@]}" --lookahead=7 --fan_out=geometric:24 --on_late=$on_late \
-            --num_drafts=2
-    done
 }
 backup() {
     local batch way
@@ -60,7 +56,6 @@ drafts() {
     measure 3 --mode=sd "${large[@]}"
     for budget in 24 48 96; do
         measure 3 "${large[@]}" --fan_out=geometric:$budget
-        measure 4 "${large[@]}" --fan_out=geometric:$budget --num_drafts=2
     done
 }
 

@@ -50,10 +50,8 @@ for mode in ssd sd; do
     within 120 step "$mode-learner" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --learners=1 --learn_batch="${BATCH:-16}" \
         --learn_steps="${STEPS:-.25}" --publish_s=1 --learn_rate=1e-4
     within 90 step "$mode" 2 "${text[@]}" --draft=smollm2-draft --mode=$mode
-    [ "$ranks" -lt 3 ] || { # what the learner's GPU would give as another draft, or as another target
-        within 90 step "$mode-drafts" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=2
+    [ "$ranks" -lt 3 ] || # what the learner's GPU would give as another target
         within 90 step "$mode-targets" 3 "${text[@]}" --draft=smollm2-draft --mode=$mode --num_drafts=1
-    }
 done
 "$PYTHON" results/rates.py mode,learners,learner_state,tp,num_drafts,acceptance_length,draft_versions,tok_per_s,tok_per_s_per_gpu "$out" |
     tee "$out/rates.md"

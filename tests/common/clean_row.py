@@ -17,7 +17,7 @@ Rounds = dict[str, NDArray[Any]]
 
 K, N = 4, 200
 LEAD = [phase.name.lower() for phase in LeadPhase if phase != LeadPhase.PREFILL]
-DRAFT = [phase.name.lower() for phase in DraftPhase if phase.name not in ("TRUNK", "PREFILL")]
+DRAFT = [phase.name.lower() for phase in DraftPhase if phase.name != "PREFILL"]
 
 
 def ledger(rng: np.random.Generator, us: list[float]) -> NDArray[np.int64]:

@@ -78,7 +78,7 @@ def test_what_the_user_says_stands_beside_a_schedule() -> None:
         ({"schedule": "pearl", "mode": "ar"}, "mode=ar with schedule=pearl: allowed: ssd"),
         ({"schedule": "pearl", "on_late": "serve"}, "on_late=serve with schedule=pearl"),
         ({"schedule": "amusd", "fan_out": "uniform:3"}, "fan_out=uniform:3 with schedule=amusd"),
-        ({"schedule": "amusd", "num_drafts": "2"}, "num_drafts=2 with schedule=amusd: allowed: 1"),
+        ({"schedule": "amusd", "num_drafts": "0"}, "num_drafts=0 with schedule=amusd: allowed: 1"),
         ({"schedule": "lookup", "backup": "jit"}, "backup=jit with schedule=lookup: allowed: fast"),
         ({"schedule": "sd-inline", "num_drafts": "1"}, "num_drafts=1 with schedule=sd-inline"),
         (
@@ -155,7 +155,6 @@ def test_a_lookup_holds_no_draft() -> None:
         ({"pair": "8b/medusa:8b", "lookahead": "3"}, "lookahead=3 with medusa4-llama-3.1-8b: allo"),
         ({"pair": "8b/medusa:8b", "backup_lookahead": "2"}, "backup_lookahead=2 with medusa4"),
         ({"pair": "8b/medusa:8b", "workload": "markov"}, "medusa4.*workload=markov: allowed: gemm"),
-        ({"fan_out": "tail:1", "num_drafts": "2"}, "num_drafts=2 with fan_out=tail:1: allowed: 1"),
         (
             {"fan_out": "tail:1", "on_late": "auto"},
             "on_late=auto with fan_out=tail:1: allowed: fin",

@@ -171,7 +171,7 @@ def test_a_malformed_outcome_is_refused(kind: Kind, column: int, value: int, mes
         (5, 99, None),  # behind num_draft
     ],
 )
-@pytest.mark.parametrize("kind", [Kind.SPECULATION, Kind.TRUNK, Kind.PLAN])
+@pytest.mark.parametrize("kind", [Kind.SPECULATION, Kind.PLAN])
 def test_a_malformed_speculation_is_refused(
     kind: Kind, column: int, value: int, message: str | None
 ) -> None:

@@ -19,7 +19,7 @@ from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.comm.wire import HEADER, Buffer
 
 BATCH, K, V, ROUND = 3, 4, 50, 7
-SHAPE = LinkShape(2, BATCH, K, vocab=V, num_drafts=2, prompt_tokens=9)
+SHAPE = LinkShape(2, BATCH, K, vocab=V, prompt_tokens=9)
 
 
 @dataclass
@@ -70,10 +70,6 @@ def sent_speculation(seed: int) -> Message:
     return spoken(SHAPE.speculation_buffer(), seed)
 
 
-def sent_trunk(seed: int) -> Message:
-    return spoken(SHAPE.trunk_buffer(), seed)
-
-
 def sent_plan(seed: int) -> Message:
     buffer, told, drafted = SHAPE.plan_buffer(), outcome(seed), speculation(seed)
     wire.write_plan(buffer, told, drafted, False)
@@ -106,7 +102,7 @@ def admission(seed: int) -> Outcome:
     return Outcome(ROUND - 1, rows, admitted.prompts)
 
 
-SENT = [sent_outcome, sent_speculation, sent_trunk, sent_plan, sent_prompts, sent_proposals]
+SENT = [sent_outcome, sent_speculation, sent_plan, sent_prompts, sent_proposals]
 Send = Callable[[int], Message]
 in_every_message = pytest.mark.parametrize("send", SENT, ids=lambda send: send.__name__[5:])
 
@@ -208,7 +204,7 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
 @given(st.data())
 def test_sealed_nonsense_is_refused_or_harmless(data: st.DataObject) -> None:
     """A peer with a defect, not a damaged message: what passes is within all limits."""
-    message = data.draw(st.sampled_from(SENT[:5]), "message")(data.draw(st.integers(0, 9), "seed"))
+    message = data.draw(st.sampled_from(SENT[:4]), "message")(data.draw(st.integers(0, 9), "seed"))
     body = message.buffer.body
     for _ in range(data.draw(st.integers(1, 3), "changes")):
         place = data.draw(st.integers(0, message.size - HEADER - 1), "place")

@@ -91,8 +91,8 @@ def test_a_speculation_without_probabilities_announces_no_rows() -> None:
     assert Speculation.empty(0, 3, 4).num_proposals.tolist() == [0, 0, 0]
 
 
-def shape(batch: int = 2, lookahead: int = 3, vocab: int = 5, num_drafts: int = 1) -> LinkShape:
-    return LinkShape(1, batch, lookahead, vocab=vocab, num_drafts=num_drafts)
+def shape(batch: int = 2, lookahead: int = 3, vocab: int = 5) -> LinkShape:
+    return LinkShape(1, batch, lookahead, vocab=vocab)
 
 
 @given(
@@ -129,7 +129,7 @@ def test_rows_that_hold_no_probability_are_refused(value: float) -> None:
     ("field", "value", "message"),
     [
         (0, 77, "version is 77"),
-        (1, int(Kind.TRUNK), f"kind is {int(Kind.TRUNK)}, expected {int(Kind.PROPOSALS)}"),
+        (1, int(Kind.PLAN), f"kind is {int(Kind.PLAN)}, expected {int(Kind.PROPOSALS)}"),
         (2, 4, "group is 4, expected 1"),
         (3, 8, "round is 8, expected 9"),
         (4, 1, "PROPOSALS of 1 rows, expected 2"),
@@ -153,21 +153,7 @@ def test_more_rows_than_the_buffer_holds_are_refused() -> None:
 
 
 def test_buffers_hold_the_largest_message() -> None:
-    full = shape(batch=3, lookahead=4, vocab=7, num_drafts=2)
-    speculation = Speculation.empty(0, 3, 4, sampled=True)
-    for buffer in (full.speculation_buffer(), full.trunk_buffer()):
-        wire.write_speculation(buffer, speculation)
+    full = shape(batch=3, lookahead=4, vocab=7)
+    wire.write_speculation(full.speculation_buffer(), Speculation.empty(0, 3, 4, sampled=True))
     rows = [np.ones(7, np.float32)] * 12
     assert wire.write_proposals(full.proposals_buffer(), 0, rows) == HEADER + 84
-    kinds = [full.trunk_buffer().kind, full.proposals_buffer().kind]
-    assert kinds == [Kind.TRUNK, Kind.PROPOSALS]
-
-
-@pytest.mark.parametrize(
-    ("vocab", "num_drafts", "expected"),
-    [(0, 1, False), (5, 1, True), (0, 2, True), (5, 2, True)],
-)
-def test_a_side_carrier_is_there_where_it_is_needed(
-    vocab: int, num_drafts: int, expected: bool
-) -> None:
-    assert shape(vocab=vocab, num_drafts=num_drafts).has_side is expected

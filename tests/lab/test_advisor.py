@@ -149,13 +149,10 @@ def test_gains_of_the_extra_gpu_add_up() -> None:
 
 
 def test_every_t_and_d_is_judged() -> None:
-    """More draft ranks than sequences would have nothing to draft."""
     alone = {(mode, t, 0) for mode in ("ar", "sd") for t in (1, 2, 4)}
     beside = {(mode, t, 1) for mode in ("sd", "ssd") for t in (1, 2)}
-    more = {("sd", 1, 2), ("sd", 1, 3), ("sd", 2, 2)}
-    for batch, found in ((1, alone | beside), (4, alone | beside | more)):
-        advice = advise(4, alpha=0.8, pair="8b/1b", batch_size=batch)
-        assert {(c.mode, c.tp, c.num_drafts) for c in advice.judged} == found
+    advice = advise(4, alpha=0.8, pair="8b/1b", batch_size=4)
+    assert {(c.mode, c.tp, c.num_drafts) for c in advice.judged} == alone | beside
 
 
 def test_break_even_alpha_is_theory_s_for_sd() -> None:

@@ -163,6 +163,6 @@ def test_costs_are_shared_by_what_differs_in_its_draws_alone() -> None:
         assert keys(**grown)[0] != whole and keys(**grown)[1] == plain
     assert keys("sd")[1] == plain
     assert keys(alpha=0.5, fan_out="geometric:12")[0] != keys(fan_out="geometric:12")[0]
-    for other in ({"lookahead": 3}, {"batch_size": 2}, {"backup": "fast"}, {"num_drafts": 2}):
+    for other in ({"lookahead": 3}, {"batch_size": 2}, {"backup": "fast"}):
         assert keys(**other)[1] != plain
     assert len({keys("ar")[1], keys("sd", num_drafts=0)[1], keys("sd")[1]}) == 3

@@ -203,7 +203,6 @@ def test_predict_takes_groups(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--num_tokens=100",), "and rounds"),
         (("--rounds=9", "--on_late=auto"), "nothing that adapts"),
-        (("--rounds=9", "--num_drafts=2"), "one draft"),
         (("--rows=results",), "groups=3 with rows"),
     ],
 )
@@ -211,7 +210,5 @@ def test_predict_refuses_groups_without_a_recurrence(
     capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], why: str
 ) -> None:
     words = ["--profile=h200", "--pair=8b/1b", "--mode=ssd", "--groups=3", *flags]
-    if not any(word.startswith("--num_drafts") for word in flags):
-        words.append("--num_drafts=1")
     assert main(["predict", *words]) == 2
     assert why in capsys.readouterr().err

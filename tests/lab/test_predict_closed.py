@@ -134,7 +134,7 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
     device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3}, lists)
     host = HostCosts(link=2e-5, keys=5e-5, step=4e-5)
     parts = [Cells.of(job) for job in jobs]
-    shared = {"lookahead": 6, "batch_size": 3, "inline": False, "num_drafts": 1}
+    shared = {"lookahead": 6, "batch_size": 3, "inline": False}
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in dataclasses.fields(Cells)
@@ -235,26 +235,6 @@ def test_timing_follows_the_buckets() -> None:
     timing = Timing.of(job, device, FREE)
     assert timing.verify_s[[1, 2, 3, 7, 9, 10]].tolist() == [1, 2, 4, 8, 10, 10]
     assert timing.lanes_s[[1, 2]].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("num_drafts", [2, 3, 4])
-@pytest.mark.parametrize(("batch", "on_late"), [(1, "finish"), (1, "serve"), (5, "finish")])
-def test_several_drafts(num_drafts: int, batch: int, on_late: str) -> None:
-    """Rows and lanes are shared, and TRUNK delays the growth: as the simulation has it."""
-    job = make_job(
-        num_drafts=num_drafts,
-        batch_size=batch,
-        on_late=on_late,
-        lookahead=5,
-        fan_out="geometric:24",
-    )
-    device = DeviceCosts.from_points({1: 5e-3, 30: 6e-3}, {1: 8e-4, 24: 1e-3, 120: 3e-3})
-    host = HostCosts(link=1e-4, lead_send=2e-5, keys=5e-5)
-    found = expect_by_law(job, device, host, chains=512)
-    mean = float(expected(job, device, host).tok_per_s[0])
-    assert mean == pytest.approx(found.tok_per_s, rel=0.01)
-    alone = dataclasses.replace(job, config=dataclasses.replace(job.config, num_drafts=1))
-    assert mean != pytest.approx(float(expected(alone, device, host).tok_per_s[0]), rel=1e-4)
 
 
 def test_hits_of_two_ends_against_a_simulation() -> None:

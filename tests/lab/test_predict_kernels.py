@@ -64,7 +64,6 @@ def measured(config: RunConfig, profile: Profile) -> list[Placement]:
         ({"mode": "sd", "lookahead": 32}, 4e-3, 2e-3 / 3),
         ({"mode": "ssd", "fan_out": "geometric:32"}, 3e-3, 0.5e-3),
         ({"mode": "ssd", "fan_out": "geometric:33"}, 3e-3, 2e-3 / 3),  # the draft's rows alone
-        ({"mode": "ssd", "fan_out": "geometric:64", "num_drafts": 2}, 3e-3, 0.5e-3),
     ],
 )
 def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(

@@ -138,7 +138,7 @@ class Decoding(RemoteSpeculator):
         self.case, self.choices, self._last = case, choices, last
         self.worker, target = (case.workers or _markov)(case)
         self.worker.decoding, self.worker.lost, target.decoding = self, [], self
-        policy = pair.policy()
+        policy = pair.policy
         controls = case.controls(self) if case.controls else None
         self.drafter = Drafter(self.worker, policy, pair.batch, WAITER, controls)
         self.loop = TargetLoop(target, self, NoPlans(), pair.batch, WAITER)

@@ -23,7 +23,6 @@ from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape
 from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
-from mpissd.engine.decode.share import Share
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
@@ -31,7 +30,7 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.decode.target import TargetLoop, follow
-from mpissd.engine.spec.fanout import FanOuts, owners_of
+from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker
 from mpissd.engine.workload.markov.laws import MarkovLaws
 from mpissd.engine.workload.markov.model import Logits, MarkovModel
@@ -43,7 +42,7 @@ WAITER = Waiter(30.0, spin=False)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models, and how they decode; num_drafts: 0 is inline, tp: target ranks."""
+    """Two models, and how they decode; is_inline: on the lead, tp: target ranks."""
 
     mode: str = "ssd"
     vocab: int = 4
@@ -60,7 +59,7 @@ class Pair:
     backup: str = "jit"
     backup_lookahead: int | None = None
     on_late: str = "finish"
-    num_drafts: int = 1
+    is_inline: bool = False
     tp: int = 1
 
     @property
@@ -87,18 +86,10 @@ class Pair:
 
     @property
     def shape(self) -> LinkShape:
-        vocab, drafts = self.vocab if self.K else 0, max(1, self.num_drafts)
-        return LinkShape(3, self.batch, self.K, vocab=vocab, num_drafts=drafts)
+        return LinkShape(3, self.batch, self.K, vocab=self.vocab if self.K else 0)
 
-    def policy(self, index: int = 0) -> DraftPolicy:
-        share = Share()
-        if self.num_drafts > 1:
-            weights, a = [1.0] * (self.K + 1), [0.75] * (self.K + 1)
-            share = Share(
-                index,
-                self.num_drafts,
-                lambda fans: owners_of(fans, self.num_drafts, weights[: len(fans)], a, 1.0),
-            )
+    @property
+    def policy(self) -> DraftPolicy:
         return DraftPolicy(
             self.K,
             self.fans,
@@ -106,12 +97,11 @@ class Pair:
             self.backup_lookahead or self.K,
             self.on_late,
             sampled=True,
-            share=share,
         )
 
-    def drafter(self, index: int = 0) -> Drafter:
+    def drafter(self) -> Drafter:
         worker = MarkovDraftWorker(CountingForwards(), self.laws, self.K, self.fans)
-        return Drafter(worker, self.policy(index), self.batch, WAITER)
+        return Drafter(worker, self.policy, self.batch, WAITER)
 
 
 def conditionals(model: MarkovModel, temperature: float, context: Sequence[int]) -> Any:
@@ -237,20 +227,19 @@ def decode(
 ) -> Decoded:
     """Rounds until every sequence has num_tokens or its stop token, ranks as threads.
 
-    hook: sees both ends of every link first.
+    hook: sees both ends of the link first.
     """
     gather, plans = ThreadGather(pair.tp), SampledPlans(pair.shape, pair.tp - 1)
     threads = [Guarded(lambda n=n: _follow(pair, gather, plans, n)) for n in range(1, pair.tp)]  # type: ignore[misc]
-    links = []
+    lead: LeadEnd | None = None
     speculator: Speculator = NoSpeculator()
-    if pair.K and pair.num_drafts == 0:
+    if pair.K and pair.is_inline:
         speculator = InlineSpeculator(pair.drafter())
     elif pair.K:
-        links = [queue_link(pair.shape, WAITER) for _ in range(pair.num_drafts)]
-        for n, (lead, draft) in enumerate(links):
-            hook(lead, draft)
-            threads.append(Guarded(lambda n=n, draft=draft: serve((draft, pair.drafter(n)))))  # type: ignore[misc]
-        speculator = RemoteSpeculator(*(lead for lead, _ in links))
+        lead, draft = queue_link(pair.shape, WAITER)
+        hook(lead, draft)
+        threads.append(Guarded(lambda: serve((draft, pair.drafter()))))
+        speculator = RemoteSpeculator(lead)
     worker = _target(pair, gather, 0)
     loop = TargetLoop(worker, speculator, plans if pair.tp > 1 else NoPlans(), pair.batch, WAITER)
     records = RoundRecords(pair.K)
@@ -259,7 +248,7 @@ def decode(
             pass
         loop.stop()
     except MpissdError:
-        for lead, _ in links:  # the drafts wait for the next outcome
+        if lead is not None:  # the draft waits for the next outcome
             lead.send_outcome(Outcome.admission(loop.round, []), stop=True)
         raise
     finally:

@@ -22,7 +22,6 @@ from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model import routed
 from mpissd.engine.model.stepper import Stepper
 from tests.loop.harness import Guarded
 
@@ -56,22 +55,16 @@ class Group:
 
 
 class Pool:
-    """G groups and D drafts; use it in a `with` block."""
+    """G groups and their draft; use it in a `with` block."""
 
     def __init__(self, config: RunConfig) -> None:
         self.job = job = resolve(config, 1, backend="numpy", memory_bytes=None)
-        ends = [
-            [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
-            for _ in range(config.drafts)
-        ]
-        self.threads = []
-        for index, links in enumerate(ends):
-            workers = draft_workers(job, stepper_of(job, drafts=True))
-            drafters = [make_drafter(job, worker, WAITER, index=index) for worker in workers]
-            served = [(end, each) for (_, end), each in zip(links, drafters, strict=True)]
-            self.threads.append(Guarded(lambda served=served: serve(*served)))  # type: ignore[misc]
-        leads = [[links[n][0] for links in ends] for n in range(config.groups)]
-        self.groups = [Group(job, n, RemoteSpeculator(*mine)) for n, mine in enumerate(leads)]
+        links = [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
+        workers = draft_workers(job, stepper_of(job, drafts=True))
+        drafters = [make_drafter(job, worker, WAITER) for worker in workers]
+        served = [(end, each) for (_, end), each in zip(links, drafters, strict=True)]
+        self.thread = Guarded(lambda: serve(*served))
+        self.groups = [Group(job, n, RemoteSpeculator(lead)) for n, (lead, _) in enumerate(links)]
 
     def decode(self, order: Sequence[int], rounds: int) -> None:
         """Steps the groups in this order, over and over, until each has so many rounds or none to
@@ -87,8 +80,7 @@ class Pool:
     def __exit__(self, kind: object, *_: object) -> None:
         for group in self.groups:
             group.stop()
-        for thread in self.threads:
-            thread.finish()
+        self.thread.finish()
 
 
 def _is_left(group: Group, rounds: int) -> bool:
@@ -100,7 +92,7 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     workload, backend = job.workload, open_backend("numpy", device="h100", local_rank=0)
     shard = job.draft_shard if drafts else job.target_shard
     assert shard is not None
-    return routed.stepper_of(
+    return Stepper(
         backend,
         SoloGroup(),
         shard,
@@ -108,7 +100,6 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
         buckets=job.draft_buckets() if drafts else job.target_buckets(),
         num_sequences=job.draft_sequences if drafts else job.config.batch_size,
         stacks=workload.draft_stacks if drafts else workload.target_stacks,
-        members=workload.draft_members if drafts else (),
         seed=2 * job.config.seed + drafts,
     )
 

@@ -22,10 +22,10 @@ MODEL = "gen:layers=2,hidden=64,ffn=128,heads=4,kv_heads=2,head_dim=16,vocab=97"
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
     ("sd", {"num_drafts": 0, "alpha": 0.9}),
-    ("sd", {"num_drafts": 2, "batch_size": 3}),
+    ("sd", {"batch_size": 3}),
     ("sd", {"backup": "fast"}),
     ("ssd", {"batch_size": 3, "context": 70}),
-    ("ssd", {"num_drafts": 2, "batch_size": 2, "lookahead": 3}),
+    ("ssd", {"batch_size": 2, "lookahead": 3}),
     ("ssd", {"fan_out": "tail:2"}),
     ("ssd", {"workload": "markov", "vocab": 20, "temperature": 0.8, "batch_size": 2}),
 ]

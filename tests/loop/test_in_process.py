@@ -24,7 +24,6 @@ METHODS: list[dict[str, Any]] = [
     {"mode": "sd", "num_drafts": 0},
     {"mode": "sd"},
     {"mode": "ssd"},
-    {"mode": "ssd", "num_drafts": 2},
     {"mode": "ssd", "fan_out": "tail:2"},
     {"mode": "ssd", "fan_out": "adaptive:12", "backup": "auto"},
 ]

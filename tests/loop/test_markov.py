@@ -20,12 +20,11 @@ FORCED = {"misses": (1.0, (0, 0, 0, 1)), "natural": (0.35, (1, 1, 1, 2)), "hits"
 
 @pytest.mark.parametrize("hits", FORCED)
 @pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("drafts", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, drafts: int, tp: int) -> None:
+def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, tp: int) -> None:
     divergence, fan_out = FORCED[hits]
     pair = replace(GREEDY, divergence=divergence, fan_out=fan_out, batch=batch, tp=tp)
-    done = decode(replace(pair, num_drafts=drafts), 15)
+    done = decode(pair, 15)
     assert done.first(15) == greedy(pair, 15)
     counted = done.rows[done.rows[:, 0] > 0]
     rate = counted[:, 6].mean()
@@ -38,13 +37,13 @@ def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, drafts: int,
         {"mode": "ar"},
         {"mode": "ar", "tp": 3},
         {"mode": "sd"},
-        {"mode": "sd", "num_drafts": 0, "tp": 2},
+        {"mode": "sd", "is_inline": True, "tp": 2},
         {"mode": "sd", "backup": "fast"},
         {"backup": "fast", "backup_lookahead": 1},
         {"on_late": "serve"},
         {"saguaro_c": 0.0},
         {"fan_out": (12, 12, 12, 12)},
-        {"num_drafts": 4, "fan_out": (1, 2, 0, 5), "fan_out_miss": (2, 0, 1, 1)},
+        {"fan_out": (1, 2, 0, 5), "fan_out_miss": (2, 0, 1, 1)},
     ],
     ids=str,
 )
@@ -53,22 +52,22 @@ def test_greedy_decoding_is_the_same_in_every_mode(changes: dict[str, Any]) -> N
     assert decode(pair, 15).first(15) == greedy(pair, 15)
 
 
-# Some of everything: temperature, seed, b, K, fan-out, its list behind a miss, D.
+# Some of everything: temperature, seed, b, K, fan-out, its list after a miss.
 SAMPLED = [
-    (0.5, 0, 1, 1, (1, 2), None, 1),
-    (0.5, 1, 4, 3, (3, 0, 1, 2), None, 2),
-    (0.5, 2, 2, 5, (2,) * 6, (1,) * 6, 2),
-    (1.0, 0, 1, 4, (30,) * 5, None, 1),
-    (1.0, 1, 3, 2, (0, 0, 4), None, 1),
-    (1.0, 2, 8, 3, (2, 2, 1, 4), None, 2),
-    (1.0, 3, 2, 1, (6, 6), (0, 1), 2),
-    (2.0, 0, 3, 3, (5, 4, 3, 8), None, 1),
-    (2.0, 1, 1, 6, (2,) * 7, None, 2),
-    (2.0, 2, 5, 2, (9, 9, 9), (3, 3, 3), 1),
+    (0.5, 0, 1, 1, (1, 2), None),
+    (0.5, 1, 4, 3, (3, 0, 1, 2), None),
+    (0.5, 2, 2, 5, (2,) * 6, (1,) * 6),
+    (1.0, 0, 1, 4, (30,) * 5, None),
+    (1.0, 1, 3, 2, (0, 0, 4), None),
+    (1.0, 2, 8, 3, (2, 2, 1, 4), None),
+    (1.0, 3, 2, 1, (6, 6), (0, 1)),
+    (2.0, 0, 3, 3, (5, 4, 3, 8), None),
+    (2.0, 1, 1, 6, (2,) * 7, None),
+    (2.0, 2, 5, 2, (9, 9, 9), (3, 3, 3)),
 ]
 
 
-@pytest.mark.parametrize("temperature, seed, batch, K, fan_out, after_miss, drafts", SAMPLED)
+@pytest.mark.parametrize("temperature, seed, batch, K, fan_out, after_miss", SAMPLED)
 def test_ssd_draws_what_sd_draws(
     temperature: float,
     seed: int,
@@ -76,7 +75,6 @@ def test_ssd_draws_what_sd_draws(
     K: int,
     fan_out: tuple[int, ...],
     after_miss: tuple[int, ...] | None,
-    drafts: int,
 ) -> None:
     """Token by token and round by round, with hits finished and misses drafted just in time."""
     pair = Pair(
@@ -89,7 +87,6 @@ def test_ssd_draws_what_sd_draws(
         lookahead=K,
         fan_out=fan_out,
         fan_out_miss=after_miss,
-        num_drafts=drafts,
     )
     ssd, sd = decode(pair, 30), decode(replace(pair, mode="sd"), 30)
     assert ssd.tokens == sd.tokens
@@ -120,7 +117,7 @@ def test_certain_tokens_among_others() -> None:
         accepted = sd.rows[sd.rows[:, 0] == round_, 3].tolist()
         wanted += sum(k < 4 and q[k] < 1 in q[:k] for q, k in zip(rows, accepted, strict=True))
     assert wanted > 3
-    for pair in (replace(base, num_drafts=2), replace(base, mode="sd", num_drafts=0)):
+    for pair in (base, replace(base, mode="sd", is_inline=True)):
         assert decode(pair, 120).tokens == sd.tokens
 
 
@@ -139,10 +136,9 @@ def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
     base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
     modes = [
         base,
-        replace(base, num_drafts=2),
         replace(base, tp=2),
         replace(base, mode="sd"),
-        replace(base, mode="sd", num_drafts=0),
+        replace(base, mode="sd", is_inline=True),
     ]
     if temperature == 0:
         modes += [replace(base, mode="ar"), replace(base, backup="fast")]

@@ -63,13 +63,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ssd": {**GEMM, "groups": 2, "batch_size": 2},
     "sd": {**GEMM, "groups": 3, "batch_size": 1, "mode": "sd"},
     "three groups, all miss": {**GEMM, "groups": 3, "batch_size": 2, "p_hit": 0},
-    "D=2": {**GEMM, "groups": 2, "batch_size": 3, "num_drafts": 2, "fan_out": "uniform:4"},
     "fast": {**GEMM, "groups": 2, "batch_size": 2, "backup": "fast"},
     "tail": {**GEMM, "groups": 2, "batch_size": 1, "fan_out": "tail:2"},
     "transformer": {**GEMM, "groups": 2, "batch_size": 2, "forward": "transformer", "rounds": 12},
     "markov": {**MARKOV_FLAGS, "groups": 2, "batch_size": 2, "temperature": 0},
     "markov, drawn": {**MARKOV_FLAGS, "groups": 3, "batch_size": 1, "temperature": 1},
-    "markov, drawn, D=2": {**MARKOV_FLAGS, "groups": 2, "batch_size": 2, "num_drafts": 2},
 }
 
 

@@ -51,8 +51,8 @@ def decoded(**flags: Any) -> Decoder:
     return decoder
 
 
-# Values of the method, D, K, fan-out, backup, its K_b and b, mixed.
-SD, SSD, TWO = ({"mode": "sd"}, {"mode": "ssd"}, {"mode": "ssd", "num_drafts": 2})
+# Values of the method, K, fan-out, backup, its K_b and b, mixed.
+SD, SSD = {"mode": "sd"}, {"mode": "ssd"}
 COVERING: list[dict[str, Any]] = [
     {**SSD, "lookahead": 3, "fan_out": "uniform:3", "batch_size": 1},
     {**SSD, "lookahead": 8, "fan_out": "geometric:16", "batch_size": 3, "backup": "fast"},
@@ -61,14 +61,11 @@ COVERING: list[dict[str, Any]] = [
     {**SSD, "lookahead": 4, "fan_out": "tail:2", "batch_size": 3},
     {**SSD, "lookahead": 3, "fan_out": "tail:3", "batch_size": 1, "backup_lookahead": 0},
     {**SSD, "lookahead": 3, "fan_out": "adaptive:8", "batch_size": 2},
-    {**TWO, "lookahead": 8, "fan_out": "uniform:2", "batch_size": 1},
-    {**TWO, "lookahead": 1, "fan_out": "uniform:3", "batch_size": 2, "backup": "fast"},
-    {**TWO, "lookahead": 3, "fan_out": "list:1,0,4,2", "batch_size": 6, "backup_lookahead": 1},
-    {**TWO, "lookahead": 5, "fan_out": "geometric:9", "batch_size": 3, "fan_out_miss": "uniform:1"},
+    {**SSD, "lookahead": 3, "fan_out": "list:1,0,4,2", "batch_size": 6, "backup_lookahead": 1},
+    {**SSD, "lookahead": 5, "fan_out": "geometric:9", "batch_size": 3, "fan_out_miss": "uniform:1"},
     {**SD, "lookahead": 5, "batch_size": 1, "backup": "fast", "backup_lookahead": 3},
     {**SD, "lookahead": 8, "batch_size": 6},
     {**SD, "lookahead": 3, "batch_size": 2, "num_drafts": 0},
-    {**SD, "lookahead": 1, "batch_size": 3, "num_drafts": 2},
     {"mode": "ar", "batch_size": 3},
 ]
 

@@ -23,7 +23,7 @@ RUNS: list[dict[str, Any]] = [
     {"mode": "sd", "lookahead": 3, "backup": "fast", "lookup": "suffix", "batch_size": 2},
     {"mode": "ssd", "lookahead": 4, "fan_out": "uniform:3", "batch_size": 1},
     {"mode": "ssd", "lookahead": 3, "fan_out": "list:6,0,2,1", "batch_size": 4, "backup": "fast"},
-    {"mode": "ssd", "lookahead": 5, "fan_out": "geometric:12", "num_drafts": 2, "batch_size": 2},
+    {"mode": "ssd", "lookahead": 5, "fan_out": "geometric:12", "batch_size": 2},
     {"mode": "ssd", "lookahead": 3, "fan_out": "tail:2", "backup_lookahead": 1, "batch_size": 6},
 ]
 

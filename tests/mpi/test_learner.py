@@ -192,7 +192,6 @@ def test_a_job_that_is_refused_ends_its_learner(pair: TinyPair, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--mode=ssd", "--num_drafts=2"], "learners=1 with num_drafts=2"),
         (["--mode=ar"], "learners=1 with num_drafts=0"),
         (["--mode=sd", "--backup=fast"], "learners=1 with backup=fast"),
     ],

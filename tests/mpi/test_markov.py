@@ -35,12 +35,7 @@ SERVED = [flag for flag in SAMPLED if not flag.startswith(("--device", "--pair")
 CASES: dict[str, tuple[int, list[str], str]] = {
     "hits and misses": (2, [*SAMPLED, *SMALL, "--mode=ssd"], "12"),
     "T=2": (3, [*SAMPLED, *ODD, "--mode=ssd"], "12"),
-    "D=2": (3, [*SAMPLED, *SMALL, "--mode=ssd", "--num_drafts=2"], "12"),
-    "T=2, D=2, fast": (
-        4,
-        [*SAMPLED, *ODD, "--mode=ssd", "--num_drafts=2", "--backup=fast"],
-        "13",
-    ),
+    "T=2, fast": (3, [*SAMPLED, *ODD, "--mode=ssd", "--backup=fast"], "13"),
     "C=0.5": (2, [*SAMPLED, *SMALL, "--mode=ssd", "--saguaro_c=0.5"], "12"),
     "served as it is": (
         2,
@@ -136,8 +131,8 @@ def ratios_of(name: str, found: dict[str, Any], temperature: float = 1.0) -> lis
 @pytest.mark.parametrize(
     "name",
     [
-        *("hits and misses", "T=2, D=2, fast", "served as it is", "inline", "ar, T=2"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("T=2", "D=2")),
+        *("hits and misses", "T=2, fast", "served as it is", "inline", "ar, T=2"),
+        pytest.param("T=2", marks=pytest.mark.long),
     ],
 )
 def test_what_is_emitted_has_the_target_s_law(name: str) -> None:

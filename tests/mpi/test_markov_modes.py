@@ -28,7 +28,7 @@ MISSES = "--divergence=1 --fan_out=list:0,0,0,1".split()
 NATURAL = "--divergence=0.35 --fan_out=list:1,1,1,2 --fan_out_miss=list:2,0,1,1".split()
 HITS = "--divergence=0 --fan_out=uniform:1".split()
 
-# name: (ranks, flags): T, D, b and what is forced, each value of one beside some of the others.
+# name: (ranks, flags): T, b and what is forced, each value of one beside some of the others.
 GREEDY: dict[str, tuple[int, list[str]]] = {
     "ar": (1, ["--mode=ar", "--batch_size=3"]),
     "ar, T=3": (3, ["--mode=ar", "--batch_size=8"]),
@@ -36,17 +36,15 @@ GREEDY: dict[str, tuple[int, list[str]]] = {
     "sd inline, T=2": (2, ["--mode=sd", "--num_drafts=0", "--batch_size=8"]),
     "misses": (2, [*MISSES, "--batch_size=1"]),
     "misses, T=2": (3, [*MISSES, "--batch_size=8"]),
-    "misses, D=2": (3, [*MISSES, "--batch_size=3", "--num_drafts=2"]),
     "natural, b=8": (2, [*NATURAL, "--batch_size=8"]),
-    "natural, D=2": (3, [*NATURAL, "--batch_size=8", "--num_drafts=2"]),
-    "natural, T=3, D=2": (5, [*NATURAL, "--batch_size=3", "--num_drafts=2"]),
+    "natural, T=3": (4, [*NATURAL, "--batch_size=3"]),
     "natural, fast": (2, [*NATURAL, "--batch_size=3", "--backup=fast"]),
     "natural, served": (
         2,
         [*NATURAL, "--batch_size=3", "--on_late=serve"],
     ),
     "hits, T=3": (4, [*HITS, "--batch_size=8"]),
-    "hits, T=2, D=2": (4, [*HITS, "--batch_size=1", "--num_drafts=2"]),
+    "hits, T=2": (3, [*HITS, "--batch_size=1"]),
 }
 
 
@@ -59,7 +57,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
         for name, (np_, flags) in GREEDY.items()
     },
     "drawn by sd": (2, [*DRAWN, "--mode=sd", "--divergence=0.35"]),
-    "drawn, D=2": (3, [*DRAWN, *NATURAL, "--num_drafts=2"]),
+    "drawn": (2, [*DRAWN, *NATURAL]),
     "drawn, T=2": (3, [*DRAWN, *NATURAL]),
     **{
         f"{mode} to a stop": (1 if mode == "ar" else 2, [*STOPPED, f"--mode={mode}"])
@@ -95,7 +93,7 @@ def test_greedy_decoding_is_the_target_s_own(name: str, runs: Together) -> None:
 
 def test_ssd_draws_what_sd_draws(runs: Together) -> None:
     sd = runs["drawn by sd"]
-    for job in (runs["drawn, D=2"], runs["drawn, T=2"]):
+    for job in (runs["drawn"], runs["drawn, T=2"]):
         assert 0 < job.row["hit_rate"] < 1
         assert job.row["outcome_digest"] == sd.row["outcome_digest"]
         assert emitted(job) == emitted(sd)

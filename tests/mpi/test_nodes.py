@@ -28,10 +28,9 @@ SHAPES = [
 ]
 NULL = ["--pair=toy", "--backend=emulated", "--device=null"]
 REST = ["--rounds=25", "--seed=5", "--batch_size=2", "--progress=off"]
-JOBS = {  # all-reduces, plans and the link; logits; trunks of two drafts
+JOBS = {  # all-reduces, plans and the link; logits
     "numpy": (3, [*SHAPES, "--backend=numpy", "--mode=ssd", *REST]),
     "markov": (3, [*NULL, "--workload=markov", "--temperature=1", "--mode=ssd", *REST]),
-    "two drafts": (4, [*NULL, "--mode=ssd", "--num_drafts=2", *REST]),
 }
 SAME = "outcome_digest token_digest num_tokens accept_histogram hit_rate rank_digests tp".split()
 

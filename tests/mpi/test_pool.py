@@ -27,8 +27,7 @@ Way = tuple[int, int, int, list[str]]
 JOBS: dict[str, tuple[list[str], list[Way]]] = {
     "gemm": ([*NULL, "--rounds=40"], [(2, 1, 4, []), (3, 2, 2, []), (5, 4, 1, [])]),
     "T=2": ([*NUMPY, "--rounds=12"], [(3, 1, 2, []), (5, 2, 1, [])]),
-    "sd": ([*NULL, "--rounds=40", "--mode=sd"], [(2, 1, 2, []), (4, 2, 1, ["--num_drafts=2"])]),
-    "D=2": ([*NULL, "--rounds=40"], [(2, 1, 4, []), (4, 2, 2, ["--num_drafts=2"])]),
+    "sd": ([*NULL, "--rounds=40", "--mode=sd"], [(2, 1, 2, []), (3, 2, 1, [])]),
     "markov": ([*MARKOV, "--rounds=30"], [(2, 1, 2, []), (3, 2, 1, [])]),
     "drawn": ([*MARKOV, "--rounds=30", "--temperature=1"], [(2, 1, 2, []), (3, 2, 1, [])]),
 }

@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.backend.profile import device_kind, known_profiles, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.accuracy import (
     BAR,
@@ -21,7 +21,6 @@ from mpissd.lab.predict.accuracy import (
     is_biased,
     profile_of_another_job,
 )
-from mpissd.lab.predict.from_row import device_of
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.tables import load_rows
 
@@ -34,7 +33,7 @@ DERIVES = "its profile derives what a forward takes"
 def test_h200_predicts_its_rows_at_every_t_and_in_every_mode() -> None:
     """The very numbers of `predict --rows=results/h200* --profile=h200`; derived entries and rows
     of older kernels are exempt, and counted."""
-    rows = [r for r in load_rows(H200) if device_of(r["device_name"]) == "NVIDIA H200"]
+    rows = [r for r in load_rows(H200) if device_kind(r["device_name"]) == "H200 SXM"]
     found, left = errors_of(rows, profile_of_another_job("h200", None))
     every = list(groups(found))
     assert [g for g in every if is_biased(g)] == []
@@ -49,7 +48,7 @@ def test_h200_predicts_its_rows_at_every_t_and_in_every_mode() -> None:
 def test_the_bar_holds_at_one_sequence_and_fails_in_batches_where_it_is_said() -> None:
     """docs/predictions.md names the cells: SSD in batches is slower than predicted."""
     forecast, bars = profile_of_another_job("h200", None), {}
-    rows = [r for r in load_rows(H200) if device_of(r["device_name"]) == "NVIDIA H200"]
+    rows = [r for r in load_rows(H200) if device_kind(r["device_name"]) == "H200 SXM"]
     for alone in (True, False):
         found, _ = errors_of([r for r in rows if (r["batch_size"] == 1) == alone], forecast)
         bars[alone] = {(g["tp"], g["mode"]): g for g in groups(found)}

@@ -18,13 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # What each script tries, in order, where nothing answers.
 STEPS = {
     "online": "online steeper offline slower repeated rejected ar ssd-learner ssd "
-    "ssd-drafts ssd-targets sd-learner sd sd-drafts sd-targets",
+    "ssd-targets sd-learner sd sd-targets",
     "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
     "drafts": "distill rate ar",
-    "tasks": "distill-warm distill-any distill-chat distill-code distill-text router "
-    "rate-chat rate-humaneval rate-edit rate-summarise",
-    "hierarchy": "humaneval edit summarise chat",
-    "draws": "host device",
 }
 ON_CPU = {"GPU": "1", "BACKEND": "numpy", "PYTHONPATH": "/packages"}
 FAKE = f"""#!{sys.executable}

@@ -119,7 +119,7 @@ def test_nothing_given(box: Path) -> None:
         ("MODE=ar", 1, ["--mode=ar"]),
         ("MODE=sd TP=4", 5, ["--mode=sd"]),
         ("MODE=ar DRAFTS=1", 2, ["--mode=ar", "--num_drafts=1"]),
-        ("DRAFTS=2 TP=2", 4, ["--num_drafts=2"]),
+        ("DRAFTS=0 TP=2", 2, ["--num_drafts=0"]),
         ("GROUPS=4 TP=2", 9, ["--groups=4"]),
         ("DRAFTS=0 MODE=sd", 1, ["--mode=sd", "--num_drafts=0"]),
         ("PAIR=70b/1b K=7 SEED=3", 2, ["--pair=70b/1b", "--lookahead=7", "--seed=3"]),
@@ -154,7 +154,7 @@ def test_python_from_the_environment_does_not_count(box: Path) -> None:
 def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     done = make_run(box, bad)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"[^\n]* is a whole number, [01] or more\.  Stop\.\n", done.stderr)
+    assert re.fullmatch(r"[^\n]* is a whole number, (0 or 1|[01] or more)\.  Stop\.\n", done.stderr)
     assert bad in done.stderr
 
 
@@ -257,12 +257,12 @@ def test_doctor_examines_what_run_would_run(box: Path) -> None:
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     grid = "mode=ar,sd; fan_out='list:4,4,3'"
-    given = [f"GRID={grid}", "REPEATS=2", "SHARD=1/4", "PAIR=toy", "DRAFTS=2", "TP=3"]
+    given = [f"GRID={grid}", "REPEATS=2", "SHARD=1/4", "PAIR=toy", "DRAFTS=1", "TP=4"]
     done = call(box, "make", "sweep", *fakes, *given)
     assert done.returncode == 0, done.stderr
     argv = json.loads(done.stdout.splitlines()[-1])[0]
     assert argv[:8] == ["-np", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
-    told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=2"}
+    told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=1"}
     assert set(argv[8:]) == told
     done = call(box, "make", "sweep", *fakes, "GRID=mode=ar", "TP=2")
     argv = json.loads(done.stdout.splitlines()[-1])[0]  # T is not what the grid needs no draft for

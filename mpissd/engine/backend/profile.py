@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -22,6 +23,10 @@ from mpissd.engine.backend.base import Cost, ForwardKey
 from mpissd.engine.backend.profile_tables import HostEntry, Tables
 
 SCHEMA = 1
+_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # H100, GH200, A100, V100, L40S
+_FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
+_USUAL_FORM = {"H200": "SXM"}  # of devices whose names give a form only if it is another
+_SIZES = ("A100", "V100")  # devices of one form that come with two sizes of memory
 _NUMBERS = (
     "read_bytes_per_s",
     "peak_flops_per_s",
@@ -56,6 +61,11 @@ class Profile:
     models_others: bool = False
     # Commits whose kernels differ from those that this profile measured.
     other_kernels: frozenset[str] = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """The kind of device that the profile describes (device_kind)."""
+        return device_kind(self.device_name)
 
     @property
     def few_rows(self) -> int:
@@ -120,6 +130,27 @@ class Profile:
         raise ConfigError(
             f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
         )
+
+
+def device_kind(name: str | None) -> str:
+    """Returns the kind of a device: its model, its form, and its memory if the model has two sizes.
+
+    Drivers name one kind in several ways: "NVIDIA H100 80GB HBM3" is an H100 SXM, "Tesla
+    V100-SXM2-32GB" a V100 SXM 32GB. A name of no known pattern, or of a part of a GPU (MIG), is
+    returned as it is, without the maker's name and without " (emulated)".
+    """
+    plain = (name or "").removesuffix(" (emulated)").removeprefix("NVIDIA ")
+    plain = plain.removeprefix("Tesla ")
+    family = _FAMILY.search(plain)
+    if family is None or "MIG" in plain or "slowed" in plain:
+        return plain
+    model, parts = family.group(), [family.group()]
+    form = next((form for mark, form in _FORMS.items() if mark in plain.upper()), None)
+    parts += filter(None, [form or _USUAL_FORM.get(model)])
+    size = re.search(r"\d+ ?GB", plain)
+    if model in _SIZES and size is not None:
+        parts.append(size.group().replace(" ", ""))
+    return " ".join(parts)
 
 
 def known_profiles() -> dict[str, Path]:

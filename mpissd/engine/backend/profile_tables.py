@@ -124,13 +124,15 @@ Series = Mapping[tuple[Any, ...], Curve]
 class Tables:
     """All measured tables of a profile; all empty if the profile has only rates.
 
-    forwards: for each key its kernels, those of jobs with the fewest rows first. products: by (k,
-    n), then rows. all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name,
-    idle_s), then bytes. copies: by (direction,), then bytes. launches: by what is launched.
-    read_outs: by (logits of a row, kind of forward, candidates), then rows.
+    forwards: for each key its kernels, those of jobs with the fewest rows first. shards: likewise,
+    of one rank's share of a model, without all-reduces. products: by (k, n), then rows.
+    all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name, idle_s), then
+    bytes. copies: by (direction,), then bytes. launches: by what is launched. read_outs: by (logits
+    of a row, kind of forward, candidates), then rows.
     """
 
     forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
+    shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
     products: Series = field(default_factory=dict)
     all_reduces: Series = field(default_factory=dict)
     links: Series = field(default_factory=dict)
@@ -144,18 +146,18 @@ class Tables:
 
         Raises KeyError, TypeError or ValueError if it is malformed.
         """
-        if unknown := set(data) - {*IDENTITY, "forwards", "launches", "bandwidths"}:
+        if unknown := set(data) - {*IDENTITY, "forwards", "shards", "launches", "bandwidths"}:
             raise ValueError(f"table {min(unknown)!r}")
         series = {
             name: {tuple(e[i] for i in identity): Curve.parse(e) for e in data.get(name, ())}
             for name, identity in IDENTITY.items()
         }
-        forwards = _forwards(data.get("forwards", ()))
+        forwards, shards = (_forwards(data.get(name, ())) for name in ("forwards", "shards"))
         launches = {
             str(e["what"]): Launch(_seconds(e["host_s"]), _seconds(e["device_s"]))
             for e in data.get("launches", ())
         }
-        return cls(forwards=forwards, launches=launches, **series)
+        return cls(forwards=forwards, shards=shards, launches=launches, **series)
 
     def forward(self, cost: Cost) -> Curve | None:
         """Returns the measured curve of a cost's forward with the kernel that its job would run, or
@@ -185,13 +187,14 @@ class Tables:
         like = cost.columns, "" if cost.key is None else cost.key.forward
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
-    def kernels(self, key: ForwardKey, params: int) -> tuple[Forward, ...]:
+    def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
         """Returns a forward with each kernel that it was measured with, those of few rows first.
 
-        params: its number of weights, which tells models of one name apart. A transformer's forward
-        is interpolated over context and sequences (between).
+        params: its number of weights, which tells models of one name apart. alone: of one rank's
+        share, without all-reduces. A transformer's forward is interpolated over context and
+        sequences (between).
         """
-        every = self.forwards
+        every = self.shards if alone else self.forwards
         if key.sequences and key not in every:
             alike = [k for k in every if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
             measured = {k: one for k in alike for one in every[k] if one.params == params}

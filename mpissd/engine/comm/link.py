@@ -1,9 +1,8 @@
 """The link between lead and draft: OUTCOME goes to the draft, SPECULATION comes back.
 
-An end of a link holds buffers and a carrier that moves them. A second carrier, the side, moves what
-only some jobs need: TRUNK, the speculation that was served, goes to a draft that did not make all
-of it; PROPOSALS, the distributions behind sampled tokens, come while the target already verifies.
-A third one takes PROMPT, behind outcomes that admit sequences with prompts, to the draft.
+An end of a link holds buffers and a carrier that moves them. A second carrier, the side, moves
+PROPOSALS, the distributions of sampled tokens, to the lead while the target already verifies. A
+third one takes PROMPT to the draft, after outcomes that admit sequences with prompts.
 comm.queue_link joins two threads without MPI, for tests; comm.mpi_link joins two ranks.
 """
 
@@ -61,40 +60,30 @@ class LinkShape:
         lookahead: int,
         *,
         vocab: int = 0,
-        num_drafts: int = 1,
         num_tokens: int | None = None,
         prompt_tokens: int = 0,
     ) -> None:
         self.group, self.batch, self.lookahead, self.vocab = group, batch, lookahead, vocab
-        self.num_drafts, self.num_tokens = num_drafts, num_tokens or vocab or wire.MOST
-        self.prompt_tokens = prompt_tokens
+        self.num_tokens, self.prompt_tokens = num_tokens or vocab or wire.MOST, prompt_tokens
 
     @property
     def sampled(self) -> bool:
         """Whether speculations carry q, the probability of each token."""
         return self.vocab > 0
 
-    @property
-    def has_side(self) -> bool:
-        """Whether the link needs a side carrier, for TRUNK or PROPOSALS."""
-        return self.sampled or self.num_drafts > 1
-
     def outcome_buffer(self) -> wire.Buffer:
         """Makes a buffer for an outcome: 2b rows, as it may release and admit b sequences each."""
         return self._buffer(wire.Kind.OUTCOME, 2 * self.batch * Outcome.WIDTH)
 
-    def speculation_buffer(self, kind: wire.Kind = wire.Kind.SPECULATION) -> wire.Buffer:
-        """Makes a buffer for a speculation, as SPECULATION or as TRUNK."""
-        return self._buffer(kind, self.batch * Speculation.width(self.lookahead, self.sampled))
+    def speculation_buffer(self) -> wire.Buffer:
+        """Makes a buffer for a speculation."""
+        width = Speculation.width(self.lookahead, self.sampled)
+        return self._buffer(wire.Kind.SPECULATION, self.batch * width)
 
     def plan_buffer(self) -> wire.Buffer:
         """Makes a buffer for a plan: an outcome and a speculation."""
         width = Speculation.width(self.lookahead, self.sampled)
         return self._buffer(wire.Kind.PLAN, self.batch * (2 * Outcome.WIDTH + width))
-
-    def trunk_buffer(self) -> wire.Buffer:
-        """Makes a buffer for the speculation that was served."""
-        return self.speculation_buffer(wire.Kind.TRUNK)
 
     def proposals_buffer(self) -> wire.Buffer:
         """Makes a buffer for a round's distributions, at most b·K of them."""
@@ -105,7 +94,7 @@ class LinkShape:
         return self._buffer(wire.Kind.PROMPT, prompts.capacity(self.batch, self.prompt_tokens))
 
     def nothing_buffer(self) -> wire.Buffer:
-        """Makes an unused buffer, for the direction in which no prompts are sent."""
+        """Makes an unused buffer, for a direction in which nothing is sent."""
         return self._buffer(wire.Kind.PROMPT, 0)
 
     def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:
@@ -162,10 +151,6 @@ class LeadEnd:
         """Whether speculations carry q, the probability of each token."""
         return self._vocab > 0
 
-    def arrived(self) -> bool:
-        """Returns whether a SPECULATION has arrived, without blocking."""
-        return self._carrier.arrived()
-
     def speculation(self, round_: int, count: int) -> Speculation:
         """Waits for the speculation of round `round_` for `count` sequences."""
         self.waiter.until(self._carrier.arrived, "draft: speculation")
@@ -175,15 +160,6 @@ class LeadEnd:
         self._carrier.release()
         self._count(self._in.array.nbytes)
         return speculation
-
-    def send_trunk(self, speculation: Speculation) -> None:
-        """Starts to send TRUNK, the speculation that was served."""
-        assert self._side is not None, "a trunk without a side carrier"
-        self._side.carrier.ready()
-        wire.write_speculation(self._side.outgoing, speculation)
-        size = wire.HEADER + speculation.rows.size
-        self._side.carrier.send(size)
-        self._count(4 * size)
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
         """Waits for the `count` distributions of round `round_`; returns them [count, V]."""
@@ -260,20 +236,6 @@ class DraftEnd:
         self._carrier.ready()
         wire.write_speculation(self._out, speculation)
         self._carrier.send()
-
-    def trunk_arrived(self) -> bool:
-        """Returns whether a TRUNK has arrived, without blocking."""
-        assert self._side is not None, "a trunk without a side carrier"
-        return self._side.carrier.arrived()
-
-    def trunk(self, round_: int, count: int, lookahead: int, *, sampled: bool) -> Speculation:
-        """Waits for the speculation that was served in round `round_`, of all drafts."""
-        assert self._side is not None, "a trunk without a side carrier"
-        self._waiter.until(self._side.carrier.arrived, "target: trunk")
-        incoming = self._side.incoming
-        speculation = wire.read_speculation(incoming, round_, count, lookahead, sampled=sampled)
-        self._side.carrier.release()
-        return speculation
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
         """Starts to send PROPOSALS: the distribution [V] behind each token that was not certain."""

@@ -73,8 +73,8 @@ def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> Le
     """Opens the lead's end of a link to rank `draft` of `comm`."""
     main = _open(comm, draft, shape.outcome_buffer(), shape.speculation_buffer(), waiter)
     side = prompts = None
-    if shape.has_side:
-        side = _open(comm, draft, shape.trunk_buffer(), shape.proposals_buffer(), waiter)
+    if shape.sampled:
+        side = _open(comm, draft, shape.nothing_buffer(), shape.proposals_buffer(), waiter)
     if shape.prompt_tokens:
         prompts = _open(comm, draft, shape.prompt_buffer(), shape.nothing_buffer(), waiter)
     return LeadEnd(*main, shape.lookahead, waiter, vocab=shape.vocab, side=side, prompts=prompts)
@@ -84,8 +84,8 @@ def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> Dr
     """Opens the draft's end of a link to rank `lead` of `comm`."""
     main = _open(comm, lead, shape.speculation_buffer(), shape.outcome_buffer(), waiter)
     side = prompts = None
-    if shape.has_side:
-        side = _open(comm, lead, shape.proposals_buffer(), shape.trunk_buffer(), waiter)
+    if shape.sampled:
+        side = _open(comm, lead, shape.proposals_buffer(), shape.nothing_buffer(), waiter)
     if shape.prompt_tokens:
         prompts = _open(comm, lead, shape.nothing_buffer(), shape.prompt_buffer(), waiter)
     return DraftEnd(*main, waiter, side=side, prompts=prompts)

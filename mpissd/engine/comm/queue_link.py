@@ -60,8 +60,8 @@ def queue_link(
     lead, draft = _joined(shape.outcome_buffer, shape.speculation_buffer)
     side: Joined = None, None
     prompt: Joined = None, None
-    if shape.has_side:
-        side = _joined(shape.trunk_buffer, shape.proposals_buffer)
+    if shape.sampled:
+        side = _joined(shape.nothing_buffer, shape.proposals_buffer)
     if shape.prompt_tokens:
         prompt = _joined(shape.prompt_buffer, shape.nothing_buffer)
     return (

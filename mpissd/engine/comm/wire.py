@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Source, Speculation
 
-VERSION = 0x5D02
+VERSION = 0x5D03
 HEADER = 7
 _FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
 _ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
@@ -43,9 +43,8 @@ class Kind(IntEnum):
     OUTCOME = 1
     SPECULATION = 2
     PLAN = 3
-    TRUNK = 4
-    PROPOSALS = 5
-    PROMPT = 6
+    PROPOSALS = 4
+    PROMPT = 5
 
 
 class Buffer:
@@ -198,8 +197,7 @@ def _control_of(flags: int) -> Control:
 def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
     """Writes a speculation into the buffer, with one copy."""
     rows = speculation.rows
-    version = speculation.version << _VERSION if buffer.kind == Kind.SPECULATION else 0
-    buffer.write_header(speculation.round, len(rows), version)
+    buffer.write_header(speculation.round, len(rows), speculation.version << _VERSION)
     buffer.body[: rows.size] = rows.reshape(-1)
     buffer.seal(rows.size)
 

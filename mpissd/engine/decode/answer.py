@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 
 class Answer:
-    """The answers of one draft, and what the tokens of the last one were drawn from."""
+    """The answers of the draft, and what the tokens of the last one were drawn from."""
 
     def __init__(self, lookahead: int, *, sampled: bool) -> None:
         """Takes K of the job, and whether tokens are sampled."""

@@ -41,15 +41,12 @@ def chained_forwards(
     if target is None or job.tp > 1 or job.serving is not None or job.config.drafts:
         return None
     if job.lookahead and (
-        draft is None
-        or job.config.backup != "jit"
-        or job.config.draft_lookup is not None
-        or job.backup_lookahead != job.lookahead
+        draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead
     ):
         return None
     workers = [worker for worker in (draft, target) if worker is not None]
     steppers = [worker.stepper for worker in workers if worker.chains]
-    known = [one for one in steppers if isinstance(one, Stepper) and not one.is_routed]
+    known = [one for one in steppers if isinstance(one, Stepper)]
     if len(known) < len(workers):
         return None
     if not all(isinstance(s.stack, TransformerStack) and s.backend.chains for s in known):
@@ -72,9 +69,12 @@ class ChainedDrafter(Drafter):
         self.rollout.steps = self._policy.lookahead
 
     def complete(self, speculation: Speculation, draft_s: float) -> None:
-        """Ends a chained round, whose tokens `speculation` holds now."""
+        """Ends a chained round, whose tokens `speculation` holds now.
+
+        draft_s: device time of its draft forwards, in seconds.
+        """
         self.ledger.mark(DraftPhase.WAIT)
-        self._draft_s = draft_s
+        self._rows.draft_s, self._rows.forwards = draft_s, self._policy.lookahead
         self.hear(speculation)
         self.close_round(speculation)
 

@@ -22,7 +22,6 @@ from mpissd.engine.decode.answer import Answer, Part
 from mpissd.engine.decode.controls import Clocks, Controls
 from mpissd.engine.decode.draft_rows import DraftRows
 from mpissd.engine.decode.observer import Observer
-from mpissd.engine.decode.share import Share
 from mpissd.engine.decode.upkeep import LAG, PART, Upkeep
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.rollout import Rollout
@@ -36,8 +35,7 @@ class DraftPolicy:
 
     fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). on_late: a
     hit whose branch is not complete yet is finished first ("finish") or served as it is ("serve").
-    share: which of the D drafts this is, and which lanes each of them grows. rests: whether it
-    stores nothing once rounds have drafted nothing for long (`Upkeep`); only of a single draft.
+    rests: whether it stores nothing once rounds have drafted nothing for long (`Upkeep`).
     """
 
     lookahead: int
@@ -46,7 +44,6 @@ class DraftPolicy:
     backup_lookahead: int = 0
     on_late: str = "finish"
     sampled: bool = False
-    share: Share = field(default_factory=Share)
     rests: bool = False
 
 
@@ -72,7 +69,7 @@ class Drafter:
         self._observer = Observer(self._controls) if self._controls.is_observing else None
         self._clocks = Clocks() if self._observer is None else self._observer.clocks
         self._batch = Batch(capacity)
-        self._ahead = Ahead(policy.share)
+        self._ahead = Ahead()
         self._answer = Answer(policy.lookahead, sampled=policy.sampled)
         self.ledger: Ledger = DraftLedger()
         self._rows = DraftRows()
@@ -133,8 +130,8 @@ class Drafter:
         """Makes the speculation that an outcome asks for: hits from the cache, misses by the
         backup.
 
-        A miss ends the growth; a hit prunes it to the branch of the outcome. Rows that another
-        draft answers have source NONE.
+        A miss ends the growth; a hit prunes it to the branch of the outcome. A sequence of which
+        the draft lacks too much has source NONE.
         """
         mark = self.ledger.mark
         if self._observer is not None:
@@ -175,8 +172,6 @@ class Drafter:
     def _backups(self, lanes: Sequence[int | None]) -> Steps[list[Rollout]]:
         self.caught_up = 0, 0.0
         rows = [row for row, lane in enumerate(lanes) if lane is None]
-        if self._policy.share.num_drafts > 1:
-            rows = [row for row in rows if self._policy.share.drafts_miss(row)]
         self._rows.num_jit = 0
         if not rows or not self._most:
             return []
@@ -191,8 +186,6 @@ class Drafter:
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._rows.num_jit = len(rows)
-            if backup.guesses is not None:
-                backup.guesses.wanted = min(self._policy.backup_lookahead, self._most)
         else:
             # FAST tokens cost no draft step.
             backup.steps = min(self._policy.backup_lookahead, self._most)
@@ -224,10 +217,6 @@ class Drafter:
                 for rollout, want in wanted:
                     rollout.fill(want)
         drafting_s = perf_counter() - start
-        self._rows.forwards = steps
-        guesses = [one.guesses for one in rollouts if one.guesses is not None]
-        self._rows.guessed = sum(one.offered for one in guesses)
-        self._rows.guessed_right = sum(one.accepted for one in guesses)
         if self._observer is not None:
             has_misses = bool(rollouts) and rollouts[-1] is not self._ahead.growth
             self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)
@@ -277,7 +266,7 @@ class Drafter:
         return self._answer.rows
 
     def hear(self, speculation: Speculation) -> None:
-        """Receives the speculation that the target verifies, merged over all drafts."""
+        """Begins the round in which the target verifies this speculation."""
         self._worker.served(self._batch, speculation)
         if self._observer is not None:
             self._observer.note_speculation(speculation)
@@ -316,7 +305,7 @@ class Drafter:
         yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)
-        rows, k = self._ahead.begin(self._batch, speculation, branches, fan_outs)
+        rows, k = self._ahead.begin(self._batch, speculation, branches)
         self._worker.settle(self._batch, branches.rollout, rows, k)
         self.ledger.mark(DraftPhase.KEYS)
         return True

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from mpissd.common.rounds import Ints, Source
+from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import unopened
 from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.decode.controls import AdaptiveControls, Controls
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.share import Share
 from mpissd.engine.job import PRIOR_ALPHA, Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.spec.adaptive import AdaptiveFanOut, OutcomeEstimator
 from mpissd.engine.spec.control import BackupController
-from mpissd.engine.spec.fanout import FanOuts, owners_of
+from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import DEFAULT_HIT_A, DEFAULT_HIT_R
 from mpissd.engine.workload.tail import TailWorker
 from mpissd.engine.workload.workers import DraftWorker
@@ -24,7 +23,7 @@ _REALLOT_ROUNDS = 50
 
 
 def link_shape(job: Job, group: int = 0) -> LinkShape:
-    """Returns the sizes of the messages of this job, between a target group and its drafts."""
+    """Returns the sizes of the messages of this job, between a target group and its draft."""
     workload = job.workload
     sampled = workload.samples and job.lookahead > 0
     return LinkShape(
@@ -33,7 +32,6 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
         job.lookahead,
         # Greedy tokens are certain, so no distributions are sent.
         vocab=workload.proposal_width if sampled else 0,
-        num_drafts=job.config.drafts,
         num_tokens=workload.vocab,
         prompt_tokens=workload.prompt_tokens,
     )
@@ -61,11 +59,10 @@ def make_drafter(
     worker: DraftWorker,
     waiter: Waiter,
     *,
-    index: int = 0,
     ahead: bool = True,
     kind: type[Drafter] = Drafter,
 ) -> Drafter:
-    """Returns draft `index` of D over `worker`; kind: its class.
+    """Returns the drafter over `worker`; kind: its class.
 
     With ahead=False nothing is grown while the target verifies (the SD rounds of an SSD job).
     """
@@ -76,10 +73,9 @@ def make_drafter(
         backup_lookahead=job.backup_lookahead,
         on_late=job.config.on_late,
         sampled=link_shape(job).sampled,
-        share=_share(job, index),
         # On a CPU the ranks share its memory, and cores where there are few.
         rests=job.serving is not None
-        and job.config.drafts == 1
+        and job.config.drafts > 0
         and unopened(job.config.backend) == "numpy",
     )
     controls = _controls(job, policy) if ahead else None
@@ -115,16 +111,3 @@ def _controls(job: Job, policy: DraftPolicy) -> Controls:
         backup=BackupController(job.lookahead, job.backup_lookahead) if chooses else None,
         late=late,
     )
-
-
-def _share(job: Job, index: int) -> Share:
-    """Returns this draft's share among several; a draft on the lead is the only one."""
-    if job.config.drafts < 2:
-        return Share()
-    weights = job.acceptance[Source.CACHE].probabilities()
-    powers = job.hit_law.powers(job.lookahead, job.lookahead)
-
-    def owners(fan_out: tuple[int, ...]) -> Ints:
-        return owners_of(fan_out, job.config.drafts, weights, *powers)
-
-    return Share(index, job.config.drafts, owners)

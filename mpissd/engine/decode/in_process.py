@@ -37,7 +37,6 @@ from mpissd.engine.decode.speculator import (
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from mpissd.engine.decode.updates import Updates
 from mpissd.engine.job import Job, Serving, resolve
-from mpissd.engine.model.routed import stepper_of
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
@@ -58,7 +57,7 @@ class NoPlans:
 
 
 class Loops:
-    """The loops of a job in one process: one target rank (T = 1) and D draft threads.
+    """The loops of a job in one process: one target rank (T = 1), and a thread for a draft rank.
 
     `loop` is the lead's. Use it in a `with` block, or call close.
     """
@@ -91,7 +90,7 @@ class Loops:
         device = (drafts and config.draft_device) or config.device
         backend = open_backend(self._backend, device=device, local_rank=0)
         self._resources.callback(backend.close)
-        stepper = stepper_of(
+        stepper = Stepper(
             backend,
             SoloGroup(),
             shard,
@@ -99,7 +98,6 @@ class Loops:
             buckets=buckets,
             num_sequences=config.batch_size,
             stacks=self.workload.draft_stacks if drafts else self.workload.target_stacks,
-            members=self.workload.draft_members if drafts else (),
             seed=2 * config.seed + drafts,
             source=self.target_stepper if drafts and self.job.reads_states else None,
         )
@@ -110,7 +108,7 @@ class Loops:
         """Returns the target worker and the speculator of the loop."""
         job, waiter = self.job, self._waiter
         if job.config.drafts:
-            return target, RemoteSpeculator(*(self._start(n) for n in range(job.config.drafts)))
+            return target, RemoteSpeculator(self._start())
         draft = self._draft_worker() if job.inline else None
         chained = chained_forwards(job, target, draft)
         kind = Drafter if chained is None else ChainedDrafter
@@ -131,11 +129,11 @@ class Loops:
         worker.prepare(self.workload.tabulated())
         return worker
 
-    def _start(self, index: int) -> LeadEnd:
-        """Starts the thread of one draft; returns the lead's end of the link to it."""
+    def _start(self) -> LeadEnd:
+        """Starts the draft's thread; returns the lead's end of the link to it."""
         patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
         lead, draft = queue_link(link_shape(self.job), self._waiter, patient)
-        drafter = make_drafter(self.job, self._draft_worker(), patient, index=index)
+        drafter = make_drafter(self.job, self._draft_worker(), patient)
         self._threads.append(Thread(target=self._serve, args=(draft, drafter), daemon=True))
         self._threads[-1].start()
         return lead
@@ -151,7 +149,7 @@ class Loops:
         return None
 
     def close(self) -> None:
-        """Ends the drafts' threads, then frees the models."""
+        """Ends the draft's thread, then frees the models."""
         if not self._faults:
             self.loop.stop()
         for thread in self._threads:
@@ -172,7 +170,7 @@ def _raise_first(faults: list[Exception]) -> None:
 
 
 class Decoder(Loops):
-    """Decodes a configuration round by round, with one target rank (T = 1) and D draft threads.
+    """Decodes a configuration round by round: one target rank (T = 1), a thread for a draft rank.
 
     batch_size sequences are admitted at once, and the next ones where these end. `records` holds
     every round so far. Use it in a `with` block, or call close.

@@ -53,7 +53,7 @@ class OutlivingSpeculator(RemoteSpeculator):
         """Takes the link, whose waits raise PeerLost (OutlivingWaiter), and is_lost, which returns
         whether the draft rank is known to be gone."""
         super().__init__(link)
-        self._link, self._is_lost = link, is_lost
+        self._is_lost = is_lost
         self._knows = False  # of the loss
 
     def ask(self, outcome: Outcome) -> None:
@@ -73,7 +73,7 @@ class OutlivingSpeculator(RemoteSpeculator):
                 self._knows = True
         if self.lost_round is None:
             self.lost_round = round_
-            self._waiting, self._rows = {}, {}
+            self._waiting, self._rows = 0, None
         link = self._link
         return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
 
@@ -83,7 +83,7 @@ class OutlivingSpeculator(RemoteSpeculator):
         try:
             self._link.wait_for_proposals()
         except PeerLost:
-            self._knows, self._waiting = True, {}
+            self._knows, self._waiting = True, 0
             return False
         return True
 

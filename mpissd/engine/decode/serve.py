@@ -90,12 +90,9 @@ def _rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None) -> Turns[
         answer = yield from drafter.answering(outcome)
         _reply(link, drafter, answer)
         drafter.ledger.mark(DraftPhase.SEND)
-        speculation = answer
-        if drafter.policy.share.num_drafts > 1:
-            speculation = yield from _served(link, drafter, answer)
-        drafter.hear(speculation)
-        yield from _grow(link, drafter, speculation)
-        drafter.close_round(speculation)
+        drafter.hear(answer)
+        yield from _grow(link, drafter, answer)
+        drafter.close_round(answer)
         if updates is not None:
             _update(link, updates)
 
@@ -119,25 +116,9 @@ def _grow(link: DraftEnd, drafter: Drafter, speculation: Speculation) -> Steps[N
 
 
 def _reply(link: DraftEnd, drafter: Drafter, answer: Speculation) -> None:
-    """Sends this draft's answer if it has one, and its proposals if any."""
-    policy = drafter.policy
+    """Sends the answer if the lead waits for it, and its proposals if any."""
     if not drafter.is_asked:
         return
-    if policy.share.num_drafts == 1 or answer.source.any():
-        link.send_speculation(answer)
-    if policy.sampled and (rows := drafter.proposals()):
+    link.send_speculation(answer)
+    if drafter.policy.sampled and (rows := drafter.proposals()):
         link.send_proposals(answer.round, rows)
-
-
-def _served(link: DraftEnd, drafter: Drafter, answer: Speculation) -> Turns[Speculation]:
-    """Waits, where this draft has not made all of it, for the speculation that several drafts
-    serve; returns it."""
-    policy = drafter.policy
-    if answer.source.all() or not drafter.is_asked:
-        return answer
-    if not link.trunk_arrived():  # other groups are served meanwhile
-        yield link.trunk_arrived
-    lookahead, sampled = policy.lookahead, policy.sampled
-    served = link.trunk(answer.round, drafter.num_live, lookahead, sampled=sampled)
-    drafter.ledger.mark(DraftPhase.TRUNK)
-    return served

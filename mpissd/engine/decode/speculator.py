@@ -1,4 +1,4 @@
-"""Sources of a round's draft tokens: none (AR), this rank (inline SD), or draft ranks.
+"""Sources of a round's draft tokens: none (AR), this rank (inline SD), or a draft rank.
 
 SD and SSD on a draft rank use the same speculator; only the draft knows whether its answer was
 pre-speculated. A speculator is asked with the outcome of the last round, and then answers.
@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Outcome, Source, Speculation
+from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.decode.draft import Drafter
@@ -57,7 +57,7 @@ class Speculator(ABC):
 
     @abstractmethod
     def stop(self, outcome: Outcome) -> None:
-        """Tells every draft that no further outcome will come."""
+        """Sends the draft the outcome after which no other comes."""
 
 
 class NoSpeculator(Speculator):
@@ -115,89 +115,47 @@ class InlineSpeculator(Speculator):
 
 
 class RemoteSpeculator(Speculator):
-    """The speculator of SD and SSD with D draft ranks behind links; each answers for its own
-    sequences."""
+    """The speculator of SD and SSD with a draft rank at the other end of a link."""
 
-    def __init__(self, *links: LeadEnd) -> None:
-        self._links, self._page = links, OWN.bytes
-        self._answers = True  # whether drafts answer the round that was asked for
+    def __init__(self, link: LeadEnd) -> None:
+        self._link, self._page = link, OWN.bytes
+        self._answers = True  # whether the draft answers the round that was asked for
         self._served: Speculation | None = None
-        # [b], the link that answered each row
-        self._link_of: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._waiting: dict[int, int] = {}  # By link: PROPOSALS rows still to be received.
-        self._rows: dict[int, NDArray[np.float32]] = {}
+        self._waiting = 0  # PROPOSALS rows of the last answer that are still to be received
+        self._rows: NDArray[np.float32] | None = None  # those that were received, [rows, V]
 
     def ask(self, outcome: Outcome) -> None:
         self._answers = outcome.control.lookahead != 0
-        for link in self._links:
-            link.send_outcome(outcome)
+        self._link.send_outcome(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:
         if not self._answers:
-            return self._nothing(round_, count)
+            self._drop_proposals()
+            link = self._link
+            return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
         self._page[DOING] = _DRAFT_WAIT
         self._drop_proposals()
-        if len(self._links) == 1:
-            served = self._links[0].speculation(round_, count)
-            self._link_of = np.zeros(count, np.int64)
-        else:
-            served = self._merge(round_, count)
-        self._served = served
+        served = self._served = self._link.speculation(round_, count)
         if served.sampled:
-            by_row = served.num_proposals
-            for n in range(len(self._links)):
-                if num_rows := int(by_row[self._link_of == n].sum()):
-                    self._waiting[n] = num_rows
+            self._waiting = int(served.num_proposals.sum())
         self._page[DOING] = _VERIFY
         return served
 
-    def _nothing(self, round_: int, count: int) -> Speculation:
-        """Returns the answer of a round without drafting, which no draft sends."""
-        self._drop_proposals()
-        first = self._links[0]
-        return Speculation.empty(round_, count, first.lookahead, sampled=first.sampled)
-
-    def _merge(self, round_: int, count: int) -> Speculation:
-        """Waits until every row is answered, then sends TRUNK to each draft that did not answer all
-        rows."""
-        served: Speculation | None = None
-        self._link_of = np.full(count, -1, np.int64)
-        while (self._link_of < 0).any():
-            self._links[0].waiter.until(
-                lambda: any(link.arrived() for link in self._links), "drafts: speculation"
-            )
-            for n, link in enumerate(self._links):
-                if link.arrived():
-                    part = link.speculation(round_, count)
-                    mine = part.source != Source.NONE
-                    self._link_of[mine] = n
-                    if served is None:
-                        served = part
-                    else:
-                        served.rows[mine] = part.rows[mine]
-        if served is None:  # No sequence is left.
-            return Speculation.empty(round_, count, self._links[0].lookahead)
-        for n, link in enumerate(self._links):
-            if (self._link_of != n).any():
-                link.send_trunk(served)
-        return served
-
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        assert self._served is not None, "a proposal before a speculation"
-        n = int(self._link_of[row])
-        if n in self._waiting:
-            self._rows[n] = self._links[n].proposals(self._served.round, self._waiting.pop(n))
-        before = self._served.num_proposals[:row][self._link_of[:row] == n].sum()
-        proposal: NDArray[np.float32] = self._rows[n][int(before) + index]
+        served = self._served
+        assert served is not None, "a proposal before a speculation"
+        if self._rows is None:
+            self._rows = self._link.proposals(served.round, self._waiting)
+            self._waiting = 0
+        proposal: NDArray[np.float32] = self._rows[int(served.num_proposals[:row].sum()) + index]
         return proposal
 
     def _drop_proposals(self) -> None:
-        for n, count in self._waiting.items():
+        if self._waiting:
             assert self._served is not None, "proposals before a speculation"
-            self._links[n].skip_proposals(self._served.round, count)
-        self._waiting, self._rows = {}, {}
+            self._link.skip_proposals(self._served.round, self._waiting)
+        self._waiting, self._rows = 0, None
 
     def stop(self, outcome: Outcome) -> None:
         self._drop_proposals()
-        for link in self._links:
-            link.send_outcome(outcome, stop=True)
+        self._link.send_outcome(outcome, stop=True)

@@ -37,11 +37,10 @@ def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None)
 def _check_tail(config: RunConfig) -> None:
     """Refuses flags that fan_out=tail:F does not allow.
 
-    A tail has one branch, which one draft grows, and no list F_0 … F_K. The automatic controls
+    A tail has one branch, and no list F_0 … F_K. The automatic controls
     learn from such lists, and Saguaro sampling damps the tokens that they keep.
     """
     for name, value, allowed in (
-        ("num_drafts", config.drafts, (1,)),
         ("saguaro_c", config.saguaro_c, (1, None)),
         ("on_late", config.on_late, ("finish", "serve")),
         ("backup", config.backup, ("jit", "fast")),
@@ -118,8 +117,7 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
         )
     if not config.drafts:
         raise ConfigError(
-            f"draft_device={config.draft_device} without a draft rank: allowed: num_drafts=1 or "
-            "more"
+            f"draft_device={config.draft_device} without a draft rank: allowed: num_drafts=1"
         )
 
 
@@ -138,9 +136,6 @@ def check_states(
         raise ConfigError(f"{asked} with {told}: {why}: allowed: mode=sd, num_drafts=0")
     if not config.is_text:
         raise ConfigError(f"{asked} with workload={config.workload}: allowed: workload=text")
-    if config.draft_lookup is not None:
-        why = "no state is known behind a token that is only looked up"
-        raise ConfigError(f"{asked} with draft_lookup={config.draft_lookup}: {why}: allowed: none")
     if tp > 1:
         why = "it reads one rank's hidden states and LM head"
         raise ConfigError(f"{asked} with tp={tp}: {why}: allowed: tp=1")

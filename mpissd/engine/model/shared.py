@@ -20,7 +20,6 @@ from mpissd.common.rounds import Ints
 from mpissd.common.tape import SPILL_ROUNDS, Tape
 from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Places, Results
-from mpissd.engine.model.routed import RoutedStepper
 from mpissd.engine.model.stepper import Stepper
 
 
@@ -167,16 +166,6 @@ class Seat:
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots of this seat."""
         self.shared.stepper.release([self._first_slot + slot for slot in slots])
-
-    def route(self, slot: int, draft: int) -> None:
-        """Gives the sequence that begins in a slot of this seat to a draft, as RoutedStepper."""
-        assert isinstance(self.shared.stepper, RoutedStepper)
-        self.shared.stepper.route(self._first_slot + slot, draft)
-
-    def routed(self, slot: int) -> int:
-        """Returns the draft of a slot's sequence."""
-        assert isinstance(self.shared.stepper, RoutedStepper)
-        return self.shared.stepper.routed(self._first_slot + slot)
 
     def close(self) -> None:
         """Does nothing: the owner of the stepper closes it."""

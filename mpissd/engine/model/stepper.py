@@ -35,8 +35,6 @@ _PRODUCTS = GemmStacks()
 class Stepper:
     """Runs one model's forwards on one rank, asynchronously and one at a time."""
 
-    is_routed = False  # whether sequences may be of several models
-
     def __init__(
         self,
         backend: Backend,
@@ -200,7 +198,7 @@ class Stepper:
     @property
     def draws(self) -> Draws | None:
         """What draws tokens from the last forward's logits on the device; None: the host does."""
-        return None if self.is_routed else getattr(self.stack, "draws", None)
+        return getattr(self.stack, "draws", None)
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Returns this rank's logits of these rows, from the last finished forward.

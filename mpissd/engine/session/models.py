@@ -21,7 +21,6 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused, Topology, agree
 from mpissd.engine.job import Job
-from mpissd.engine.model.routed import stepper_of
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
@@ -56,7 +55,6 @@ class Need:
     buckets: tuple[int, ...]
     num_sequences: int
     source: Need | None = None  # the target, where the draft reads its hidden states
-    members: tuple[Stacks, ...] = ()  # further models of this shape, beside that of `stacks`
 
     def weights(self, few_rows: int) -> WeightsKey:
         options, shard = self.options, self.shard
@@ -74,12 +72,11 @@ class Need:
     def kv_bytes(self, itemsize: int) -> int:
         """Returns the bytes of this rank's KV cache."""
         rows, options = self.buckets[-1], self.options
-        one = self.shard.cache_bytes(rows, self.num_sequences, options, itemsize)
-        return (1 + len(self.members)) * one
+        return self.shard.cache_bytes(rows, self.num_sequences, options, itemsize)
 
     def weight_bytes(self, itemsize: int) -> int:
         """Returns the bytes of this rank's weights."""
-        return (1 + len(self.members)) * self.shard.weight_bytes(self.options, itemsize)
+        return self.shard.weight_bytes(self.options, itemsize)
 
 
 def needs(job: Job) -> list[Need]:
@@ -90,10 +87,9 @@ def needs(job: Job) -> list[Need]:
     if (draft := job.draft_shard) is not None:
         rows = tuple(job.draft_buckets())
         source = needed[0] if job.reads_states else None
-        members = workload.draft_members
         stacks, options, sequences = workload.draft_stacks, job.draft_options, job.draft_sequences
         parts = stacks, draft, options, rows, sequences
-        needed.append(Need(_DRAFT, *parts, source, members))
+        needed.append(Need(_DRAFT, *parts, source))
     return needed
 
 
@@ -255,7 +251,7 @@ class Models:
         held.rows[need.stepper] = rows
         held.steppers[need.stepper] = None
         if is_here:
-            held.steppers[need.stepper] = stepper_of(
+            held.steppers[need.stepper] = Stepper(
                 self._backend,
                 group,
                 shard,
@@ -264,7 +260,6 @@ class Models:
                 num_sequences=need.num_sequences,
                 seed=seed,
                 stacks=need.stacks,
-                members=need.members,
                 weights=held.weights,
                 source=None if need.source is None else self._stepper(need.source),
                 compiled=False,

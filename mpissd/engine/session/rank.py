@@ -55,7 +55,7 @@ class Rank:
         topology = session.topology
         self.target: TargetWorker | None = None
         self.drafts: list[DraftWorker] = []  # one for each target group; inline: one
-        self.lead_links: list[LeadEnd] = []
+        self.lead_link: LeadEnd | None = None
         self.draft_links: list[DraftEnd] = []  # one for each target group
         self.sender: PlanSender | None = None
         self.receiver: PlanReceiver | None = None
@@ -96,8 +96,8 @@ class Rank:
             self.sender = PlanSender(group, shape, waiter)
             if session.job.config.on_draft_loss == "ar":
                 waiter = OutlivingWaiter(waiter, _is_draft_lost)
-            for n in range(topology.num_drafts):
-                self.lead_links.append(lead_end(world, topology.first_draft + n, shape, waiter))
+            if topology.num_drafts:
+                self.lead_link = lead_end(world, topology.first_draft, shape, waiter)
         else:
             self.receiver = PlanReceiver(group, shape, waiter)
 
@@ -109,14 +109,14 @@ class Rank:
     @property
     def messages(self) -> tuple[int, int]:
         """The (messages, bytes) that the lead has sent and received so far."""
-        ends = [end for end in (self.sender, *self.lead_links) if end is not None]
+        ends = [end for end in (self.sender, self.lead_link) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
     @property
     def proposals(self) -> tuple[int, float]:
         """The bytes of distributions that the lead has received, and the seconds it waited."""
-        links = self.lead_links
-        return sum(e.proposal_bytes for e in links), sum(e.proposal_wait_s for e in links)
+        link = self.lead_link
+        return (0, 0.0) if link is None else (link.proposal_bytes, link.proposal_wait_s)
 
     @property
     def kernel(self) -> str | None:
@@ -124,13 +124,18 @@ class Rank:
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
+    @property
+    def draws(self) -> str:
+        """Where this rank draws a target's sampled tokens: device or host."""
+        stepper = None if self.target is None else self.target.stepper
+        on_device = isinstance(stepper, Stepper) and stepper.draws is not None
+        return "device" if on_device else "host"
+
     def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
         session = self.session
-        index = max(0, session.topology.world.rank - session.topology.first_draft)
         kind = Drafter if self.chained is None else ChainedDrafter
-        job, waiter = session.job, session.waiter
-        return make_drafter(job, worker, waiter, index=index, ahead=ahead, kind=kind)
+        return make_drafter(session.job, worker, session.waiter, ahead=ahead, kind=kind)
 
     def run_pass(
         self,
@@ -166,7 +171,7 @@ class Rank:
             loop.stop()
             if loop.draft_lost_round is not None:
                 self.draft_lost = True
-                self.lead_links = []  # the draft is gone, and closing a link needs both ends
+                self.lead_link = None  # the draft is gone, and closing a link needs both ends
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
 
@@ -190,10 +195,10 @@ class Rank:
         return target, self._speculator(drafter)
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
-        if self.lead_links and self.session.job.config.on_draft_loss == "ar":
-            return OutlivingSpeculator(self.lead_links[0], _is_draft_lost)
-        if self.lead_links:
-            return RemoteSpeculator(*self.lead_links)
+        if self.lead_link is not None:
+            if self.session.job.config.on_draft_loss == "ar":
+                return OutlivingSpeculator(self.lead_link, _is_draft_lost)
+            return RemoteSpeculator(self.lead_link)
         if self.draft_lost:
             shape = link_shape(self.session.job)
             return NoSpeculator(shape.lookahead, sampled=shape.sampled)
@@ -227,7 +232,7 @@ class Rank:
         """Closes the message ends; the machine closes models, groups and the backend."""
         if self.chained is not None:
             self.chained.close()
-        for end in (*self.lead_links, *self.draft_links, self.sender, self.receiver):
+        for end in (self.lead_link, *self.draft_links, self.sender, self.receiver):
             if end is not None:
                 end.close()
         for comm in self._comms:

@@ -227,32 +227,3 @@ def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
     starts = np.cumsum(counts) - counts
     k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     return k_of, (np.arange(len(k_of)) - starts[k_of]).astype(np.int32)
-
-
-def owners_of(
-    fan_out: Sequence[int],
-    num_drafts: int,
-    weights: Sequence[float],
-    hit_a: Sequence[float],
-    hit_r: float | Sequence[float],
-    floor: float | Sequence[float] = 0.0,
-) -> Ints:
-    """Returns which of D drafts grows each lane, [ΣF].
-
-    Lanes are dealt to the drafts in turn, in order of their value, so that every draft gets its
-    share of the hits. The value of the F-th candidate at k is the chance that its outcome comes
-    true, w_k·(miss_k(F − 1) − miss_k(F)).
-    """
-    k_of, place = lanes_of(fan_out)
-    miss, width = power_law_miss, len(weights)
-    laws = list(zip(hit_a, each_k(hit_r, width), each_k(floor, width), strict=True))
-    value = [
-        weights[k] * (miss(p, *laws[k]) - miss(p + 1, *laws[k]))
-        for k, p in zip(k_of.tolist(), place.tolist(), strict=True)
-    ]
-    # Sort by place first, because candidates of one k must keep their order even if A = 1 gives the
-    # first of them the value 0.
-    order = np.lexsort((k_of, place, -np.array(value)))
-    owners = np.empty(len(order), np.int32)
-    owners[order] = np.arange(len(order)) % num_drafts
-    return owners

@@ -56,11 +56,6 @@ class Workload(ABC):
         return TransformerStacks(*where)
 
     @property
-    def draft_members(self) -> tuple[Stacks, ...]:
-        """Factories of further drafts of the draft's shape, which sequences may be given to."""
-        return ()
-
-    @property
     @abstractmethod
     def vocab(self) -> int:
         """Size V of the vocabulary; token ids are 0 … V − 1."""

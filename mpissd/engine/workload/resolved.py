@@ -175,7 +175,7 @@ class Resolved:
 
     @property
     def group_lanes(self) -> int:
-        """The most branches that one draft grows for a target group, at least one a sequence."""
+        """The most branches that the draft grows for a target group, at least one a sequence."""
         return self.config.batch_size * max(1, self.num_lanes)
 
     @property
@@ -190,9 +190,8 @@ class Resolved:
 
     @property
     def num_lanes(self) -> int:
-        """The largest number of branches that one draft grows for a sequence."""
-        branches = self.adaptive_budget or self.fan_outs.branches
-        return -(-branches // max(1, self.config.drafts))
+        """The largest number of branches that the draft grows for a sequence."""
+        return self.adaptive_budget or self.fan_outs.branches
 
     @property
     def widest(self) -> int:

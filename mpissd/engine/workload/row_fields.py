@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpissd.common.workload_flags import WorkloadFlags
@@ -34,5 +33,3 @@ class RowFields:
     prompts_sha256: str | None = None
     recording: str | None = None
     lookup: str | None = None
-    draft_lookup: str | None = None
-    draft_tasks: Mapping[str, int] | None = None

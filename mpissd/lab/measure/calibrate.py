@@ -140,9 +140,8 @@ def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None)
     The lengths of the pauses are part of the key: a draft that may grow more rows can run another
     kernel, and its forward then takes a different time.
     """
-    rows = -(-job.config.batch_size // max(1, job.config.drafts))
     assert target is not None, "a pass without a measured forward"
-    drafting = None if draft is None else min(draft(rows), LONGEST_PAUSE_S)
+    drafting = None if draft is None else min(draft(job.config.batch_size), LONGEST_PAUSE_S)
     return _key(job, _GROWN), min(target(job.verify_rows), LONGEST_PAUSE_S), drafting
 
 

@@ -72,8 +72,8 @@ def in_sequence(
 
 
 def draft_rows(job: Job) -> int:
-    """Returns the rows of a backup's step on one draft."""
-    return -(-job.config.batch_size // max(1, job.config.drafts))
+    """Returns the rows of a backup's step."""
+    return job.config.batch_size
 
 
 def _rehearsed(

@@ -1,11 +1,11 @@
-"""A pool's means by queueing theory (common.queueing), from its durations and laws."""
+"""A pool's means by queueing theory (queueing.py), from its durations and laws."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpissd.common.queueing import Shared, SharedDraft, shared_draft
 from mpissd.lab.pools.durations import Pool
+from mpissd.lab.pools.queueing import Shared, SharedDraft, shared_draft
 from mpissd.lab.predict.closed import Expected, expected
 
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.backend.profile import device_kind, known_profiles, load_profile
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.from_row import Forecast, device_of, forecast_from_run, forecast_row
+from mpissd.lab.predict.from_row import Forecast, forecast_from_run, forecast_row
 
 BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c)
 MEAN_BAR = 0.03  # largest allowed mean of error (c), by mode and T
@@ -71,17 +71,17 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
         return lambda row: forecast_from_run(row, name, run)
     named = [] if name is None else [*map(load_profile, name.split(","))]
     costs = None if host is None else host_of(host)
-    known = {p.device_name: p for p in (*map(load_profile, known_profiles()), *named)}
-    said = {p.device_name: p for p in named}
+    known = {p.kind: p for p in (*map(load_profile, known_profiles()), *named)}
+    said = {p.kind: p for p in named}
 
     def forecast(row: Row) -> Forecast:
         if host is not None and Path(host).stem == row.run_id:
             return Forecast(reason="the host costs are of their own job")
-        device = device_of(row.device_name)
-        target = said.get(device, named[0]) if named else known.get(device)
+        kind = device_kind(row.device_name)
+        target = said.get(kind, named[0]) if named else known.get(kind)
         if target is None:
-            return Forecast(reason=f"no profile of {device}")
-        return forecast_row(row, target, costs, known.get(device_of(row.draft_device)))
+            return Forecast(reason=f"no profile of {kind}")
+        return forecast_row(row, target, costs, known.get(device_kind(row.draft_device)))
 
     return forecast
 

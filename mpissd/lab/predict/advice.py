@@ -185,9 +185,6 @@ def _sources(judged: Sequence[Choice]) -> list[str]:
 def _left_out(advice: Advice, survey: Survey) -> list[str]:
     large = ", ".join(map(str, survey.too_large))
     parts = [f"does not fit: {large}"] if large else []
-    more = any(2 in place.num_drafts for place in survey.placements)
-    if more and any(choice.mode == "ssd" for choice in advice.judged):
-        parts.append("SSD is judged at D = 1")
     return parts
 
 

@@ -157,20 +157,8 @@ class Search:
         return choices
 
     def sd(self, place: Placement) -> list[Choice]:
-        """Returns the fastest SD choices: every K on at most one draft rank.
-
-        More draft ranks are tried only at values of K within 2 of the best of these.
-        """
-        few = tuple(d for d in place.num_drafts if d <= 1)
-        many = tuple(d for d in place.num_drafts if d > 1)
-        choices = self._sd(replace(place, num_drafts=few), range(1, MOST_LOOKAHEAD + 1))
-        if not choices or not many:
-            return choices
-        best = by_speed(choices)[0].lookahead
-        near = range(max(1, best - 2), min(MOST_LOOKAHEAD, best + 2) + 1)
-        return choices + self._sd(replace(place, num_drafts=many), near)
-
-    def _sd(self, place: Placement, lookaheads: Iterable[int]) -> list[Choice]:
+        """Returns the fastest SD choice of each K, inline and on a draft rank."""
+        lookaheads = range(1, MOST_LOOKAHEAD + 1)
         return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
 
     def ssd(self, place: Placement, space: Space) -> list[Choice]:

@@ -40,7 +40,6 @@ class Cells:
     lookahead: int
     batch_size: int
     inline: bool
-    num_drafts: int  # The drafts that share rows and lanes; 1 inline.
     hazards: Floats  # [G, K]
     hazards_fast: Floats  # [G, K]
     p_hits: Floats  # [G, 2, K+1]
@@ -58,7 +57,7 @@ class Cells:
     @property
     def draft_rows(self) -> Ints:
         """Rows of the largest draft forward, [G]: the glue's, or those of all branches."""
-        lanes = -(-np.maximum(self.branches, self.branches_miss) // self.num_drafts)
+        lanes = np.maximum(self.branches, self.branches_miss)
         return np.asarray(self.batch_size * np.maximum(self.lookahead + 1, lanes), np.int64)
 
     @classmethod
@@ -71,7 +70,6 @@ class Cells:
             lookahead=job.lookahead,
             batch_size=job.config.batch_size,
             inline=job.inline,
-            num_drafts=max(1, job.config.drafts),
             hazards=np.array([job.acceptance[Source.CACHE].hazards]),
             hazards_fast=np.array([job.acceptance[Source.FAST].hazards]),
             p_hits=chance[None, :, fan_out],
@@ -86,9 +84,9 @@ class Cells:
 
     def take(self, chosen: Ints) -> Cells:
         """Returns the configurations with indices `chosen`, in that order."""
-        kept = {"lookahead", "batch_size", "inline", "num_drafts"}
+        kept = {"lookahead", "batch_size", "inline"}
         arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in kept}
-        return Cells(self.lookahead, self.batch_size, self.inline, self.num_drafts, **arrays)
+        return Cells(self.lookahead, self.batch_size, self.inline, **arrays)
 
 
 @dataclass(frozen=True)
@@ -201,9 +199,7 @@ class _Model:
         cells, hits = self.cells, self.hits
         left = np.where(cells.serve[:, None], 0, cells.lookahead - self.grown)[:, :, None]
         backup = np.where(cells.fast, 0, cells.backup_lookahead)[:, None, None]
-        each = cells.num_drafts
-        won, missed = -(-hits // each), -(-(cells.batch_size - hits) // each)
-        self.drafting = answer_s(self.lanes_s, won, left, missed, backup)
+        self.drafting = answer_s(self.lanes_s, hits, left, cells.batch_size - hits, backup)
         late, slack = np.full(self.served.shape, self._start_s), np.full(1, np.nan)
         for _ in range(2):
             arrived, answered = self.answered(late)
@@ -242,14 +238,10 @@ class _Model:
         verified = self.verify_s[rows]
         asked = 2 * host.link + slack + host.lead_s + host.lead_send + verified
         lanes = hits * cells.branches[:, None] + misses * cells.branches_miss[:, None]
-        each = -(-lanes[:, None, :] // cells.num_drafts)  # [G, 1, n], lanes that one draft grows
-        lanes = lanes[:, None, :]
+        lanes = lanes[:, None, :]  # [G, 1, n]
         grows = lanes > 0
-        step_s = self._device.draft_s(np.maximum(each, 1)) + host.step
+        step_s = self._device.draft_s(np.maximum(lanes, 1)) + host.step
         keys = np.where(grows, self._keys_s[:, None, None] + host.keys_lane * lanes, 0.0)
-        # With TRUNK, growth begins one link after the lead has all answers.
-        if cells.num_drafts > 1:
-            asked = asked - slack - 2 * host.link
         steps = np.where(grows, steps_seen(asked - keys, step_s, cells.lookahead), 0)
         free = keys + np.where(grows, steps * step_s, 0.0) + host.draft_record
         late = np.maximum(free - asked, found_after_s(asked - free, host))

@@ -7,6 +7,10 @@ seconds that T does not change. If each product is a launch of its own, kept is 
 smallest measured forward beyond its floor. If one kernel runs them as a chain, its overhead scales
 with the bytes, and kept is one launch. T' is the measured number of ranks nearest to T. For H200
 forwards that were measured at two T, the rule is within 2% at one row (docs/profile.md).
+
+If one rank's share of the model at T was measured without all-reduces, that is used instead:
+
+    derived(T) = share(T) + reduces(T)
 """
 
 from __future__ import annotations
@@ -36,11 +40,40 @@ def with_derived(
     """
     forwards, key = profile.tables.forwards, shard.key(sequences, options)
     is_known = key in forwards or profile.tables.kernels(key, shard.num_params(options))
-    near = None if is_known else _nearest(profile, shard, sequences, options)
-    if near is None:
+    if is_known:
         return profile
-    derived = derive(profile, near, shard, sequences, options)
+    derived = _of_share(profile, shard, sequences, options)
+    if not derived:
+        near = _nearest(profile, shard, sequences, options)
+        if near is None:
+            return profile
+        derived = derive(profile, near, shard, sequences, options)
     return replace(profile, tables=replace(profile.tables, forwards={**forwards, key: derived}))
+
+
+def _of_share(
+    profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
+) -> tuple[Forward, ...]:
+    """Returns the forwards of one rank's measured share, with all-reduces; () if there are none."""
+    key, params = shard.key(sequences, options), shard.num_params(options)
+    known = profile.tables.kernels(key, params, alone=True)
+    return tuple(_with_reduces(profile, each, shard, sequences, options) for each in known)
+
+
+def _with_reduces(
+    profile: Profile,
+    alone: Forward,
+    shard: AnyShard,
+    sequences: int,
+    options: ForwardOptions,
+) -> Forward:
+    reduces, share = _all_reduces_of(profile, shard.tp), alone.seconds
+    seconds = tuple(
+        taken + _all_reduces_s(reduces, shard.cost(rows, sequences, _ITEMSIZE, options))
+        for rows, taken in zip(share.points, share.seconds, strict=True)
+    )
+    source = f"{DERIVED}: one rank's share ({share.source}) and the all-reduces of {reduces.name}"
+    return replace(alone, seconds=Curve(share.points, seconds, source))
 
 
 def derive(
@@ -138,7 +171,7 @@ def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
 
 def same_device(profile: Profile) -> tuple[Profile, ...]:
     """Returns the built-in profiles of this profile's device."""
-    return tuple(o for o in _built_in() if o.device_name == profile.device_name)
+    return tuple(o for o in _built_in() if o.kind == profile.kind)
 
 
 @lru_cache(maxsize=1)

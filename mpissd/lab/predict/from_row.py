@@ -14,7 +14,7 @@ from pathlib import Path
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import Profile
+from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
@@ -171,7 +171,7 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
     if row.num_drafts:
         pairs.append(("draft", row.draft_device or row.device_name, drafts))
     for role, name, known in pairs:
-        if device_of(name) != known.device_name:
+        if device_kind(name) != known.kind:
             raise ConfigError(f"their {role} ran on {name}, the profile is of {known.device_name}")
 
 
@@ -180,8 +180,3 @@ def _check_kernels(row: Row, profile: Profile) -> None:
     commit = str((row.provenance or {}).get("commit")).removesuffix("+")
     if commit in profile.other_kernels:
         raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")
-
-
-def device_of(name: str | None) -> str:
-    """Returns a device's name in the form that profiles use."""
-    return (name or "").removesuffix(" (emulated)")

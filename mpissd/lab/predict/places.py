@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flag_groups import MOST_DRAFTS
 from mpissd.common.rivals import Family, families
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
@@ -64,7 +63,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
         try:
             place = _placement(config, profile, tp, gpus)
         except ConfigError as error:
-            unjudged |= dict.fromkeys(families(tp, gpus, MOST_DRAFTS), str(error))
+            unjudged |= dict.fromkeys(families(tp, gpus, 1), str(error))
             continue
         placements.append(place)
         unjudged |= {
@@ -80,10 +79,9 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
 def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
     """Returns the placement on T = tp target ranks. Raises ConfigError for unknown forwards."""
     device = device_costs(config, profile, tp)
-    most = min(
-        MOST_DRAFTS, gpus - tp, config.batch_size
-    )  # more drafts than sequences would be idle
-    drafts = tuple(d for d in range(1 + most) if _fits(config, Family("sd", tp, d), profile))
+    drafts = tuple(
+        d for d in range(1 + min(1, gpus - tp)) if _fits(config, Family("sd", tp, d), profile)
+    )
     hosts = _hosts(config, profile, tp)
 
     def label(choice: Choice) -> str | None:

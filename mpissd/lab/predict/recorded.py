@@ -61,10 +61,7 @@ def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, 
 def outcomes(job: Job) -> tuple[NDArray[np.int64], int]:
     """Decodes a replay where nothing takes time; returns RoundRecords.sequences and the number of
     tokens that count."""
-    drafts = min(1, job.config.drafts)  # outcomes are those of one draft
-    config = replace(
-        job.config, backend="emulated", device="null", draft_device=None, num_drafts=drafts
-    )
+    config = replace(job.config, backend="emulated", device="null", draft_device=None)
     with Decoder(config) as decoder:
         limit, done = config.max_rounds, 0
         while not decoder.is_over and (limit is None or done < limit):

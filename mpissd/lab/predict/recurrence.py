@@ -171,9 +171,6 @@ class _State:
         arrived = self._sent + self._timing.host.link
         arrived += found_after_s(arrived - ready, self._timing.host)
         seen = np.maximum(ready, arrived)
-        # With several drafts, each starts growing when the lead has sent TRUNK.
-        if job.config.drafts > 1:
-            self._sent = seen + self._timing.host.link
         return _Answer(seen, self._num_draft(steps), steps)
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
@@ -193,10 +190,8 @@ class _State:
         [chains]."""
         serve = self._job.config.on_late == "serve"
         left = np.zeros_like(steps) if serve else self._job.lookahead - steps
-        each = max(1, self._job.config.drafts)  # The drafts that share the rows.
         hits = hit.sum(axis=1)
-        misses = -(-(self.live.sum(axis=1) - hits) // each)
-        hits = -(-hits // each)
+        misses = self.live.sum(axis=1) - hits
         backup = np.full_like(steps, self._backup_steps)
         drafting = answer_s(self._timing.lanes_s, hits, left, misses, backup)
         host = self._timing.host

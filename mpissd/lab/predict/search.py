@@ -172,7 +172,7 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
 def sd_groups(
     place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
 ) -> Iterator[Group]:
-    """Yields SD groups inline and on every D; every cell drafts all K tokens."""
+    """Yields SD groups inline and on a draft rank; every cell drafts all K tokens."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
         if lookahead <= laws.longest and place.judges(("sd", drafts)):
             cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
@@ -283,7 +283,6 @@ def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_
         lookahead=lookahead,
         batch_size=batch,
         inline=drafts == 0,
-        num_drafts=max(1, drafts),
         hazards=_repeat(laws.hazards[lookahead - 1], len(rows)),
         hazards_fast=_repeat(laws.hazards_fast[lookahead - 1], len(rows)),
         p_hits=chance[:, fans].swapaxes(0, 1),

@@ -29,7 +29,7 @@ class Timing:
 
     verify_s: [b(K+1)+1] by Σ(num_draft+1). lanes_s: [b+1], one finishing step of n lanes. glue_s:
     [b+1], the glue of n live sequences. keys_s: [b·ΣF+1], making the keys of n candidates.
-    growth_s: [b·ΣF+1], one growth step while n branches grow on all D drafts together.
+    growth_s: [b·ΣF+1], one growth step while n branches grow.
     """
 
     host: HostCosts
@@ -52,10 +52,9 @@ class Timing:
             return cls(host, job.lookahead, verify, nothing, nothing, nothing, nothing)
         held = job.draft_buckets()
         branches = np.arange(batch * job.fan_outs.branches + 1)
-        each = -(-branches // max(1, job.config.drafts))
         keys = np.asarray(host.keys + host.keys_lane * branches, np.float64)
         glue = device.glue_s(in_buckets(held, live * width), job.widest + 1) + host.glue
-        growth = device.draft_s(in_buckets(held, each)) + host.step
+        growth = device.draft_s(in_buckets(held, branches)) + host.step
         lanes = device.draft_s(in_buckets(held, live)) + host.step
         return cls(host, job.lookahead, verify, lanes, glue, keys, growth)
 

@@ -28,14 +28,21 @@ from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.seats import seat
+from mpissd.engine.comm.rank_places import seat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.device import DeviceProbe, product_shapes
-from mpissd.lab.probe.group import FORWARD_ROWS, TRANSFORMER_ROWS, GroupProbe, open_groups
+from mpissd.lab.probe.group import (
+    FORWARD_ROWS,
+    GPU_ROWS,
+    SHARDS,
+    TRANSFORMER_ROWS,
+    GroupProbe,
+    open_groups,
+)
 from mpissd.lab.probe.host import MORE_SEQUENCES, host_costs
 from mpissd.lab.probe.link import LinkProbe
 from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
@@ -227,15 +234,31 @@ class Prober:
         buckets: Sequence[int],
         stacks: Stacks,
     ) -> None:
-        """Measures a transformer at the probe's batch size and at that of its second host costs."""
+        """Measures a transformer at the probe's batch size and at that of its second host costs.
+
+        A probe with one target rank also measures the share of the target that rank 0 of T > 1
+        would hold, without all-reduces: derive.py adds them, so that `plan` knows these T.
+        """
         config = self._job.config
         options = replace(options, context=config.context)
-        batches = [config.batch_size, MORE_SEQUENCES * config.batch_size]
-        rows = sorted({*TRANSFORMER_ROWS, *buckets})
-        forwards, launch = ranks.transformer(group, shard, options, rows, batches, stacks)
+        on_gpu = self._session.backend.info.kind == "gpu"
+        factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES) if on_gpu else (1, MORE_SEQUENCES)
+        batches = [factor * config.batch_size for factor in factors]
+        rows = sorted({*TRANSFORMER_ROWS, *(GPU_ROWS if on_gpu else ()), *buckets})
+        forwards, launches = ranks.transformer(group, shard, options, rows, batches, stacks)
         if self._topology.group.rank == 0:
             self.tables["forwards"] += forwards
-            self.tables["launches"].append(launch)
+            self.tables["launches"] += launches[:1]
+        if self._topology.tp > 1 or shard != self._target or self._source.startswith("modelled"):
+            return
+        for tp in SHARDS:
+            try:
+                share = replace(shard, tp=tp)
+            except ConfigError as error:  # more ranks than KV heads
+                self.notes.append(f"a share of T={tp}: {error}")
+                continue
+            parts = share, options, rows, batches, stacks
+            self.tables["shards"] += ranks.transformer(SoloGroup(), *parts, ends=True)[0]
 
     def all_reduces(self) -> None:
         """Measures every all-reduce that can be opened over the target ranks; none with one

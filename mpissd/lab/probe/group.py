@@ -32,7 +32,9 @@ from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, 
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
 LIST_ROWS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards whose lists of candidates are measured
 LISTS = (1, 4, 16, 32, 64)  # candidates a row
-TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, as each is measured behind several contexts
+TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, because each is measured after several contexts
+GPU_ROWS = (40, 128, 256)  # and these on a GPU, whose kernel for more than 32 rows is another one
+SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without all-reduces
 LARGE_BYTES = 1 << 20
 NEAR = 64  # the shortest context that a transformer is measured behind
 _FAR = 1024  # the longest one, unless --context says more
@@ -43,13 +45,14 @@ _AMPLITUDE = 2.0**-4
 Made = tuple[Stacks, Weights]  # weights, and the factory that made them
 
 
-def contexts(longest: int) -> list[int]:
+def contexts(longest: int, *, ends: bool = False) -> list[int]:
     """Returns the contexts behind which transformers are measured: near, far and two between.
 
     Time grows in straight lines while the caches of all sequences fit where they are read from.
+    ends: near and far only.
     """
     far = max(longest, _FAR)
-    return [NEAR, far // 4, far // 2, far]
+    return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
 
 
 class GroupProbe:
@@ -172,16 +175,18 @@ class GroupProbe:
         rows: Sequence[int],
         batches: Iterable[int],
         stacks: Stacks,
-    ) -> tuple[list[Entry], Entry]:
-        """Measures a transformer for each number of sequences behind each of `contexts`.
+        *,
+        ends: bool = False,
+    ) -> tuple[list[Entry], list[Entry]]:
+        """Measures a transformer for each number of sequences after each of `contexts`.
 
-        Returns the "forwards" entries and the "launches" entry of the first. What does not fit
-        beside the weights is left out.
+        ends: as `contexts` takes it. Returns the "forwards" and the "launches" entries. What does
+        not fit in memory with the weights is left out.
         """
         weights = stacks.weights(self._backend, shard, options, max_rows=rows[-1], seed=1)
         forwards, launches = [], []
         for batch in batches:
-            for context in contexts(options.context):
+            for context in contexts(options.context, ends=ends):
                 behind = replace(options, context=context, capacity=context + rows[-1])
                 if not self._has_room(shard, behind, rows[-1], batch):
                     continue
@@ -190,7 +195,7 @@ class GroupProbe:
                 )
                 forwards.append(forward)
                 launches.append(launch)
-        return forwards, launches[0]
+        return forwards, launches
 
     def _has_room(
         self, shard: AnyShard, options: ForwardOptions, rows: int, sequences: int

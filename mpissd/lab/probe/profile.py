@@ -27,7 +27,7 @@ from mpissd.engine.job import Job
 from mpissd.lab.probe.sample import Entry
 
 TABLES = (
-    *("bandwidths", "products", "forwards", "read_outs"),
+    *("bandwidths", "products", "forwards", "shards", "read_outs"),
     *("all_reduces", "links", "copies", "launches"),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")

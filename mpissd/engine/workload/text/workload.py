@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import Workload
@@ -25,7 +23,6 @@ from mpissd.engine.workload.text.sequences import TextEndings
 from mpissd.engine.workload.text.state_draft import StateDraftWorker
 from mpissd.engine.workload.text.stops import Stops
 from mpissd.engine.workload.text.target import TextTargetWorker
-from mpissd.engine.workload.text.tasks import Tasks, check_alike, tasks_of
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.engine.workload.workers import OpenGather
 
@@ -67,17 +64,6 @@ class TextWorkload(Workload):
         draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
         return known_ids(draft, self.vocab)
 
-    @cached_property
-    def tasks(self) -> Tasks | None:
-        """The drafts by task of prompt that the draft's folder holds; None without a router."""
-        own = self.job.drafts_by_transformer and not self.job.reads_states
-        return tasks_of(self.job.draft_where) if own else None
-
-    @property
-    def draft_members(self) -> tuple[Stacks, ...]:
-        folders = () if self.tasks is None else self.tasks.folders
-        return tuple(TransformerStacks(folder, self.job.target_where) for folder in folders)
-
     @property
     def proposal_width(self) -> int:
         return self.vocab if self.draft_ids is None else len(self.draft_ids)
@@ -112,11 +98,6 @@ class TextWorkload(Workload):
         if self.job.reads_states and self.job.config.learners:
             asked = f"learners=1 with draft={self.job.draft_where}, which reads hidden states"
             raise ConfigError(f"{asked}: allowed: a draft model of its own")
-        if self.tasks is not None:
-            if self.job.config.learners:
-                asked = f"learners=1 with draft={self.job.draft_where}, drafts by task"
-                raise ConfigError(f"{asked}: allowed: a folder without a router")
-            check_alike(self.job.draft_where, self.tasks, self.job.target_where, self.vocab)
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
@@ -150,11 +131,10 @@ class TextWorkload(Workload):
             "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
             "ids": self.draft_ids,
             "lookup": config.lookup,
-            "draft_lookup": config.draft_lookup,
         }
         if isinstance(shard := job.draft_shard, StateShard):
             return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
-        return TextDraftWorker(*parts, tasks=self.tasks, **told)  # type: ignore[arg-type]
+        return TextDraftWorker(*parts, **told)  # type: ignore[arg-type]
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled as the flags say."""
@@ -192,17 +172,12 @@ class TextWorkload(Workload):
             vocab=self.vocab,
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             lookup=config.fast_lookup,
-            draft_lookup=config.draft_lookup,
-            draft_tasks=None if self.tasks is None else self.tasks.counted(self._tokens()),
             laws=laws_label(config),
             top_p=config.top_p,
             stop=list(config.stop_strings),
             num_prompts=len(self.prompts),
             prompts_sha256=digest_of(self.prompts),
         )
-
-    def _tokens(self) -> Iterator[tuple[int, ...]]:
-        return (tuple(prompt.tokens) for prompt in self.prompts)
 
 
 def check_prompts(job: Resolved) -> None:

@@ -1,0 +1,215 @@
+"""Methods compared at equal K, and each at its own best K, from rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mpissd.common.row import Row
+from mpissd.lab.tables.best import compare_methods, method_of, render, to_dict
+
+SAME = {
+    "workload": "gemm",
+    "backend": "cupy",
+    "device_name": "H200",
+    "target": "8b",
+    "tp": 1,
+    "dtype": "float16",
+    "batch_size": 1,
+}
+
+
+def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> Row:
+    """A row of 400 rounds; seed 0 unless said, with a luck of 1%."""
+    drafts = 0 if mode == "ar" else 1
+    flat = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
+    known = {"num_drafts": drafts, "world_size": 1 + drafts, "seed": 0, "num_rounds": 400}
+    known |= {"round_us": flat, "sampling_sd": 0.01, "expected_tok_per_s": rate}
+    if mode != "ar":
+        known |= {"draft": "1b", "acceptance": alpha}
+    if mode == "ssd":
+        known |= {"hit_law": "p_hit:0.9", "on_late": "finish"}
+    known["provenance"] = {"sweep": {"flags": {"fan_out": "uniform:3"} if mode == "ssd" else {}}}
+    known |= {"mode": mode, "lookahead": lookahead, "tok_per_s": rate}
+    return Row.from_dict(SAME | known | told)
+
+
+ROWS = [
+    row("ar", 0, 300),
+    row("ar", 0, 310),
+    row("ar", 0, 290),
+    *(row("sd", k, rate) for k, rate in ((2, 500), (4, 610), (4, 590), (4, 600), (8, 550))),
+    *(row("ssd", k, rate) for k, rate in ((2, 700), (4, 900), (8, 990), (8, 1010), (8, 1000))),
+    row("sd", 4, 400, "alpha:0.6"),
+]
+
+
+def test_each_method_is_compared_at_equal_and_at_its_own_best_lookahead() -> None:
+    first, second = compare_methods(ROWS)
+    ar, sd, ssd = first.methods
+    assert (ar.name, sd.name) == ("AR", "SD")
+    assert ssd.name == "SSD fan_out=uniform:3 p_hit:0.9"
+    assert (sd.best.lookahead, sd.best.median) == (4, 600)
+    assert (ssd.best.lookahead, ssd.best.median, len(ssd.best.tok_per_s)) == (8, 1000, 3)
+    at_equal = [(method.at(4).median, method.at(8).median) for method in (sd, ssd)]  # type: ignore[union-attr]
+    assert at_equal == [(600, 550), (900, 1000)]
+    assert ar.at(4) is ar.best and sd.at(3) is None
+    assert ssd.best.spread == pytest.approx(0.02) and ssd.best.ranks == 2
+    assert second.setting["acceptance"] == "alpha:0.6"
+    assert [method.best.median for method in second.methods] == [300, 400]  # AR is in both
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device_name": "A100"},
+        {"batch_size": 4},
+        {"tp": 2},
+        {"context": 4096},
+        {"forward": "transformer"},
+    ],
+)
+def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None:
+    found = compare_methods([*ROWS[:4], row("ssd", 4, 999, **other)])
+    assert [[m.name for m in comparison.methods] for comparison in found] == [
+        ["AR", "SD"],
+        ["SSD fan_out=uniform:3 p_hit:0.9"],
+    ]
+
+
+def test_answers_to_other_prompts_are_not_compared() -> None:
+    """Nor with a row of the same prompts and another top_p; rows without `forward` are gemm's."""
+    asked = [{"prompts": "a"}, {"prompts": "a"}, {"prompts": "b"}, {"prompts": "a", "top_p": ".5"}]
+    modes = ("ar", "sd", "sd", "sd")
+    rows = [
+        row(mode, 4, 500, workload="text", provenance={"sweep": {"flags": flags}})
+        for mode, flags in zip(modes, asked, strict=True)
+    ]
+    found = compare_methods(rows)
+    assert [[m.name for m in comparison.methods] for comparison in found] == [
+        ["AR", "SD"], ["SD"], ["SD"]
+    ]  # fmt: skip
+    assert len(compare_methods([*ROWS[:4], row("sd", 4, 600, forward="gemm")])) == 1
+
+
+def test_what_a_method_is_called() -> None:
+    assert method_of(row("sd", 4, 1, inline_draft=True)) == "SD inline"
+    assert method_of(row("ssd", 4, 1, num_drafts=2, backup="fast", on_late="serve")) == (
+        "SSD D=2 backup=fast fan_out=uniform:3 p_hit:0.9 on_late=serve"
+    )
+    assert method_of(row("ssd", 4, 1, schedule="pearl")).startswith("SSD pearl")
+    alone = {"provenance": {"command": ["run", "--mode=ssd", "--fan_out=geometric:24", "--fuse"]}}
+    assert method_of(row("ssd", 4, 1, **alone)) == "SSD fan_out=geometric:24 p_hit:0.9"
+
+
+@pytest.mark.parametrize(
+    "counts, expected",
+    [([2, 2, 2, 2], "uniform:2"), ([4, 3, 3, 3], "geometric:13"), (None, "uniform:3")],
+)
+def test_a_fan_out_that_no_flag_says_is_the_row_s_own(counts: Any, expected: str) -> None:
+    """SmolLM2 takes another one on a CPU than the flag's default."""
+    default = row("ssd", 3, 1, fan_out=counts, provenance={"command": ["run", "--pair=smollm2"]})
+    assert method_of(default) == f"SSD fan_out={expected} p_hit:0.9"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"backup_lookahead": 2},
+        {"backup": "fast"},
+        {"backup": "fast", "acceptance_fast": "alpha:0.5"},
+    ],
+)
+def test_what_drafts_a_miss_makes_another_method(other: dict[str, Any]) -> None:
+    usual = row("ssd", 4, 900, backup="jit", backup_lookahead=4, acceptance_fast="alpha:0.3")
+    names = {
+        method_of(usual),
+        method_of(usual | other),
+        method_of(usual | {"backup": "fast"}),
+    }
+    assert len(names) == 2 + (other != {"backup": "fast"})
+
+
+def test_the_table_and_the_json_say_the_same() -> None:
+    found = compare_methods(ROWS)
+    lines = render(found).splitlines()
+    assert lines[0] == "8b/1b, T=1, H200: acceptance alpha:0.8, batch_size 1"
+    assert lines[1].split() == "tok/s K=2 K=4 K=8 best at spread n x AR a GPU".split()
+    sd = "SD 500.0 600.0 550.0 600.0 K=4 3.3% 3 2.00 (1.95–2.06) no difference (0.97–1.03)"
+    assert lines[3].split() == sd.split()
+    ssd = "p_hit:0.9 700.0 900.0 1000.0 1000.0 K=8 2.0% 3 3.33 (3.24–3.43) 1.67 (1.62–1.71)"
+    assert lines[4].split()[2:] == ssd.split()
+    assert "few seeds and claims no speedup" in lines[-1]
+    told = json.loads(json.dumps(to_dict(found[0])))["methods"]
+    assert (told[2]["best_lookahead"], told[2]["speedup"]) == (8, pytest.approx(1000 / 300))
+    assert told[1]["speedup_per_gpu"] is None
+    assert told[1]["over_ar_per_gpu"]["verdict"] == "no difference"
+    told = told[2]
+    assert told["by_lookahead"]["8"] == {"tok_per_s": 1000, "repeats": [990, 1010, 1000]}
+
+
+def test_the_best_lookahead_is_chosen_by_the_prediction_and_not_by_luck() -> None:
+    lucky = [row("sd", 4, 600), row("sd", 8, 640, expected_tok_per_s=590)]
+    (found,) = compare_methods(lucky)
+    assert found.methods[0].best.lookahead == 4
+    unknown = [lucky[0] | {"expected_tok_per_s": None}, lucky[1]]
+    assert compare_methods(unknown)[0].methods[0].best.lookahead == 8
+
+
+def test_predictions_that_miss_by_far_choose_no_k_and_are_named() -> None:
+    told = [(6, 661, 320), (7, 807, 300)]
+    rows = [row("sd", *of, expected_tok_per_s=mean, prediction_error=1.45) for *of, mean in told]
+    (found,) = compare_methods(rows)
+    assert found.methods[0].best.lookahead == 7
+    warning = next(line for line in render([found]).splitlines() if line.startswith("warning"))
+    assert "miss these rows by (median) SD 145%" in warning
+    (found,) = compare_methods([each | {"prediction_error": 0.15} for each in rows])
+    assert found.methods[0].best.lookahead == 6 and "warning" not in render([found])
+
+
+def seeded(count: int, num_rounds: int = 400) -> list[Row]:
+    """A sweep over seeds, as `seed = 0..4` of a grid makes it: luck of 10%, shared but for 1%."""
+    luck = [1.0, 1.1, 0.9, 1.05, 0.95][:count]
+    known = {"num_rounds": num_rounds, "sampling_sd": 0.1}
+    found = [row("ar", 0, 300 + n % 2, seed=n, **known) for n in range(count)]
+    for n, lucky in enumerate(luck):
+        found.append(row("sd", 4, 400 * lucky, seed=n, **known))
+        found.append(row("ssd", 4, 420 * lucky * (1 + 0.002 * n), seed=n, **known))
+    return found
+
+
+def test_seeds_of_a_grid_are_paired() -> None:
+    """A gain of 5% under a luck of 10% is seen, and is a headline from five seeds on."""
+    (found,) = compare_methods(seeded(5))
+    ar, sd, ssd = (method.best for method in found.methods)
+    gain = ssd.over(sd)
+    assert gain is not None and gain.is_headline and gain.num_seeds == 5
+    assert gain.speedup == pytest.approx(1.0542, abs=1e-3) and 1.05 < gain.low < gain.high < 1.06
+    over_ar = ssd.over(ar)
+    assert over_ar is not None and over_ar.is_headline and "+" in render([found])
+    for poor in (seeded(4), seeded(5, num_rounds=399)):
+        (few,) = compare_methods(poor)
+        gain = few.methods[2].best.over(few.methods[1].best)
+        assert gain is not None and gain.is_real and not gain.is_headline
+        assert ")+" not in render([few])
+    lone = compare_methods([r for r in seeded(5) if r.seed == 3])[0]
+    alone = lone.methods[2].best.over(lone.methods[1].best)
+    assert alone is not None and not alone.is_real  # one seed, as independent rows
+
+
+def test_rows_that_say_too_little_have_no_gain() -> None:
+    found = compare_methods([r | {"round_us": None} for r in ROWS[:4]])[0]
+    assert "–" in render([found]).splitlines()[3]
+    assert to_dict(found)["methods"][1]["over_ar"] is None
+
+
+def test_a_lookup_belongs_to_every_draft_and_law() -> None:
+    """It has a table of its own only where no other row has its T."""
+    looked_up = {"num_drafts": 0, "world_size": 1, "inline_draft": True, "draft": "lookup"}
+    here, there = row("sd", 8, 700, **looked_up), row("sd", 8, 900, tp=2, **looked_up)
+    found = compare_methods([*ROWS, here, there])
+    assert [one.methods[1].name for one in found[:2]] == ["SD", "SD"]
+    assert all("SD inline" in {m.name for m in one.methods} for one in found[:2])
+    assert found[2].setting["tp"] == 2 and [m.name for m in found[2].methods] == ["SD inline"]

@@ -1,0 +1,126 @@
+"""`compare` takes run ids, files and folders: which rows they mean, what it shows and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.__main__ import main
+from tests.common import tables_model
+from tests.lab.test_why import SD
+
+SHARED = {"workload": "gemm", "seed": 0, "token_digest": "f00d", "num_rounds": 60, "world_size": 1}
+
+
+def result(run_id: str, **changed: Any) -> dict[str, Any]:
+    """A row that can be compared and whose gaps are known."""
+    return {**SD, **tables_model.sd("8b/1b", 4, run_id=run_id), **SHARED, **changed}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def at(second: int) -> dict[str, Any]:
+    return {"provenance": {"started_at": f"2026-01-01T00:00:{second:02}+00:00"}}
+
+
+def compared(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
+    assert main(["compare", *map(str, arguments)]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    return found["a"], found["b"]
+
+
+def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([*map(str, arguments)]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("named", ["positional", "flag", "out"])
+def test_why_takes_the_row_of_a_folder_that_was_measured_last(
+    named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a" / "runs_2.jsonl", result("old", **at(1)), result("late", **at(9)))
+    write(tmp_path / "a" / "below" / "runs_3.jsonl", result("between", **at(5)))
+    folder = str(tmp_path / "a")
+    said = {"positional": folder, "flag": f"--a={folder}", "out": f"--out={folder}"}[named]
+    assert main(["compare", "--show=why", said]) == 0
+    assert capfd.readouterr().out.startswith("late: ")
+
+
+def test_why_finds_a_run_id_below_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "runs_1.jsonl", result("one"), result("two"))
+    assert main(["compare", "one", "--show=why", f"--out={tmp_path}"]) == 0
+    assert capfd.readouterr().out.startswith("one: ")
+
+
+def test_two_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a" / "runs.jsonl", result("zero"), result("one", fuse=True))
+    write(tmp_path / "b" / "runs.jsonl", result("two", lookahead=5))
+    assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("one", "two")
+    assert compared(capfd, tmp_path / "b" / "runs.jsonl", tmp_path / "a") == ("two", "one")
+
+
+def test_rows_of_one_seed_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sweep measures the seeds of both in orders of their own."""
+    seeds = [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
+    rows = [
+        result(f"{name}{seed}", seed=seed, token_digest=f"{seed}", fuse=name == "b")
+        for seed, name in seeds
+    ]
+    write(tmp_path / "both" / "runs.jsonl", *rows)
+    assert compared(capfd, tmp_path / "both") == ("a2", "b2")
+    write(tmp_path / "a" / "runs.jsonl", *rows[:2])
+    write(tmp_path / "b" / "runs.jsonl", *rows[3:])
+    assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("a1", "b1")
+
+
+def test_a_folder_with_two_configurations(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "runs_1.jsonl", result("one"), result("two", fuse=True), result("three"))
+    assert compared(capfd, tmp_path) == ("three", "two")
+
+
+def test_a_folder_of_more_than_two_configurations_shows_the_best_methods(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "runs.jsonl", *(result(str(k), lookahead=k) for k in (1, 2, 3)))
+    assert main(["compare", str(tmp_path)]) == 0
+    methods = json.loads(capfd.readouterr().out.splitlines()[-1])[0]["methods"]
+    assert list(methods[0]["by_lookahead"]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("one", "--show=pair"), "a pair needs two results"),
+        (("--show=pair",), "a pair needs two results"),
+        (("one", "one", "--show=best"), "b=one with show=best: allowed: with show=pair"),
+        (("empty",), "result 'empty': no such row in 'empty'"),
+        (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
+        (("none", "--show=why", "--out=one"), "result 'none': no such row in 'one'"),
+        (("--show=why",), "result 'out': no such row in 'out'"),
+        (("one", "one", "one"), "'one' is not a flag"),
+        (("none", "--show=tables"), "results 'none': no runs*.jsonl there"),
+        (("one", "--show=claims"), "claims: no SSD with another use of its GPUs"),
+        (("one", "--show=all"), "unknown show 'all'"),
+    ],
+)
+def test_what_it_refuses_is_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("one/runs.jsonl"), result("a"), result("b", seed=1))
+    Path("empty").mkdir()
+    assert message in refused(capfd, "compare", *arguments)
