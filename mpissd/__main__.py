@@ -29,8 +29,8 @@ from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
 from mpissd.common.ranks import RanksFlags  # noqa: E402
+from mpissd.common.sigpipe import unless_unread  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
-from mpissd.common.unread import unless_unread  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
 from mpissd.engine.comm.recovery import check_recovery  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402

@@ -55,8 +55,9 @@ class OnlineConfig(Checked):
         parts = [part.partition("=") for part in self.stream.split(",") if part]
         return {name: source for name, _, source in parts}
 
-    def check_stream(self) -> None:
+    def check(self) -> None:
         """Refuses a stream without stages, and a stage without a source."""
+        super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
         if not self.stages or not all(self.stages.values()):

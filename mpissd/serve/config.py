@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
+from mpissd.common.default_flags import with_measured, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import (
     Checked,
@@ -21,7 +22,6 @@ from mpissd.common.flags import (
     switch,
     words,
 )
-from mpissd.common.implied import with_measured, with_text
 from mpissd.common.ranks import ANSWERING, RanksFlags
 from mpissd.serve.folder import EXPIRE_S
 
@@ -86,13 +86,11 @@ class ServeConfig(RanksFlags):
             given.setdefault("drain_s", str(DRAIN_S))
         return given
 
-    def check_auto(self) -> None:
-        """Refuses --auto in a mode that does not include the others."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if self.auto and self.run.mode != ("ssd" if self.drafts else "sd"):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
-
-    def check_host(self) -> None:
-        """Refuses to listen where other machines reach it without an API key."""
         if not is_local(self.host) and self.key is None:
             raise ConfigError(
                 f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "
@@ -164,13 +162,11 @@ class ReplicasConfig(Checked):
         EXPIRE_S, number(1), "with watch: seconds after its last beat until a replica is dead"
     )
 
-    def check_bind(self) -> None:
-        """Refuses an address that HAProxy does not accept."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if not _BIND.fullmatch(self.bind):
             raise ConfigError(f"bind={self.bind}: allowed: HOST:PORT, *:PORT")
-
-    def check_watch(self) -> None:
-        """Refuses --watch and --pid_file without a file to write."""
         if self.haproxy is None and (self.watch or self.pid_file):
             name = "watch" if self.watch else "pid_file"
             raise ConfigError(f"{name} without haproxy: allowed: with haproxy=FILE")

@@ -74,31 +74,6 @@ def test_no_two_groups_have_a_flag_or_a_check_of_the_same_name() -> None:
     assert sum(map(len, own)) == len(set().union(*own)) > 50
 
 
-def test_no_subclass_can_leave_out_a_check() -> None:
-    with pytest.raises(TypeError, match=r"Lax\.__post_init__ would replace a check"):
-
-        class Lax(RunConfig):
-            def __post_init__(self) -> None:
-                """Would judge nothing."""
-
-    with pytest.raises(TypeError, match=r"Laxer\.check_lookahead would replace a check"):
-
-        class Laxer(RunConfig):
-            def check_lookahead(self) -> None:
-                """Would judge nothing."""
-
-    with pytest.raises(ConfigError, match="odd seed"):
-
-        @dataclasses.dataclass(frozen=True)
-        class Stricter(RunConfig):
-            def check_seed(self) -> None:
-                if self.seed % 2:
-                    raise ConfigError("odd seed")
-
-        assert Stricter(seed=2).seed == 2
-        Stricter(seed=1)
-
-
 def test_every_command_has_a_checked_configuration() -> None:
     assert len(COMMANDS) > 10 and all(issubclass(kind, Checked) for kind in COMMANDS)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.common import implied
+from mpissd.common import default_flags
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import parse_into
 from mpissd.lab.sweep.configs import SweepConfig
@@ -21,7 +21,7 @@ MEASURED = 3, "uniform:2"
 
 @pytest.fixture(autouse=True)
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implied, "find_spec", lambda name: None)
+    monkeypatch.setattr(default_flags, "find_spec", lambda name: None)
 
 
 def chosen(flags: dict[str, str]) -> tuple[int, str]:
@@ -70,14 +70,14 @@ def test_what_is_given_counts() -> None:
 
 def test_a_gpu_s_auto_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Any = object()
-    monkeypatch.setattr(implied, "find_spec", lambda name: found if name == "cupy" else None)
+    monkeypatch.setattr(default_flags, "find_spec", lambda name: found if name == "cupy" else None)
     assert chosen(dict(TEXT)) == DEFAULT
     assert chosen({**TEXT, "backend": "numpy"}) == MEASURED
 
 
 def test_a_schedule_says_what_is_grown() -> None:
     flags = {**TEXT, "workload": "text", "schedule": "pearl"}
-    assert implied.with_measured(flags) == flags
+    assert default_flags.with_measured(flags) == flags
 
 
 def test_a_sweep_compares_at_the_same_defaults() -> None:

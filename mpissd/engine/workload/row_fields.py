@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpissd.common.workload_flags import WorkloadFlags
+from mpissd.common.config import WorkloadFlags
 from mpissd.engine.spec.lawfile import load_laws
 
 

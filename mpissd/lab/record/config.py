@@ -31,13 +31,11 @@ class RecordConfig(Checked):
     licence: str = flag("", words, "of the prompts, with their source")
     to: str | None = flag(None, words, "file to write: a new .npz")
 
-    def check_models(self) -> None:
-        """Refuses flags that do not name exactly one pair of models."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         named = self.target is not None and self.draft is not None
         if named == (self.pair is not None) or (self.target is None) != (self.draft is None):
             raise ConfigError("record needs one pair: allowed: pair=NAME, or target and draft")
-
-    def check_prompts(self) -> None:
-        """Refuses a command without prompts, or with two sources of them."""
         if (self.prompts is None) == (self.prompt_ids is None):
             raise ConfigError("record needs prompts: allowed: prompts=FILE.jsonl, or prompt_ids")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from mpissd.common.config import DEFAULT_VOCAB
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
-from mpissd.common.workload_flags import DEFAULT_VOCAB
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.markov.draft import MarkovDraftWorker

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import read_gguf
+from mpissd.common.gguf import read_gguf
 
 if TYPE_CHECKING:
     import tokenizers
