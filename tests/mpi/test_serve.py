@@ -144,28 +144,6 @@ def test_a_draft_that_is_killed_while_tokens_are_sampled_holds_up_nobody(
     assert any(end.drafted for end in ends.values())
 
 
-def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
-    pair: TinyPair, tmp_path: Path
-) -> None:
-    flags = [f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--tp=2"]
-    with (
-        pytest.raises(AssertionError, match="the lead has left"),
-        serving(tmp_path, 3, *flags, "--context=512") as server,
-    ):
-        target = pid_of(server.job, 1)  # found in time: the answer goes on meanwhile
-        server.send(Submit(0, [5, 6, 7], 400))
-        while len(server.tokens(0)) < 20:
-            server.take()
-        os.kill(target, signal.SIGKILL)
-        struck = time.monotonic()
-        try:
-            server.ends([0], 12.0)
-        finally:
-            assert time.monotonic() - struck < 5.0
-            server.job.finish()
-            assert time.monotonic() - struck < 10.0
-
-
 def cpu_s(pid: int) -> float:
     """Seconds of processor time that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -103,9 +103,3 @@ def test_behind_a_balancer_it_first_turns_it_away() -> None:
     assert drain.is_over(0)
     now[0] += 25
     assert drain.is_over(1)
-
-
-def test_a_server_that_never_was_ready_has_nobody_to_turn_away() -> None:
-    drain = Drain(lead(is_there=False), longest_s=30, notice_s=5, clock=lambda: 0.0)
-    assert drain.begin() and drain.is_over(0)
-    assert not Drain(lead()).begin()  # one that does not drain

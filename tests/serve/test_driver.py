@@ -256,20 +256,6 @@ def test_resting_and_catching_up_at_any_time_change_no_token(
     assert len(parts) > 3 and len(goodput.ways) > 5
 
 
-def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:
-    long = list(range(90)) * 2
-    mail = Script((0, Submit(0, [1, 2], 120)), (0, Submit(1, long, 50)), (8, Cancel(1)))
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        pages = loops.target_stepper.pages
-        assert pages is not None
-        mail.watch = lambda: pages.sizes.num_pages - len(pages.free)
-        driver = served(loops, mail)
-    held = mail.watched
-    assert held[8] >= 4 and held[10] <= 1, held[:12]
-    assert mail.ends()[1].reason == "cancelled" and mail.ends()[0].reason == "length"
-    assert driver.scheduler.free_pages == driver.scheduler.room.pages and all_returned(loops)
-
-
 @pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]

@@ -11,7 +11,7 @@ import pytest
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 from mpissd.serve import app, server
 from mpissd.serve.lead import Lead, Problem
-from mpissd.serve.protocol import Cancel, End, Line, Ready, Stats, Submit, pack
+from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack
 from tests.serve.fake_lead import Script
 from tests.serve.rig import answered, serving, tokenizer, until
 from tests.serve.test_abuse import CHAT, LETTER, STOP, SlowWords, chat, packed
@@ -53,31 +53,6 @@ def test_idle_connections_keep_nobody_out(words: Tokenizer) -> None:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         for one in idle:
             one.close()
-
-
-def test_idle_hours_are_no_time_between_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    lead = Lead(0)
-    lead.ready = Ready("tiny", 400, (1,), 1, "ssd")
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "monotonic", lambda: now[0])
-        for _ in range(16):
-            ticket = lead.submit(prompt=[1], max_tokens=1)
-            now[0] += 0.5
-            lead.receive(End(ticket.id, "length"))
-        now[0] += 3600
-        lead.submit(prompt=[1], max_tokens=1)
-        with pytest.raises(Problem) as refused:
-            lead.check_room()
-    assert int(refused.value.headers["retry-after"]) <= 5  # 60 now; one takes .5 s
-
-
-def test_a_part_of_a_character_has_no_bytes_of_another(words: Tokenizer) -> None:
-    with serving(words, Script([*words.encode("wö"), STOP])) as rig:
-        status, told = rig.post(chat(logprobs=True), path=CHAT)
-        content = told["choices"][0]["logprobs"]["content"][:-1]
-        assert status == 200 and content[0]["bytes"] == list(b"w")
-        assert len(content) == 3 and [one["bytes"] for one in content[1:]] == [None, None]
 
 
 def test_a_cancel_behind_prompts_is_read_within_two_rounds() -> None:

@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.serve import folder as entries
 from mpissd.serve import replicas
-from mpissd.serve.config import ReplicasConfig
-from mpissd.serve.folder import Entry, Living, Member, entry_of, new_id
+from mpissd.serve.folder import Entry, Living, Member
 from tests.needs import missing, needs, needs_linux
 from tests.serve.rig import answered, until
 from tests.serve.test_front import pair, started
@@ -129,25 +126,6 @@ def test_a_member_beats_until_it_leaves_and_removes_the_dead(
     assert os.listdir(folder) == []
 
 
-@needs("a user who is not root", os.geteuid() != 0)
-def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="Permission denied"):
-        Member(str(tmp_path / "folder"), ONE)
-
-
-def test_the_address_of_a_server_that_listens_everywhere_is_its_nodes_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    name = new_id()
-    assert name.startswith("r-77-3-") and name != new_id()
-    found = entry_of(name, "0.0.0.0", 99, 600, {"mode": "ssd"})
-    assert found.host == os.uname().nodename and found.about["mode"] == "ssd"
-    assert entry_of(name, "10.1.2.3", 99, 600, {}).host == "10.1.2.3"
-
-
 def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
     pair: TinyPair, tmp_path: Path
 ) -> None:
@@ -186,53 +164,6 @@ def test_it_leaves_however_it_ends(pair: TinyPair, tmp_path: Path, way: str) -> 
                 serving.process.send_signal(signal.SIGINT)
             assert serving.process.wait(30) == (5 if way == "ranks" else 0)
     assert os.listdir(folder) == []
-
-
-def test_a_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering({"ready": False, "reason": "the models are being loaded"}, "r-one") as port:
-        entries.write(tmp_path, Entry("r-one", "127.0.0.1", port, about={"mode": "ssd", "job": 7}))
-        entries.write(tmp_path, Entry("r-two", "127.0.0.1", 1))
-        assert replicas.replicas(ReplicasConfig(str(tmp_path))) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in table] == [
-        ["replica", "address"],
-        ["r-one", f"127.0.0.1:{port}"],
-        ["r-two", "127.0.0.1:1"],
-    ]
-    assert table[1].endswith("ssd   the models are being loaded")
-    assert [each["state"] for each in json.loads(last)["replicas"]] == [
-        "the models are being loaded",
-        "no answer",
-    ]
-    replicas.replicas(ReplicasConfig(str(tmp_path / "none")))
-    assert "no replica in " in capsys.readouterr().out
-
-
-class answering:
-    """A server that says one thing, as a replica."""
-
-    def __init__(self, told: dict[str, object], name: str) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(503)
-                self.send_header("x-replica", name)
-                self.end_headers()
-                self.wfile.write(json.dumps(told).encode())
-
-            def log_message(self, *words: object) -> None:
-                return None
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-
-    def __enter__(self) -> int:
-        self._thread.start()
-        return int(self._server.server_address[1])
-
-    def __exit__(self, *failure: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 @needs_haproxy
