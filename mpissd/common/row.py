@@ -269,10 +269,10 @@ class Row(Origin, Mapping[str, Any]):
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(
-        "p50 of K sequential draft steps: of the measured full misses, else of the calibration (in "
-        "rounds that the device chains, always until 2026-11-24); null for prompt lookup and in AR. "
-        "With several groups it includes what the draft did for others meanwhile, as `t_growth_s` "
-        "does",
+        "p50 of K sequential draft steps: of the measured full misses, else of the calibration "
+        "(until 2026-11-24 also in rounds that the device chains); null for prompt lookup and in "
+        "AR. With several groups it includes what the draft did for others meanwhile, as "
+        "`t_growth_s` does",
         "s",
     )
     t_growth_s: float | None = key(

@@ -74,7 +74,7 @@ class ChainedDrafter(Drafter):
         draft_s: device time of its draft forwards, in seconds.
         """
         self.ledger.mark(DraftPhase.WAIT)
-        self._rows.draft_s, self._rows.forwards = draft_s, self._policy.lookahead
+        self._rows.draft_s = draft_s
         self.hear(speculation)
         self.close_round(speculation)
 
