@@ -26,7 +26,8 @@ from mpissd.common.ranks import ANSWERING, RanksFlags
 from mpissd.serve.folder import EXPIRE_S
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s")  # the ranks do not get these
+# The ranks do not get these. Their own temperature is 0: each request brings its own.
+FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
 DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
 AUTO = "auto"
 # Flags of `chat` that its requests carry, or that only show answers.
@@ -40,7 +41,7 @@ class ServeConfig(RanksFlags):
 
     run: RunConfig = contained(
         RunConfig,
-        only=ANSWERING.difference(("stop", "show", "top_p"))
+        only=ANSWERING.difference(("stop", "show", "top_p", "saguaro_c"))
         | {"workload", "num_tokens", "on_draft_loss"},
         mode=flag("ssd", choice(AUTO, "ar", "sd", "ssd"), "decoding mode; auto: by the round"),
         workload=flag("text", choice("text"), "what serve decodes"),

@@ -104,7 +104,7 @@ def test_a_row_says_what_answered(runs: Together, pair: TinyPair) -> None:
     assert row["weights"].keys() == {"target", "draft"}
     assert len(row["weights"]["target"]["sha256"]) == 64
     assert 0 < row["t_prefill_s"] < row["wall_s"]
-    assert row["t_prefill_s"] < 10 and 0 < row["time_to_first_token_s"] < row["wall_s"]
+    assert 0 < row["time_to_first_token_s"] < row["wall_s"]
     assert row["acceptance"] is row["hit_law"] is row["expected_tok_per_s"] is None
     assert row["num_tokens"] == TOKENS * len(LENGTHS) and row["token_limit"] == TOKENS
     for line, length in zip(lines, LENGTHS, strict=True):

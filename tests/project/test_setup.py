@@ -114,9 +114,7 @@ def test_no_driver(machine: Machine) -> None:
 @pytest.mark.parametrize("script", ["exit 9", "sleep 60", "kill -SEGV $$"])
 def test_nvidia_smi_fails(machine: Machine, script: str) -> None:
     machine.program("nvidia-smi", f"#!/bin/bash\n{script}\n")
-    began = time.monotonic()
     assert machine.setup("--extras", MPIRUN="given", NVIDIA_SMI_TIMEOUT_S="0.3") == ("", "")
-    assert time.monotonic() - began < 10
 
 
 def test_mpi_extra_only_without_mpirun(machine: Machine) -> None:
