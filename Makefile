@@ -87,7 +87,7 @@ run:
 chat_of := MODE:mode DRAFTS:drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
-setup_chat = $(setup) $(or $(call flag,PAIR,pair),--pair=smollm2)
+setup_chat = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
 
 chat:
 	$(call check_only,chat,$(chat_names))$(setup_chat)

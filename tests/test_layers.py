@@ -42,6 +42,7 @@ LAYERS = {
     "mpissd.lab.pools": 9,
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
+    "mpissd.lab.terminal": 7,
     "mpissd.lab.load": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
@@ -72,7 +73,6 @@ STARTS_MPI = (
     "mpissd.engine.session",
     "mpissd.lab.measure",
     "mpissd.lab.probe",
-    "mpissd.lab.chat.serve",
     "mpissd.serve.ranks",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",
@@ -105,10 +105,8 @@ STARTS_TORCH = (
     *(f"mpissd.online.{name}" for name in "learner student trainer".split()),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.
-MAY_NAME_HTTP = ("mpissd.serve.http",)
-STARTS_HTTP = tuple(
-    f"mpissd.serve.http.{name}" for name in "app body guard limits metrics server".split()
-)
+MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")
+STARTS_HTTP = tuple(f"mpissd.serve.{name}" for name in "app metrics server".split())
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
 

@@ -25,14 +25,12 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import parse_into
 from mpissd.common.manual import manual, signed
-from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor.config import DoctorConfig
-from mpissd.serve.config import ServeConfig
-from mpissd.serve.replicas.config import ReplicasConfig
+from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,15 +156,13 @@ class DistillConfig(Checked):
         """Returns how many conversations have as many tokens as `count` of the first length."""
         return max(1, count * self.lengths[0] // self.length_of(rank))
 
-    def check_target(self) -> None:
-        """Refuses a command without a target, and two starting points."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
         if bool(self.shapes) + bool(self.start) + bool(self.kinds) > 1:
             raise ConfigError("shapes, start and kinds: allowed: one of them")
-
-    def check_on(self) -> None:
-        """Refuses to train on the files of the evaluation."""
         both = set((self.on or "").split(",")) & set((self.prompts or "").split(",")) - {""}
         if both:
             raise ConfigError(f"on and prompts: {min(both)} in both: allowed: other prompts")

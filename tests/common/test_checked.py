@@ -63,31 +63,6 @@ def test_a_command_hands_its_flags_to_the_run_that_it_contains() -> None:
         assert run == RunConfig(alpha=0.5, seed=7, deadline_s=deadline)
 
 
-def test_no_subclass_can_leave_out_a_check() -> None:
-    with pytest.raises(TypeError, match=r"Lax\.__post_init__ would replace a check"):
-
-        class Lax(RunConfig):
-            def __post_init__(self) -> None:
-                """Would judge nothing."""
-
-    with pytest.raises(TypeError, match=r"Laxer\.check_lookahead would replace a check"):
-
-        class Laxer(RunConfig):
-            def check_lookahead(self) -> None:
-                """Would judge nothing."""
-
-    with pytest.raises(ConfigError, match="odd seed"):
-
-        @dataclasses.dataclass(frozen=True)
-        class Stricter(RunConfig):
-            def check_seed(self) -> None:
-                if self.seed % 2:
-                    raise ConfigError("odd seed")
-
-        assert Stricter(seed=2).seed == 2
-        Stricter(seed=1)
-
-
 @pytest.mark.parametrize(
     ("flags", "grid"),
     [

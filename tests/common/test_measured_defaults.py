@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.common import implied
+from mpissd.common import default_flags
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import parse_into
-from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.serve.config import ChatConfig
 
 TEXT = {"pair": "smollm2", "prompt": "Why?"}
 DEFAULT = RunConfig.lookahead, RunConfig.fan_out
@@ -17,7 +17,7 @@ MEASURED = 3, "uniform:2"
 
 @pytest.fixture(autouse=True)
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implied, "find_spec", lambda name: None)
+    monkeypatch.setattr(default_flags, "find_spec", lambda name: None)
 
 
 def chosen(flags: dict[str, str]) -> tuple[int, str]:

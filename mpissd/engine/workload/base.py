@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import ClassVar
 
+from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
-from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.common.workloads import known
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.gemm_stack import GemmStacks

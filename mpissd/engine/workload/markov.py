@@ -17,11 +17,11 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.config import DEFAULT_VOCAB
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, stream, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.common.workload_flags import DEFAULT_VOCAB
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts

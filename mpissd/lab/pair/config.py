@@ -51,8 +51,9 @@ class PairConfig(Checked):
         """K: recorded, or printed."""
         return self.lookahead or (_RECORDED if self.sources is None else _PRINTED)
 
-    def check_models(self) -> None:
-        """Refuses flags that do not name exactly one pair, and a pair together with sources."""
+    def check(self) -> None:
+        """Raises ConfigError unless the flags name one pair and its prompts, or only sources."""
+        super().check()
         named = self.target is not None and self.draft is not None
         whole = (self.target is None) == (self.draft is None)
         if self.sources is None and (named == (self.pair is not None) or not whole):
@@ -62,10 +63,6 @@ class PairConfig(Checked):
             )
         if self.sources is not None and (self.pair or self.target or self.draft):
             raise ConfigError("sources with a pair: allowed: one of them")
-
-    def check_prompts(self) -> None:
-        """Refuses a recording without prompts, with two sources of them, and prompts with
-        sources."""
         given = (self.prompts is not None) + (self.prompt_ids is not None)
         if given != (self.sources is None):
             raise ConfigError(

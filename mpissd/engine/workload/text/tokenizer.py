@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import read_gguf
+from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.file_digest import digest
 
