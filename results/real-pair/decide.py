@@ -44,7 +44,7 @@ from mpissd.lab.laws.config import LawsConfig  # noqa: E402
 from mpissd.lab.predict.costs import DeviceCosts  # noqa: E402
 from mpissd.lab.predict.hosts import host_of  # noqa: E402
 from mpissd.lab.predict.recorded import outcomes  # noqa: E402
-from mpissd.lab.predict.recurrence import follow  # noqa: E402
+from mpissd.lab.predict.simulation import follow  # noqa: E402
 
 NAMES = ("humaneval", "chat", "edit", "summarise")
 BUDGETS = (8, 16, 32, 48)

@@ -27,7 +27,7 @@ from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.records import is_first_round  # noqa: E402
 from mpissd.engine.job import resolve  # noqa: E402
 from mpissd.lab.predict import jobfile  # noqa: E402
-from mpissd.lab.predict.recurrence import follow  # noqa: E402
+from mpissd.lab.predict.simulation import follow  # noqa: E402
 from mpissd.lab.tables.load import load_rows  # noqa: E402
 
 Floats = NDArray[np.float64]

@@ -36,7 +36,7 @@ from mpissd.lab.predict.costs import DeviceCosts  # noqa: E402
 from mpissd.lab.predict.derive import with_derived  # noqa: E402
 from mpissd.lab.predict.hosts import host_of  # noqa: E402
 from mpissd.lab.predict.recorded import outcomes  # noqa: E402
-from mpissd.lab.predict.recurrence import follow  # noqa: E402
+from mpissd.lab.predict.simulation import follow  # noqa: E402
 
 Floats = NDArray[np.float64]
 NAMES = ("humaneval", "chat", "edit", "summarise")

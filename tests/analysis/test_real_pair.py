@@ -14,8 +14,8 @@ from mpissd.common.real_pairs import DEFAULT, NAMED, REAL_PAIRS, hit_rate, under
 from mpissd.common.row import Row
 from mpissd.engine.job import resolve
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.from_row import config_of_row, job_of_row
+from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"

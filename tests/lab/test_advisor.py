@@ -18,11 +18,11 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
 from mpissd.lab.predict.advisor import Search, by_speed, plan
-from mpissd.lab.predict.closed import Cells, expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.laws import Laws, cut_law
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.search import FULL, Choice, Placement, cells_of, fan_outs
+from mpissd.lab.predict.simulation import Cells, expected
 
 MOST_WEIGHED = 6000  # of the 26,000 configurations of FULL on eight GPUs; half a second
 HOST = HostCosts(

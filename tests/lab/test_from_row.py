@@ -11,9 +11,9 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import forecast_from_run, forecast_row, job_of_row
+from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"

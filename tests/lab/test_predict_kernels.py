@@ -15,12 +15,12 @@ from mpissd.engine.backend.profile_tables import Curve, Forward, HostEntry, Tabl
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import derived_from, entry_of, host_of
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Placement
+from mpissd.lab.predict.simulation import expected
 
 MODELS = {"llama-3.1-8b": 3e-3, "llama-3.2-1b": 0.5e-3}
 FREE = HostCosts()

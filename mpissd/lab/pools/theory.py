@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.queueing import Shared, SharedDraft, shared_draft
 from mpissd.lab.pools.durations import Pool
-from mpissd.lab.predict.closed import Expected, expected
+from mpissd.lab.predict.simulation import Expected, expected
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
-from mpissd.lab.predict.closed import Cells, expect
 from mpissd.lab.predict.costs import Floats, HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
 from mpissd.lab.predict.search import Choice, Placement, cells_of, sd_groups
+from mpissd.lab.predict.simulation import Cells, expect
 
 _GRID = np.linspace(0.0, 1.0, 101)
 

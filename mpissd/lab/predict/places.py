@@ -146,13 +146,14 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
     """
     if not profile.hosts:
         return {}
-    batch = config.batch_size
+    batch, context = config.batch_size, config.context if config.is_transformer else 0
+    forward = "transformer" if config.is_transformer else "gemm"
     entries = {
-        (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead)
+        (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead, forward)
         for mode, drafts in METHODS
     }
     return {
-        way: None if entry is None else costs_at(profile, entry, batch)
+        way: None if entry is None else costs_at(profile, entry, batch, context)
         for way, entry in entries.items()
     }
 

@@ -17,9 +17,9 @@ import numpy as np
 from mpissd.common.errors import ConfigError
 from mpissd.engine.spec.fanout import resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.lab.predict.closed import Cells, Expected, expect, expect_ar
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
+from mpissd.lab.predict.simulation import Cells, Expected, expect, expect_ar
 
 
 @dataclass(frozen=True)
