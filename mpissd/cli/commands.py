@@ -185,8 +185,8 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     price = real_hits.price_line(run, ssd, placed.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
-    what = "run the fastest of these" if advice.missing else "→ run it"
-    print(f"   {what}: {_command(run, advice.best)}")
+    if not advice.missing:
+        print(f"   → run it: {_command(run, advice.best)}")
     if most is not None and most.copies * most.targets > 1:
         command = _command(run, most.choice, most.targets)
         print(f"   most tok/s, {most.copies} such job{'s' * (most.copies > 1)}: {command}")

@@ -59,6 +59,7 @@ HOST = (
 BEFORE = Path(__file__).with_name("before.json")
 FEW_ROWS = 32  # of the largest forward of a job that runs the chain
 OTHER_KERNELS = ("5fdeef53237c", "7f18aa139c59")
+OTHER_LISTS = ("e7f9f3713f92",)  # it read lists of candidates in every draft forward
 REMOTE = ("link", "nap", "patience", "glue", "keys", "keys_lane", "step")  # and draft_*
 
 
@@ -262,6 +263,7 @@ def build(probes: Sequence[Entry], base: Entry, other: Entry | None = None) -> E
         "all_reduce": all_reduce(probes, base),
         "others": "modelled: forwards of no table, by the numbers",
         "other_kernels": list(OTHER_KERNELS),
+        "other_lists": list(OTHER_LISTS),
         "tables": {"forwards": forwards, "shards": shards, "read_outs": lists},
         "host": hosts + remote(hosts) + of_others(hosts, other),
         "made_of": [{"name": p["name"], **m} for p, m in zip(probes, made, strict=True)],
@@ -269,7 +271,7 @@ def build(probes: Sequence[Entry], base: Entry, other: Entry | None = None) -> E
 
 
 def forward_of(host: Entry) -> str:
-    """The kind of forward that host costs are of; entries without it name transformers' contexts."""
+    """The kind of forward that host costs are of; only a transformer's have a context."""
     return str(host.get("forward") or ("transformer" if host.get("context") else "gemm"))
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c), of 
 WHOLE_BAR = 0.05, 0.12  # and of whole transformers
 MEAN_BAR = 0.03  # largest allowed mean of error (c), by mode and T
 ENOUGH_SEEDS = 5  # with fewer seeds luck does not cancel in the mean
+_SAME_CELL = (
+    *("device_name", "workload", "target", "dtype", "batch_size", "lm_head", "context", "fuse"),
+    *("forward", "num_layers"),
+)
+_SAME_USE = ("mode", "tp", "num_drafts", "lookahead", "backup", "backup_lookahead", "on_late")
 _QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # |normal|
 _COLUMNS = (
     *("machine", "forwards", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone"),
@@ -101,9 +107,12 @@ def host_of(name: str) -> HostCosts:
 
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
     """Returns the errors of all rows by machine, T and mode, as Markdown and as JSON."""
+    rows = list(rows)
     errors, left = errors_of(rows, forecast)
-    judged = list(groups(errors))
-    return table(judged, left), {"groups": judged, "left_out": dict(left)}
+    judged, made = list(groups(errors)), decisions(rows, forecast)
+    regret = max((one.regret for one in made), default=None)
+    numbers = {"groups": judged, "left_out": dict(left), "largest_regret": regret}
+    return f"{table(judged, left)}\n{decided(made)}".rstrip(), numbers
 
 
 def errors_of(
@@ -240,3 +249,107 @@ def is_biased(group: dict[str, Any]) -> bool:
     signed += [group["other_signed"]] * (group["seeds"] >= ENOUGH_SEEDS)
     return any(abs(mean) > MEAN_BAR for mean in signed)
 
+
+@dataclass(frozen=True)
+class Decision:
+    """What the predictor would choose of the measured uses of a cell, and what was fastest.
+
+    A cell is one machine, pair, acceptance, hit law and batch. regret: the fastest measured rate
+    over that of the choice, less one. sign: whether SSD against its strongest measured rival is
+    predicted with the right sign; None if they differ by less than MARGIN, or without both.
+    """
+
+    cell: str
+    regret: float
+    sign: bool | None
+
+
+MARGIN = 0.02  # smallest measured difference whose sign counts
+
+
+def decisions(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[Decision]:
+    """Returns the decision of every cell with two measured uses of at most as many GPUs.
+
+    Rates are means over a use's rows without the luck of their draws. Cells of SSD include AR and
+    SD of the same machine, pair and acceptance on at most as many GPUs.
+    """
+    uses = _uses(rows, forecast)
+    by_base: dict[Any, list[_Use]] = {}
+    for use in uses:
+        by_base.setdefault(use.base, []).append(use)
+    made = []
+    for base, every in by_base.items():
+        laws = sorted({use.law for use in every if use.law[0] is not None}, key=str)
+        for law in laws:
+            hits = sorted({u.law[1] for u in every if u.law[0] == law[0]} - {None}, key=str)
+            for hit, gpus in itertools.product(hits or [None], sorted({u.gpus for u in every})):
+                fits = [
+                    u
+                    for u in every
+                    if u.gpus <= gpus and u.law[0] in (None, law[0]) and u.law[1] in (None, hit)
+                ]
+                if len(fits) > 1 and any(u.gpus == gpus for u in fits):
+                    made.append(_decision(f"{base} {law[0]} {hit} {gpus} GPUs", fits))
+    return list({one.cell: one for one in made}.values())
+
+
+@dataclass(frozen=True)
+class _Use:
+    base: tuple[Any, ...]
+    law: tuple[str | None, str | None]  # acceptance (None: AR) and hits (None: nothing grows)
+    mode: str
+    gpus: int
+    measured: float
+    predicted: float
+
+
+def _uses(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[_Use]:
+    """Returns the measured uses with a forecast, each the mean over its rows."""
+    alike: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        rate = forecast(row).tok_per_s
+        if rate is None or row.sampling_error is None:
+            continue
+        base = tuple(str(row.get(name)) for name in _SAME_CELL)
+        fast = row.acceptance_fast if row.backup == "fast" else None
+        law = None if row.mode == "ar" else row.acceptance, row.hit_law if row.fan_out else None
+        use = (*(row.get(name) for name in _SAME_USE), fast, str(row.fan_out))
+        gpus = int(row.tp) + int(row.num_drafts or 0)
+        key = base, law, row.mode, gpus, use
+        alike.setdefault(key, []).append((row.tok_per_s / (1 + row.sampling_error), rate))
+    means = {key: np.mean(rates, axis=0) for key, rates in alike.items()}
+    return [_Use(*key[:4], float(m), float(p)) for key, (m, p) in means.items()]
+
+
+def _decision(cell: str, uses: Sequence[_Use]) -> Decision:
+    chosen = max(uses, key=lambda use: use.predicted)
+    regret = max(use.measured for use in uses) / chosen.measured - 1
+    ssd = [use for use in uses if use.mode == "ssd"]
+    rivals = [use for use in uses if use.mode != "ssd"]
+    if not (ssd and rivals):
+        return Decision(cell, regret, None)
+    true, told = (
+        max(getattr(u, rate) for u in ssd) / max(getattr(u, rate) for u in rivals) - 1
+        for rate in ("measured", "predicted")
+    )
+    sign = None if abs(true) < MARGIN else (true > 0) == (told > 0)
+    return Decision(cell, regret, sign)
+
+
+def decided(made: Sequence[Decision]) -> str:
+    """Returns the lines on regret and on the sign of SSD against its strongest rival."""
+    if not made:
+        return ""
+    regrets = np.array([one.regret for one in made])
+    signs = [one.sign for one in made if one.sign is not None]
+    median, p95 = np.quantile(regrets, [0.5, 0.95])
+    text = (
+        f"Regret of the predicted choice over {len(made)} measured cells: {median:.1%} in the "
+        f"median, {p95:.1%} at p95, {regrets.max():.1%} at most."
+    )
+    if signs:
+        text += (
+            f"\nSign of SSD against its strongest measured rival right in {sum(signs)} of "
+            f"{len(signs)} cells that differ by {MARGIN:.0%} or more."
+        )
+    return text

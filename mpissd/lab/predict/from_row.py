@@ -83,8 +83,8 @@ def forecast_row(
         rate = _mean(job, device, host or host_of(profile, job))
     except ConfigError as error:
         return Forecast(reason=str(error))
-    label = all_derived_from if host is None else derived_from
-    return Forecast(rate, derived=label(profile, drafts, job) is not None)
+    label = (all_derived_from if host is None else derived_from)(profile, drafts, job)
+    return Forecast(rate, derived=label is not None)
 
 
 def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
@@ -191,5 +191,7 @@ def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
     if row.backend == "cupy" and row.forward == "transformer":
         params = job.target_shard.num_params(job.options)
     known = () if params is None else profile.tables.kernels(key, params)
+    if job.draft_options.top_k > 1 and commit in profile.other_lists:
+        raise ConfigError("their commit read lists of candidates in every draft forward")
     if commit in profile.other_kernels or (known and own not in [each.kernel for each in known]):
         raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")

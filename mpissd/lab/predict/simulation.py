@@ -35,8 +35,8 @@ Mask = NDArray[np.bool_]
 
 _LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
 _BURN_IN = 8  # first rounds of a chain, which do not count
-_CHAINS, _ROUNDS = 256, 32  # of one cell's mean
-_SEARCHED = 64, 16  # of each of many cells; all read the same draws, so that few decide their order
+_FEW_CELLS = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
+_MANY_CELLS = 64, 16, 16  # likewise; cells read the same draws, so that few tell them apart
 _MANY = 4  # cells from which on these numbers hold
 _FOLD = 4096  # rounds stored as separate arrays take twelve times the memory of one array
 
@@ -466,27 +466,35 @@ def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
     return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
 
 
-def expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Returns the means of every cell, with the kernels that its own row counts select."""
+def expect(
+    cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool = False
+) -> Expected:
+    """Returns the means of every cell, with the kernels that its own row counts select.
+
+    At b = 1 few cells are simulated for 8,192 rounds each, many for 1,024 unless `precise`.
+    """
     if not cells.lookahead:
         return expect_ar(cells.batch_size, device, host)
     widths = cells.batch_size * (cells.lookahead + 1)
     if device.draft is None or device.draft.few is None:
-        return _expect(cells, replace(device, verify=device.verify.in_job(widths)), host)
+        known = replace(device, verify=device.verify.in_job(widths))
+        return _expect(cells, known, host, precise=precise)
     is_few = cells.draft_rows <= device.draft.few_rows
     columns = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
     for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
         if len(chosen):
             part = cells.take(chosen)
             known = device.in_job(widths, int(part.draft_rows.max()))
-            for name, values in vars(_expect(part, known, host)).items():
+            for name, values in vars(_expect(part, known, host, precise=precise)).items():
                 columns[name][chosen] = values
     return Expected(**columns)
 
 
-def _expect(cells: Cells, device: DeviceCosts, host: HostCosts) -> Expected:
+def _expect(cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool) -> Expected:
     """Returns the means of cells whose forwards use one kernel."""
-    chains, num_rounds = _SEARCHED if len(cells) >= _MANY else (_CHAINS, _ROUNDS)
+    few = precise or len(cells) < _MANY
+    sequences, least, num_rounds = _FEW_CELLS if few else _MANY_CELLS
+    chains = max(least, sequences // cells.batch_size)
     rounds = Rounds(cells, device, host, LawDraws(cells, chains))
     sums = {name: np.zeros(len(cells)) for name in ("tokens", "round_s", "hit", "wait_s")}
     for number in range(_BURN_IN + num_rounds):
