@@ -94,9 +94,9 @@ def _judge(config: PredictConfig, rows: str) -> int:
     """Prints the three errors of predictions over rows; the last line is JSON."""
     for name in filter(None, [*(config.profile or "").split(","), config.host]):
         _check_there(name)
-    paths = [path for part in rows.split(",") for path in _row_files(Path(part))]
+    paths = [path for part in rows.split(",") for path in _run_files(Path(part))]
     if not paths:
-        raise ConfigError(f"rows {rows!r}: no runs*.jsonl there")
+        raise ConfigError(f"rows {rows!r}: no runs there")
     text, numbers = judge(load_rows(paths), profile_of_another_job(config.profile, config.host))
     print(f"{text}\n{json.dumps(numbers)}")
     return 0
@@ -270,6 +270,14 @@ def tables(config: TablesConfig) -> int:
     used = [row for row in rows if is_usable(row)]
     print(render(rows, load_profiles(paths, used), load_rounds(paths, used)))
     return 0
+
+
+def _run_files(folder: Path) -> list[Path]:
+    """Returns the files of rows in a folder and its subfolders that have rounds."""
+    if folder.is_file():
+        return [folder]
+    found = sorted(folder.glob("**/*.jsonl"))
+    return [path for path in found if '"num_rounds"' in path.open().readline()]
 
 
 def _row_files(folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.simulation import Cells, expect, expected
 
 FREE = HostCosts()
-NEAR = 3e-3  # largest relative error of a mean of 8,192 rounds
+NEAR = 6e-3  # largest relative error of a mean of 8,192 rounds
 
 
 def make_job(**flags: Any) -> Job:
@@ -155,4 +155,4 @@ def test_hits_of_two_ends_against_a_simulation() -> None:
         hits += hit
     device = DeviceCosts.from_points({1: 5e-3}, {1: 1e-4})
     assert job.fan_out != job.fan_out_miss
-    assert float(expected(job, device, FREE).hit_rate[0]) == pytest.approx(hits / 2e5, abs=0.006)
+    assert float(expected(job, device, FREE).hit_rate[0]) == pytest.approx(hits / 2e5, abs=0.01)

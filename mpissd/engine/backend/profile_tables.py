@@ -117,8 +117,8 @@ class HostEntry:
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
         # Profiles older than the field have a context for transformers only.
         forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
-        told = {"seconds": seconds, "source": str(entry["from"]), "forward": forward}
-        return cls(str(entry["mode"]), **counts, **told)
+        source = str(entry["from"])
+        return cls(str(entry["mode"]), **counts, seconds=seconds, source=source, forward=forward)
 
 
 Series = Mapping[tuple[Any, ...], Curve]

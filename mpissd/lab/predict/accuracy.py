@@ -108,8 +108,13 @@ def host_of(name: str) -> HostCosts:
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
     """Returns the errors of all rows by machine, T and mode, as Markdown and as JSON."""
     rows = list(rows)
-    errors, left = errors_of(rows, forecast)
-    judged, made = list(groups(errors)), decisions(rows, forecast)
+    forecasts = {id(row): forecast(row) for row in rows}
+
+    def known(row: Row) -> Forecast:
+        return forecasts[id(row)]
+
+    errors, left = errors_of(rows, known)
+    judged, made = list(groups(errors)), decisions(rows, known)
     regret = max((one.regret for one in made), default=None)
     numbers = {"groups": judged, "left_out": dict(left), "largest_regret": regret}
     return f"{table(judged, left)}\n{decided(made)}".rstrip(), numbers
@@ -312,13 +317,17 @@ def _uses(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[_Use
             continue
         base = tuple(str(row.get(name)) for name in _SAME_CELL)
         fast = row.acceptance_fast if row.backup == "fast" else None
-        law = None if row.mode == "ar" else row.acceptance, row.hit_law if row.fan_out else None
+        accepted = None if row.mode == "ar" else row.acceptance
+        law = accepted, row.hit_law if row.fan_out else None
         use = (*(row.get(name) for name in _SAME_USE), fast, str(row.fan_out))
         gpus = int(row.tp) + int(row.num_drafts or 0)
         key = base, law, row.mode, gpus, use
         alike.setdefault(key, []).append((row.tok_per_s / (1 + row.sampling_error), rate))
     means = {key: np.mean(rates, axis=0) for key, rates in alike.items()}
-    return [_Use(*key[:4], float(m), float(p)) for key, (m, p) in means.items()]
+    return [
+        _Use(base, law, mode, gpus, float(measured), float(predicted))
+        for (base, law, mode, gpus, _), (measured, predicted) in means.items()
+    ]
 
 
 def _decision(cell: str, uses: Sequence[_Use]) -> Decision:

@@ -151,7 +151,8 @@ class LawDraws(Draws):
         )
         rows = slice(0, 1) if same else slice(None)
         self._reached, self._reached_fast = (
-            np.cumprod(rates[rows], axis=1) for rates in (cells.hazards, cells.hazards_fast)
+            np.cumprod(rates[rows], axis=1, dtype=np.float64)
+            for rates in (cells.hazards, cells.hazards_fast)
         )
         chance = np.stack([cells.p_hits_miss, cells.p_hits], axis=1)  # [G, source, end, K+1]
         self._chance, self._first = chance.ravel(), np.arange(len(cells))[:, None, None] * 4
@@ -159,7 +160,7 @@ class LawDraws(Draws):
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
         uniform = self._spread()[None, :, :, None]
 
-        def leading(reached: Floats) -> Ints:
+        def leading(reached: NDArray[np.floating[Any]]) -> Ints:
             """Returns k without a limit: how many i have P(k >= i) above the draw."""
             return np.asarray((uniform < reached[:, None, None, :]).sum(axis=3), np.int64)
 
@@ -253,7 +254,7 @@ class RecordedDraws(Draws):
         self._number = 0
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        return np.minimum(self._accepted[self._number], num_draft)
+        return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
 
     def bonus(self, accepted: Ints) -> Ints:
         return np.asarray(self._bonus[self._number])
